@@ -15,6 +15,7 @@ from coordinator.members.listening import from_here
 from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, RunFailed
 from protocol.command.own_command import own_command, own_environment
+from protocol.host.memory import killed_for_memory, killed_more
 
 _END_TIMEOUT_S: Final = 10.0
 RESTARTS: Final = 3
@@ -64,6 +65,7 @@ class LocalWorkers:
         self._processes: dict[str, Process] = {}
         self._kept: list[asyncio.Task[int]] = []
         self._ending = False
+        self._killed = killed_for_memory()
         self._watched, self._held = os.pipe()  # open for as long as this process lives
 
     async def start(self, count: int) -> None:
@@ -120,7 +122,10 @@ class LocalWorkers:
         for restart in range(1, RESTARTS + 1):
             if code >= 0 or -code in _ORDERS or self._ending:
                 break
+            before, self._killed = self._killed, killed_for_memory()
             what = f"local worker {name!r} was ended by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL and killed_more(before, self._killed):
+                what = f"local worker {name!r} was killed by the kernel for memory (oom_kill)"
             self._tell(f"{what}; started again, {restart} of at most {RESTARTS} times")
             code = await (await self._begin(name, arguments)).wait()
         return code

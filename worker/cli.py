@@ -114,7 +114,7 @@ RetryFor = Annotated[
         min=0,
         envvar="SAMESTEP_RETRY_FOR",
         metavar="SECONDS",
-        help="Give up after so long without coordinator.",
+        help="Give up after so long without coordinator, or without a step.",
     ),
 ]
 DutyName = Annotated[

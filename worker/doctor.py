@@ -60,6 +60,7 @@ def examine(plan: WorkerPlan) -> Iterator[Finding]:
     yield from _directories()
     yield host_checks.open_files(limits.WORKER_FILES, _FILES_ENOUGH)
     yield host_checks.memory(_LEAST_MEMORY_BYTES)
+    yield host_checks.killed()
     yield host_checks.clock()
     if not scripted:
         yield from device_findings(plan.backend, plan.devices, KernelFiles())

@@ -21,6 +21,8 @@ from protocol.command.torchrun import started_by_torchrun
 from protocol.host.allocator import keep_freed_memory
 from protocol.host.event_loop import new_event_loop
 from protocol.host.loop_watch import LoopWatch
+from protocol.host.presence import Presence
+from protocol.host.secret_file import state_home
 from protocol.host.trace import Tracer
 from worker.joining.credentials import WorkerCredentials
 from worker.joining.this_machine import HERE, someone_listens
@@ -130,9 +132,13 @@ async def _serve(options: WorkerOptions, group: LeadingToolbox | None = None) ->
     _end_on_signals(client, supervisor)
     watch = LoopWatch(lambda held_ms: tell(f"nobody was heard for {held_ms:.0f} ms: network held"))
     watching = asyncio.create_task(watch.run())
+    presence = Presence(state_home(), options.name)
+    if told := presence.begin():
+        warn(told)
     try:
         return await client.serve()
     finally:
+        presence.end()
         watching.cancel()
         supervisor.close()
         if tracer is not None:

@@ -71,6 +71,7 @@ def examine(plan: ServicePlan) -> Iterator[Finding]:
     yield from control_port(*plan.control)
     yield host_checks.open_files(limits.COORDINATOR_FILES, _FILES_ENOUGH)
     yield host_checks.memory(_LEAST_MEMORY_BYTES)
+    yield host_checks.killed()
     yield host_checks.clock()
 
 

@@ -76,6 +76,10 @@ class BlobServer:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def serves(self, channel: Channel) -> bool:
+        """Whether chunks that were asked for are still to be sent there."""
+        return channel in self._waiting
+
     async def _serve(self, channel: Channel) -> None:
         waiting = self._waiting[channel]
         try:

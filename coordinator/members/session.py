@@ -58,6 +58,9 @@ class MemberSession:
         questions: To it, about copies.
         saying_goodbye: Why it leaves, if it said so.
         exit_code: What it ends with, if it said so: not OK where it or its device is of no use.
+        explained: Whether the reason of its end is known: it said so, or was refused.
+        leaves: Whether it ends as it should, and does not come back.
+        stepped: Whether it has taken a step of a run.
     """
 
     channel: Channel
@@ -72,6 +75,7 @@ class MemberSession:
         self.run: MembersRun | None = None
         self.saying_goodbye = ""
         self.exit_code: int = ExitCode.OK
+        self.explained = self.leaves = self.stepped = False
         self._owner = owner
 
     def start(self, channel: Channel) -> None:
@@ -95,7 +99,8 @@ class MemberSession:
                 pass
             case Goodbye():
                 self.saying_goodbye = message.reason or "goodbye"
-                self.exit_code = message.exit_code
+                self.exit_code, self.explained = message.exit_code, True
+                self.leaves = not message.retry and message.exit_code == ExitCode.OK
                 channel.abort(self.saying_goodbye)
             case _:
                 if not self.name:
@@ -118,6 +123,7 @@ class MemberSession:
         try:
             channel.send(self.check.challenge(hello))
         except NotAuthorised as error:
+            self.explained = True
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
         except UsageError as error:
             # The worker may well belong here: it tries again.
@@ -128,6 +134,7 @@ class MemberSession:
         try:
             self.check.verify(proof)
         except NotAuthorised as error:
+            self.explained = True
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
             return
         self._timer.cancel()

@@ -54,6 +54,7 @@ from coordinator.service.listener import (
     WorkerDisconnected,
     document,
 )
+from coordinator.service.repeated_ends import WorkerComesAndGoes
 from coordinator.service.service import Service
 from protocol.command.system_journal import Priority, SystemJournal
 from protocol.data.capture_index import INDEX
@@ -88,6 +89,8 @@ _TOLD: Final[dict[type[Fact], str]] = {
     RunContinued: "continued at step {step}",
     CopiedAgain: "the checkpoint after step {step} is copied to {to}: it takes copies again",
     CopyFailed: "the checkpoint after step {step} is not copied to {to}: {error}",
+    WorkerComesAndGoes: "worker {worker} comes and goes: lost {count} times in a row while "
+    "{phase}: {reason}; {cause}",
     SecretsTrouble: "{reason}",
     SecretsSound: "the files of keys and join token are there and can be used",
     Draining: "draining: the step in progress is finished first",
@@ -109,6 +112,7 @@ _PRIORITIES: Final[dict[type, Priority]] = {
     WorkerPutAside: Priority.WARNING,
     EvaluationMissed: Priority.WARNING,
     RedoneOtherwise: Priority.WARNING,
+    WorkerComesAndGoes: Priority.WARNING,
     SecretsTrouble: Priority.ERROR,
     CopyFailed: Priority.ERROR,
     LogUnreadable: Priority.ERROR,

@@ -49,6 +49,11 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
             "longest_delay_ms": round(service.loop_watch.longest_delay_ms, 1),
         },
         "secrets": service.secrets_troubles,
+        "coming_and_going": [
+            str(fact)
+            for name, fact in sorted(service.repeated_ends.told.items())
+            if name not in service.sessions or not service.sessions[name].stepped
+        ],
         "queued_runs": [accepted.stored.run_id for accepted in service.waiting],
         "step": 0,
         "steps": 0,

@@ -51,6 +51,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"exchange {exchange['reason']}"
     if document["encryption"] != "TLS 1.3":
         yield f"NOT ENCRYPTED: {document['encryption']}"
+    for told in document["coming_and_going"]:
+        yield f"again    {told}"
     for trouble in document["secrets"]:
         yield f"secrets  {trouble}"
     workers, expected = document["workers"], document["expect_workers"]

@@ -31,6 +31,7 @@ from coordinator.run.outputs.facts import (
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.run import Run
 from coordinator.service.listener import CopyFailed, InternalError, LogUnreadable, RunFails
+from coordinator.service.repeated_ends import WorkerComesAndGoes
 from coordinator.storage.directory.journal_records import (
     Committed,
     Evaluated,
@@ -49,6 +50,7 @@ _RESPONSES: Final[dict[type[Fact], tuple[str, str]]] = {
     WorkerLost: ("worker_lost", "its unfinished nodes go to others"),
     WorkerUnready: ("worker_unready", "it takes no part"),
     WorkerRefused: ("refused", "dismissed"),
+    WorkerComesAndGoes: ("worker_comes_and_goes", "others go on without it"),
     WorkerLate: ("straggler", "others go on without it"),
     DeviceFault: ("device_fault", "its work goes to the host's others"),
     WorkerPutAside: ("worker_put_aside", "it takes no part for some steps"),
@@ -82,6 +84,9 @@ def record_of(fact: Fact, run: Run) -> Record | None:
             return Evaluated(epoch=run.epoch, step=step, metrics=metrics, state_digest=digest)
         case EvaluationMissed(step, reason):
             return _fault(replace(fact, reason=f"step {step}: {reason}"), run)
+        case WorkerComesAndGoes(_, phase, count, reason, cause):
+            told = f"{count} times in a row while {phase}: {reason}; {cause}"
+            return _fault(replace(fact, reason=told), run)
         case RunHalted():
             return Halted.model_validate(fact.fields())
         case ViewBegins():

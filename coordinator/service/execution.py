@@ -51,6 +51,7 @@ from coordinator.service.listener import (
     RunFails,
 )
 from coordinator.service.memory_room import check_memory
+from coordinator.service.repeated_ends import Phase
 from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
 from coordinator.service.result import write_result
 from coordinator.service.worker_copies import give_copy
@@ -87,6 +88,7 @@ from protocol.wire.messages import (
     Message,
     Ready,
     StateChunk,
+    StepApplied,
     StretchState,
 )
 from protocol.wire.transport import Channel
@@ -221,6 +223,7 @@ class Execution:
                     if session.channel.connection.blocks is not self._blocks:
                         return  # it was checked by an earlier run's manifest, and is of that run
                     body = self._values(message, raw)
+        session.stepped |= isinstance(message, StepApplied)
         self._trace_payload(session.name, message)
         self._handle(lambda: self.run.receive(session.name, message, body))
         if isinstance(message, Boundary) and not self._storage.boundary_room.is_set():
@@ -253,6 +256,28 @@ class Execution:
         self._followers.discard(session.name)
         self._stop_leading(session.name)
         self._handle(lambda: self.run.lost(session.name, reason, exit_code=session.exit_code))
+
+    def phase_of(self, session: MemberSession) -> Phase | None:
+        """What a member's connection was at that is about to be lost; None if nothing was to come
+        of it just now."""
+        member = self.run.members.get(session.name)
+        if member is None:
+            return "loading" if session.name in self.run.unfit else None
+        if member.released or self.outcome is not None:
+            return None
+        match member.state:
+            case MemberState.PREPARING:
+                sending = self._blobs.serves(session.channel) or session.channel.queued_bytes
+                return "fetching files" if sending else "loading"
+            case MemberState.LOADING:
+                return "loading"
+            case MemberState.ACTIVE | MemberState.DRAINING:
+                return "training"
+        return None
+
+    def tell(self, fact: Fact) -> None:
+        """A fact of the service's that belongs into the run's journal."""
+        self._tell(fact)
 
     def command(self, command: Command, event: Callable[[], Sequence[Action]]) -> None:
         """Do what an operator's word leads to."""

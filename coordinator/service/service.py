@@ -42,6 +42,7 @@ from coordinator.service.listener import (
     WorkerDisconnected,
     document,
 )
+from coordinator.service.repeated_ends import Phase, RepeatedEnds
 from coordinator.storage.kept_files import hold
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
@@ -132,6 +133,7 @@ class Service:
         self.secrets_troubles: list[str] = []
         self.sessions: dict[str, MemberSession] = {}
         self.known: set[str] = set()
+        self.repeated_ends = RepeatedEnds()
         self.current: Execution | None = None
         self.finished: Execution | None = None
         self.waiting: deque[AcceptedRun] = deque()
@@ -357,6 +359,7 @@ class Service:
     def joined(self, session: MemberSession) -> None:
         """A worker is a member; see `SessionOwner`."""
         self._joining.leave(session)
+        self.repeated_ends.well(session.host)
         self.sessions[session.name] = session
         self.known.add(session.name)
         backend, admitted_by = session.hello.backend, session.check.admitted_by
@@ -369,6 +372,7 @@ class Service:
         self._joining.leave(session)
         if not session.name:
             log.info("connection_closed", peer=session.channel.peer, reason=reason)
+            self._note_end(session, session.host, "joining", reason)
         self._forget(session, reason)
 
     def _forget(self, session: MemberSession, reason: str) -> None:
@@ -377,7 +381,23 @@ class Service:
         del self.sessions[session.name]
         self.reported(WorkerDisconnected(session.name, reason, len(self.sessions)))
         if self.current is not None:
+            phase = self.current.phase_of(session)
             self.current.lost(session, reason)
+            self._note_end(session, session.name, phase, reason)
+
+    def _note_end(
+        self, session: MemberSession, worker: str, phase: Phase | None, reason: str
+    ) -> None:
+        """See whether a worker comes and goes for ever."""
+        if session.stepped or session.leaves:
+            self.repeated_ends.well(worker)
+        elif phase is not None:
+            said = session.explained
+            fact = self.repeated_ends.ended(worker, phase, reason, said=said)
+            if fact is not None and self.current is not None:
+                self.current.tell(fact)
+            elif fact is not None:
+                self.reported(fact)
 
     def _connection(self, address: tuple[str, int]) -> Channel | None:
         host = address[0]

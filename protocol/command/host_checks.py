@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.base.byte_size import byte_size
 from protocol.command.doctor import Finding, failure, ok, warning
-from protocol.host.memory import GROUPS, PROC, read_memory
+from protocol.host.memory import GROUPS, PROC, killed_for_memory, read_memory
 
 _MADE_S: Final = 1_767_225_600.0
 """2026-01-01: a clock that is before this release is wrong."""
@@ -148,6 +148,23 @@ def memory(least_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> Findin
         advice = f"end something or add memory; less than {byte_size(least_bytes)} is little"
         return warning("memory", said, advice)
     return ok("memory", said)
+
+
+def killed(proc: Path = PROC, groups: Path = GROUPS) -> Finding:
+    """Whom the kernel has killed for want of memory.
+
+    Args:
+        proc: Where procfs is.
+        groups: Where the tree of control groups (either version) is.
+    """
+    counts = killed_for_memory(proc, groups)
+    if count := counts.get("group", 0):
+        return warning(
+            "killed for memory", f"{count} processes of this control group, by the kernel",
+            "raise the memory limit of the unit or container, or give it less to do",
+        )  # fmt: skip
+    since = f"{counts.get('machine')} processes since this machine's start"
+    return ok("killed for memory", since if counts.get("machine") else "nobody, as far as is told")
 
 
 def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Iterator[Finding]:

@@ -1,9 +1,12 @@
-"""Main memory: the machine's, and what this process's control group (version 2) may take of it."""
+"""Main memory: the machine's, what this process's control group (version 2) may take of it, and
+whom the kernel has killed for want of it."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -76,6 +79,48 @@ def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
     group = groups / path.lstrip("/")
     names = ("memory.max", "memory.swap.max", "memory.current")
     return Memory(free, swap, *(_number(group / name) for name in names))
+
+
+def killed_for_memory(proc: Path = PROC, groups: Path = GROUPS) -> dict[str, int]:
+    """How many processes the kernel has killed for want of memory, as far as it tells: `group`, of
+    this process's control group (version 2 or 1); `machine`, since that has started.
+
+    Args:
+        proc: Where procfs is.
+        groups: Where the tree of control groups is.
+    """
+    files = {"machine": [proc / "vmstat"], "group": list(_event_files(proc, groups))}
+    found = {where: _first_count(each) for where, each in files.items()}
+    return {where: count for where, count in found.items() if count is not None}
+
+
+def killed_more(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Whether the kernel has killed somebody between two answers of `killed_for_memory`."""
+    return any(now.get(where, 0) > count for where, count in before.items())
+
+
+def _event_files(proc: Path, groups: Path) -> Iterator[Path]:
+    """Where a group's kills may be counted; in a container its path may be the host's."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield groups / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            yield groups / "memory" / path.lstrip("/") / "memory.oom_control"
+            yield groups / "memory" / "memory.oom_control"
+
+
+def _first_count(files: Iterable[Path]) -> int | None:
+    for file in files:
+        with suppress(OSError):
+            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+            if found is not None:
+                return int(found[1])
+    return None
 
 
 def asked_bytes(error: BaseException) -> int | None:

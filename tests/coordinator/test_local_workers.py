@@ -106,3 +106,20 @@ async def test_one_that_cannot_be_started_is_told_in_a_line(tmp_path, monkeypatc
         await workers.start(1)
     assert "\n" not in str(told.value)
     await workers.stop()
+
+
+async def test_one_that_the_kernel_killed_for_memory_is_told_as_that(tmp_path, monkeypatch):
+    counts = iter(range(20))
+    monkeypatch.setattr(local_workers, "killed_for_memory", lambda: {"group": next(counts)})
+    kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(local_workers, "own_command", lambda _: kill)
+    told: list[str] = []
+    workers = local_workers.LocalWorkers(
+        ("127.0.0.1", 1), "cpu", (), tmp_path / "token", told.append
+    )
+    await workers.start(1)
+    assert await workers.all_ended() == [-signal.SIGKILL]
+    await workers.stop()
+    assert len(told) == RESTARTS
+    line = "local worker 'local-0' was killed by the kernel for memory (oom_kill); started again"
+    assert all(each.startswith(line) for each in told)

@@ -281,6 +281,13 @@ class WorkerSession:
         return 0 if self._run is None or self._run.task is None else self._run.task.step
 
     @property
+    def owes(self) -> bool:
+        """Whether it is getting ready for a run, or has a part of a step to do."""
+        if self._run is None:
+            return False
+        return self._run.task is None or self._run.task.place is not None
+
+    @property
     def _task(self) -> _Task:
         assert self._run is not None
         assert self._run.task is not None, "handled in phase READY alone"

@@ -54,6 +54,7 @@ from worker.joining.credentials import WorkerCredentials
 from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.fetching import FileEvent
+from worker.logic.fruitless_joins import TOO_OFTEN, FruitlessJoins
 from worker.logic.session import WorkerSession
 from worker.peers.exchange import MakeLinks, PeerExchange, socket_links
 from worker.peers.share import AllAveraged, LastCame
@@ -147,6 +148,7 @@ class Client:
         self._find_again = find_again
         self._peers: PeerExchange | None = None
         self._session: WorkerSession | None = None
+        self._joins = FruitlessJoins()
         self._trouble = f"connecting to {target.at}"
         self._channel: Channel | None = None
         self._boundary_turns = BoundaryTurns()
@@ -212,14 +214,14 @@ class Client:
                 return ExitCode.OK
             now_s = self._machine.now_s()
             if self._session is not None and self._session.name:
-                since_s, told_s = now_s, -_TELL_EVERY_S
+                if self._joins.lost(self._session, told=leaving is not None and not leaving.failed):
+                    since_s, told_s = now_s, -_TELL_EVERY_S
+                if told := self._joins.told(self._session, reason):
+                    self._tell(told)
             self._session = None
             left_s = self._target.retry_for_s - (now_s - since_s)
             if left_s <= 0:
-                raise Unreachable(
-                    f"no coordinator at {self._target.at} for {self._target.retry_for_s:g} s: "
-                    f"{reason}"
-                )
+                raise Unreachable(self._gives_up(reason))
             where = "" if self._target.at in reason else f"{self._target.at}: "
             self._trouble = f"{where}{reason}; trying again"
             if now_s - told_s >= _TELL_EVERY_S:
@@ -230,6 +232,13 @@ class Client:
             if now_s - since_s >= _FIND_AGAIN_AFTER_S:
                 await self._look_again()
         return ExitCode.OK
+
+    def _gives_up(self, reason: str) -> str:
+        at, for_s = self._target.at, self._target.retry_for_s
+        if self._joins.fruitless >= TOO_OFTEN:
+            times = self._joins.fruitless
+            return f"joined the coordinator at {at} {times} times without a step: {reason}"
+        return f"no coordinator at {at} for {for_s:g} s: {reason}"
 
     async def _look_again(self) -> None:
         """A coordinator that was found on the network may be at another address by now."""

@@ -13,13 +13,14 @@ import socket
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from backends.base.interface import Array
 from protocol.base.errors import UsageError
 from protocol.command.own_command import own_command, own_environment
+from protocol.host.memory import killed_for_memory, killed_more
 from protocol.host.shared_memory import SharedMemory
 from worker.logic import actions as act
 from worker.shell.device_pipe import Packed, Pipe, Reports, pack_order
@@ -120,6 +121,7 @@ class _Process:
         self._told, self._lost, self._tell = told, lost, tell
         self._given: deque[tuple[act.DeviceAction, Taken]] = deque()
         self._ending = False
+        self._killed_before = killed_for_memory()
         module, *given = arguments
         with theirs:
             fds = (theirs.fileno(), memory.fd, own.fd)
@@ -164,7 +166,7 @@ class _Process:
         while self._given:
             self._given.popleft()[1]()
         if not self._ending:
-            self._lost(_how(code))
+            self._lost(_how(code, self._killed_before))
 
     def _read(self, packed: Packed) -> None:
         match packed:
@@ -187,7 +189,9 @@ def _argument(device: int | str | None) -> str:
     return "" if device is None else str(device)
 
 
-def _how(code: int) -> str:
+def _how(code: int, killed_before: Mapping[str, int]) -> str:
+    if code == -signal.SIGKILL and killed_more(killed_before, killed_for_memory()):
+        return "was killed by the kernel for memory (oom_kill)"
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"

@@ -1,0 +1,93 @@
+"""A note that a worker runs here, so that the next one of its name can say how it was ended.
+
+Whoever the kernel kills can say nothing. But the kernel counts whom it kills for want of memory:
+where a worker left its note behind and the count has grown since, it was that worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from protocol.base.errors import UsageError
+from protocol.host.memory import GROUPS, PROC, killed_for_memory, killed_more
+from protocol.host.secret_file import write_secret
+
+
+class Presence:
+    """The note of one worker.
+
+    Args:
+        home: See `secret_file.state_home`.
+        name: The worker's.
+        proc: Where procfs is.
+        groups: Where the tree of control groups is.
+    """
+
+    def __init__(self, home: Path, name: str, proc: Path = PROC, groups: Path = GROUPS) -> None:
+        digest = hashlib.sha256(f"{platform.node()} {name}".encode()).hexdigest()
+        self._path = home / "worker" / f"{digest[:32]}.running"
+        self._name, self._proc, self._groups = name, proc, groups
+
+    def begin(self) -> str:
+        """Leave the note; that the one before was killed for memory, else an empty text."""
+        present = {
+            "pid": os.getpid(),
+            "boot": self._boot(),
+            "killed": killed_for_memory(self._proc, self._groups),
+        }
+        before = self._read()
+        if self._is_alive(before):
+            return ""  # two of one name
+        with suppress(UsageError):
+            write_secret(self._path, json.dumps(present))
+        if before.get("boot") != present["boot"]:
+            return ""
+        return self._told(before.get("killed"), present["killed"])
+
+    def end(self) -> None:
+        """Take the note away: this worker ends as it should."""
+        if self._read().get("pid") == os.getpid():
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+    def _told(self, before: object, now: object) -> str:
+        if not isinstance(before, dict) or not isinstance(now, dict):
+            return ""
+        counts = {w: n for w, n in before.items() if isinstance(n, int)}
+        if not killed_more(counts, now):
+            return ""
+        return (
+            f"the worker {self._name!r} that ran here before was killed by the kernel for memory "
+            "(oom_kill): raise the memory limit of the unit or container, name fewer devices, or "
+            "train with a smaller batch.microbatch"
+        )
+
+    def _boot(self) -> str:
+        with suppress(OSError):
+            return (self._proc / "sys/kernel/random/boot_id").read_text().strip()
+        return ""
+
+    def _read(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            found = json.loads(self._path.read_bytes())
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    @staticmethod
+    def _is_alive(note: dict[str, Any]) -> bool:
+        pid = note.get("pid")
+        if not isinstance(pid, int) or pid <= 0 or pid == os.getpid():
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except (OSError, OverflowError):
+            return True
+        return True
