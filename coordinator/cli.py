@@ -17,7 +17,14 @@ from coordinator.resume_line import usual_name
 from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
-from protocol.base.errors import ExitCode, SamestepError, UsageError
+from protocol.base.errors import (
+    OUT_OF_THREADS,
+    ExitCode,
+    RunFailed,
+    SamestepError,
+    UsageError,
+    is_out_of_threads,
+)
 from protocol.command.command_line import (
     check_options_follow,
     check_writable,
@@ -472,3 +479,8 @@ def main() -> None:
     except SamestepError as error:
         write_error("coordinator", error)
         sys.exit(error.exit_code)
+    except RuntimeError as error:
+        if not is_out_of_threads(error):
+            raise
+        write_error("coordinator", RunFailed(OUT_OF_THREADS))
+        sys.exit(ExitCode.FAILED)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 
 @contextlib.contextmanager
@@ -26,6 +29,25 @@ def silent_address(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
             except TimeoutError:
                 break
         yield at[0], at[1]
+
+
+@contextlib.contextmanager
+def dead_name_server(name: str) -> Iterator[threading.Event]:
+    """Meanwhile nobody answers for that name; the event is set once it is asked for."""
+    asked, over, real = threading.Event(), threading.Event(), socket.getaddrinfo
+
+    def hang(host: Any, *arguments: Any, **options: Any) -> Any:
+        if host != name:
+            return real(host, *arguments, **options)
+        if options.get("flags", 0) & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        asked.set()
+        over.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    with mock.patch.object(socket, "getaddrinfo", hang):
+        yield asked
+        over.set()
 
 
 def refusing_port() -> int:

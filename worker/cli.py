@@ -17,7 +17,14 @@ from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
 from protocol.base.duty import parse_duty
-from protocol.base.errors import SamestepError, UsageError
+from protocol.base.errors import (
+    OUT_OF_THREADS,
+    ExitCode,
+    RunFailed,
+    SamestepError,
+    UsageError,
+    is_out_of_threads,
+)
 from protocol.command.command_line import check_options_follow, end_with_standard_input
 from protocol.command.system_journal import write_error
 from protocol.command.torchrun import started_by_torchrun
@@ -358,3 +365,8 @@ def main() -> None:
     except SamestepError as error:
         write_error("worker", error)
         sys.exit(error.exit_code)
+    except RuntimeError as error:
+        if not is_out_of_threads(error):
+            raise
+        write_error("worker", RunFailed(OUT_OF_THREADS))
+        sys.exit(ExitCode.FAILED)

@@ -23,6 +23,7 @@ from protocol.base.errors import (
     StorageFailed,
     Superseded,
     UsageError,
+    lock_failure,
 )
 
 LOCK_FILE: Final = "lock"
@@ -185,7 +186,7 @@ def _lock(directory: Path) -> int:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
             os.close(fd)
             if not isinstance(error, BlockingIOError):
-                raise
+                raise OSError(lock_failure(error)) from None
             raise UsageError(
                 f"{str(directory)!r} is in use by another coordinator (process {holder or '?'}); "
                 "stop it, or choose another directory"

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.members.worker_keys import WorkerKeys
-from protocol.base.errors import UsageError
+from protocol.base.errors import UsageError, lock_failure
 from protocol.host.secret_file import (
     give_to_owner,
     join_token_file,
@@ -297,7 +297,13 @@ def _locked(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"cannot use {str(directory)!r}: {error.strerror}") from None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            raise UsageError(
+                f"cannot lock {str(directory)!r}: {lock_failure(error)}; SAMESTEP_HOME=DIR keeps "
+                "tokens elsewhere"
+            ) from None
         yield
     finally:
         os.close(fd)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 
-from protocol.base.address import parse_address
+from protocol.base.address import format_address, parse_address
 from protocol.base.errors import NotAuthorised, Unreachable, error_for
 from protocol.host.secret_file import control_token_file, read_secret, state_home
+from protocol.wire import dial
+
+_NAME_PATIENCE_S: Final = 5.0
 
 
 def control_token(control: str) -> str:
@@ -33,11 +38,29 @@ def _in_words(error: Exception, timeout_s: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer for {timeout_s:g} s"
     if isinstance(error, aiohttp.ClientConnectorError):
-        number = error.os_error.errno
-        return os.strerror(number).lower() if number else "no connection"
+        return dial.described(error.os_error, format_address(error.host, error.port or 0)).found
     if isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
         return "it closed the connection"
     return "what answers is something else"
+
+
+class _Resolver(AbstractResolver):
+    """Looks names up in a bounded time: aiohttp's own would be waited for at the process's end."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """See aiohttp."""
+        del family  # both
+        return [
+            ResolveResult(
+                hostname=host, host=each.host, port=port, family=each.family, proto=0, flags=0
+            )
+            for each in await dial.resolve(host, port, _NAME_PATIENCE_S)
+        ]
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 async def request(
@@ -60,12 +83,15 @@ async def request(
         Unreachable: Nothing answers there, or not a coordinator.
         SamestepError: What the coordinator answered, as the error it names.
     """
-    url = f"http://{control}{path}"
+    url = f"http://{format_address(*parse_address(control, '--control'))}{path}"
     token = control_token(control)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session,
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(resolver=_Resolver()),
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as session,
             session.request(method, url, json=document, headers=headers) as response,
         ):
             answer = await response.json()

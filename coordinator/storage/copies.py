@@ -137,7 +137,7 @@ def check_place(to: Path) -> None:
         UsageError: It is no directory, or cannot be written.
     """
     _check_directory(to)
-    place = to.expanduser()
+    place = _expanded(to)
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
@@ -149,8 +149,12 @@ def check_place(to: Path) -> None:
         ) from None
 
 
+def _expanded(to: Path) -> Path:
+    return Path(os.path.expanduser(to))  # noqa: PTH111  (leaves an unknown ~name as it is)
+
+
 def _check_directory(to: Path) -> None:
-    place = to.expanduser().absolute()
+    place = _expanded(to).absolute()
     there = next((path for path in (place, *place.parents) if os.path.lexists(path)), place)
     if not there.is_dir():
         which = "that" if there == place else repr(str(there))
@@ -184,7 +188,7 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> 
     run = directory.read_run()
     assert run is not None
     _check_directory(to)
-    place = to.expanduser() / run.run_id / copy_name(step)
+    place = _expanded(to) / run.run_id / copy_name(step)
     with storing("copy a checkpoint to", place):
         make_directory(place.parent)
     remove_temporaries(place.parent)

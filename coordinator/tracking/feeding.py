@@ -12,7 +12,7 @@ from coordinator.disk.durable_file import make_below
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.rows import Rows
 from coordinator.tracking.trackers import DIRECTORY, Tracked, Tracker, open_tracker
-from protocol.base.errors import SamestepError, UsageError, in_words
+from protocol.base.errors import SamestepError, UsageError, in_words, lock_failure
 
 NEWS: Final = b"n"
 END: Final = b"e"
@@ -43,7 +43,10 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
     make_below(run, place)
     with (place / "lock").open("w") as lock:
         # An earlier process that is about to end has it until it has.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise SamestepError(f"cannot lock {str(place)!r}: {lock_failure(error)}") from None
         try:
             tracker = open_tracker(name, Tracked(place, stored.run_id, stored.document))
             return _follow(tracker, Rows(directory.journal), news)

@@ -31,6 +31,7 @@ The text of an error says what was expected, what came, from whom, and what to d
 
 from __future__ import annotations
 
+import errno
 import re
 from enum import IntEnum
 from pathlib import PurePath
@@ -57,6 +58,11 @@ _LIBRARIES: Final = frozenset({"site-packages", "dist-packages", PurePath(re.__f
 """Folders of installed packages, and the standard library's."""
 
 NO_MEMORY: Final = "it takes more main memory than can be had"
+OUT_OF_THREADS: Final = (
+    "the system lets this process start no more threads: raise the limit (ulimit -u, TasksMax= of "
+    "its unit, --pids-limit of its container), or run fewer processes"
+)
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class SamestepError(Exception):
@@ -311,6 +317,8 @@ def error_for(exit_code: int, text: str) -> SamestepError:
 def in_words(error: Exception) -> str:
     """What another library raised, as a part of a line: its first sentence and what kind it is."""
     text = " ".join(str(error).split())
+    if is_out_of_threads(error):
+        return OUT_OF_THREADS
     if isinstance(error, MemoryError) or "not enough memory" in text or "alloc_cpu" in text:
         return NO_MEMORY
     found = getattr(error, "errors", None)
@@ -322,6 +330,19 @@ def in_words(error: Exception) -> str:
     if isinstance(error, ValueError | OSError | ImportError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def lock_failure(error: OSError) -> str:
+    """Why a file cannot be locked, as a part of a line that goes on with what to do."""
+    reason = error.strerror or str(error)
+    if error.errno in _NO_LOCKS:
+        return f"expected a file system with locks, as on a local disk, got one without ({reason})"
+    return reason
+
+
+def is_out_of_threads(error: BaseException) -> bool:
+    """Whether the system refused a thread."""
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 def raised_words(error: BaseException) -> str:
@@ -348,4 +369,6 @@ def raised_at(error: BaseException) -> str:
 
 def text_of(error: BaseException) -> str:
     """What to tell people: anything but an error of ours is a fault in the program."""
+    if is_out_of_threads(error):
+        return OUT_OF_THREADS
     return str(error) if isinstance(error, SamestepError) else f"internal error: {error!r}"

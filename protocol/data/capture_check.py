@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -57,13 +58,17 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def _expanded(source: str) -> Path:
+    return Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
+
+
 def _whole(source: str) -> CaptureIndex:
     """The index of a capture whose files are all there.
 
     Raises:
         DataError: One is not, or has another size.
     """
-    directory = Path(source).expanduser()
+    directory = _expanded(source)
     index = read_index(directory)
     for file in index.files:
         path = directory / file.name
@@ -92,7 +97,7 @@ def check_digests(source: str, found: tuple[BlobFile, ...]) -> None:
         DataError: One is not.
     """
     digests = {file.name: file.digest for file in found}
-    for file in read_index(Path(source).expanduser()).files:
+    for file in read_index(_expanded(source)).files:
         if digests.get(file.name) != file.digest:
             raise changed(file.name, source)
 

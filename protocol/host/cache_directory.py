@@ -23,4 +23,5 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
     try:
         return Path("~/.cache/samestep").expanduser()
     except RuntimeError:
-        raise StorageFailed("find", "~/.cache", "no home; set SAMESTEP_CACHE") from None
+        reason = "this user has no home directory; set SAMESTEP_CACHE=DIR"
+        raise StorageFailed("find", "~/.cache", reason) from None

@@ -16,6 +16,9 @@ def state_home(environment: Mapping[str, str] = os.environ) -> Path:
 
     `$SAMESTEP_HOME`, else `$STATE_DIRECTORY` (systemd's), else `$XDG_STATE_HOME/samestep`, else
     `~/.local/state/samestep`.
+
+    Raises:
+        UsageError: None of them is known.
     """
     if own := environment.get("SAMESTEP_HOME"):
         return Path(own)
@@ -23,7 +26,13 @@ def state_home(environment: Mapping[str, str] = os.environ) -> Path:
         return Path(given.partition(":")[0])
     if shared := environment.get("XDG_STATE_HOME"):
         return Path(shared) / "samestep"
-    return Path("~/.local/state/samestep").expanduser()
+    try:
+        return Path("~/.local/state/samestep").expanduser()
+    except RuntimeError:
+        raise UsageError(
+            "expected a home directory for tokens and keys, but this user has none; set "
+            "SAMESTEP_HOME=DIR"
+        ) from None
 
 
 def join_token_file(home: Path) -> Path:

@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple
 
@@ -101,8 +102,9 @@ async def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def connect_blocking(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Like `connect`, in a thread without an event loop; the socket has that timeout."""
-    endpoint = asyncio.run(connect(host, port, timeout_s))
+    """Like `connect`, for callers that block; the socket has that timeout."""
+    with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop, as in a notebook
+        endpoint = thread.submit(asyncio.run, connect(host, port, timeout_s)).result()
     endpoint.settimeout(timeout_s)
     return endpoint
 

@@ -12,7 +12,6 @@ import inspect
 import json
 import math
 import os
-import socket
 import urllib.parse
 import urllib.request
 import warnings
@@ -43,6 +42,8 @@ from protocol.exact.update import moment_count
 from protocol.spec import sources
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ModelSpec, RunSpec
+from protocol.wire import dial
+from protocol.wire.dial import DialError
 from worker.models import as_stored, gguf_config, gguf_weights, main_memory
 from worker.models.causality import check_causality
 from worker.models.initial_weights import draw_initial_weights
@@ -270,10 +271,10 @@ def _hub_answers(name: str) -> bool:
     else:
         port = address.port or (443 if address.scheme == "https" else 80)
         try:
-            with socket.create_connection((address.hostname or "", port), timeout=_HUB_TIMEOUT_S):
+            with dial.connect_blocking(address.hostname or "", port, _HUB_TIMEOUT_S):
                 return True
-        except OSError as error:
-            reason = error.strerror or str(error)
+        except DialError as error:
+            reason = error.found
     if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
         raise DataError(
             f"cannot fetch the model {name!r}: the hub at {address.hostname} does not answer "

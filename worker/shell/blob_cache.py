@@ -26,7 +26,7 @@ except ImportError:  # Windows: each process fetches for itself
     fcntl = None  # type: ignore[assignment]
 
 from protocol.base import limits
-from protocol.base.errors import StorageFailed
+from protocol.base.errors import StorageFailed, lock_failure
 from protocol.spec.file_digest import FileDigests
 from protocol.wire.connection import Body
 
@@ -205,6 +205,8 @@ def _lock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise OSError(lock_failure(error)) from None
     return True
 
 

@@ -28,6 +28,7 @@ from tests.event_loop import on_uvloop
 from tests.free_ports import free_address
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 from tests.processes import ended
+from tests.silent_address import dead_name_server
 
 ROOT = Path(__file__).parents[3]
 SPEC = {
@@ -506,7 +507,17 @@ async def test_what_is_no_http_is_answered_and_not_logged(tmp_path, capfd, reque
 @on_uvloop
 async def test_why_no_coordinator_answers_is_told_in_words():
     with pytest.raises(
-        Unreachable, match=r"answers at 127.0.0.1:\d+ \(connect.*; start one"
+        Unreachable,
+        match=r"answers at 127.0.0.1:\d+ \(.* refused the connection\); start one",
     ) as caught:
         await request(free_address(), "GET", "/status")
     assert "Error" not in str(caught.value)
+
+
+def test_a_dead_name_server_holds_no_command(monkeypatch):
+    """Neither the answer nor the end of the process waits for it."""
+    monkeypatch.setattr("coordinator.operator.control_client._NAME_PATIENCE_S", 0.05)
+    with dead_name_server("coordinator.example") as asked:
+        with pytest.raises(Unreachable, match="no name server answered for"):
+            asyncio.run(request("coordinator.example:9001", "GET", "/status"))
+        assert asked.is_set()

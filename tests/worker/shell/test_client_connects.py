@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from protocol.base.errors import ExitCode, Unreachable
 from tests.event_loop import on_uvloop
 from tests.live_service import PATIENCE_S, Scripted, live_service
-from tests.silent_address import refusing_port, silent_address
+from tests.silent_address import dead_name_server, refusing_port, silent_address
 from worker.joining.credentials import WorkerCredentials
 from worker.shell import client as shell
 from worker.shell.client import Client, FindAgain, Target
@@ -34,22 +33,9 @@ def silent() -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture
-def dead_name_server(monkeypatch) -> Iterator[threading.Event]:
-    """Set once it is asked; it never answers."""
-    asked, over, real = threading.Event(), threading.Event(), socket.getaddrinfo
-
-    def hang(host, *arguments, **options):
-        if host != "coordinator.example":
-            return real(host, *arguments, **options)
-        if options.get("flags", 0) & socket.AI_NUMERICHOST:
-            raise socket.gaierror(socket.EAI_NONAME, "no number")
-        asked.set()
-        over.wait()
-        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
-
-    monkeypatch.setattr(socket, "getaddrinfo", hang)
-    yield asked
-    over.set()
+def unanswered() -> Iterator[threading.Event]:
+    with dead_name_server("coordinator.example") as asked:
+        yield asked
 
 
 def client(
@@ -74,7 +60,7 @@ async def test_it_gives_up_on_a_path_that_drops(silent, monkeypatch):
     assert reason.startswith(f"no coordinator at {host}:{port} for 0.1 s: no answer within")
 
 
-@pytest.mark.usefixtures("dead_name_server")
+@pytest.mark.usefixtures("unanswered")
 @on_uvloop
 async def test_it_gives_up_on_a_dead_name_server(monkeypatch):
     monkeypatch.setattr(shell, "_LEAST_ATTEMPT_S", 0.05)
@@ -100,10 +86,10 @@ async def test_it_leaves_at_once_while_it_connects(silent):
 
 
 @on_uvloop
-async def test_it_leaves_at_once_while_a_name_is_resolved(dead_name_server):
+async def test_it_leaves_at_once_while_a_name_is_resolved(unanswered):
     worker = client(("coordinator.example", 9000), FOR_EVER_S, [])
     serving = asyncio.create_task(worker.serve())
-    assert await asyncio.to_thread(dead_name_server.wait, PATIENCE_S)
+    assert await asyncio.to_thread(unanswered.wait, PATIENCE_S)
     worker.drain()
     async with asyncio.timeout(PATIENCE_S):
         assert await serving == ExitCode.OK

@@ -1,0 +1,95 @@
+"""What a system may lack (a home, locks, threads) is one line with what to do."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator.disk.claim import Claim
+from coordinator.members.credentials import CoordinatorCredentials
+from protocol.base.errors import (
+    OUT_OF_THREADS,
+    StorageFailed,
+    UsageError,
+    in_words,
+    lock_failure,
+    text_of,
+)
+from protocol.host.cache_directory import cache_directory
+from protocol.host.secret_file import state_home
+from protocol.spec.file_digest import FileDigests
+from tests.commands import called
+from worker.shell.blob_cache import BlobCache
+
+WORKER = ("worker", "--coordinator", "box.example:9000", "--backend", "scripted")
+STATUS = ("coordinator", "status", "--control", "localhost:1")
+DOCTOR = ("worker", "doctor", "--coordinator", "127.0.0.1:1", "--backend", "scripted")
+
+
+@pytest.fixture
+def homeless(monkeypatch) -> None:
+    """A user without entry in the passwd file, as in many containers."""
+
+    def refuse(path: Path) -> Path:
+        del path
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SAMESTEP_HOME", "STATE_DIRECTORY", "XDG_STATE_HOME", "SAMESTEP_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", refuse)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_no_home_directory():
+    with pytest.raises(UsageError, match="this user has none; set SAMESTEP_HOME=DIR"):
+        state_home({})
+    with pytest.raises(StorageFailed, match="set SAMESTEP_CACHE=DIR"):
+        cache_directory({})
+    for command in (WORKER, DOCTOR, STATUS, ("coordinator", "doctor")):
+        ended = called(*command)
+        (line,) = ended.stderr.splitlines()
+        assert (ended.returncode, "SAMESTEP_HOME=DIR" in line) == (2, True), command
+
+
+@pytest.mark.parametrize("command", [STATUS, WORKER], ids=["coordinator", "worker"])
+def test_no_more_threads(command, monkeypatch, tmp_path):
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ended = called(*command, environment={"SAMESTEP_HOME": str(tmp_path)})
+    assert ended.returncode == 1
+    assert ended.stderr == f"{command[0]}: {OUT_OF_THREADS}\n"
+
+
+def test_no_more_threads_elsewhere():
+    error = RuntimeError("can't start new thread")
+    assert text_of(error) == in_words(error) == OUT_OF_THREADS
+    assert text_of(RuntimeError("x")).startswith("internal error")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_no_locks(number, monkeypatch, tmp_path):
+    def refuse(*_arguments: object) -> None:
+        raise OSError(number, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lacks = "expected a file system with locks, as on a local disk, got one without (No locks"
+    with pytest.raises(UsageError) as claimed:
+        Claim.take(tmp_path / "run")
+    assert lacks in str(claimed.value)
+    assert "--out DIR" in str(claimed.value)
+    with pytest.raises(UsageError) as opened:
+        CoordinatorCredentials.open(tmp_path / "home")
+    assert lacks in str(opened.value)
+    assert "SAMESTEP_HOME=DIR" in str(opened.value)
+    cache = BlobCache(tmp_path / "cache", FileDigests())
+    with pytest.raises(StorageFailed) as cached:
+        cache.open_part("0" * 64, 8)
+    assert lacks in str(cached.value)
+    assert "SAMESTEP_CACHE" in str(cached.value)
+    assert lock_failure(OSError(errno.EIO, "Input/output error")) == "Input/output error"
