@@ -38,14 +38,17 @@ UNITS = {
     "FACTOR",
     "INVOCATIONS",
     "FILES",
+    "LEVELS",
     "MICROBATCHES",
     "MS",
     "PARTS",
+    "RUNS",
     "S",
     "SAMPLES",
     "SLICES",
     "SUMS",
     "TENSORS",
+    "VALUES",
     "WORKERS",
 }
 FUNCTION_LINES = 60

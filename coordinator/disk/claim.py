@@ -10,6 +10,7 @@ successor looked, or it learns of the successor and says nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -41,7 +42,7 @@ class Claim:
     def __init__(self, directory: Path, lock: int, epoch: int) -> None:
         self.directory = directory
         self.epoch = epoch
-        self._lock = lock
+        self._lock: int | None = lock
         self._lock_file = directory / LOCK_FILE
         self._epoch_file = directory / EPOCH_FILE
 
@@ -104,7 +105,7 @@ class Claim:
             )
 
     def _holds_lock(self) -> bool:
-        return is_same_file(self._lock, self._lock_file)
+        return self._lock is not None and is_same_file(self._lock, self._lock_file)
 
     def raise_to(self, epoch: int) -> None:
         """Make this epoch at least as great as one that was found below this directory.
@@ -122,7 +123,25 @@ class Claim:
 
     def release(self) -> None:
         """Let others have the directory."""
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def take_again(self) -> None:
+        """Lock the directory once more, with the same epoch, if it was released.
+
+        Raises:
+            Superseded: Another coordinator has had it since.
+            UsageError: One holds it, or it cannot be locked.
+            StorageFailed: It is not there, or not readable.
+        """
+        if self._lock is not None:
+            return
+        try:
+            self._lock = _lock(self.directory)
+        except OSError as error:
+            raise _unusable(self.directory, error) from None
+        self.check()
 
 
 def forget(directory: Path) -> None:
@@ -203,6 +222,11 @@ def _lock(directory: Path) -> int:
 
 def _unusable(directory: Path, error: Exception) -> UsageError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
+        return UsageError(
+            f"the run directory {str(directory)!r} cannot be held: no more files may be open "
+            f"({reason}); end connections, or raise the limit (ulimit -n, LimitNOFILE in its unit)"
+        )
     if isinstance(error, FileExistsError | NotADirectoryError):
         reason = "a file is in its place"
     if isinstance(error, PermissionError) and str(error.filename) == str(directory / LOCK_FILE):

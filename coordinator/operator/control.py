@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from functools import partial
@@ -25,7 +26,7 @@ from coordinator.run.run import RunPhase
 from coordinator.service.listener import document
 from coordinator.service.service import Service
 from protocol.base import limits
-from protocol.base.errors import SamestepError, UsageError
+from protocol.base.errors import QueueFull, SamestepError, UsageError
 from protocol.spec.run_spec import parse_run_spec
 
 # What is no HTTP is answered with 400; a traceback of it for each would be anyone's to make.
@@ -156,7 +157,8 @@ class ControlPort:
         if self._service.settings.once:
             return _conflict("this coordinator does one run and ends; start one without --run")
         submission = await _body(request, _Submission)
-        spec = parse_run_spec(submission.run, submission.overrides)
+        # In a thread: YAML of the largest permitted size takes seconds.
+        spec = await asyncio.to_thread(parse_run_spec, submission.run, submission.overrides)
         blobs = await find_blobs(spec, self._service.permitted)
         run_id = self._service.submit(spec, blobs=blobs)
         return web.json_response({"run_id": run_id})
@@ -238,7 +240,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except SamestepError as error:
         document = {"error": str(error), "exit_code": int(error.exit_code)}
-        return web.json_response(document, status=400)
+        return web.json_response(document, status=429 if isinstance(error, QueueFull) else 400)
     except web.HTTPException as error:
         return web.json_response({"error": error.reason}, status=error.status)
     except Exception as error:  # noqa: BLE001 -- told as what it is, not as a broken connection

@@ -127,7 +127,8 @@ class PageServer:
             raise UsageError(
                 f"the run spec is not UTF-8 at byte {error.start}; convert it to UTF-8"
             ) from None
-        spec = parse_run_spec_text(text, origin="the run spec")
+        # In a thread: YAML of the largest permitted size takes seconds.
+        spec = await asyncio.to_thread(parse_run_spec_text, text, origin="the run spec")
         document = {"run": spec.model_dump(mode="json"), "steps": spec.known_steps}
         return web.json_response(document)
 

@@ -50,6 +50,7 @@ from protocol.base.address import format_address
 from protocol.base.errors import (
     ExitCode,
     OutOfPlace,
+    QueueFull,
     SamestepError,
     SharedMemoryFull,
     UsageError,
@@ -241,8 +242,7 @@ class Service:
             UsageError: The directory cannot be used, or holds a run already.
             StorageFailed: The disk refuses.
         """
-        if self._draining:
-            raise UsageError("the coordinator is draining and takes no more runs")
+        self._refuse_more_runs()
         run_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
         claim = self.claim(directory or self.settings.directory / run_id)
         try:
@@ -285,8 +285,7 @@ class Service:
             SamestepError: It cannot go on; the reason says why.
         """
         directory = self.settings.directory / run_id
-        if self._draining:
-            raise UsageError("the coordinator is draining and takes no more runs")
+        self._refuse_more_runs()
         here = [self._running, *self.waiting]
         if run_id in (accepted.stored.run_id for accepted in here if accepted is not None):
             raise UsageError(f"run {run_id!r} is in progress or waits already")
@@ -307,8 +306,20 @@ class Service:
         self._queue(accepted)
         return accepted.stored.run_id
 
+    def _refuse_more_runs(self) -> None:
+        if self._draining:
+            raise UsageError("the coordinator is draining and takes no more runs")
+        if len(self.waiting) >= limits.QUEUED_RUNS:
+            raise QueueFull(
+                f"expected at most {limits.QUEUED_RUNS} runs that wait, got one more; submit it "
+                "when one of them has begun"
+            )
+
     def _queue(self, accepted: AcceptedRun) -> None:
         self.waiting.append(accepted)
+        if self.current is not None:
+            # Hundreds may wait, and a lock is an open file; it is taken again when the run begins.
+            self._release(accepted.claim)
         self._start_next()
 
     def _release(self, claim: Claim | None) -> None:
@@ -426,10 +437,24 @@ class Service:
                     return shared
         return new_array(elements)
 
+    def _next_run(self) -> AcceptedRun | None:
+        """Take the first run that waits and whose directory is still this coordinator's."""
+        while self.waiting:
+            accepted = self.waiting.popleft()
+            try:
+                accepted.claim.take_again()
+            except SamestepError as error:
+                self._release(accepted.claim)
+                ended = RunEnded("failed", f"it did not begin: {error}")
+                self.reported(ended, accepted.stored.run_id)
+            else:
+                return accepted
+        return None
+
     def _start_next(self) -> None:
-        if self.current is not None or not self.waiting:
+        accepted = self._next_run() if self.current is None else None
+        if accepted is None:
             return
-        accepted = self.waiting.popleft()
         accepted.directory.reopen()
         stored, epoch, restart = accepted.stored, accepted.claim.epoch, accepted.restart
         self._running = accepted

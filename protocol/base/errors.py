@@ -3,6 +3,7 @@
 SamestepError
 ├── UsageError            exit 2   what the user gave cannot be used
 │   ├── RunSpecError               an unknown key, a value out of range, a missing file
+│   ├── QueueFull                  no more runs may wait
 │   └── DataError                  a data set, label or model source that cannot be used
 ├── RunFailed             exit 1   the run failed or is halted at exit
 │   └── Superseded                 another coordinator has the run's directory
@@ -79,6 +80,10 @@ class UsageError(SamestepError):
 
 class RunSpecError(UsageError):
     """The run spec has an unknown key, a wrong value, or names a file that is not there."""
+
+
+class QueueFull(UsageError):
+    """As many runs wait as may; another can be submitted once one of them has begun."""
 
 
 class DataError(UsageError):

@@ -137,6 +137,11 @@ CAPTURED_STEP_BYTES: Final = 256 * MIB
 """
 NAME_CHARACTERS: Final = 200
 RUN_SPEC_BYTES: Final = 256 * KIB
+DOCUMENT_VALUES: Final = 2**16
+"""In a YAML document, those that aliases stand for counted each time."""
+DOCUMENT_LEVELS: Final = 32
+QUEUED_RUNS: Final = 1_000
+"""Runs that wait for those before them."""
 
 # Files that a run reads, sent to workers as blobs.
 FILES_PER_RUN: Final = 16_384

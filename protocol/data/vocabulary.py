@@ -37,6 +37,6 @@ def tokens_of_file(path: Path) -> dict[str, int] | None:
         tokens = {str(piece): int(number) for piece, number in vocabulary.items()}
         for added in document.get("added_tokens") or ():
             tokens[str(added["content"])] = int(added["id"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return tokens

@@ -69,7 +69,7 @@ def _begin_from_adapter(
             "targets": sorted(config["target_modules"]),
         }
         named = str(config["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunSpecError(f"cannot read the adapter in {str(found)!r}: {error!r}") from None
     if "source" not in model:
         # A base that has a name of its own is found where the run had it.

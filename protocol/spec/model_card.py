@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import BaseDtype, RunSpec
+from protocol.spec.run_spec_text import read_yaml
 
 CARD: Final = "README.md"
 _FENCE: Final = "---\n"
@@ -129,7 +130,7 @@ def read_card(directory: Path) -> CardFacts | None:
     try:
         text = (directory / CARD).read_text(encoding="utf-8")
         _, front, _ = text.split(_FENCE, 2)
-        return CardFacts.model_validate(yaml.safe_load(front)[_KEY])
+        return CardFacts.model_validate(read_yaml(front)[_KEY])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError):
         return None
 

@@ -11,6 +11,7 @@ from typing import Any, Final, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from protocol.base import limits
 from protocol.base.errors import RunSpecError
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,53}$"
@@ -59,6 +60,20 @@ class KeyFault(ValueError):
 class _Loader(yaml.SafeLoader):
     """YAML as people mean it: no key twice, 1e-3 a number, and no number of base 8 or 60."""
 
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """See `yaml.SafeLoader`; what is nested more deeply than a run spec can be is refused."""
+        if self._depth > limits.DOCUMENT_LEVELS:
+            problem = f"expected at most {limits.DOCUMENT_LEVELS} levels, got more"
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.constructor.ConstructorError(None, None, problem, mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
     def construct_mapping(
         self,
         node: yaml.MappingNode,
@@ -103,11 +118,44 @@ def read_yaml(text: str) -> Any:
     """The document that a text holds.
 
     Raises:
-        yaml.YAMLError: It is none, or a key comes twice in it.
+        yaml.YAMLError: It is none, a key comes twice in it, or it is larger than a run spec can be,
+            with what its aliases stand for, or nested more deeply.
         ValueError: A number or date in it cannot be.
-        RecursionError: It is nested too deeply.
     """
-    return yaml.load(text, _Loader)  # noqa: S506 -- it is a safe loader
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Bound what a few aliases of aliases stand for: 600 bytes can be a billion values.
+
+    Raises:
+        yaml.YAMLError: It is larger than `limits.DOCUMENT_VALUES`, or holds itself.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = limits.DOCUMENT_VALUES + 1  # as long as it may hold itself
+            values = node.value
+            if isinstance(node, yaml.MappingNode):
+                values = [each for pair in values for each in pair]
+            sizes[id(node)] = 1 + sum(map(size, values))
+        if sizes[id(node)] > limits.DOCUMENT_VALUES:
+            most = limits.DOCUMENT_VALUES
+            raise _fault(node, f"expected at most {most} values with those of aliases, got more")
+        return sizes[id(node)]
+
+    size(root)
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

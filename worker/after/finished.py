@@ -115,7 +115,7 @@ def _documents(run: Path) -> tuple[RunSpec, Manifest, dict[str, Any]]:
         spec = parse_run_spec_bytes(json.dumps(document).encode())
         manifest = Manifest.from_bytes((run / "manifest.json").read_bytes())
         result = json.loads((run / "result.json").read_bytes())
-    except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, MessageError) as error:
         raise DataError(f"cannot read what the run in {str(run)!r} has written: {error}") from None
     return spec, manifest, result
 
@@ -139,7 +139,7 @@ def _adapter(directory: Path) -> dict[str, Any]:
     path = directory / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read {str(path)!r}: {error}") from None
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":

@@ -27,7 +27,7 @@ from protocol.data.logits_file import CaptureFacts, LogitsFile, pyarrow_modules,
 from protocol.data.vocabulary import TOKENIZER, tokens_of_file, vocabulary_digest
 from protocol.spec.capture_layout import CaptureLayout
 from protocol.spec.file_digest import open_file_digest, open_plain
-from protocol.spec.run_spec_text import explain
+from protocol.spec.run_spec_text import explain, read_yaml
 
 _COLUMNS: Final = ("input_ids", "compressed_logprobs", "bytepacked_indices")
 _WIDTHS: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -115,7 +115,7 @@ def read_compression(path: Path) -> Compression:
         DataError: It is none.
     """
     try:
-        document = yaml.safe_load(path.read_text("utf-8"))
+        document = read_yaml(path.read_text("utf-8"))
         if not isinstance(document, dict):
             raise DataError(f"expected DistillKit's d, k and exact_k in {str(path)!r}, found none")
         return Compression.model_validate(document)
@@ -123,7 +123,7 @@ def read_compression(path: Path) -> Compression:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
     except ValidationError as error:
         reason = explain(Compression, error)
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
     raise DataError(
         f"expected DistillKit's compression (d, k, exact_k, ...) in {str(path)!r}: {reason}"

@@ -333,7 +333,7 @@ def _refuse_others_narrow_forms(place: str, source: str) -> None:
     try:
         config = json.loads((Path(place) / "config.json").read_bytes())
         method = str(config["quantization_config"]["quant_method"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     if method.partition("_")[0] in _OTHERS_NARROW_FORMS:
         raise DataError(

@@ -75,7 +75,7 @@ class Trained(BaseModel):
         try:
             config = json.loads((directory / ADAPTER_CONFIG).read_bytes())
             named = str(config["base_model_name_or_path"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"cannot read the adapter in {str(directory)!r}: {error}") from None
         return named if Path(named).is_dir() else str(self.model.source)
 

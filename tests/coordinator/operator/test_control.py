@@ -23,6 +23,7 @@ from coordinator.operator.control_client import request
 from coordinator.run.outputs.facts import Fact
 from coordinator.service.accepted_run import given_up_runs, unfinished_runs
 from coordinator.service.service import Service, Settings
+from protocol.base import limits
 from protocol.base.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop
 from tests.free_ports import free_address
@@ -101,6 +102,25 @@ async def test_health_readiness_and_the_page(tmp_path):
             assert answer.status == 200
             assert answer.content_type == "text/html"
             assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+
+
+@on_uvloop
+async def test_what_a_submission_cannot_be_is_said(tmp_path, monkeypatch):
+    """Aliases of aliases at once, others are served meanwhile; one run too many with 429."""
+    lines = ["a0: &a0 [x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    async with operating(tmp_path) as operator:
+        bomb = {"run": SPEC, "overrides": ["data=" + "\n".join(lines)]}
+        (code, told), healthy = await asyncio.gather(
+            operator.post("/submit", bomb), operator.ask("GET", "/healthz")
+        )
+        assert (code, healthy[0]) == (400, 200)
+        assert "values with those of aliases" in told["error"]
+        code, told = await operator.ask("POST", "/check", data="\n".join(lines))
+        assert (code, "values with those of aliases" in told["error"]) == (400, True)
+        monkeypatch.setattr(limits, "QUEUED_RUNS", 1)
+        codes = [(await operator.post("/submit", {"run": LONG}))[0] for _ in range(3)]
+        assert codes == [200, 200, 429]
 
 
 @on_uvloop

@@ -1,0 +1,53 @@
+"""Runs that wait: no open files of theirs, a bound, directories that stay their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.disk.claim import Claim
+from protocol.base import limits
+from protocol.base.errors import QueueFull
+from tests.event_loop import on_uvloop
+from tests.live_service import live_service, scripted_spec
+
+
+def open_files() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@on_uvloop
+async def test_runs_that_wait_hold_no_open_files(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        live.service.submit(scripted_spec())
+        before = open_files()
+        for _ in range(20):
+            live.service.submit(scripted_spec())
+        assert open_files() < before + 5
+        assert len(live.service.waiting) == 20
+
+
+@on_uvloop
+async def test_runs_that_waited_take_their_directories_again(tmp_path):
+    """One that another coordinator has had meanwhile is passed over, with the reason."""
+    async with live_service(tmp_path, 1) as live:
+        first, taken, last = (live.service.submit(scripted_spec(steps=2)) for _ in range(3))
+        theirs = Claim.take(tmp_path / taken)
+        live.worker("w0")
+        assert await live.result(first)
+        told = await live.wait_for("run_ended", run_id=taken)
+        assert "it did not begin" in told["reason"]
+        assert "in use by another coordinator" in told["reason"]
+        assert await live.result(last)
+        theirs.release()
+
+
+@on_uvloop
+async def test_no_more_runs_wait_than_may(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "QUEUED_RUNS", 2)
+    async with live_service(tmp_path, 1) as live:
+        for _ in range(3):
+            live.service.submit(scripted_spec())
+        with pytest.raises(QueueFull, match="expected at most 2 runs that wait, got one more"):
+            live.service.submit(scripted_spec())

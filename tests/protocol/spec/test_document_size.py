@@ -1,0 +1,62 @@
+"""YAML and JSON of strangers: a few bytes cannot stand for more than a run spec can be."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from protocol.base import limits
+from protocol.base.errors import DataError, RunSpecError, UsageError
+from protocol.data.vocabulary import tokens_of_file
+from protocol.spec.init_from import begin_from
+from protocol.spec.model_card import read_card
+from protocol.spec.run_spec import parse_run_spec, parse_run_spec_text
+from worker.after.finished import find
+
+
+def doubling(levels: int, merge: str = "") -> str:
+    """Each line stands for nine of the line before."""
+    lines = ["a0: &a0 {x: 1}" if merge else "a0: &a0 [x]"]
+    for n in range(levels):
+        nine = f"[{', '.join([f'*a{n}'] * 9)}]"
+        lines.append(f"a{n + 1}: &a{n + 1} " + (f"{{{merge}: {nine}}}" if merge else nine))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (doubling(12), "values with those of aliases"),
+        (doubling(12, "<<"), "values with those of aliases"),
+        ("a: &a [*a]", "values with those of aliases"),
+        ("[" * 100_000, f"at most {limits.DOCUMENT_LEVELS} levels"),
+        ("{a: " * 40 + "1" + "}" * 40, f"at most {limits.DOCUMENT_LEVELS} levels"),
+    ],
+)
+def test_a_document_that_stands_for_more_is_refused_at_once(text, told):
+    begun = time.process_time()
+    with pytest.raises(RunSpecError, match=told):
+        parse_run_spec_text(text, origin="run.yaml")
+    with pytest.raises(RunSpecError, match=f"--set.*{told}"):
+        parse_run_spec({"task": "regress"}, [f"data={text}"])
+    assert time.process_time() - begun < 1
+
+
+def test_aliases_of_a_usual_run_spec_are_read():
+    text = "task: regress\nsteps: 2\nseed: 1\nbatch: &b {samples: 8, microbatch: 4}\n"
+    assert parse_run_spec_text(text + "optimizer: {name: sgd, lr: 0.1}").batch.samples == 8
+
+
+def test_json_that_is_nested_deeply_is_no_document(tmp_path):
+    """In a model's directory and an adapter's, which may be another's."""
+    deep = "[" * 100_000
+    for name in ("adapter_config.json", "config.json", "tokenizer.json"):
+        (tmp_path / name).write_text(deep)
+    with pytest.raises(DataError, match="cannot read"):
+        find(tmp_path)
+    assert tokens_of_file(tmp_path / "tokenizer.json") is None
+    with pytest.raises(UsageError, match="cannot read the adapter"):
+        begin_from({"task": "causal-lm", "init_from": str(tmp_path)})
+    (tmp_path / "README.md").write_text(f"---\nsamestep: {deep}\n---\n")
+    assert read_card(tmp_path) is None
