@@ -134,7 +134,10 @@ class Disk:
         def change(path: Any, *arguments: Any, **options: Any) -> Any:
             if options.get("dir_fd") is not None or str(path).startswith(self._prefix):
                 self._about_to(grow=name == "mkdir")
-            return real(path, *arguments, **options)
+            result = real(path, *arguments, **options)
+            if name == "mkdir" and str(path).startswith(self._prefix):
+                self._forget(Path(path).stat().st_ino)
+            return result
 
         return change
 
@@ -154,9 +157,14 @@ class Disk:
             if new or flags & os.O_TRUNC:
                 number = os.fstat(fd).st_ino
                 self._unwritten.pop(number, None)
-                if new:  # a file system may give a number again
-                    self._files.pop(number, None)
+                if new:
+                    self._forget(number)
         return fd
+
+    def _forget(self, number: int) -> None:
+        """It is new: a file system may give the number of what is gone again."""
+        self._files.pop(number, None)
+        self._names.pop(number, None)
 
     def _close(self, fd: int) -> None:
         # What a dead process had open may be closed when nobody acts: its tasks are let go of.
@@ -258,8 +266,7 @@ class Disk:
         return left
 
     def _found(self, path: Path | None, number: int, rng: Random) -> Content | None:
-        # A removed directory's number may be a file's by now.
-        if path.is_dir() if path is not None else number in self._names:
+        if number in self._names or (path is not None and path.is_dir()):
             return self._left_of(path, number, rng)
         synced = self._files.get(number, b"")
         present = path.read_bytes() if path is not None else synced
