@@ -22,6 +22,7 @@ from protocol.base.errors import DataError, SamestepError, in_words, raised_word
 from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
+from samestep.data_digest import DataDigest, data_digest
 from samestep.kept_state import kept_state, reached_tensors, refuse_what_is_kept
 from samestep.modes import parts_in_evaluation
 from samestep.nested import NestedBatches
@@ -49,6 +50,10 @@ _COUNTED: Final = "samestep.counted"
 class FittedTask:
     """See `worker.tasks.base.Task`; batches may be drawn, as `DrawsBatches` says.
 
+    Attributes:
+        user: What the user's `build` gave.
+        read: What was read of each data set for its digest, but of plain tensors, which all were.
+
     Args:
         user: What the user's `build` gave, looked at.
         spec: The run.
@@ -70,9 +75,7 @@ class FittedTask:
         self._refuse_shared_memory()
         self._refuse_what_cannot_be_trained()
         self._refuse_what_cannot_be_measured()
-        data = {"data": _data_digest(self, user.train)}
-        if held_out:
-            data["held_out"] = _data_digest(self, user.held_out)
+        data = self._data_digests(spec.options.get("read"))
         if frozen := _frozen(user):
             data["frozen_weights"] = digest_arrays(frozen)
         self.manifest = Manifest(
@@ -95,6 +98,23 @@ class FittedTask:
         self._initial = self._parameters()
         self._sum_trial = SumTrial(self)
         self._sum_trial.refuse()
+
+    def _data_digests(self, parts: Mapping[str, int] | None) -> dict[str, str]:
+        """By name in the manifest; `parts` are to be read of each, as many as time allows where it
+        does not say. None: of a run that an earlier release began."""
+        self.read: dict[str, DataDigest] = {}
+        found = {}
+        for name, data in (("data", self.user.train), ("held_out", self.user.held_out)):
+            if data is None:
+                continue
+            if type(data) is TensorDataset or parts is None:
+                found[name] = _data_digest(self, data)
+            else:
+                self.read[name] = data_digest(
+                    data, self._collated, self._part_samples, parts.get(name)
+                )
+                found[name] = self.read[name].digest
+        return found
 
     def initial_parameters(self) -> list[Array]:
         """What the module was built with."""
@@ -360,9 +380,11 @@ def _items(data: Any, samples: Sequence[int]) -> list[Any]:
 
 
 def _data_digest(task: FittedTask, data: Any) -> str:
-    """Of all tensors of a TensorDataset; of others so many samples, and how many there are."""
+    """Of all tensors of a TensorDataset; of others so many samples, and how many there are: as
+    runs that an earlier release began have it."""
     if type(data) is TensorDataset:
-        tensors = [tensor.detach().contiguous().numpy() for tensor in data.tensors]
+        wide = [t.float() if t.dtype == torch.bfloat16 else t for t in data.tensors]
+        tensors = [tensor.detach().contiguous().numpy() for tensor in wide]
         return digest_arrays({str(number): each for number, each in enumerate(tensors)})
     count = min(len(data), _LOOKED_AT)
     arrays: dict[str, NDArray[Any]] = {"samples": np.array(len(data))}

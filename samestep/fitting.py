@@ -50,6 +50,7 @@ from protocol.spec.idle_keys import TASK_SECTIONS
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from samestep import script
 from samestep.arguments import Arguments
+from samestep.data_digest import SECONDS
 from samestep.fitted import FittedTask
 from samestep.kept_run import KeptRun
 from samestep.optimizers import optimizer_of
@@ -280,10 +281,27 @@ def _document(
             "script": {"name": of.name, "digest": of.digest, "call": call},
             "options": _plain(arguments.options or {}),
             "precision": arguments.precision,
+            **_parts_read(kept),
         },
         **({"model": _IN_FLOAT16} if arguments.precision == "float16" else {}),
         **({} if of.path is None else {"data": {"train": str(of.path)}}),
     }
+
+
+def _parts_read(kept: KeptRun | None) -> dict[str, Any]:
+    """What is read of the data before a run begins: see `samestep.data_digest`."""
+    read = {} if kept is None else kept.spec.options.get("read")
+    return {} if read is None else {"read": read}
+
+
+def _say_what_was_not_read(task: FittedTask) -> None:
+    for name, digest in task.read.items():
+        if digest.read < digest.samples:
+            show(Line(
+                f"samestep: {digest.read} of {digest.samples} samples of {name} are compared "
+                f"between workers, which took {SECONDS:.0f} s; see that the others are the same "
+                "everywhere", fault=False,
+            ))  # fmt: skip
 
 
 def _further(settings: Mapping[str, object] | None) -> dict[str, Any]:
@@ -338,9 +356,11 @@ def _built(
             f"evaluate_every: expected something to measure on, got {arguments.evaluate_every} and "
             "no held_out: give samestep.Task(held_out=...), or leave out evaluate_every"
         )
-    if arguments.epochs is None:
-        return first, task
-    steps = math.ceil(arguments.epochs * math.ceil(samples / first.batch.samples))
+    if arguments.epochs is not None:
+        steps = math.ceil(arguments.epochs * math.ceil(samples / first.batch.samples))
+    if kept is None:
+        document["options"]["read"] = {name: each.parts for name, each in task.read.items()}
+        _say_what_was_not_read(task)
     return parse_run_spec({**document, "steps": steps}), task
 
 

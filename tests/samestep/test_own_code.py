@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
+import samestep.data_digest
 from backends.eager.eager import EagerBackend
+from samestep import fitting
 from samestep.fitted import FittedTask
 from samestep.script import Script
 from tests.samestep.specs import SPEC
@@ -291,3 +293,57 @@ def test_what_shares_no_element_or_is_one_parameter_is_trained():
     module[1].weight = nn.Parameter(whole[:1].clone())
     module[2].bias = module[1].bias
     assert fitted(module=module).manifest.train_samples == 8
+
+
+def digests_of(data, read):
+    spec = SPEC.model_copy(update={"options": {"read": read}})
+    user = samestep.Task(module=nn.Linear(1, 1), train=data, held_out=data, loss=squares)
+    return FittedTask(user, spec, {})
+
+
+def test_a_label_of_any_sample_is_in_the_digest_of_the_data():
+    data = [(x, 2 * x) for x in torch.linspace(-1, 1, 301)[:, None]]
+    task = digests_of(data, {})
+    assert (task.read["data"].read, task.read["data"].parts) == (301, 151)
+    for number in (1, 150, 300):
+        other = [*data]
+        other[number] = data[number][0], data[number][1] + 1
+        assert digests_of(other, {}).manifest.digests["data"] != task.manifest.digests["data"]
+    assert digests_of(data, {"data": 151}).manifest.digests == task.manifest.digests
+
+
+class Slow(list[Any]):
+    """Reading a sample takes a second."""
+
+    def __getitem__(self, number):
+        clock[0] += 1
+        return super().__getitem__(number)
+
+
+clock = [0.0]
+
+
+def test_what_was_read_in_time_is_what_others_read_and_the_rest_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(
+        samestep.data_digest, "time", types.SimpleNamespace(monotonic=lambda: clock[0])
+    )
+    data = Slow((x, 2 * x) for x in torch.linspace(-1, 1, 100)[:, None])
+    task = digests_of(data, {})
+    read = {name: digest.parts for name, digest in task.read.items()}
+    assert read == {"data": 6, "held_out": 6}
+    assert digests_of([*data], read).manifest.digests == task.manifest.digests
+    assert digests_of([*data, data[0]], read).manifest.digests != task.manifest.digests
+    fitting._say_what_was_not_read(task)
+    assert "12 of 100 samples of data are compared" in capsys.readouterr().out
+
+
+EARLIER = "30a58b4cb088cb2ecf308928d2c8df685811c772d785ddd7f4a2fdf004d7a1cf"
+"""Of 64 samples."""
+
+
+def test_a_run_that_an_earlier_release_began_has_its_digest_of_the_data():
+    data = [(x, 2 * x) for x in torch.linspace(-1, 1, 301)[:, None]]
+    other = [*data]
+    other[1] = data[1][0], data[1][1] + 1
+    assert fitted(train=data).manifest.digests["data"] == EARLIER
+    assert fitted(train=other).manifest.digests["data"] == EARLIER
