@@ -602,11 +602,15 @@ def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
     digest = weights_digest(task.trained())
     if digest != document["weights_digest"]:
         raise RunFailed(f"what lies in {str(directory)!r} is not what was trained")
-    figures = {name: math.nan if v is None else v for name, v in document["eval"].items()}
     return FitResult(
-        task.user.module, read_history(directory), figures, digest, document["steps"],
-        document["outcome"], directory, joined,
+        task.user.module, read_history(directory), _figures(document["eval"]), digest,
+        document["steps"], document["outcome"], directory, joined,
     )  # fmt: skip
+
+
+def _figures(told: Mapping[str, float | None]) -> dict[str, float]:
+    """Held-out figures; a message and a file have none that is not finite."""
+    return {name: math.nan if value is None else value for name, value in told.items()}
 
 
 # With a coordinator that serves.
@@ -713,7 +717,10 @@ def _as_joined(call: script.Call, worker: OwnWorker) -> FitResult:
     task.load(tensors)
     history = tuple(row for _, row in sorted(worker.rows.items()))
     steps = int(history[-1]["step"]) if history else 0
-    return FitResult(task.user.module, history, {}, digest, steps, ended.outcome, None, joined=True)
+    return FitResult(
+        task.user.module, history, _figures(ended.metrics), digest, steps, ended.outcome, None,
+        joined=True,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -102,7 +102,10 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Halt(**PLACE, reason="non-finite"),
         messages.Continue(**PLACE),
         messages.Drain(),
-        messages.EndRun(run_id="r", outcome="finished", reason="over", weights=DIGEST),
+        messages.EndRun(
+            run_id="r", outcome="finished", reason="over", weights=DIGEST,
+            metrics={"loss": 0.5, "ratio": None},
+        ),
         messages.MemoryReturned(places=(0, 8192)),
         messages.Goodbye(reason="bye", retry=False, exit_code=0),
         messages.BlobRequest(run_id="r", digest=DIGEST, offset=4),
@@ -260,6 +263,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.EndRun: {
         "run_id": _small, "outcome": st.sampled_from(get_args(messages.Outcome)), "reason": _text,
         "weights": st.none() | _digest,
+        "metrics": st.dictionaries(_small, st.none() | _weight, max_size=4),
     },
     messages.MemoryReturned: {"places": st.lists(_number, max_size=64).map(tuple)},
     messages.Goodbye: {

@@ -53,7 +53,7 @@ from coordinator.service.listener import (
 from coordinator.service.memory_room import check_memory
 from coordinator.service.repeated_ends import Phase
 from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
-from coordinator.service.result import write_result
+from coordinator.service.result import metrics_to_send, write_result
 from coordinator.service.worker_copies import give_copy
 from coordinator.storage.copies import copy_checkpoint
 from coordinator.storage.directory.journal_records import Checkpointed, Commanded
@@ -676,6 +676,7 @@ class Execution:
         message = EndRun(
             run_id=self.run.run_id, outcome=self.outcome.outcome,
             reason=cut_text(self.outcome.reason), weights=None if weights is None else str(weights),
+            metrics=metrics_to_send(self.result),
         )  # fmt: skip
         try:
             await self.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from coordinator.disk.artifacts import write_json, write_model
 from coordinator.disk.canonical_json import json_digest
@@ -14,8 +16,14 @@ from coordinator.service.model_card import write_card
 from coordinator.storage.directory.journal_records import Ended
 from coordinator.storage.run_storage import RunStorage
 from coordinator.storage.states.saved_state import load_replica
+from protocol.base import limits
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import BEST
+
+_FIGURE_BYTES: Final = 11
+"""Of a number and the length of its name, in a message."""
+_NAME_CHARACTERS: Final = 64
+"""Of a name in a message."""
 
 
 async def write_result(
@@ -90,3 +98,13 @@ async def _write_best(run: Run, storage: RunStorage) -> dict[str, str]:
         return write_model(storage.directory.path, manifest, replica)
 
     return await asyncio.to_thread(work)
+
+
+def metrics_to_send(result: Mapping[str, object]) -> dict[str, float | None]:
+    """The held-out figures of a result, if they fit a message; else none of them."""
+    figures = result.get("eval")
+    if not isinstance(figures, dict):
+        return {}
+    needed = sum(len(name.encode()) + _FIGURE_BYTES for name in figures)
+    long = any(len(name) > _NAME_CHARACTERS for name in figures)
+    return {} if long or needed > limits.END_METRICS_BYTES else figures

@@ -126,6 +126,8 @@ SAMPLES: Final = 2**40
 EVALUATION_PARTS: Final = 2**24
 EVALUATION_SUMS: Final = 24
 """Of an evaluation, of which metrics are made: two for each mean."""
+END_METRICS_BYTES: Final = 320
+"""Of the held-out figures that a worker hears at the end of a run, with their names."""
 ROW_LOGITS_ELEMENTS: Final = 65_536
 """Of one token, in a capture."""
 LOGITS_FILE_BYTES: Final = 192 * MIB

@@ -699,7 +699,8 @@ class Drain(Message):
 class EndRun(Message):
     """Coordinator: the run is over; wait for the next one.
 
-    `weights` is the digest of what was trained, if the run leaves that.
+    `weights` is the digest of what was trained, if the run leaves that; `metrics` are its last
+    held-out figures, None for one that is not finite; empty where they are too many for a message.
     """
 
     tag = 26
@@ -707,6 +708,7 @@ class EndRun(Message):
     outcome: Outcome
     reason: Text
     weights: Digest | None
+    metrics: Annotated[dict[Small, float | None], Field(max_length=limits.EVALUATION_SUMS)]
 
 
 class MemoryReturned(Message):

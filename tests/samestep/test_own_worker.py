@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,10 @@ def joined(ended: EndRun | None) -> Any:
 
 
 def end(**changes: Any) -> EndRun:
-    same = {"outcome": "finished", "reason": "why", "weights": weights_digest(TRAINED)}
+    same: dict[str, Any] = {
+        "outcome": "finished", "reason": "why", "weights": weights_digest(TRAINED),
+        "metrics": {"loss": 0.25, "ratio": None},
+    }  # fmt: skip
     return EndRun(run_id="run", **{**same, **changes})
 
 
@@ -65,6 +69,8 @@ def test_who_has_joined_has_the_outcome_and_the_weights_of_the_run():
     for outcome in ("finished", "drained"):
         result = joined(end(outcome=outcome))
         assert (result.outcome, result.steps, result.digest) == (outcome, 5, end().weights)
+        assert result.metrics["loss"] == 0.25
+        assert math.isnan(result.metrics["ratio"])
 
 
 @pytest.mark.parametrize(

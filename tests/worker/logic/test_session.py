@@ -47,7 +47,7 @@ def body(values):
 
 
 def end_run(reason):
-    return msg.EndRun(run_id="run", outcome="finished", reason=reason, weights=None)
+    return msg.EndRun(run_id="run", outcome="finished", reason=reason, weights=None, metrics={})
 
 
 def start_run(run_id="run", epoch=EPOCH, step=0, blobs=None, spec=SPEC):
