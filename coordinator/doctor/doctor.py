@@ -104,13 +104,15 @@ def _secrets(directory: Path) -> Iterator[Finding]:
     except UsageError as error:
         yield failure("secrets", str(error))
         return
-    if certificate is None and key is None:
+    if certificate is None and key is None and token is None and workers is None:
         yield ok("secrets", "none yet; the first start makes certificate and join token")
         return
     if certificate is None or key is None:
-        lost = "key.pem" if key is None else "certificate.pem"
+        there = {"certificate.pem": certificate, "key.pem": key}
+        lost = [name for name, text in there.items() if text is None]
+        told = f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} missing"
         yield warning(
-            "secrets", f"{lost} is missing in {str(directory)!r}",
+            "secrets", f"{told} in {str(directory)!r}",
             "bring it back, or the next start makes a new certificate and join token, and every "
             "worker needs that token",
         )  # fmt: skip

@@ -119,7 +119,7 @@ class CoordinatorCredentials:
             What is wrong, in words; empty if all files can be used.
         """
         directory = self.token_file.parent
-        if not directory.is_dir():
+        if not _is_there(directory):
             # Not made anew: it may come back under its old name.
             told = "bring it back; its keys and token count until then, and nobody gets a new key"
             return [f"{str(directory)!r} is gone: {told}"]
@@ -130,8 +130,8 @@ class CoordinatorCredentials:
         ):  # fmt: skip
             try:
                 troubles += look_at(directory)
-            except UsageError as error:
-                troubles.append(str(error))
+            except (UsageError, OSError) as error:
+                troubles.append(f"{str(directory)!r}: {error}")
         return troubles
 
     def _certificate_troubles(self, directory: Path) -> Iterator[str]:
@@ -221,7 +221,7 @@ class CoordinatorCredentials:
         with contextlib.suppress(UsageError):
             if (known := self.keys.get(name)) is not None:
                 return known
-            if self.token_file.parent.is_dir():  # else `_locked` would make it anew
+            if _is_there(self.token_file.parent):  # else `_locked` would make it anew
                 with _locked(self.token_file.parent):
                     return self.keys.add(name)
         return b""
@@ -272,6 +272,11 @@ def _fingerprint(certificate: str, path: Path) -> bytes:
         raise UsageError(
             f"expected a certificate in {str(path)!r}, got {found}; {_NEW_CERTIFICATE}"
         ) from None
+
+
+def _is_there(directory: Path) -> bool:
+    """Also where the system cannot say: `Path.is_dir` raises then."""
+    return os.path.isdir(directory)  # noqa: PTH112
 
 
 def _written_again(path: Path, text: str) -> Iterator[str]:

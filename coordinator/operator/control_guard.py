@@ -64,10 +64,11 @@ class Guard:
 
     def write_again(self) -> None:
         """Put the token back where it was, if it is gone and its directory is there."""
-        if self._file is None or self._file.exists() or not self._file.parent.parent.is_dir():
+        if self._file is None:
             return
-        with contextlib.suppress(UsageError):
-            write_secret(self._file, self.token + "\n")
+        with contextlib.suppress(UsageError, OSError):
+            if not self._file.exists() and self._file.parent.parent.is_dir():
+                write_secret(self._file, self.token + "\n")
 
     def close(self) -> None:
         """The token opens nothing any more; take it away."""

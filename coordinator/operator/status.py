@@ -258,7 +258,9 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
         return Waiting("the disk to take the result") if written else Waiting()
     if not run.members.names(*COMPUTING):
         loading = [n for n in run.members.names(MemberState.LOADING) if n in present]
-        left = Waiting(f"a worker: all have left{cannot}")
+        left = Waiting(
+            f"a worker that can take part{cannot}" if cannot else "a worker: all have left"
+        )
         return _workers(loading, "{} to load the state") if loading else left
     evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []
     if evaluating:

@@ -78,6 +78,8 @@ def read_secret(path: Path) -> str | None:
             )
         with os.fdopen(fd, encoding="utf-8", errors="replace", closefd=False) as file:
             return file.read()
+    except OSError as error:
+        raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
     finally:
         os.close(fd)
 

@@ -383,7 +383,7 @@ class Fetching:
                 named = source_of(self._spec, source.role)
                 return DataError(
                     f"the {source.role} file {file.name!r} of {named!r} has changed at the "
-                    "coordinator since the run was submitted; submit the run again"
+                    "coordinator since the run was submitted; bring it back, or submit a new run"
                 )
         raise AssertionError(file)
 

@@ -110,6 +110,15 @@ def test_a_secret_that_is_lost(plan, tmp_path, name, said):
     assert not (tmp_path / "home" / "coordinator" / name).exists()
 
 
+def test_a_token_and_keys_without_a_certificate(plan, tmp_path):
+    CoordinatorCredentials.open(tmp_path / "home").enrol("w")
+    for name in ("certificate.pem", "key.pem"):
+        (tmp_path / "home" / "coordinator" / name).unlink()
+    wrong = found(plan(), "secrets")
+    assert "certificate.pem and key.pem are missing" in wrong.found
+    assert (wrong.outcome, "every worker needs that token" in wrong.advice) == ("warning", True)
+
+
 @pytest.mark.parametrize("text", ["", "nothing of the kind\n"])
 @pytest.mark.parametrize(
     ("name", "expected"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import ssl
@@ -242,3 +243,24 @@ def test_a_home_that_cannot_be_used(tmp_path):
     (tmp_path / "home").write_text("a file")
     with pytest.raises(UsageError, match="SAMESTEP_HOME"):
         CoordinatorCredentials.open(tmp_path / "home")
+
+
+def test_a_directory_that_the_system_cannot_look_at_ends_nothing(members, monkeypatch):
+    """As a network's file system that has lost its server: every call fails, in its own way."""
+    credentials, directory, check = members
+
+    def stale(path, *_, **__):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with monkeypatch.context() as patch:
+        for name in ("stat", "lstat", "open", "mkdir"):
+            patch.setattr(os, name, stale)
+        assert len(credentials.look()) == 1
+        _is_no_order(credentials, check)
+        assert credentials.enrol("bob") == b""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", stale)
+        assert all("Stale" in told for told in credentials.look())
+        _is_no_order(credentials, check)
+    assert credentials.look() == []
+    assert directory.is_dir()

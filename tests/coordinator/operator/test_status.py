@@ -81,7 +81,7 @@ COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
             "an operator (continue, continue --skip-step, or give-up): halted by the operator"),
         ((*TWO_TRAIN, "lost ann", "lost bob"), {}, [], "a worker: all have left"),
         ((*TWO_TRAIN, "invite cem", "fails cem", "lost ann", "lost bob"), {}, [],
-            "a worker: all have left; cem cannot take part: the device failed: out of memory"),
+            "a worker that can take part; cem cannot take part: the device failed: out of memory"),
         (COMMITTED, {"steps": "1"}, ["ann"], "ann, bob to apply the step"),
         ((*COMMITTED, "applied ann 1", "applied bob 1"), {"steps": "1"}, ["ann"],
             "ann, bob to apply the step"),

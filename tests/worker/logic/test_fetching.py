@@ -214,7 +214,7 @@ def test_a_chunk_of_another_length_is_a_file_that_has_changed(count):
     assert answered.exit_code == 2
     assert answered.reason == (
         "the data file 'a.txt' of 'texts' has changed at the coordinator since the run was "
-        "submitted; submit the run again"
+        "submitted; bring it back, or submit a new run"
     )
     # What is on its way still is nobody's.
     assert fetching.chunk(answer(one.digest, 0), body(10)) == []

@@ -222,7 +222,7 @@ async def test_a_file_that_changes_after_it_was_submitted_is_noticed(tmp_path, p
         assert ended["outcome"] == "failed"
         assert ended["reason"] == (
             "worker 'w0': the data file 'input.bin' of 'input.bin' has changed at the coordinator "
-            "since the run was submitted; submit the run again"
+            "since the run was submitted; bring it back, or submit a new run"
         )
         # Nothing wrong is kept, and the same worker takes the next run.
         index = place.index(content(size))
