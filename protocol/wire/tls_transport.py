@@ -34,6 +34,8 @@ _LINGER_S: Final = limits.GOODBYE_TIMEOUT_MS / 1000
 """Until the peer ends too, once it was told all, or what it has said last was read."""
 _FLUSH_S: Final = 30.0
 """Until it has read all, after `close`."""
+_LEAST_DIAL_S: Final = 1.0
+"""For the next address, after a handshake at one has come to nothing."""
 _SELECTOR: Final[type[Any]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
 """Not epoll's, which takes a descriptor of its own."""
 
@@ -587,9 +589,12 @@ async def connect(
     Raises:
         OSError: None does, or the handshake came to nothing.
     """
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + timeout_s
     addresses = await dial.resolve(host, port, timeout_s)
     while True:
-        endpoint, address = await dial.connect_first(addresses, timeout_s)
+        left_s = until_s - loop.time()
+        endpoint, address = await dial.connect_first(addresses, max(left_s, _LEAST_DIAL_S))
         addresses.remove(address)
         try:
             await secure(endpoint, context, channel, server_side=False, timeout_s=timeout_s)

@@ -27,6 +27,7 @@ from protocol.spec.replicas_spec import Codecs
 from protocol.wire import dial, tls
 from protocol.wire.authentication import NO_CERTIFICATE, new_nonce
 from protocol.wire.connection import Encoded, Received, encode
+from protocol.wire.dial import DialError
 from protocol.wire.messages import (
     Challenge,
     PeerHello,
@@ -204,7 +205,10 @@ class SocketLinks:
                 for sends in self._mine_to_dial(link.peer):
                     self._take(link, self._dialled(link.peer, sends=sends), sends=sends)
             except (OSError, SamestepError) as error:
-                self._failed(link, reason_of(error))
+                # What a DialError advises is for who connects to a coordinator.
+                self._failed(
+                    link, error.found if isinstance(error, DialError) else reason_of(error)
+                )
                 link.knows_us.wait(next(pauses))
                 continue
             self._watch(link)

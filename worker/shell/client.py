@@ -71,6 +71,8 @@ _SHORT_PAUSES_FOR_S: Final = 60.0
 _TELL_EVERY_S: Final = 10.0
 _LEAST_ATTEMPT_S: Final = 2.0
 """For one attempt, however little is left of the time to try."""
+_GRACE_S: Final = 1.0
+"""For an attempt to say itself what it waits for, before it is given up."""
 _FIND_AGAIN_AFTER_S: Final = 2.0
 """A coordinator that restarts is at its old address within that time."""
 _LOOK_AGAIN_FOR_S: Final = 5.0
@@ -282,7 +284,8 @@ class Client:
         self._lost = self._loop.create_future()
         self._leaving = None
         try:
-            channel = await self._unless_stopped(self._connect(), patience_s)
+            connecting = self._connect(min(patience_s, limits.HANDSHAKE_TIMEOUT_MS / 1000))
+            channel = await self._unless_stopped(connecting, patience_s + _GRACE_S)
         except OSError as error:
             return reason_of(error)
         if channel is None:
@@ -306,8 +309,11 @@ class Client:
         self._channel = None
         return self._lost.result()
 
-    async def _connect(self) -> Channel:
+    async def _connect(self, timeout_s: float) -> Channel:
         """A connection, over TLS unless told otherwise or it leads to this user's on this machine.
+
+        Args:
+            timeout_s: For name and connection, and again for TLS.
 
         Raises:
             OSError: It cannot be had just now.
@@ -325,7 +331,6 @@ class Client:
         self._certificate = None
         channel = Channel(Connection("worker"), self, self._machine.now_s)
         host, port = self._target.host, self._target.port
-        timeout_s = limits.HANDSHAKE_TIMEOUT_MS / 1000
         if not self._machine.has_sockets:
             await self._loop.create_connection(lambda: channel, host, port)
             return channel

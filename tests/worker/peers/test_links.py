@@ -19,6 +19,7 @@ from protocol.wire.connection import encode
 from protocol.wire.messages import Challenge, Goodbye, PeerHello, PeerWelcome, SliceSum
 from protocol.wire.peers import Peer, PeerList, pair_key
 from tests.message_samples import BLOCKS, PLACE
+from tests.silent_address import refusing_port
 from worker.peers import links
 from worker.peers.links import SocketLinks
 from worker.peers.proof import answer
@@ -220,6 +221,14 @@ def test_an_answer_with_another_certificate_is_told_nothing(members):
     peer = other.as_peer("one").model_copy(update={"port": false.port})
     one.links.know(PeerList(me="one", listens=True, peers=(peer,)))
     assert "another certificate" in one.next("unlinked")[1]
+
+
+def test_why_a_peer_is_not_reached_is_told(members):
+    one, other = members("one", "other")
+    port = refusing_port()
+    peer = other.as_peer("one").model_copy(update={"port": port})
+    one.links.know(PeerList(me="one", listens=True, peers=(peer,)))
+    assert one.next("unlinked")[1] == f"127.0.0.1:{port} refused the connection"
 
 
 def test_while_strangers_are_inside_a_member_waits_and_comes_in(members):
