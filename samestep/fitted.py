@@ -23,7 +23,6 @@ from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
 from samestep.data_digest import DataDigest, data_digest
-from samestep.kept_state import kept_state, reached_tensors, refuse_what_is_kept
 from samestep.modes import parts_in_evaluation
 from samestep.nested import NestedBatches
 from samestep.refusals import (
@@ -39,6 +38,7 @@ from samestep.refusals import (
 from samestep.user_task import UserTask
 from worker.models.blocks import cut_by_size
 from worker.tasks.additivity import SumTrial, modes_kept
+from worker.tasks.reachable_state import reachable_state, reached_tensors, refuse_changes
 
 _LOOKED_AT: Final = 64
 """Samples of a data set whose digest is taken, evenly spread; of tensors all are."""
@@ -137,6 +137,10 @@ class FittedTask:
         weight = self._weight(batch, len(rows))
         arrays = {**self._nested.apart(batch), _COUNTED: np.array([weight, len(rows)])}
         return Batch(arrays, weight)
+
+    def user_objects(self) -> dict[str, object]:
+        """See `worker.tasks.base.HasUserObjects`."""
+        return {each.name: getattr(self.user, each.name) for each in _ROOTS}
 
     def trained(self) -> dict[str, NDArray[np.float32]]:
         """The module's trainable tensors as they are now, by name."""
@@ -252,7 +256,7 @@ class FittedTask:
     def _refuse_shared_memory(self) -> None:
         module = self.user.module
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        reached = reached_tensors({each.name: getattr(self.user, each.name) for each in _ROOTS})
+        reached = reached_tensors(self.user_objects())
         try:
             refuse_shared_memory(module, trained, reached)
         except SamestepError as error:
@@ -274,9 +278,9 @@ class FittedTask:
         for _ in range(2):
             self._weight(self._collated(data, two, 1), len(two))
             losses.append(self._first_loss(self._on_cpu(drawn[0])).detach())
-            kept.append(kept_state({each.name: getattr(self.user, each.name) for each in _ROOTS}))
+            kept.append(reachable_state(self.user_objects()))
         refuse_own_draws(losses[0], losses[1])
-        refuse_what_is_kept(kept[0], kept[1])
+        refuse_changes(kept[0], kept[1])
 
     def _first_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Of the first samples; if nothing of them counts, others must, up to so many."""

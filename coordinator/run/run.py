@@ -212,9 +212,6 @@ _EVENT_OF: Final[dict[type[Message], Event]] = {
     SlicesWanted: Event.SLICES_WANTED,
     WrongSlice: Event.WRONG_SLICE,
 }
-_ONCE_PREPARED: Final = {Event.READY, Event.UNREADY}
-"""Only from a worker that was asked to build the task, and once."""
-
 _Handler = Callable[..., list[Action]]
 
 
@@ -438,10 +435,16 @@ class Run:
         if over or is_stale(member, message, self.run_id):
             return []
         event = _EVENT_OF.get(type(message))
-        prepares = member.state is MemberState.PREPARING
-        if event is None or (event in _ONCE_PREPARED and not prepares):
+        if event is None or not self._may_come(event, member, message):
             raise OutOfPlace(f"{type(message).__name__} is out of place here")
         return self._on(event, member, message, body)
+
+    def _may_come(self, event: Event, member: Member, message: Message) -> bool:
+        """What answers the wish to build the task comes once; later a task may say it moved."""
+        if event not in (Event.READY, Event.UNREADY) or member.state is MemberState.PREPARING:
+            return True
+        has_begun = self.phase is not RunPhase.WAITING
+        return isinstance(message, Unready) and not message.own and has_begun
 
     def lost(self, worker: str, reason: str, *, exit_code: int = ExitCode.OK) -> list[Action]:
         """A worker's session is over; its unfinished nodes go to others within the step.
@@ -667,6 +670,15 @@ class Run:
             self._note_unfit(member, message.reason)
             self._judge_later(member, message.reason, message.exit_code, all_alike=not message.own)
         return [Report(WorkerUnready(member.name, message.reason))]
+
+    def _late_unready(self, member: Member, message: Unready, body: None) -> list[Action]:
+        """One that took part says that its task moved: what it computed cannot be taken back."""
+        was_preparing = member.state is MemberState.PREPARING
+        actions = self._unready(member, message, body)
+        if was_preparing:
+            return actions
+        reason = f"worker {member.name!r}: {message.reason}"
+        return actions + self._finish("failed", reason, message.exit_code)
 
     def _early_unready(self, member: Member, message: Unready, body: None) -> list[Action]:
         """Before the start: what hinders one hinders all, unless it is the worker's own matter
@@ -1368,7 +1380,7 @@ class Run:
         (Event.INVITE, _early_invite, _ask, _ask, _ask, _ignore),
         (Event.LOST, _early_lost, _lost, _lost, _lost, _ignore),
         (Event.READY, _first_ready, _later_ready, _later_ready, _later_ready, _ignore),
-        (Event.UNREADY, _early_unready, _unready, _unready, _unready, _ignore),
+        (Event.UNREADY, _early_unready, _late_unready, _late_unready, _late_unready, _ignore),
         (Event.WORKER_DRAINS, _release, _release_when_done, _release, _release, _release),
         (Event.STATE_CHUNK, _state_chunk, _state_chunk, _state_chunk, _state_chunk, _ignore),
         (Event.PAYLOAD, _refuse_early, _payload, _check_late, _check_late, _ignore),

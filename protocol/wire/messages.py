@@ -139,7 +139,8 @@ class Ready(Message):
 
 
 class Unready(Message):
-    """Worker: this run's task cannot be built here, and why; `own` if others may be able to."""
+    """Worker: this run's task cannot be built here, or computes otherwise than before, and why;
+    `own` if others may be able to."""
 
     tag = 7
     run_id: Small

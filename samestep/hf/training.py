@@ -82,7 +82,7 @@ class SamestepMixin:
     """Classes whose changes to the loop are of no effect on what is trained."""
 
     only_own_names: ClassVar[bool] = True
-    """See `samestep.kept_state`: a Trainer counts what is of no effect on what is trained."""
+    """See `worker.tasks.reachable_state`: what a Trainer counts does not affect training."""
 
     fitted: FitResult | None = None
     """What the run gave, once it is over."""

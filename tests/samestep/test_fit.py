@@ -148,7 +148,7 @@ def of_an_older_default():
     """The directory of a run that was begun with another log, and halted."""
 
     def once_not_finite(module, batch):
-        return squares(module, batch) * (float("nan") if is_call(module, 12) else 1.0)
+        return squares(module, batch) * (float("nan") if is_call(module, 20) else 1.0)
 
     begun, settings = partial(line, loss=once_not_finite), {"log": "full"}
     with pytest.raises(SamestepError, match="halted"):
@@ -190,8 +190,8 @@ def calls_before():
 
 
 def is_call(module, number):
-    """In float32 the loss is computed twice when it is built, five times on the device, and for
-    each microbatch; what else tries it is in float64."""
+    """In float32 the loss is computed twice when it is built, eleven times on the device, for
+    each microbatch, and once after each of two steps; what else tries it is in float64."""
     return module.weight.dtype == torch.float32 and calls_before() == number
 
 
@@ -208,7 +208,7 @@ def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits(interrupt, m
         show(line)
 
     def loss(module, batch):
-        if is_call(module, 12):
+        if is_call(module, 20):
             interrupt()
             SENT.set()
         return squares(module, batch)
@@ -245,7 +245,7 @@ def test_an_interrupt_before_the_first_step_ends_the_script_and_leaves_nothing(
 
 def test_a_halt_ends_the_call_and_the_run_goes_on_once_that_is_mended():
     def once_not_finite(module, batch):
-        return squares(module, batch) * (float("nan") if is_call(module, 12) else 1.0)
+        return squares(module, batch) * (float("nan") if is_call(module, 20) else 1.0)
 
     whole = samestep.fit(line, steps=20, **FEW)
     with pytest.raises(SamestepError, match=r"halted: .*non-finite.*resume=True") as caught:

@@ -55,6 +55,14 @@ class BuildFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StateMoved:
+    """Training moved something beside the replica, so this device's answers cannot be trusted."""
+
+    run_id: str
+    error: SamestepError
+
+
+@dataclass(frozen=True, slots=True)
 class BlockSum:
     """A block's sum over a node is final: flat float32, the receiver's own."""
 
@@ -198,6 +206,7 @@ class DeviceNoted:
 Event = (
     Built
     | BuildFailed
+    | StateMoved
     | BlockSum
     | NotFinite
     | MicrobatchRows

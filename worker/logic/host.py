@@ -520,6 +520,8 @@ class Host:
         match event:
             case events.Built() | events.BuildFailed():
                 return self._built(device, event)
+            case events.StateMoved():
+                return [Give(event)]
             case events.BlockSum():
                 return self._block_sum(device, event)
             case events.NodeDone():

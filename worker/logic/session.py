@@ -440,6 +440,19 @@ class WorkerSession:
         )
         return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
 
+    def _state_moved(self, event: events.StateMoved) -> list[Action]:
+        """The run cannot be right any more, whoever goes on with it: the coordinator ends it."""
+        if event.run_id != self.run_id:
+            return []
+        reason = self.files.in_the_users_words(str(event.error))
+        unready = Unready(
+            run_id=self.run_id,
+            reason=cut_text(reason),
+            own=False,
+            exit_code=event.error.exit_code,
+        )
+        return [CancelWork(), Transmit(unready), Tell(f"run {self.run_id}: {reason}")]
+
     def _end_run(self, message: EndRun, body: None) -> list[Action]:
         del body
         self._run = None
@@ -822,6 +835,7 @@ class WorkerSession:
         # A second Built comes where a connection was lost while its task was being built.
         (events.Built,             _ignore,        _task_built,    _ignore),
         (events.BuildFailed,       _ignore,        _build_failed,  _build_failed),
+        (events.StateMoved,        _ignore,        _ignore,        _state_moved),
         (events.BlockSum,          _ignore,        _ignore,        _block_sum),
         (events.NotFinite,         _ignore,        _ignore,        _not_finite),
         (events.MicrobatchRows,    _ignore,        _ignore,        _captured),

@@ -150,6 +150,7 @@ class GroupProgram:
         self._group, self._own, self._blocks, self._sharded = group, own, blocks, sharded
         self.memory = own.memory
         self.loss_scale = 1.0
+        self.ranks = group.size
         self._node: GroupNode | None = None
         """The one in work, or abandoned before its end."""
 

@@ -187,6 +187,8 @@ def pack_report(event: events.Event, own: SharedMemory) -> Packed:
         case events.BuildFailed():
             error = event.error
             return ["build failed", event.run_id, int(error.exit_code), str(error), event.own]
+        case events.StateMoved():
+            return ["moved", event.run_id, int(event.error.exit_code), str(event.error)]
         case events.BlockSum():
             where = own.put(event.values)
             return ["sum", *_part(event), event.block, where, event.weight]
@@ -248,6 +250,9 @@ class Reports:
             case "build failed":
                 run_id, exit_code, text, own = fields
                 return events.BuildFailed(run_id, error_for(exit_code, text), own)
+            case "moved":
+                run_id, exit_code, text = fields
+                return events.StateMoved(run_id, error_for(exit_code, text))
             case "sum":
                 *part, block, where, weight = fields
                 return events.BlockSum(*_unpacked_part(part), block, self._array(where), weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -61,10 +62,12 @@ from worker.logic.events import (
     NodeDone,
     PartEvaluated,
     StateCopied,
+    StateMoved,
     StepAttempt,
     StretchStateWanted,
 )
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
+from worker.shell.replay import ReplayCheck
 from worker.shell.samples_named import samples_named
 from worker.shell.signature import library_versions, probe_digest, rows_probe, signature_digest
 from worker.shell.stretches import Bytes, Stretches
@@ -126,6 +129,22 @@ def _trial_of(task: Task, spec: RunSpec) -> SumTrial | None:
     return sum_trial_of(task)
 
 
+def _replay(
+    spec: RunSpec, task: Task, program: Program, example: Batch, order: SampleOrder
+) -> ReplayCheck | None:
+    """Nothing moves where nothing is computed."""
+    if task.trainable.module is None:
+        return None
+    if isinstance(task, ReadsFiles):  # samples come later
+        return ReplayCheck(spec, task, program, example, [lambda: example])
+
+    def made_anew(step: int) -> Batch:
+        return _batch(task, order.microbatches(step)[0], microbatch_seed(spec.seed, step, 0))
+
+    steps = 0, 1 % order.steps_per_epoch
+    return ReplayCheck(spec, task, program, example, [partial(made_anew, step) for step in steps])
+
+
 class _Unfit(Exception):
     """The device refuses the task."""
 
@@ -171,6 +190,10 @@ class _Job:
     """Whether the device has the average that an optimizer keeps, to measure it."""
     trial: SumTrial | None = None
     """Of the loss, until it has been tried again."""
+    replay: ReplayCheck | None = None
+    """Compares what the task computes with what it computed first; None for a scripted device."""
+    moved: DataError | None = None
+    """What says that it no longer does."""
 
 
 class Engine:
@@ -333,6 +356,11 @@ class Engine:
             job.program.close()
 
     def _build(self, run_id: str, spec: RunSpec, inputs: str | None, *, keep: bool) -> None:
+        before = self._job
+        if before is not None and before.run_id == run_id and before.moved is not None:
+            # The coordinator began again before it heard of it; the steps taken are the same.
+            self._emit(BuildFailed(run_id, before.moved))
+            return
         try:
             job = self._job_for(spec, inputs)
         except _Unfit as unfit:
@@ -356,6 +384,8 @@ class Engine:
             job.stretches.begun_again()
         job.run_id = run_id
         job.asked.clear()
+        if job.replay is not None:
+            job.replay.begin_again()
         backend = self._toolbox.backend()
         traits = _traits(backend, job)
         parity = job.program.parity
@@ -378,8 +408,9 @@ class Engine:
         )
 
     def _job_for(self, spec: RunSpec, inputs: str | None) -> _Job:
-        if self._job is not None and (self._job.spec, self._job.inputs) == (spec, inputs):
-            return self._job
+        job = self._job
+        if job is not None and (job.spec, job.inputs) == (spec, inputs) and job.moved is None:
+            return job
         if self._job is not None:
             self._job.program.close()
             self._job = None
@@ -401,6 +432,7 @@ class Engine:
         captures = manifest.capture is not None
         probe = (rows_probe if captures else probe_digest)(program, [example, *others])
         kept = program.keeps_subnormals()
+        replay = _replay(spec, task, program, example, batches)
         replica.load_parameters(initial)
         del initial
         # Evaluation loads averages, and a stretch loads its own: then they are two.
@@ -410,6 +442,7 @@ class Engine:
         self._job = _Job(
             spec, inputs, task, program, replica, order, start, probe, kept, trial=trial
         )
+        self._job.replay = replay
         if isinstance(order, StretchOrder):
             self._job.stretches = Stretches(spec, manifest.blocks, program, order, task.batch)
         return self._job
@@ -599,6 +632,8 @@ class Engine:
                 job.stretches.round_over(StepAttempt(job.replica.step - 1, attempt))
         if self._tracer is not None:
             self._tracer.span("apply step", "device", start_us, step=job.replica.step)
+        if self._has_moved(job):
+            return
         self._report_digest(job.replica)
         if job.replica.step >= TRIED_AGAIN_AT_STEP:
             self._try_again(job)
@@ -608,6 +643,17 @@ class Engine:
         trial, job.trial = job.trial, None
         if trial is not None:
             trial.refuse_after_steps(job.replica.step, job.replica.parameters)
+
+    def _has_moved(self, job: _Job) -> bool:
+        """Whether training moved more than the replica, where that is looked at after a step."""
+        if job.replay is None or not job.replay.is_due(job.replica.step):
+            return False
+        try:
+            job.replay.check(job.replica.parameters)
+        except DataError as error:
+            job.moved = error
+            self._emit(StateMoved(job.run_id, error))
+        return job.moved is not None
 
     def _restore(self, step: int, optimizer_step: int) -> None:
         job = self._built()

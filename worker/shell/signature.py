@@ -22,11 +22,17 @@ _PROCESSOR: Final = "processor"
 """Its name decides nothing by itself: what it computes with is the instruction set."""
 
 
-def probe_digest(program: Program, batches: Iterable[Batch]) -> str:
-    """Digest of the gradients and the loss of these microbatches, with the values now loaded."""
+def probe_digest(program: Program, batches: Iterable[Batch], *, ranks: int = 1) -> str:
+    """Digest of the gradients and the loss of these microbatches, with the values now loaded.
+
+    Args:
+        program: Of the device.
+        batches: The microbatches, one after the other.
+        ranks: Of a group: each of so many computes every microbatch, and they are added up.
+    """
     hasher = blake3()
     for batch in batches:
-        for item in program.gradients([(batch, _PROBE_SEED)]):
+        for item in program.gradients([(batch, _PROBE_SEED)] * ranks):
             if isinstance(item, Loss):
                 hasher.update(struct.pack("<dd", item.loss_sum, item.weight))
             elif isinstance(item, BlockGradient):

@@ -82,7 +82,7 @@ coordinator does without) and name it in the run spec, with whatever it wants to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from backends.base.interface import Array, Batch, Trainable
@@ -112,6 +112,14 @@ class DrawsBatches(Protocol):
 
     def drawn_batch(self, samples: Sequence[int], seed: int) -> Batch:
         """As `Task.batch`, by this seed: the microbatch's own, so all who compute it draw alike."""
+
+
+@runtime_checkable
+class HasUserObjects(Protocol):
+    """What a task has too that is made of a user's own objects, a script's."""
+
+    def user_objects(self) -> Mapping[str, object]:
+        """These by name: module, loss, data sets and the like."""
 
 
 class Task(Protocol):

@@ -194,6 +194,15 @@ def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
     assert message == msg.Unready(run_id="run", reason="too large", own=True, exit_code=2)
 
 
+def test_a_task_that_training_moved_is_told_with_its_exit_code():
+    session = ready()
+    (message,) = sent(session.result(events.StateMoved("run", DataError("the teacher changed"))))
+    assert message == msg.Unready(
+        run_id="run", reason="the teacher changed", own=False, exit_code=2
+    )
+    assert session.result(events.StateMoved("earlier", DataError("the teacher changed"))) == []
+
+
 @pytest.mark.parametrize(
     "error", [BackendUnavailable("vulkan", "no driver"), DeviceError("card", "out of memory")]
 )

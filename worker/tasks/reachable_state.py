@@ -1,9 +1,12 @@
-"""What a user's model, loss, collator and data set keep from one call to the next.
+"""What a user's model, loss, collator, data set or own task keeps from one call to the next.
 
-A microbatch is computed by whoever is free, so what it gives must not depend on what was computed
-before. Numbers, texts, arrays and generators that can be reached are written down after one call
-and after another on the same samples: what has changed is a counter, or a generator of its own.
-Caches are not: an entry may come or go, as may whatever is set by the first call and stays.
+A microbatch is computed by whoever is free, so its result must not depend on what was computed
+before. The walk records every number, text, array and generator that it reaches, after one call and
+after another on the same samples: a difference is a counter or a generator. A cache is neither: an
+entry may come or go, and so may whatever the first call sets.
+
+`worker.shell.replay` decides by the gradients; after training this walk only names the culprit,
+and finds generators and tensors that no gradient shows yet.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import random
 import re
 import sysconfig
 from array import array
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
@@ -40,7 +43,6 @@ from blake3 import blake3
 from torch import nn
 
 from protocol.base.errors import DataError
-from samestep.own_names import ours
 
 State = dict[str, int | str]
 """By the way to it: a value as text, or the length of a list or set, which may grow."""
@@ -63,11 +65,30 @@ _LIBRARY: Final = tuple(
     Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "purelib", "platlib")
 )
 
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_OURS: Final = tuple(
+    _ROOT / name for name in ("backends", "coordinator", "protocol", "samestep", "worker")
+)
+_ELEMENT: Final = re.compile(r"\[\d+\]")
+"""In the path to an entry by number: of a window or a log, which may hold other values."""
+_CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, deque, set)
+
 _Found = Iterator[tuple[str, object]]
 
 
-def kept_state(roots: Mapping[str, object]) -> State:
-    """All that can be reached from `roots` and may change, by the way to it from their names."""
+class Fingerprint(str):
+    """Digest of a tensor or a generator, after words that say which."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> str:
+        """Type and shape."""
+        return self.rpartition(" ")[0]
+
+
+def reachable_state(roots: Mapping[str, object]) -> State:
+    """All that can be reached from `roots` and may change, by the path to it from their names."""
     return _Walk().all(roots)
 
 
@@ -78,7 +99,74 @@ def reached_tensors(roots: Mapping[str, object]) -> dict[str, torch.Tensor]:
     return {_OF_MODULE.sub(_DOT, path): tensor for path, tensor in walk.tensors.items()}
 
 
-def refuse_what_is_kept(before: State, after: State) -> None:
+def moved_state(before: State, after: State) -> str | None:
+    """Name a generator or a tensor that changed between two calls on the same samples.
+
+    The calls lie apart, with others between them. So a number may differ (the longest sample so
+    far), as may a tensor that was made anew in another shape, and an entry of a list.
+    """
+    for path, was in before.items():
+        now = after.get(path, was)
+        if not isinstance(was, Fingerprint) or not isinstance(now, Fingerprint) or was == now:
+            continue
+        is_generator = was.kind.endswith(" at")
+        if is_generator or (was.kind == now.kind and not _ELEMENT.search(path)):
+            return _name_of(path)
+    return None
+
+
+def unlike_state(one: State, other: State) -> str | None:
+    """Name what has another value in the other state, or what is new in it: likely a culprit.
+
+    Tensors come before numbers, entries of containers before attributes.
+    """
+    changed = [path for path in one.keys() & other.keys() if one[path] != other[path]]
+    found = changed or list(other.keys() - one.keys())
+
+    def likelihood(path: str) -> tuple[bool, bool, str]:
+        return not isinstance(other[path], Fingerprint), "[" not in path, path
+
+    return _name_of(min(found, key=likelihood)) if found else None
+
+
+def _name_of(path: str) -> str:
+    return _OF_MODULE.sub(_DOT, path)
+
+
+class Containers:
+    """The contents of all dicts, lists, sets and user objects that are reached from `roots`."""
+
+    def __init__(self, roots: Mapping[str, object]) -> None:
+        walk = _Walk()
+        walk.all(roots)
+        self._contents = [(each, _contents(each)) for each in walk.containers]
+
+    def restore(self) -> None:
+        """Remove what came since, and put back what went."""
+        for container, contents in self._contents:
+            now = _contents(container)
+            alike = len(now) == len(contents) and all(
+                one is other for one, other in zip(now, contents, strict=True)
+            )
+            if alike:
+                continue
+            container.clear()
+            if isinstance(container, dict):
+                container.update(zip(contents[::2], contents[1::2], strict=True))
+            elif isinstance(container, set):
+                container.update(contents)
+            else:
+                container.extend(contents)
+
+
+def _contents(container: Any) -> list[object]:
+    """Elements; of a dict keys and values in turn."""
+    if isinstance(container, dict):
+        return [each for item in container.items() for each in item]
+    return list(container)
+
+
+def refuse_changes(before: State, after: State) -> None:
     """Refuse what has changed between two calls on the same samples.
 
     Raises:
@@ -96,7 +184,7 @@ def refuse_what_is_kept(before: State, after: State) -> None:
             )
             raise DataError(
                 f"expected a model, loss, collator and data set that keep nothing from one call "
-                f"to the next, got {_OF_MODULE.sub(_DOT, path)}, which goes from {_shown(was)} to "
+                f"to the next, got {_name_of(path)}, which goes from {_shown(was)} to "
                 f"{_shown(now)} on the same samples: {instead}"
             )
 
@@ -107,10 +195,15 @@ def _shown(value: int | str) -> str:
 
 
 class _Walk:
-    """Goes once to every object, near ones first."""
+    """Goes once to every object, near ones first.
+
+    Attributes:
+        containers: Of the user's or a module's, whose contents may change.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.containers: list[Any] = []
         self._state: State = {}
         self._seen: dict[int, object] = {}
         self._next: deque[tuple[str, object, bool]] = deque()
@@ -141,9 +234,19 @@ class _Walk:
                 self._state[path] = _elements(value)
         else:
             counts = _users(value, above=counts)
-            if counts and isinstance(value, list | deque | set):
-                self._state[f"len({path})"] = len(value)
+            if counts:
+                self._note_container(path, value)
             self._next.extend((way, held, counts) for way, held in _held(path, value))
+
+    def _note_container(self, path: str, value: object) -> None:
+        if isinstance(value, list | deque | set):
+            self._state[f"len({path})"] = len(value)
+        if type(value) in _CONTAINERS:
+            self.containers.append(value)
+        elif getattr(type(value), "only_own_names", False):
+            return
+        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
+            self.containers.append(attributes)
 
 
 def _generator(value: object) -> str | None:
@@ -167,7 +270,8 @@ def _generator(value: object) -> str | None:
         case _:
             return None
     with np.printoptions(threshold=100_000):
-        return f"{type(value).__name__} at {blake3(repr(stands).encode()).hexdigest(8)}"
+        digest = blake3(repr(stands).encode()).hexdigest(8)
+        return Fingerprint(f"{type(value).__name__} at {digest}")
 
 
 def _elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
@@ -185,7 +289,8 @@ def _elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
             raw = np.ascontiguousarray(value.flat[:: max(1, value.size // _ELEMENTS)]).tobytes()
     except Exception:  # noqa: BLE001 -- without elements of its own: meta, sparse, a subclass
         return 0
-    return f"{type(value).__name__} of {tuple(value.shape)} {blake3(raw).hexdigest(8)}"
+    shape = tuple(value.shape)
+    return Fingerprint(f"{type(value).__name__} of {shape} {blake3(raw).hexdigest(8)}")
 
 
 def _users(value: object, *, above: bool) -> bool:
@@ -311,4 +416,4 @@ def _of_user(file: str) -> bool:
     if file.startswith("<"):
         return not file.startswith(("<frozen", "<string", "<__array"))  # a prompt, a notebook
     path = Path(file).resolve()
-    return not (ours(path) or any(path.is_relative_to(home) for home in _LIBRARY))
+    return not any(path.is_relative_to(home) for home in (*_OURS, *_LIBRARY))

@@ -1,0 +1,245 @@
+"""Tasks that are replayed at the initial weights after steps: what moved is named."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.base.interface import Batch, Trainable
+from backends.registry import choose
+from protocol.exact.update import step_scalars
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import parse_run_spec
+from tests.cluster import PATIENCE_S
+from worker.logic import events
+from worker.models.blocks import cut_into_blocks
+from worker.shell.engine import Engine
+
+STEPS = 6
+SPEC = parse_run_spec({
+    "task": "my_package:Own", "steps": STEPS, "batch": {"samples": 4, "microbatch": 2},
+    "optimizer": {"name": "sgd", "lr": 0.1}, "checkpoint": {"every": 4},
+})  # fmt: skip
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(12, 2)
+
+
+class Own:
+    """A task of a user's own: a line, and whatever `loss` does beside it."""
+
+    def __init__(self, loss: Callable[[Own, torch.Tensor], Any] | None = None) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1).requires_grad_(False))
+        self.mask = torch.ones(0)
+        self.does = loss
+        self.generator = np.random.default_rng(0)
+        self.kept: dict[Any, Any] = {}
+        self.teacher = self.module[0].weight.detach().clone()
+        self.draws_batches = False
+        self.manifest = Manifest(blocks=cut_into_blocks(self.module), train_samples=len(X))
+        self.trainable = Trainable(
+            blocks=self.manifest.blocks, module=self.module, loss=self.loss, seed=0
+        )
+        named = dict(self.module.named_parameters())
+        self.initial = [
+            np.concatenate([named[t.name].detach().numpy().ravel() for t in block.tensors])
+            for block in self.manifest.blocks
+        ]
+
+    def initial_parameters(self):
+        return [values.copy() for values in self.initial]
+
+    def batch(self, samples):
+        x = X[np.asarray(samples)]
+        if self.draws_batches:
+            x = x + self.generator.standard_normal(x.shape, np.float32)
+        return Batch({"x": x}, float(len(samples)))
+
+    def loss(self, module, arrays):
+        out = module(arrays["x"])
+        return ((out - 1) ** 2).sum() + (0 if self.does is None else self.does(self, out))
+
+
+class Device:
+    """An engine on the CPU with this task, and what it says of steps."""
+
+    def __init__(self, task: Any, spec: Any = SPEC) -> None:
+        self.task = lambda _: task
+        self.backend = lambda: choose("cpu").backend
+        self.events: queue.Queue[events.Event] = queue.Queue()
+        self.engine = Engine(self, self.events.put)
+        self.engine.build("run", spec)
+        self.blocks = task.manifest.blocks
+        self.built = self.events.get(timeout=PATIENCE_S)
+        self.step = 0
+
+    def take_step(self) -> events.Event:
+        ones = [np.ones(block.elements, np.float32) for block in self.blocks]
+        self.step += 1
+        self.engine.apply(ones, step_scalars(SPEC.optimizer, self.step, self.step - 1, STEPS, 1.0))
+        return self.events.get(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def device():
+    made = []
+
+    def make(task: Any) -> Device:
+        made.append(Device(task))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.engine.close()
+
+
+def draw(task, out):
+    return float(task.generator.random()) * out.sum()
+
+
+def draw_and_leave_out(task, out):
+    task.generator.random()
+    return 0 * out.sum()
+
+
+def follow(task, out):
+    task.teacher.lerp_(task.module[0].weight.detach(), 0.1)
+    return (out * task.teacher.sum()).sum()
+
+
+def follow_unseen(task, out):
+    task.teacher.lerp_(task.module[0].weight.detach(), 0.1)
+    return 0 * out.sum()
+
+
+def remember(task, out):
+    """A memory bank: each sample is drawn towards what it was when it was last seen."""
+    past = [task.kept.get(round(float(row), 1), row.detach()) for row in out.detach()]
+    task.kept |= {round(float(row), 1): row for row in out.detach()}
+    return (torch.stack(past) * out).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (draw, r"task\.generator"),
+        (draw_and_leave_out, r"task\.generator"),
+        (follow, r"task\.teacher"),
+        (follow_unseen, r"task\.teacher"),
+        (remember, r"task\.kept\["),
+    ],
+)
+def test_what_a_task_of_ones_own_moves_is_named_before_the_first_step(device, loss, named):
+    failed = device(Own(loss)).built
+    assert isinstance(failed, events.BuildFailed)
+    assert not failed.own
+    with pytest.raises(type(failed.error), match=named) as raised:
+        raise failed.error
+    assert "\n" not in str(raised.value)
+
+
+def test_a_task_that_draws_its_batches_from_a_generator_of_its_own_is_refused(device):
+    task = Own()
+    task.draws_batches = True
+    failed = device(task).built
+    assert isinstance(failed, events.BuildFailed)
+    assert "task.generator" in str(failed.error)
+
+
+def move_frozen(task):
+    with torch.no_grad():
+        task.module[1].weight.mul_(1.0001)
+
+
+def move_teacher(task):
+    task.does = follow
+
+
+def draw_from_now_on(task):
+    task.does = draw
+
+
+def fill(task):
+    task.does = remember
+
+
+@pytest.mark.parametrize(
+    ("moves", "named"),
+    [
+        (move_frozen, r"the frozen tensor '1\.weight' changed during training"),
+        (draw_from_now_on, r"task\.generator"),
+        (fill, r"the gradient of the same microbatch|task\.kept"),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 1, 2, 4])
+def test_what_moves_later_is_found_after_two_steps_at_a_checkpoint_and_at_the_end(
+    device, moves, named, after
+):
+    found = device(task := Own())
+    assert isinstance(found.built, events.Built)
+    for _ in range(after):
+        assert isinstance(found.take_step(), events.Applied)
+    moves(task)
+    looked_at = next(step for step in (1, 2, 4, STEPS) if step > after)
+    for step in range(after + 1, looked_at):
+        assert isinstance(found.take_step(), events.Applied), step
+    moved = found.take_step()
+    assert isinstance(moved, events.StateMoved), looked_at
+    with pytest.raises(type(moved.error), match=named):
+        raise moved.error
+
+
+def test_a_comparison_leaves_the_replica_as_it_is(device):
+    found, digests = device(Own()), []
+    for _ in range(STEPS):
+        applied = found.take_step()
+        assert isinstance(applied, events.Applied)
+        digests.append(applied.state_digest)
+    assert len(set(digests)) == STEPS
+    found.engine.build("again", SPEC)
+    built = found.events.get(timeout=PATIENCE_S)
+    assert isinstance(built, events.Built)
+    assert built.initial_digest == found.built.initial_digest == built.state_digest
+    found.step = 0
+    assert [found.take_step().state_digest for _ in range(STEPS)] == digests
+
+
+def test_a_task_that_moved_is_built_anew_for_the_next_run(device):
+    found = device(task := Own())
+    move_frozen(task)
+    assert isinstance(found.take_step(), events.StateMoved)
+    built = []
+    found.engine._toolbox.task = lambda spec: built.append(spec) or Own()
+    found.engine.build("again", SPEC)
+    assert isinstance(found.events.get(timeout=PATIENCE_S), events.Built)
+    assert built == [SPEC]
+
+
+@lru_cache
+def angle(number):
+    return torch.tensor(float(number)).cos()
+
+
+def cache(task, out):
+    """Positions by length, a mask that grows, logs, the longest so far."""
+    length = len(out)
+    positions = task.kept.setdefault(("positions", length), torch.ones(length))
+    if length > len(task.mask):
+        task.mask = torch.ones(length)
+    task.longest = max(getattr(task, "longest", 0), length)
+    task.kept.setdefault("losses", []).append(float(out.detach().sum()))
+    task.last = out.detach()
+    return (out[:, 0] * positions * task.mask[:length] * angle(1)).sum()
+
+
+def test_caches_and_logs_train(device):
+    found = device(Own(cache))
+    assert isinstance(found.built, events.Built), found.built
+    for _ in range(STEPS):
+        assert isinstance(found.take_step(), events.Applied)
