@@ -71,7 +71,13 @@ class DoubleCheck:
 
 
 def chosen_double(
-    seed: int, step: int, every: int, nodes: Mapping[str, Sequence[Node]], signed: Mapping[str, str]
+    seed: int,
+    step: int,
+    every: int,
+    nodes: Mapping[str, Sequence[Node]],
+    signed: Mapping[str, str],
+    *,
+    surely: bool = False,
 ) -> tuple[str, str, Node] | None:
     """Whose node is to be computed once more in this step, by whom, and which.
 
@@ -81,11 +87,12 @@ def chosen_double(
         every: One step in so many has such a node; 0: none.
         nodes: What each worker was given.
         signed: The signatures of the workers that may compute.
+        surely: This step is one of them, unless there are none.
 
     Returns:
         None if the step is not to have one, or no two workers have one signature.
     """
-    if not every or microbatch_seed(seed, step, 0) % every:
+    if not every or not (surely or microbatch_seed(seed, step, 0) % every == 0):
         return None
     pairs = [
         (owner, other)

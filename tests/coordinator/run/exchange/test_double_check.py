@@ -30,6 +30,8 @@ def test_one_step_in_so_many_has_a_node_of_two_workers_of_one_signature():
     assert 0.5 * steps / 50 < doubles.total() < 1.5 * steps / 50
     assert doubles.keys() == {("ann", "bob", Node(4, 6)), ("bob", "ann", Node(6, 7))}
     assert all(chosen_double(7, step, 0, NODES, SIGNED) is None for step in range(300))
+    assert all(chosen_double(7, step, 50, NODES, SIGNED, surely=True) for step in range(9))
+    assert chosen_double(7, 1, 0, NODES, SIGNED, surely=True) is None
     alone = {"ann": "s", "eve": "other"}
     assert all(chosen_double(7, step, 1, NODES, alone) is None for step in range(9))
 
