@@ -148,22 +148,6 @@ class FittedTask:
         tensors = (t for block in self.manifest.blocks for t in block.tensors)
         return {t.name: named[t.name].detach().cpu().numpy() for t in tensors}
 
-    def refuse_what_draws_otherwise_now(self) -> None:
-        """After a run: the same samples must be what they were before it.
-
-        Raises:
-            DataError: They are not, so others may have computed with other samples.
-        """
-        two = [0, min(1, len(self.user.train) - 1)]
-        now = digest_arrays(self._nested.apart(self._collated(self.user.train, two, 1)))
-        if now != self._drawn_first:
-            raise DataError(
-                "the data set or the collator gives another batch for the same samples than before "
-                "the run, so what was trained hangs on who computed what: leave out what counts or "
-                "changes from call to call, and draw from torch's, numpy's or Python's global "
-                "generator, which are seeded for each microbatch"
-            )
-
     def load(self, tensors: Mapping[str, NDArray[np.float32]]) -> None:
         """Give the module these values, on the CPU and in evaluation mode."""
         module = self.user.module.cpu().eval()
@@ -272,7 +256,6 @@ class FittedTask:
                 "from torch's, numpy's or Python's global generator, which are seeded for each "
                 "microbatch, or give the collator a parameter seed"
             )
-        self._drawn_first = digests[0]
         self._refuse_no_weight()
         losses, kept = [], []
         for _ in range(2):

@@ -597,7 +597,6 @@ def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
     document = json.loads((directory / "result.json").read_text(encoding="utf-8"))
     task = call.built
     assert task is not None, "whoever has computed has built"
-    task.refuse_what_draws_otherwise_now()
     task.load(load_file(directory / task.manifest.export.directory / "model.safetensors"))
     digest = weights_digest(task.trained())
     if digest != document["weights_digest"]:
@@ -705,7 +704,6 @@ def _as_joined(call: script.Call, worker: OwnWorker) -> FitResult:
         raise RunFailed("this worker left before the run was over")
     if task is None or ended.outcome == "failed":
         raise RunFailed(ended.reason)
-    task.refuse_what_draws_otherwise_now()
     tensors = task.trained()
     digest = weights_digest(tensors)
     if digest != ended.weights:

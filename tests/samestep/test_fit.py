@@ -256,14 +256,14 @@ def test_a_halt_ends_the_call_and_the_run_goes_on_once_that_is_mended():
     assert (rest.outcome, rest.digest) == ("finished", whole.digest)
 
 
-def test_data_that_is_another_after_the_run_is_refused():
+def test_data_that_is_another_after_some_steps_is_refused():
     """By a counter where nothing looks for one: in a file."""
 
     def collate(items):
         x, y = (torch.stack(each) for each in zip(*items, strict=True))
         return [x, y + (calls_before() > 200)]
 
-    with pytest.raises(SamestepError, match="another batch for the same samples than before"):
+    with pytest.raises(SamestepError, match="the batch of the same samples changed during"):
         samestep.fit(lambda: line(collate=collate), steps=90, **FEW)
 
 

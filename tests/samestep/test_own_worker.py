@@ -51,7 +51,6 @@ TRAINED = {"weight": np.ones(3, np.float32)}
 def joined(ended: EndRun | None) -> Any:
     task = SimpleNamespace(
         trained=lambda: TRAINED, load=lambda _: None, user=SimpleNamespace(module=None),
-        refuse_what_draws_otherwise_now=lambda: None,
     )  # fmt: skip
     rows = {5: {"step": 5, "loss": 1.0}}
     return _as_joined(SimpleNamespace(built=task), SimpleNamespace(ended=ended, rows=rows))  # type: ignore[arg-type]
