@@ -67,7 +67,7 @@ from worker.logic.events import (
     StretchStateWanted,
 )
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
-from worker.shell.replay import ReplayCheck
+from worker.shell.replay import ReplayCheck, refuse_unsteady_batch
 from worker.shell.samples_named import samples_named
 from worker.shell.signature import library_versions, probe_digest, rows_probe, signature_digest
 from worker.shell.stretches import Bytes, Stretches
@@ -137,12 +137,14 @@ def _replay(
         return None
     if isinstance(task, ReadsFiles):  # samples come later
         return ReplayCheck(spec, task, program, example, [lambda: example])
-
-    def made_anew(step: int) -> Batch:
-        return _batch(task, order.microbatches(step)[0], microbatch_seed(spec.seed, step, 0))
-
     steps = 0, 1 % order.steps_per_epoch
-    return ReplayCheck(spec, task, program, example, [partial(made_anew, step) for step in steps])
+    made_anew = [partial(_first_batch, spec, task, order, step) for step in steps]
+    return ReplayCheck(spec, task, program, example, made_anew)
+
+
+def _first_batch(spec: RunSpec, task: Task, order: SampleOrder, step: int) -> Batch:
+    """The first microbatch of a step."""
+    return _batch(task, order.microbatches(step)[0], microbatch_seed(spec.seed, step, 0))
 
 
 class _Unfit(Exception):
@@ -415,11 +417,13 @@ class Engine:
             self._job.program.close()
             self._job = None
         task = self._toolbox.task(spec)
-        trial = _trial_of(task, spec)
-        check_subnormals(_APPLIES)
         manifest = task.manifest
         order = order_of_steps(spec, manifest.train_samples, manifest.row_groups)
         batches = order.order if isinstance(order, StretchOrder) else order
+        if not isinstance(task, ReadsFiles):  # samples come later
+            refuse_unsteady_batch(spec, task, lambda: _first_batch(spec, task, batches, 0))
+        trial = _trial_of(task, spec)
+        check_subnormals(_APPLIES)
         example, *others = microbatch_of_each_shape(task, batches)
         evaluations = evaluation_of_each_shape(task)
         try:
@@ -432,7 +436,11 @@ class Engine:
         captures = manifest.capture is not None
         probe = (rows_probe if captures else probe_digest)(program, [example, *others])
         kept = program.keeps_subnormals()
-        replay = _replay(spec, task, program, example, batches)
+        try:
+            replay = _replay(spec, task, program, example, batches)
+        except SamestepError:
+            program.close()
+            raise
         replica.load_parameters(initial)
         del initial
         # Evaluation loads averages, and a stretch loads its own: then they are two.

@@ -33,6 +33,7 @@ _FIRST_STEPS: Final = 2
 _NUDGE: Final = np.float32(1 + 2**-6), np.float32(2**-10)
 """What initial weights are multiplied by, and what is added: weights as after some steps."""
 _TRAINED: Final = "during training"
+_CALLED: Final = "from one call to the next"
 _TRIED: Final = "in a trial at other weights"
 _GRADIENT: Final = "the gradient of the same microbatch at the same weights"
 _GRADIENT_HERE: Final = f"{_GRADIENT} (let 'worker doctor' look at this machine)"
@@ -195,6 +196,23 @@ class ReplayCheck:
             culprit = unlike_state(anew[1], after[1]) or unlike_state(nudged, after[1])
             raise _moved(culprit or _GRADIENT, _TRIED)
         contents.restore()
+
+
+def refuse_unsteady_batch(spec: RunSpec, task: Task, make: Callable[[], Batch]) -> None:
+    """See that the user's code makes the same batch of the same samples.
+
+    Raises:
+        DataError: It does not; what changed between the calls is named.
+    """
+    if not (objects := _user_objects(spec, task)):
+        return
+    from worker.tasks.reachable_state import moved_state, reachable_state  # noqa: PLC0415 -- torch
+
+    first, before = _batch_digest(make()), reachable_state(objects)
+    second, after = _batch_digest(make()), reachable_state(objects)
+    if first != second:
+        culprit = moved_state(before, after) or "the batch of the same samples"
+        raise _moved(culprit, _CALLED)
 
 
 def _moved(what: str, when: str = _TRAINED) -> DataError:

@@ -516,7 +516,8 @@ def _words(apart: Apart, kind: _Kind, in_mode: str) -> str:
         f"expected a loss that adds up over samples, got {shown}: a loss across samples "
         "(contrastive, balancing, a mean weighted by class) or one with layers across the batch "
         "cannot be divided among microbatches, write it per sample; a penalty on weights belongs "
-        "in the optimizer's weight_decay"
+        "in the optimizer's weight_decay; leave out what a call leaves to the next (a moving "
+        "average, a memory bank)"
     )
 
 

@@ -42,6 +42,7 @@ class Own:
         self.kept: dict[Any, Any] = {}
         self.teacher = self.module[0].weight.detach().clone()
         self.draws_batches = False
+        self.scale = 1.0
         self.manifest = Manifest(blocks=cut_into_blocks(self.module), train_samples=len(X))
         self.trainable = Trainable(
             blocks=self.manifest.blocks, module=self.module, loss=self.loss, seed=0
@@ -63,7 +64,9 @@ class Own:
 
     def loss(self, module, arrays):
         out = module(arrays["x"])
-        return ((out - 1) ** 2).sum() + (0 if self.does is None else self.does(self, out))
+        return self.scale * ((out - 1) ** 2).sum() + (
+            0 if self.does is None else self.does(self, out)
+        )
 
 
 class Device:
@@ -132,7 +135,7 @@ def remember(task, out):
         (draw_and_leave_out, r"task\.generator"),
         (follow, r"task\.teacher"),
         (follow_unseen, r"task\.teacher"),
-        (remember, r"task\.kept\["),
+        (remember, r"task\.kept\[|what a call leaves to the next \(a moving average, a memory"),
     ],
 )
 def test_what_a_task_of_ones_own_moves_is_named_before_the_first_step(device, loss, named):
@@ -165,8 +168,8 @@ def draw_from_now_on(task):
     task.does = draw
 
 
-def fill(task):
-    task.does = remember
+def rescale(task):
+    task.scale = 1.001
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def fill(task):
     [
         (move_frozen, r"the frozen tensor '1\.weight' changed during training"),
         (draw_from_now_on, r"task\.generator"),
-        (fill, r"the gradient of the same microbatch|task\.kept"),
+        (rescale, r"task\.scale"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
