@@ -17,10 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.rendezvous import rendezvous
 
 from backends.base.interface import Batch
-from protocol.base.errors import DeviceError
+from protocol.base.address import format_address
+from protocol.base.errors import DeviceError, Unreachable
 
+MEETING: Final = timedelta(minutes=5)
+"""Until rank 0 answers; torchrun starts all ranks of a group at one time."""
 _PATIENCE: Final = timedelta(days=365)
 """Ranks may wait for a run as long as it takes; one that is lost closes its connections."""
 
@@ -40,8 +44,10 @@ class RankGroup:
     def __init__(self, *, cards: bool) -> None:
         self.cards = cards and torch.cuda.is_available()
         backend = "cpu:gloo,cuda:nccl" if self.cards else "gloo"
-        dist.init_process_group(backend, timeout=_PATIENCE)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        store, self.rank, self.size = _met()
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.size, timeout=_PATIENCE
+        )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
 
     def tell(self, order: Mapping[str, Any], arrays: Arrays | None = None) -> None:
@@ -75,6 +81,25 @@ class RankGroup:
     def close(self) -> None:
         """Leave."""
         dist.destroy_process_group()
+
+
+def _met() -> tuple[Any, int, int]:
+    """Connect to where the ranks meet; the store there, this rank, and how many there are.
+
+    Raises:
+        Unreachable: Rank 0 does not answer.
+    """
+    at = format_address(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=MEETING))
+    except dist.DistError:
+        raise Unreachable(
+            f"no answer from {at}, where the ranks meet, within {MEETING.total_seconds():.0f} s; "
+            "check --master-addr and --master-port (or --rdzv-endpoint) of torchrun, and the "
+            "firewall between the machines"
+        ) from None
+    store.set_timeout(_PATIENCE)
+    return store, rank, size
 
 
 @contextmanager
