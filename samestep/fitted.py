@@ -23,7 +23,6 @@ from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
 from samestep.data_digest import DataDigest, data_digest
-from samestep.modes import parts_in_evaluation
 from samestep.nested import NestedBatches
 from samestep.refusals import (
     check_loss,
@@ -38,6 +37,7 @@ from samestep.refusals import (
 from samestep.user_task import UserTask
 from worker.models.blocks import cut_by_size
 from worker.tasks.additivity import SumTrial, modes_kept
+from worker.tasks.modes import parts_in_evaluation
 from worker.tasks.reachable_state import reachable_state, reached_tensors, refuse_changes
 
 _LOOKED_AT: Final = 64

@@ -12,6 +12,7 @@ from protocol.base.errors import DataError
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from worker.tasks.base import Task
+from worker.tasks.modes import with_modes_kept
 
 _METHODS = ("initial_parameters", "batch", "evaluation_batch")
 
@@ -41,4 +42,7 @@ def build_own(spec: RunSpec) -> Task:
     trainable = getattr(task, "trainable", None)
     if trainable is None or trainable.blocks != task.manifest.blocks:
         raise DataError(f"expected {spec.task!r} to have a trainable with the manifest's blocks")
+    kept = with_modes_kept(trainable)
+    if kept is not trainable:
+        vars(task)["trainable"] = kept
     return task

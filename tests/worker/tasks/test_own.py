@@ -95,3 +95,31 @@ def test_what_is_no_task_is_refused_in_one_line(install, task, source, message):
     with pytest.raises(DataError, match=message) as caught:
         build(RunSpec(task=task, steps=1))
     assert "\n" not in str(caught.value)
+
+
+def test_a_part_in_evaluation_mode_is_kept_in_it(install):
+    source = """
+        from torch import nn
+        from backends.base.interface import Trainable
+        from protocol.spec.manifest import Manifest
+        from worker.models.blocks import cut_into_blocks
+
+        class Modes:
+            def __init__(self, spec):
+                module = nn.Sequential(nn.Linear(1, 1).eval(), nn.Linear(1, 1))
+                self.manifest = Manifest(blocks=cut_into_blocks(module), train_samples=8)
+                self.trainable = Trainable(
+                    blocks=self.manifest.blocks, module=module,
+                    loss=lambda module, arrays: [part.training for part in module],
+                )
+
+            def initial_parameters(self): ...
+            def batch(self): ...
+            def evaluation_batch(self): ...
+    """
+    install(textwrap.dedent(source))
+    trainable = build(RunSpec(task="my_package:Modes", steps=1)).trainable
+    assert trainable.module is not None
+    assert trainable.loss is not None
+    trainable.module.train()
+    assert trainable.loss(trainable.module, {}) == [False, True]

@@ -1,17 +1,41 @@
 """Which parts of a module stay in evaluation mode while it is trained.
 
-A loop of one's own calls `module.train()` and then, say, `body.eval()`. Here `build` says the same:
-what it leaves in evaluation mode inside of a module in training mode stays so. A module that is in
-evaluation mode as a whole, as `from_pretrained` gives it, is trained in training mode.
+A loop of one's own calls `module.train()` and then, say, `body.eval()`. Here whoever builds a
+module says the same: what is in evaluation mode inside of a module in training mode stays so. A
+module that is in evaluation mode as a whole, as `from_pretrained` gives it, is trained in training
+mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from backends.base.interface import Trainable
 from protocol.base.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def with_modes_kept(trainable: Trainable) -> Trainable:
+    """The same, whose loss has these parts in evaluation mode; itself where there are none.
+
+    Raises:
+        DataError: See `parts_in_evaluation`.
+    """
+    loss = trainable.loss
+    parts = [] if trainable.module is None else parts_in_evaluation(trainable.module)
+    if not parts or loss is None:
+        return trainable
+
+    def kept(module: Any, arrays: Mapping[str, Any]) -> Any:
+        for part in parts:
+            part.training = False
+        return loss(module, arrays)
+
+    return replace(trainable, loss=kept)
 
 
 def parts_in_evaluation(module: nn.Module) -> list[nn.Module]:
