@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from protocol.base.errors import DataError
+from protocol.base.errors import NO_MEMORY, DataError, in_words
 
 _PROBED: Final = 8
 """Tokens of each of two texts that begin alike."""
@@ -26,19 +26,28 @@ def check_causality(module: nn.Module, vocabulary: int, options: Mapping[str, An
         options: Go along with forward.
 
     Raises:
-        DataError: They do not: as an encoder, the model reads the token that it is to predict.
+        DataError: The model cannot be computed; or they do not stay: as an encoder, the model reads
+            the token that it is to predict.
     """
     one = torch.arange(_PROBED) * 7919 % vocabulary
     other = torch.where(torch.arange(_PROBED) < _ALIKE, one, (one + 1) % vocabulary)
     dtype = min((each.dtype for each in module.parameters()), key=lambda each: each.itemsize)
     training = module.training
-    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        module.eval()
-        first, second = (
-            module(input_ids=ids[None], **options).logits[:, :_ALIKE].float()
-            for ids in (one, other)
-        )
-        module.train(training)
+    module.eval()
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            first, second = (
+                module(input_ids=ids[None], **options).logits[:, :_ALIKE].float()
+                for ids in (one, other)
+            )
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if in_words(error) == NO_MEMORY:
+            raise
+        raise DataError(
+            f"expected a model that computes logits of tokens, got: {in_words(error)}; see to its "
+            "configuration"
+        ) from None
+    module.train(training)
     difference = float((first - second).abs().max())
     if not difference <= _WITHIN[dtype] * float(first.abs().max()):
         raise DataError(

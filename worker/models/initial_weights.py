@@ -8,7 +8,7 @@ which are computed in float64 and rounded here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -44,9 +44,12 @@ def draw_initial_weights(make: Callable[[], Any], seed: int) -> Any:
     with construction:
         model = make()
     initialization = _Draws(seed, model)
-    _forget_that_it_is_initialized(model)
+    tied = getattr(model, "all_tied_weights_keys", {})
+    _forget_that_it_is_initialized(model, tied)
+    _separate(model, tied)
     with initialization:
         model.initialize_weights()
+    model.tie_weights(recompute_mapping=False)
     for name, parameter in model.named_parameters():
         storage = _storage_of(parameter)
         if storage in construction.drawn and storage not in initialization.written:
@@ -54,17 +57,27 @@ def draw_initial_weights(make: Callable[[], Any], seed: int) -> Any:
     return model
 
 
-def _forget_that_it_is_initialized(model: Any) -> None:
+def _forget_that_it_is_initialized(model: Any, tied: Collection[str]) -> None:
     """Have the library initialize all but tied weights and buffers that are computed anew.
 
     Those buffers are no part of the model's digest, and stay as every load of the model has them.
     """
-    tied = {name.rpartition(".")[0] for name in getattr(model, "all_tied_weights_keys", {})}
+    owners = {name.rpartition(".")[0] for name in tied}
     for name, module in model.named_modules():
-        setattr(module, _DONE, name in tied)
+        setattr(module, _DONE, name in owners)
     saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         setattr(buffer, _DONE, name not in saved)
+
+
+def _separate(model: Any, tied: Collection[str]) -> None:
+    """Untie weights, as they are while the library initializes: what they are tied to counts."""
+    for name in tied:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        parameter = module._parameters.get(leaf)  # noqa: SLF001 -- as torch's own pruning does
+        if parameter is not None:
+            setattr(module, leaf, torch.nn.Parameter(torch.empty_like(parameter)))
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,6 +110,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, kwargs = str(func.overloadpacket.__name__), kwargs or {}
         if name.endswith("_"):
             self.written.add(_storage_of(args[0]))
+            self.drawn.pop(_storage_of(args[0]), None)
         if name in _NORMAL | _UNIFORM:
             return self._draw(func, name, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -80,3 +80,17 @@ def test_the_probe_tells_them_apart_in_whatever_they_are_stored(dtype):
             with pytest.raises(DataError, match="reads them"):
                 check_causality(model, 300, {"use_cache": False})
         assert model.training
+
+
+def test_a_model_whose_sizes_do_not_fit_is_one_clear_line():
+    class Unfitting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(3, 4))
+
+        def forward(self, input_ids):
+            return input_ids @ self.weight
+
+    with pytest.raises(DataError, match=r"logits of tokens, got: .*see to its config") as told:
+        check_causality(Unfitting(), 300, {})
+    assert "\n" not in str(told.value)

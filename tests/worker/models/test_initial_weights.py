@@ -52,6 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {
         **SIZES, **ATTENTION, "num_key_value_heads": 1, "lru_width": 16, "head_dim": 8,
     },
+    "modernbert-decoder": {**SIZES, **ATTENTION, "pad_token_id": 0, "cls_token_id": 1,
+                           "sep_token_id": 2},
     "qwen3_next": {
         **LLAMA, "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2,
