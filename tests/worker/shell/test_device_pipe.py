@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from protocol.base.errors import SharedMemoryFull, UsageError
+from protocol.base.errors import DataError, SharedMemoryFull, UsageError
 from protocol.exact.tree import Node
 from protocol.host import shared_memory
 from protocol.host.shared_memory import SharedMemory
@@ -39,6 +39,14 @@ def test_a_node_keeps_its_scale_of_losses_also_where_it_waits_for_files():
     assert isinstance(told, events.FilesWanted)
     assert told.for_node is not None
     assert (told, told.for_node[0].loss_scale) == (wanted, 512.0)
+
+
+def test_what_training_moved_arrives_with_its_exit_code():
+    moved = events.StateMoved("r", DataError("the frozen tensor 'a' changed"))
+    told = Reports(NO_ARRAYS).unpack(pack_report(moved, NO_ARRAYS))
+    assert isinstance(told, events.StateMoved)
+    assert (told.run_id, str(told.error)) == ("r", str(moved.error))
+    assert told.error.exit_code == moved.error.exit_code
 
 
 def test_a_run_spec_whose_sources_are_local_files_arrives_as_it_is():
