@@ -96,7 +96,7 @@ class FittedTask:
             given_back=True,
         )
         self._initial = self._parameters()
-        self._sum_trial = SumTrial(self)
+        self._sum_trial = SumTrial(self, self._kept_in_evaluation)
         self._sum_trial.refuse()
 
     def _data_digests(self, parts: Mapping[str, int] | None) -> dict[str, str]:

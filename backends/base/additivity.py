@@ -43,6 +43,7 @@ class Computed:
     Attributes:
         loss: Its value; `requires_grad` says whether it depends on what is trained.
         gradients: By tensor's name; those that the loss does not reach are left out.
+        sizes: Of each gradient the largest element's.
         requires_grad: Whether a gradient comes from it.
         drew: Something was drawn.
         undecided: And in a way that cannot be made steady.
@@ -51,6 +52,7 @@ class Computed:
 
     loss: float
     gradients: Gradients
+    sizes: Mapping[str, float]
     requires_grad: bool
     drew: bool
     undecided: bool
@@ -59,14 +61,12 @@ class Computed:
     @property
     def counts(self) -> bool:
         """Whether the batch moves anything."""
-        return any(bool((each != 0).any()) for each in self.gradients.values())
+        return any(self.sizes.values())
 
     @property
     def is_finite(self) -> bool:
         """Loss and gradients are."""
-        return math.isfinite(self.loss) and all(
-            bool(each.isfinite().all()) for each in self.gradients.values()
-        )
+        return math.isfinite(self.loss) and all(map(math.isfinite, self.sizes.values()))
 
 
 class Parts:
@@ -91,7 +91,7 @@ class Parts:
         for name, gradient in part.gradients.items():
             before = self.gradients.get(name)
             self.gradients[name] = gradient if before is None else before + gradient
-            self.sizes[name] = self.sizes.get(name, 0.0) + _largest(gradient)
+            self.sizes[name] = self.sizes.get(name, 0.0) + part.sizes[name]
 
     @staticmethod
     def of(*parts: Computed) -> Parts:
@@ -172,9 +172,10 @@ class LossTrial:
                     loss = self._loss(self._module, given)
                     found = self._gradients(loss)
         drew = mode.drew or mode.undecided
-        return Computed(
-            float(loss.detach()), found, loss.requires_grad, drew, mode.undecided, mode.epsilon
-        )
+        sizes = {name: _largest(gradient) for name, gradient in found.items()}
+        reached = loss.requires_grad
+        value = float(loss.detach())
+        return Computed(value, found, sizes, reached, drew, mode.undecided, mode.epsilon)
 
     def _gradients(self, loss: torch.Tensor) -> Gradients:
         if not loss.requires_grad:
@@ -236,8 +237,8 @@ def _rounding(together: Computed, parts: Parts) -> dict[str | None, float]:
     """What sums of these sizes are rounded by at least."""
     spacing = _SPACINGS * max(together.epsilon, parts.epsilon)
     sizes = dict(parts.sizes)
-    for name, gradient in together.gradients.items():
-        sizes[name] = sizes.get(name, 0.0) + _largest(gradient)
+    for name, size in together.sizes.items():
+        sizes[name] = sizes.get(name, 0.0) + size
     # A gradient that is nothing but rounding is so at the size of what cancels, not at its own.
     largest = max(sizes.values(), default=0.0)
     losses = abs(together.loss) + sum(map(abs, parts.losses))

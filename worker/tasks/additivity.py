@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
@@ -31,8 +31,10 @@ _COPY_ELEMENTS: Final = 1 << 27
 """Of a model that is copied in float64 to be tried: 1 GiB."""
 _KEPT_ELEMENTS: Final = 1 << 26
 """Of one whose copy is kept until it is tried again."""
-_SMALL_ELEMENTS: Final = 1 << 22
+_SMALL_ELEMENTS: Final = 1 << 20
 """Of a model that many samples are tried with."""
+_AGAIN: Final = 3
+"""Of the chosen samples, those that other draws and evaluation mode are tried with."""
 _CANDIDATES: Final = 64
 """Samples that are looked at, to choose some."""
 _CANDIDATE_BYTES: Final = 1 << 26
@@ -115,14 +117,17 @@ class SumTrial:
 
     Args:
         task: One with a torch module and a loss.
+        in_evaluation: Parts of its module that are in evaluation mode while the others train.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, in_evaluation: Iterable[nn.Module] = ()) -> None:
         assert task.trainable.module is not None
         assert task.trainable.loss is not None
         self._task = task
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = task.trainable.loss
         self._given: nn.Module = task.trainable.module
+        parts = {id(each) for each in in_evaluation}
+        self._in_evaluation = {n for n, m in self._given.named_modules() if id(m) in parts}
         self._elements = sum(parameter.numel() for parameter in self._given.parameters())
         self._names = [t.name for block in task.manifest.blocks for t in block.tensors]
         self._module, self._is_wide = self._copy(wide=True)
@@ -203,6 +208,7 @@ class SumTrial:
         """Take samples that move something, as far as there are any; what they give alone."""
         trial, silent, parts = self._trial(way), [], Parts()
         last: Computed | None = None
+        first: Computed | None = None
         for number in samples.candidates():
             last = self._alone(trial, samples, number)
             if not last.is_finite:
@@ -210,6 +216,7 @@ class SumTrial:
             if not last.counts and way.gradients:
                 silent.append((number, last))
                 continue
+            first = first or last
             samples.choose(number)
             parts.add(last)
             if samples.enough:
@@ -217,13 +224,14 @@ class SumTrial:
         for number, computed in silent:
             if samples.enough:
                 break
+            first = first or computed
             samples.choose(number)
             parts.add(computed)
-        if not samples.chosen:
+        if first is None:
             assert last is not None
             raise DataError(f"expected a finite loss of the first samples, got {last.loss:.9g}")
         # What counts repetitions is to see some.
-        parts.add(self._alone(trial, samples, samples.chosen[0]))
+        parts.add(first)
         return parts
 
     def _refuse_apart(self, samples: _Samples, way: _Way, parts: Parts | None) -> bool:
@@ -232,9 +240,12 @@ class SumTrial:
         Raises:
             NotASum: Together is not the sum of each alone.
         """
-        trial, chosen = self._trial(way), [*samples.chosen, samples.chosen[0]]
+        trial, chosen = self._trial(way), samples.chosen
         if parts is None:
-            parts = Parts.of(*(self._alone(trial, samples, number) for number in chosen))
+            chosen = chosen[:_AGAIN]
+            alone = [self._alone(trial, samples, number) for number in chosen]
+            parts = Parts.of(*alone, alone[0])
+        chosen = [*chosen, chosen[0]]
         with _raised_for(trial, chosen):
             apart = trial.apart(samples.batch(chosen), parts)
         if apart is not None:
@@ -319,6 +330,8 @@ class SumTrial:
     def _trial(self, way: _Way) -> LossTrial:
         assert self._module is not None
         self._module.train(way.training)
+        for name in self._in_evaluation:
+            self._module.get_submodule(name).training = False
         return LossTrial(
             self._module,
             self._loss_in_its_width,

@@ -229,6 +229,17 @@ TRAINED = {
 }
 
 
+def kept_in_evaluation():
+    module = nn.ModuleDict({"body": InTraining(contrast), "head": nn.Linear(6, 1)})
+    module["body"].eval()
+    return module
+
+
+TRAINED["a body in evaluation mode"] = lambda: made(
+    kept_in_evaluation, lambda m, b: squares(m["head"], b) + m["body"](b[0])
+)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_sum_over_samples_is_trained(name):
