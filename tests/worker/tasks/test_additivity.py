@@ -13,9 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import samestep
+from backends.base.interface import Batch, Trainable
 from protocol.base.errors import DataError
+from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import parse_run_spec
 from samestep.fitted import FittedTask
+from worker.models.blocks import cut_into_blocks
+from worker.tasks.additivity import sum_trial_of
 
 SPEC = parse_run_spec({
     "task": "samestep.script:FitTask", "steps": 1, "batch": {"samples": 8, "microbatch": 2},
@@ -399,3 +403,37 @@ def test_what_depends_on_how_a_step_is_cut_is_refused_with_its_reason(name):
     with pytest.raises(DataError, match=told) as raised:
         FittedTask(build(), SPEC, {})
     assert "\n" not in str(raised.value)
+
+
+class Own:
+    """A task of a package's own, whose penalty is on a tensor that begins at zero."""
+
+    def __init__(self, penalty):
+        module = Lora()
+        self.manifest = Manifest(
+            blocks=cut_into_blocks(module), train_samples=48, evaluation_parts=0,
+            metrics=(), digests={},
+        )  # fmt: skip
+        self.trainable = Trainable(
+            blocks=self.manifest.blocks, module=module,
+            loss=lambda m, a: squares(m, [a["x"], a["y"]]) + penalty * (m.b**2).sum(),
+        )  # fmt: skip
+
+    def initial_parameters(self):
+        return [np.zeros(block.elements, np.float32) for block in self.manifest.blocks]
+
+    def evaluation_batch(self, part):
+        return self.batch([part])
+
+    def batch(self, samples):
+        rows = list(samples)
+        return Batch({"x": X[rows].numpy(), "y": Y[rows].numpy()}, float(len(rows)))
+
+
+def test_a_task_of_a_packages_own_is_tried_as_a_script_is():
+    trial = sum_trial_of(Own(0.0))
+    assert trial is not None
+    values = [np.ones(block.elements, np.float32) for block in Own(0.0).manifest.blocks]
+    trial.refuse_after_steps(2, values)
+    with pytest.raises(DataError, match="counts once for each microbatch"):
+        sum_trial_of(Own(1e-3))
