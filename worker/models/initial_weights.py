@@ -26,7 +26,9 @@ _INEXACT: Final = frozenset({
 """Functions whose last bits are each instruction set's own, with and without `_` behind."""
 _DONE: Final = "_is_hf_initialized"
 """How transformers marks what is not to be initialized."""
-_NORMAL: Final = {"normal_", "randn", "randn_like"}
+_NORMAL: Final = {"normal_", "normal", "randn", "randn_like"}
+_OF_TENSORS: Final = {"Tensor_float", "float_Tensor", "Tensor_Tensor"}
+"""Forms of torch.normal with a mean or deviation for each value."""
 _UNIFORM: Final = {"uniform_", "rand", "rand_like"}
 
 
@@ -111,7 +113,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.endswith("_"):
             self.written.add(_storage_of(args[0]))
             self.drawn.pop(_storage_of(args[0]), None)
-        if name in _NORMAL | _UNIFORM:
+        if name in _NORMAL | _UNIFORM and str(func._overloadname) not in _OF_TENSORS:  # noqa: SLF001
             return self._draw(func, name, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise DataError(
@@ -127,7 +129,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> torch.Tensor:
         tensor: torch.Tensor = func(*args, **kwargs)
         storage, is_whole = _storage_of(tensor), tensor.numel() * 4 == _bytes_of(tensor)
-        parameters = args[1:] if name.endswith("_") else ()
+        own = slice(0, 2) if name == "normal" else slice(1, None if name.endswith("_") else 1)
+        parameters = args[own]
         low = float(parameters[0]) if parameters else 0.0
         high = float(parameters[1]) if len(parameters) > 1 else 1.0
 

@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {
         **SIZES, **ATTENTION, "num_key_value_heads": 1, "lru_width": 16, "head_dim": 8,
     },
+    "diffllama": {**SIZES, **ATTENTION, "num_key_value_heads": 2},
     "modernbert-decoder": {**SIZES, **ATTENTION, "pad_token_id": 0, "cls_token_id": 1,
                            "sep_token_id": 2},
     "qwen3_next": {
