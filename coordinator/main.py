@@ -422,8 +422,9 @@ def _conclude(service: Service, console: Console, again: Callable[..., str]) -> 
         return ExitCode.OK  # how each run ended was told then; to serve runs was what this was for
     way_on = again(service.address, execution.directory)
     if outcome.outcome == "failed":
-        resumable = execution.run.saves.saved is not None and not execution.superseded
-        told = f"; go on with it: {way_on}" if resumable else ""
+        has_checkpoint = execution.run.saves.saved is not None and not execution.superseded
+        is_resumable = has_checkpoint and outcome.is_resumable
+        told = f"; go on with it: {way_on}" if is_resumable else ""
         print(f"coordinator: {outcome.reason}{told}", file=sys.stderr)
         return outcome.exit_code
     print_outcome(execution, console, way_on)

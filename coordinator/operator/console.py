@@ -197,6 +197,8 @@ class ProgressConsole:
         finished = self._service.finished
         if self._service.settings.once or finished is None or finished.run.saves.saved is None:
             return
+        if finished.outcome is not None and not finished.outcome.is_resumable:
+            return
         elsewhere = f"coordinator --resume --out {finished.directory}"
         self._tell(f"  go on with it: coordinator resume {run_id}, or {elsewhere}")
 

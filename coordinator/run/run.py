@@ -678,7 +678,7 @@ class Run:
         if was_preparing:
             return actions
         reason = f"worker {member.name!r}: {message.reason}"
-        return actions + self._finish("failed", reason, message.exit_code)
+        return actions + self._finish("failed", reason, message.exit_code, is_resumable=False)
 
     def _early_unready(self, member: Member, message: Unready, body: None) -> list[Action]:
         """Before the start: what hinders one hinders all, unless it is the worker's own matter
@@ -1364,10 +1364,12 @@ class Run:
     def _give_up(self, reason: str) -> list[Action]:
         return self._finish("failed", reason, ExitCode.FAILED)
 
-    def _finish(self, outcome: Outcome, reason: str, exit_code: int) -> list[Action]:
+    def _finish(
+        self, outcome: Outcome, reason: str, exit_code: int, *, is_resumable: bool = True
+    ) -> list[Action]:
         self._enter(RunPhase.OVER, reason)
         self.outcome = outcome
-        return [*self.evaluators.run_ends(), Finish(outcome, reason, exit_code)]
+        return [*self.evaluators.run_ends(), Finish(outcome, reason, exit_code, is_resumable)]
 
     def _result_refused(self, reason: str) -> list[Action]:
         self._enter(RunPhase.TRAINING)  # it was not over after all

@@ -266,6 +266,8 @@ def test_a_penalty_that_begins_after_some_steps_ends_the_run(tmp_path):
     with pytest.raises(samestep.SamestepError, match=told) as raised:
         samestep.fit(task(module=zeros(), loss=bounded), **given)
     assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith("worker '")
+    assert "resume" not in str(raised.value)
 
 
 def slopes(module, batch):

@@ -145,8 +145,9 @@ def test_what_moves_in_a_step_ends_the_run_and_names_worker_and_tensor(capsys):
     with pytest.raises(
         SamestepError,
         match=r"worker '.*': .* the frozen tensor 'teacher\.weight' changed during training: .*",
-    ):
+    ) as caught:
         samestep.fit(lambda: task, **{**FEW, "steps": 40})
+    assert "resume" not in str(caught.value)
     said = capsys.readouterr().out
     assert "training starts" in said
     assert "exact" not in said

@@ -55,8 +55,9 @@ class BuildFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class StateMoved:
-    """Training moved something beside the replica, so this device's answers cannot be trusted."""
+class TaskRefused:
+    """The task turned out to be no exact one after some steps: training moves something beside the
+    replica, or the loss no longer adds up over samples. The run cannot be right any more."""
 
     run_id: str
     error: SamestepError
@@ -206,7 +207,7 @@ class DeviceNoted:
 Event = (
     Built
     | BuildFailed
-    | StateMoved
+    | TaskRefused
     | BlockSum
     | NotFinite
     | MicrobatchRows

@@ -520,7 +520,7 @@ class Host:
         match event:
             case events.Built() | events.BuildFailed():
                 return self._built(device, event)
-            case events.StateMoved():
+            case events.TaskRefused():
                 return [Give(event)]
             case events.BlockSum():
                 return self._block_sum(device, event)

@@ -440,7 +440,7 @@ class WorkerSession:
         )
         return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
 
-    def _state_moved(self, event: events.StateMoved) -> list[Action]:
+    def _task_refused(self, event: events.TaskRefused) -> list[Action]:
         """The run cannot be right any more, whoever goes on with it: the coordinator ends it."""
         if event.run_id != self.run_id:
             return []
@@ -835,7 +835,7 @@ class WorkerSession:
         # A second Built comes where a connection was lost while its task was being built.
         (events.Built,             _ignore,        _task_built,    _ignore),
         (events.BuildFailed,       _ignore,        _build_failed,  _build_failed),
-        (events.StateMoved,        _ignore,        _ignore,        _state_moved),
+        (events.TaskRefused,        _ignore,        _ignore,        _task_refused),
         (events.BlockSum,          _ignore,        _ignore,        _block_sum),
         (events.NotFinite,         _ignore,        _ignore,        _not_finite),
         (events.MicrobatchRows,    _ignore,        _ignore,        _captured),

@@ -187,7 +187,7 @@ def pack_report(event: events.Event, own: SharedMemory) -> Packed:
         case events.BuildFailed():
             error = event.error
             return ["build failed", event.run_id, int(error.exit_code), str(error), event.own]
-        case events.StateMoved():
+        case events.TaskRefused():
             return ["moved", event.run_id, int(event.error.exit_code), str(event.error)]
         case events.BlockSum():
             where = own.put(event.values)
@@ -252,7 +252,7 @@ class Reports:
                 return events.BuildFailed(run_id, error_for(exit_code, text), own)
             case "moved":
                 run_id, exit_code, text = fields
-                return events.StateMoved(run_id, error_for(exit_code, text))
+                return events.TaskRefused(run_id, error_for(exit_code, text))
             case "sum":
                 *part, block, where, weight = fields
                 return events.BlockSum(*_unpacked_part(part), block, self._array(where), weight)

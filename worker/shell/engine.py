@@ -62,9 +62,9 @@ from worker.logic.events import (
     NodeDone,
     PartEvaluated,
     StateCopied,
-    StateMoved,
     StepAttempt,
     StretchStateWanted,
+    TaskRefused,
 )
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
 from worker.shell.replay import ReplayCheck, refuse_unsteady_batch
@@ -194,8 +194,8 @@ class _Job:
     """Of the loss, until it has been tried again."""
     replay: ReplayCheck | None = None
     """Compares what the task computes with what it computed first; None for a scripted device."""
-    moved: DataError | None = None
-    """What says that it no longer does."""
+    fault: DataError | None = None
+    """Why the task cannot be trained, where that was found after some steps."""
 
 
 class Engine:
@@ -359,9 +359,9 @@ class Engine:
 
     def _build(self, run_id: str, spec: RunSpec, inputs: str | None, *, keep: bool) -> None:
         before = self._job
-        if before is not None and before.run_id == run_id and before.moved is not None:
+        if before is not None and before.run_id == run_id and before.fault is not None:
             # The coordinator began again before it heard of it; the steps taken are the same.
-            self._emit(BuildFailed(run_id, before.moved))
+            self._emit(BuildFailed(run_id, before.fault))
             return
         try:
             job = self._job_for(spec, inputs)
@@ -411,7 +411,7 @@ class Engine:
 
     def _job_for(self, spec: RunSpec, inputs: str | None) -> _Job:
         job = self._job
-        if job is not None and (job.spec, job.inputs) == (spec, inputs) and job.moved is None:
+        if job is not None and (job.spec, job.inputs) == (spec, inputs) and job.fault is None:
             return job
         if self._job is not None:
             self._job.program.close()
@@ -647,10 +647,15 @@ class Engine:
             self._try_again(job)
 
     def _try_again(self, job: _Job) -> None:
-        """Once; what does not hold ends the run here as it does everywhere."""
+        """Once: whether the loss adds up over samples at the weights of now, too."""
         trial, job.trial = job.trial, None
-        if trial is not None:
+        if trial is None:
+            return
+        try:
             trial.refuse_after_steps(job.replica.step, job.replica.parameters)
+        except DataError as error:
+            job.fault = error
+            self._emit(TaskRefused(job.run_id, error))
 
     def _has_moved(self, job: _Job) -> bool:
         """Whether training moved more than the replica, where that is looked at after a step."""
@@ -659,9 +664,9 @@ class Engine:
         try:
             job.replay.check(job.replica.parameters)
         except DataError as error:
-            job.moved = error
-            self._emit(StateMoved(job.run_id, error))
-        return job.moved is not None
+            job.fault = error
+            self._emit(TaskRefused(job.run_id, error))
+        return job.fault is not None
 
     def _restore(self, step: int, optimizer_step: int) -> None:
         job = self._built()

@@ -32,7 +32,10 @@ _COPY_ELEMENTS: Final = 1 << 27
 _KEPT_ELEMENTS: Final = 1 << 26
 """Of one whose copy is kept until it is tried again."""
 _SMALL_ELEMENTS: Final = 1 << 20
-"""Of a model that many samples are tried with."""
+"""Of a model that is tried with eight samples and all levels of draws; larger ones with three
+samples and two levels."""
+_MEDIUM_ELEMENTS: Final = 1 << 24
+"""Of a model that is tried with three samples; larger ones with two."""
 _AGAIN: Final = 3
 """Of the chosen samples, those that other draws and evaluation mode are tried with."""
 _CANDIDATES: Final = 64
@@ -129,6 +132,11 @@ class SumTrial:
         parts = {id(each) for each in in_evaluation}
         self._in_evaluation = {n for n, m in self._given.named_modules() if id(m) in parts}
         self._elements = sum(parameter.numel() for parameter in self._given.parameters())
+        is_small, is_medium = (
+            self._elements <= most for most in (_SMALL_ELEMENTS, _MEDIUM_ELEMENTS)
+        )
+        self._wanted = 8 if is_small else 3 if is_medium else 2
+        self._levels = LEVELS if is_small else LEVELS[:2]
         self._names = [t.name for block in task.manifest.blocks for t in block.tensors]
         self._module, self._is_wide = self._copy(wide=True)
 
@@ -187,18 +195,21 @@ class SumTrial:
 
     def _try(self, offset: int, *, moved: bool) -> None:
         assert self._module is not None
-        samples = _Samples(self._task, offset, few=self._elements > _SMALL_ELEMENTS)
+        samples = _Samples(self._task, offset, self._wanted)
         if not samples.numbers:
             return
+        is_brief = not moved and self._elements > _SMALL_ELEMENTS  # the run waits for it
         with modes_kept(self._module), self._moved(wanted=moved), suppress(TooManyDrawsError):
-            self._try_at_these_weights(samples)
+            self._try_at_these_weights(samples, is_brief=is_brief)
 
-    def _try_at_these_weights(self, samples: _Samples) -> None:
+    def _try_at_these_weights(self, samples: _Samples, *, is_brief: bool) -> None:
         way = _Way(training=True, level=LEVELS[0], gradients=self._has_gradients())
         parts = self._choose(samples, way)
         drew = self._refuse_apart(samples, way, parts)
+        if is_brief:
+            return
         if drew:
-            for level in LEVELS[1:]:
+            for level in self._levels[1:]:
                 other = _Way(way.training, level, way.gradients)
                 self._refuse_apart(samples, other, None)
         with suppress(_RaisedError):  # some models are called otherwise in evaluation
@@ -298,7 +309,7 @@ class SumTrial:
             self._module, self._loss_in_its_width, {name: named[name] for name in self._names}
         )
         try:
-            return bool(trial.of(_Samples(self._task, 0, few=True).first()).gradients)
+            return bool(trial.of(_Samples(self._task, 0, self._wanted).first()).gradients)
         except Exception:  # noqa: BLE001 -- it has been tried
             return False
 
@@ -383,14 +394,14 @@ class _Samples:
     Args:
         task: Whose.
         offset: So many of the order of candidates are left out.
-        few: A large model: three samples are enough.
+        wanted: How many are chosen.
     """
 
-    def __init__(self, task: Task, offset: int, *, few: bool) -> None:
+    def __init__(self, task: Task, offset: int, wanted: int) -> None:
         self._task = task
         self.chosen: list[int] = []
-        self._wanted = 3 if few else 8
-        self._tried = 12 if few else _CANDIDATES
+        self._wanted = wanted
+        self._tried = _CANDIDATES if wanted > 3 else 12
         count = task.manifest.train_samples
         self.numbers = list(dict.fromkeys(
             int((place * _GOLDEN) % 1 * count) for place in range(offset, offset + _CANDIDATES)

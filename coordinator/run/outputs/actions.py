@@ -189,11 +189,16 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run is over."""
+    """The run is over.
+
+    Attributes:
+        is_resumable: Whether its newest checkpoint is worth going on from.
+    """
 
     outcome: Outcome
     reason: str
     exit_code: int
+    is_resumable: bool = True
 
 
 Action = (

@@ -37,7 +37,9 @@ def service(*, once=False):
         settings=SimpleNamespace(once=once),
         current=SimpleNamespace(run=SimpleNamespace(run_id="r-1", manifest=None)),
         finished=SimpleNamespace(
-            directory="runs/r-1", run=SimpleNamespace(saves=SimpleNamespace(saved=2))
+            directory="runs/r-1",
+            outcome=None,
+            run=SimpleNamespace(saves=SimpleNamespace(saved=2)),
         ),
         sessions={},
         trainers=[],

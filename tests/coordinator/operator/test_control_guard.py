@@ -161,6 +161,7 @@ async def test_the_reader_token_stays_until_a_new_one_is_made(tmp_path):
 async def test_a_control_token_that_is_gone_is_written_again(tmp_path):
     async with port(tmp_path) as control:
         path = control.guard._file
+        assert path is not None
         path.unlink()
         control.guard.write_again()
         assert path.read_text() == control.guard.token + "\n"

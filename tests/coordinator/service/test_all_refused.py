@@ -38,7 +38,10 @@ async def test_data_changed_before_a_resume_end_the_run(
         ended = await live.wait_for("run_ended", run_id=run_id)
         assert (ended["outcome"], told in ended["reason"]) == ("failed", True), ended
         assert "worker 'w0': " in ended["reason"]
-        assert live.service.finished.outcome.exit_code == exit_code
+        finished = live.service.finished
+        assert finished is not None
+        assert finished.outcome is not None
+        assert finished.outcome.exit_code == exit_code
         if exit_code == ExitCode.MISMATCH:
             with pytest.raises(SamestepError) as caught:
                 await live.workers["w0"]

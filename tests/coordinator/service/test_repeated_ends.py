@@ -44,6 +44,7 @@ def test_the_likely_cause(phase, reason, cause):
     ends = RepeatedEnds()
     for _ in range(3):
         fact = ends.ended("w", phase, reason, said=False)
+    assert fact is not None
     assert cause in fact.cause
 
 
@@ -64,7 +65,7 @@ async def test_a_worker_that_is_lost_in_its_first_step_again_and_again(tmp_path)
         serving = asyncio.create_task(client.serve())
 
         async def disturb() -> None:
-            while True:
+            while service.current is not None:
                 member = service.current.run.members.get("w0")
                 if member is not None and member.state is MemberState.ACTIVE:
                     service.sessions["w0"].channel.abort("silent for 8 s")

@@ -91,6 +91,7 @@ def test_what_carries_state_otherwise_generates_what_the_whole_text_gives(
     tmp_path, family, targets
 ):
     """Bamba and RecurrentGemma, whose state is wrong when passed on by hand, too."""
+    more: dict[str, dict[str, Any]]
     more = {"mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2}, "mistral": {
         "sliding_window": 8}, "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8,
         "mamba_d_head": 8, "mamba_n_groups": 2}, "recurrent_gemma": {"num_hidden_layers": 3,
@@ -162,6 +163,7 @@ def test_an_adapter_beside_embeddings_and_head_is_peft_s(tmp_path, family, tied,
     merge(find(run), None, tmp_path / "whole")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     task = build(load_run_spec(spec))
+    assert task.trainable.module is not None
     trained = task.trainable.module.eval()
     stored = load_file(run / "adapter" / "adapter_model.safetensors")
     parameters = dict(trained.named_parameters())
@@ -228,8 +230,9 @@ def test_positions_that_begin_behind_padding_count_less(tmp_path, family, paddin
         build(load_run_spec(spec))
     changed["data"]["max_tokens"] = most
     spec.write_text(json.dumps(changed))
-    module = build(load_run_spec(spec)).trainable.module.eval()
-    assert positions(module) == most
+    module = build(load_run_spec(spec)).trainable.module
+    assert module is not None
+    assert positions(module.eval()) == most
     text = torch.full((1, most), 7)
     module(input_ids=text, attention_mask=torch.ones_like(text))
 

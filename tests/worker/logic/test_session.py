@@ -196,11 +196,11 @@ def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
 
 def test_a_task_that_training_moved_is_told_with_its_exit_code():
     session = ready()
-    (message,) = sent(session.result(events.StateMoved("run", DataError("the teacher changed"))))
+    (message,) = sent(session.result(events.TaskRefused("run", DataError("the teacher changed"))))
     assert message == msg.Unready(
         run_id="run", reason="the teacher changed", own=False, exit_code=2
     )
-    assert session.result(events.StateMoved("earlier", DataError("the teacher changed"))) == []
+    assert session.result(events.TaskRefused("earlier", DataError("the teacher changed"))) == []
 
 
 @pytest.mark.parametrize(

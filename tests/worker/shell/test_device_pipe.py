@@ -42,9 +42,9 @@ def test_a_node_keeps_its_scale_of_losses_also_where_it_waits_for_files():
 
 
 def test_what_training_moved_arrives_with_its_exit_code():
-    moved = events.StateMoved("r", DataError("the frozen tensor 'a' changed"))
+    moved = events.TaskRefused("r", DataError("the frozen tensor 'a' changed"))
     told = Reports(NO_ARRAYS).unpack(pack_report(moved, NO_ARRAYS))
-    assert isinstance(told, events.StateMoved)
+    assert isinstance(told, events.TaskRefused)
     assert (told.run_id, str(told.error)) == ("r", str(moved.error))
     assert told.error.exit_code == moved.error.exit_code
 
