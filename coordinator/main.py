@@ -42,6 +42,7 @@ from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.base.place import is_directory
 from protocol.command.command_line import check_writable, end_on_signals, need_open_files
+from protocol.command.output import never_wait_for_readers
 from protocol.command.supervisor import Supervisor
 from protocol.command.system_journal import SystemJournal
 from protocol.exact.subnormals import check_subnormals
@@ -100,6 +101,7 @@ def main(options: CoordinatorOptions) -> int:
     if options.address_file is not None:
         check_writable(options.address_file, "--address-file")
     keep_freed_memory()
+    never_wait_for_readers()
     journal = None if options.log_json else SystemJournal.behind("coordinator")
     set_up_logging(journal, as_json=options.log_json)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from protocol.base.errors import ExitCode
-from protocol.command.output import keep_reporting
+from protocol.command.output import keep_reporting, never_wait_for_readers
 from protocol.host.allocator import keep_freed_memory
 from protocol.host.shared_memory import Extent, SharedMemory
 from protocol.host.trace import Tracer
@@ -75,6 +75,7 @@ def main(make: Callable[[str, int | str | None, Callable[[str], None]], Toolbox]
         make: Takes the backend's name, the device that is wanted, and what tells people.
     """
     keep_reporting("worker")
+    never_wait_for_readers()
     pipe_fd, host_fd, own_fd = map(int, sys.argv[1:4])
     name, backend, wanted, trace = sys.argv[4:8]
     # The host ends it: a terminal's and a supervisor's word are for the host.

@@ -15,6 +15,7 @@ from protocol.base import limits
 from protocol.base.duty import Duty
 from protocol.base.errors import ExitCode
 from protocol.command.command_line import end_on_signals, need_open_files
+from protocol.command.output import never_wait_for_readers
 from protocol.command.supervisor import Supervisor
 from protocol.command.system_journal import SystemJournal
 from protocol.command.torchrun import started_by_torchrun
@@ -69,6 +70,7 @@ def main(options: WorkerOptions) -> ExitCode:
     Raises:
         SamestepError: No coordinator answers, or it refused.
     """
+    never_wait_for_readers()
     keep_freed_memory()
     need_open_files(limits.WORKER_FILES)
     if started_by_torchrun():

@@ -3,6 +3,9 @@
 A reader that is gone (`| head -1`), a full disk behind a log, a terminal that has vanished: what
 cannot be written is lost, and the process goes on to the exit code of its work. Everything that
 writes to `sys.stdout` or `sys.stderr` (print, typer, rich, structlog) goes through here.
+
+A reader that stands still (`| less`, Ctrl-S) is waited for by a command that shows something, and
+not by a daemon, which calls `never_wait_for_readers`: it loses lines until they are read again.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ import io
 import os
 import select
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TextIO
 
-_PATIENCE_S: Final = 5.0
-"""For a reader that a stream does not wait for itself (O_NONBLOCK)."""
+_PATIENCE_S: Final = 1.0
+"""Of a daemon, for a reader that stands still."""
+_PIPE_BYTES: Final = select.PIPE_BUF
+_TERMINAL_BYTES: Final = 256
+"""What a pipe or a terminal takes without waiting, once it is writable."""
 _STREAMS: Final = {1: "stdout", 2: "stderr"}
 
 
@@ -28,20 +35,41 @@ class _Lasting(io.FileIO):
     def __init__(self, descriptor: int, failed: Callable[[OSError], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._failed = failed
+        self._piece_bytes = _TERMINAL_BYTES if self.isatty() else _PIPE_BYTES
+        self._lost_bytes = 0
 
     def write(self, content: Any) -> int:
         """Write what is not refused; all of it counts as written."""
-        rest = memoryview(content).cast("B")
-        length = len(rest)
+        length = memoryview(content).nbytes
         try:
-            while rest:
-                written = super().write(rest)
-                if written is None and not select.select([], [self], [], _PATIENCE_S)[1]:
-                    break
-                rest = rest[written or 0 :]
+            if self._lost_bytes and self._is_writable():
+                note = f"({self._lost_bytes} bytes of output are lost: nobody read them)\n".encode()
+                self._lost_bytes = self._write(memoryview(note))
+            self._lost_bytes += self._write(memoryview(content).cast("B"))
         except OSError as error:
             self._failed(error)
         return length
+
+    def _write(self, rest: memoryview) -> int:
+        """How many bytes could not be written, because nobody reads."""
+        while rest and self._is_writable():
+            rest = rest[super().write(rest[: self._piece_bytes]) or 0 :]
+        return rest.nbytes
+
+    def _is_writable(self) -> bool:
+        if not _DAEMON.is_set():
+            return bool(select.select([], [self], [])[1])
+        # One that has stood still for so long is waited for no more.
+        patience_s = 0.0 if self._lost_bytes else _PATIENCE_S
+        return bool(select.select([], [self], [], patience_s)[1])
+
+
+_DAEMON: Final = threading.Event()
+
+
+def never_wait_for_readers() -> None:
+    """From here on what this process reports is lost where its reader stands still."""
+    _DAEMON.set()
 
 
 def keep_reporting(command: str) -> None:

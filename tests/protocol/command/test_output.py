@@ -60,6 +60,33 @@ def test_a_command_ends_as_its_work_does(tmp_path, command, code, streams):
     assert ended(command, streams, tmp_path).returncode == code
 
 
+def test_a_daemon_does_not_wait_for_a_reader_that_stands_still():
+    """What it writes meanwhile is lost, and counted for whoever reads on; a command waits."""
+    code = (
+        "import sys; from protocol.command import output as o; o._PATIENCE_S = 0.01;"
+        "o.keep_reporting('worker'); o.never_wait_for_readers();"
+        "[print('x' * 999, flush=True) for _ in range(200)];"
+        "print('still here', file=sys.stderr, flush=True); sys.stdin.read(1); print('end')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr.readline() == "still here\n"
+    first = process.stdout.read(40_000)
+    assert process.stdin is not None
+    process.stdin.write("x")
+    process.stdin.flush()
+    rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert set(first) == {"x", "\n"}
+    note, end = rest.splitlines()[-2:]
+    assert note.endswith("bytes of output are lost: nobody read them)")
+    assert end == "end"
+
+
 def test_a_full_disk_behind_the_output_is_told_once():
     code = (
         "from protocol.command.output import keep_reporting; keep_reporting('worker'); import os;"
