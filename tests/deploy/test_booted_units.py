@@ -69,6 +69,11 @@ def machine(undisturbed, tmp_path_factory):
             machine.write(f"/etc/systemd/system/{unit}.d/quick.conf", WATCHDOG)
         machine.run("systemd-sysusers", f"{INSTALLED}/source/deploy/systemd/samestep.sysusers")
         machine.run("systemctl", "daemon-reload")
+        # A network of its own, where others would reach it.
+        machine.run("ip", "link", "add", "lan", "type", "veth", "peer", "name", "cable")
+        machine.run("ip", "address", "add", "192.0.2.7/24", "dev", "lan")
+        for end in ("lan", "cable"):
+            machine.run("ip", "link", "set", end, "up")
         machine.run("systemctl", "start", COORDINATOR)
         machine.run("install", "-D", "-m", "600", TOKEN, "/etc/credstore/samestep.join.token")
         yield machine
@@ -130,8 +135,9 @@ def test_devices_compute_for_users_that_exist_only_while_they_do(machine):
 
 def test_the_line_for_another_machine_is_in_the_journal_and_the_token_is_not(machine):
     command = f"SAMESTEP_HOME={COORDINATOR_HOME} coordinator token show"
-    line = machine.wait_for(MESSAGE='  SAMESTEP_TOKEN="$(ssh root@')
+    line = machine.wait_for(MESSAGE='  SAMESTEP_TOKEN="$(ssh root@192.0.2.7')
     assert command in line["MESSAGE"]
+    assert "--coordinator 192.0.2.7:9000" in line["MESSAGE"]
     assert machine.path(TOKEN).read_text().strip() not in machine.journal()
 
 
