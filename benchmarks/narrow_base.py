@@ -23,7 +23,7 @@ import transformers
 
 from backends.registry import choose
 from protocol.command.own_command import own_environment
-from protocol.spec.run_spec import load_run_spec
+from protocol.spec.run_spec_file import load_run_spec
 from worker.after.gguf_file import write_gguf
 from worker.tasks.registry import build
 

@@ -22,7 +22,8 @@ import safetensors.numpy
 from benchmarks.cluster import run_to_end
 from protocol.data.conversations import Conversation, read_conversations
 from protocol.exact.samples import SampleOrder
-from protocol.spec.run_spec import RunSpec, load_run_spec
+from protocol.spec.run_spec import RunSpec
+from protocol.spec.run_spec_file import load_run_spec
 from worker.data import holdout
 from worker.tasks.registry import build
 

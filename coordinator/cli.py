@@ -259,7 +259,7 @@ def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -
 @app.command()
 def submit(run: Path, overrides: Overrides = [], control: Control = DEFAULT_CONTROL) -> None:  # noqa: B006
     """Give a run spec to a serving coordinator."""
-    from protocol.spec.run_spec import load_run_spec
+    from protocol.spec.run_spec_file import load_run_spec
 
     document = json.loads(load_run_spec(run, overrides).to_bytes())
     submission = {"run": document}

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.base.errors import UsageError
-from protocol.spec.run_spec import RunSpec, load_run_spec, parse_run_spec
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from protocol.spec.run_spec_file import load_run_spec
 
 DEFAULT_STEPS = 100
 

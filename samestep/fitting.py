@@ -41,6 +41,7 @@ from protocol.base.errors import (
     UsageError,
     error_for,
 )
+from protocol.base.regular_file import read_json
 from protocol.command.output import open_standard_streams
 from protocol.exact.digest import weights_digest
 from protocol.host.allocator import keep_freed_memory, keep_freed_memory_no_more
@@ -594,7 +595,7 @@ def new_directory(below: Path, name: str) -> Path:
 
 
 def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
-    document = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    document = read_json(directory / "result.json")
     task = call.built
     assert task is not None, "whoever has computed has built"
     task.load(load_file(directory / task.manifest.export.directory / "model.safetensors"))

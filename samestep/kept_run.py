@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from protocol.base.errors import MessageError, Mismatch
+from protocol.base.regular_file import read_json
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 
 
@@ -27,7 +28,7 @@ class KeptRun:
     def find(cls, directory: Path) -> Self | None:
         """None where there is none that can be read: whoever reads it for the run will say why."""
         try:
-            document = json.loads((directory / "run.json").read_bytes())
+            document = read_json(directory / "run.json")
             spec = parse_run_spec_bytes(json.dumps(document["spec"]).encode())
         except (OSError, ValueError, KeyError, TypeError, MessageError):
             return None
@@ -58,7 +59,7 @@ class KeptRun:
 
 def _outcome(directory: Path) -> object:
     try:
-        return json.loads((directory / "result.json").read_bytes())["outcome"]
+        return read_json(directory / "result.json")["outcome"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

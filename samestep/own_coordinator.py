@@ -19,6 +19,7 @@ from typing import IO, Any, Final, Self
 from coordinator.members.listening import from_here
 from protocol.base.address import parse_address
 from protocol.base.errors import ExitCode, error_for
+from protocol.base.regular_file import read_json
 from protocol.command.output import say
 from protocol.command.own_command import own_command, own_environment
 from samestep.words import in_a_scripts_words
@@ -141,7 +142,7 @@ class OwnCoordinator:
                 reader = threading.Thread(target=self._read_lines, args=(output,), daemon=True)
                 self._readers.append(reader)
                 reader.start()
-                data = json.loads(self._addresses.read_text(encoding="utf-8"))["data"]
+                data = read_json(self._addresses)["data"]
                 host, port = parse_address(data, "--bind")
                 return from_here(host), port
             self.first_lines.append(line.rstrip("\n"))

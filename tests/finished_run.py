@@ -10,7 +10,7 @@ import safetensors.numpy
 from coordinator.disk.artifacts import write_json
 from coordinator.service.model_card import write_card
 from coordinator.storage.directory.run_directory import RunDirectory
-from protocol.spec.run_spec import load_run_spec
+from protocol.spec.run_spec_file import load_run_spec
 from worker.tasks.registry import build
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import protocol
-from protocol.spec.run_spec import load_run_spec
+from protocol.spec.run_spec_file import load_run_spec
 from tests import house
 
 packaging_requirements = pytest.importorskip("packaging.requirements")

@@ -328,7 +328,7 @@ def data(
     samples: Annotated[int, typer.Option(min=0, help="How many samples.")] = 5,
 ) -> None:
     """Show what a language model will read of a run's data, and how much of it."""
-    from protocol.spec.run_spec import load_run_spec
+    from protocol.spec.run_spec_file import load_run_spec
     from worker.tasks.registry import view
 
     for line in view(load_run_spec(run, overrides or ()), samples):

@@ -26,6 +26,7 @@ from protocol.base.errors import (
     UsageError,
     lock_failure,
 )
+from protocol.base.regular_file import open_regular, parse_json, read_regular
 
 LOCK_FILE: Final = "lock"
 EPOCH_FILE: Final = "epoch.json"
@@ -156,7 +157,7 @@ def forget(directory: Path) -> None:
 def is_held(directory: Path) -> bool:
     """Whether a coordinator works in the directory now."""
     try:
-        with (directory / LOCK_FILE).open("rb") as lock:
+        with open_regular(directory / LOCK_FILE) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -177,11 +178,11 @@ def stored_epoch(directory: Path) -> int:
 
 def _epoch_in(file: Path) -> int:
     with storing("read", file):
-        content = file.read_bytes() if file.exists() else None
+        content = read_regular(file) if file.exists() else None
     if content is None:
         return 0
     try:
-        epoch = json.loads(content)["epoch"]
+        epoch = parse_json(content)["epoch"]
     except (ValueError, KeyError, TypeError, IndexError):
         epoch = None
     if not isinstance(epoch, int) or epoch < 1:

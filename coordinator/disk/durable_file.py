@@ -18,6 +18,7 @@ from typing import Final, Self
 from blake3 import blake3
 
 from protocol.base.errors import StorageFailed, UsageError
+from protocol.base.regular_file import check_regular, read_regular
 
 TEMPORARY_SUFFIX: Final = ".part"
 _PIECE_BYTES: Final = 1 << 24
@@ -61,7 +62,17 @@ def read_if_there(path: Path) -> bytes | None:
         StorageFailed: It cannot be read.
     """
     with storing("read", path):
-        return path.read_bytes() if path.exists() else None
+        return read_regular(path) if path.exists() else None
+
+
+def open_to_read(path: Path) -> int:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: It cannot be opened, or is another kind of thing.
+    """
+    check_regular(path.stat().st_mode, path)
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def write_all(fd: int, buffers: Sequence[memoryview]) -> None:

@@ -23,8 +23,9 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.disk.durable_file import storing
+from coordinator.disk.durable_file import open_to_read, storing
 from protocol.base.errors import StorageDamaged
+from protocol.base.regular_file import parse_json
 
 _PIECE_BYTES: Final = 8 << 20
 _ALIGNMENT_BYTES: Final = 8
@@ -78,7 +79,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         with storing("read", path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_to_read(path)
         try:
             with storing("read", path):
                 header, self._start = self._read_header()
@@ -117,7 +118,7 @@ class SafetensorsFile:
         if count > size - 8:
             raise self._damaged("its header is longer than the file")
         try:
-            return json.loads(os.pread(self._fd, count, 8)), 8 + count
+            return parse_json(os.pread(self._fd, count, 8)), 8 + count
         except ValueError:
             raise self._damaged("its header is no JSON") from None
 

@@ -13,6 +13,7 @@ from coordinator.disk.durable_file import replace_file, storing
 from coordinator.files.blob_index import Blob, BlobIndex, index_blobs
 from coordinator.files.permitted import PermittedFiles
 from protocol.base.errors import MessageError, StorageDamaged
+from protocol.base.regular_file import parse_json, read_regular
 from protocol.spec.blob_list import BlobList, document_digest
 from protocol.spec.run_spec import RunSpec
 
@@ -45,14 +46,14 @@ def kept_index(
         DataError: A file that the run spec names is missing.
     """
     with storing("read", path):
-        content = path.read_bytes() if path.exists() else None
+        content = read_regular(path) if path.exists() else None
     if content is None:
         index = index_blobs(spec, permitted)
         if index is not None:
             keep_index(path, index)
         return index
     try:
-        kept = json.loads(content)
+        kept = parse_json(content)
         document = str(kept["list"]).encode()
         listing = BlobList.from_bytes(document)
         listed = [file for source in listing.sources for file in source.files]

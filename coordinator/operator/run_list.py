@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from coordinator.storage.directory.run_directory import RunDirectory
+from protocol.base.regular_file import read_json
 from protocol.spec.run_spec import known_steps
 
 _MOST_RUNS: Final = 200
@@ -90,9 +90,9 @@ def _changed(path: Path) -> int:
 
 def _listed(directory: RunDirectory) -> ListedRun:
     """As it was written, by whatever release: only what is shown is looked at."""
-    run = json.loads(directory.run_file.read_bytes())
+    run = read_json(directory.run_file)
     result_file = directory.result_file
-    result = json.loads(result_file.read_bytes()) if result_file.exists() else {}
+    result = read_json(result_file) if result_file.exists() else {}
     kept = {name: result.get(name) for name in ("outcome", "steps", "eval", "exact")}
     kept["losses"] = (result.get("losses") or [])[-1:]
     spec = run["spec"]

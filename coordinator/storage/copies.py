@@ -55,6 +55,7 @@ from coordinator.storage.states.checkpoint import (
 )
 from protocol.base import limits
 from protocol.base.errors import SamestepError, StorageDamaged, UsageError
+from protocol.base.regular_file import open_regular
 
 _PREFIX: Final = "after-"
 _NAME: Final = re.compile(_PREFIX + r"(\d{10,})")
@@ -474,6 +475,6 @@ def _copy_tree(source: Path, to: Path) -> None:
 
 
 def _pieces(path: Path) -> Iterator[memoryview]:
-    with storing("read", path), path.open("rb") as file:
+    with storing("read", path), open_regular(path) as file:
         while piece := file.read(limits.BODY_BYTES):
             yield memoryview(piece)

@@ -8,7 +8,6 @@ an epoch counts only if it is above all that journal and log tell of.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +21,7 @@ from coordinator.storage.directory.run_directory import RunDirectory, is_whole
 from coordinator.storage.log.log_index import segment_epoch, segment_files
 from coordinator.storage.states.checkpoint import checkpoint_steps
 from protocol.base.errors import SamestepError, StorageDamaged
+from protocol.base.regular_file import read_json
 
 _REMEDY: Final = "bring it back from a copy"
 
@@ -127,7 +127,7 @@ def check_bound(directory: RunDirectory) -> None:
         reason = "it is missing or empty, and nothing else tells that run.json is what was written"
         raise StorageDamaged(str(journal), "", f"{reason}; {_REMEDY}")
     try:
-        document = json.loads(directory.run_file.read_bytes())
+        document = read_json(directory.run_file)
         stored, whole = document["run_id"], is_whole(document)
     except (OSError, ValueError, KeyError, TypeError):
         return  # it is refused wherever it is read

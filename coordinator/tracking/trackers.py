@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 from coordinator.disk.durable_file import replace_file
 from coordinator.tracking.rows import Row
 from protocol.base.errors import UsageError
+from protocol.base.regular_file import read_json
 
 TRACKERS: Final[Mapping[str, str]] = {
     "tensorboard": "tensorboard",
@@ -194,7 +195,7 @@ class _Wandb:
             settings=wandb.Settings(console="off", silent=True, disable_git=True),
         )
         try:
-            kept = int(json.loads(self._place.read_bytes())["step"])
+            kept = int(read_json(self._place)["step"])
         except (OSError, ValueError, KeyError, TypeError):
             kept = -1
         self._last = max(kept, int(self._run.step) - 1)

@@ -138,6 +138,8 @@ CAPTURED_STEP_BYTES: Final = 256 * MIB
 """What all microbatches of a step of a capture give: the coordinator holds it until it is on disk.
 """
 NAME_CHARACTERS: Final = 200
+SECRET_FILE_CHARACTERS: Final = 16 * MIB
+"""A coordinator's file of the keys of all its workers is the largest."""
 RUN_SPEC_BYTES: Final = 256 * KIB
 DOCUMENT_VALUES: Final = 2**16
 """In a YAML document, those that aliases stand for counted each time."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from protocol.base.errors import DataError
+from protocol.base.regular_file import open_regular
 
 _PIECE_CHARACTERS: Final = 1 << 20
 _UNPACK, _AS_TEXT = "unpack it first", "save what it says as text (UTF-8)"
@@ -101,7 +102,7 @@ def _refuse_other_kinds(path: Path) -> None:
         DataError: It begins as another kind of file does.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             beginning = file.read(_MAGIC_BYTES)
     except OSError:
         return  # who reads it says what is wrong with it
@@ -116,7 +117,7 @@ def _refuse_other_kinds(path: Path) -> None:
 def _bad_byte(path: Path) -> int:
     """Where a file stops to be UTF-8."""
     decoder, begun = codecs.getincrementaldecoder("utf-8")(), 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while True:
             kept = len(decoder.getstate()[0])
             content = file.read(_PIECE_CHARACTERS)

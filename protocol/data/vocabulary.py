@@ -12,6 +12,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from protocol.base.regular_file import read_json
+
 TOKENIZER: str = "tokenizer.json"
 
 
@@ -30,13 +32,13 @@ def digest_of_file(path: Path) -> str | None:
 def tokens_of_file(path: Path) -> dict[str, int] | None:
     """The pieces of a `tokenizer.json` with their numbers; None as above."""
     try:
-        document = json.loads(path.read_bytes())
+        document = read_json(path)
         vocabulary = document["model"]["vocab"]
         if isinstance(vocabulary, list):  # Unigram: pieces with their scores
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
         tokens = {str(piece): int(number) for piece, number in vocabulary.items()}
         for added in document.get("added_tokens") or ():
             tokens[str(added["content"])] = int(added["id"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return tokens

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.base.errors import UsageError
+from protocol.base.regular_file import read_json
 from protocol.host.memory import GROUPS, PROC, killed_for_memory, killed_more
 from protocol.host.secret_file import write_secret
 
@@ -75,7 +76,7 @@ class Presence:
 
     def _read(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            found = json.loads(self._path.read_bytes())
+            found = read_json(self._path)
             return found if isinstance(found, dict) else {}
         return {}
 

@@ -8,7 +8,9 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from protocol.base import limits
 from protocol.base.errors import UsageError
+from protocol.base.regular_file import check_regular
 
 
 def state_home(environment: Mapping[str, str] = os.environ) -> Path:
@@ -61,15 +63,14 @@ def read_secret(path: Path) -> str | None:
         UsageError: Others may read it too, or it cannot be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe is refused below
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
     try:
         mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            raise UsageError(f"expected a file, got something else at {str(path)!r}")
+        check_regular(mode, path)
         # On Windows a mode tells nothing of who may read.
         if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise UsageError(
@@ -77,7 +78,10 @@ def read_secret(path: Path) -> str | None:
                 f"secret is none; run: chmod 600 {path}"
             )
         with os.fdopen(fd, encoding="utf-8", errors="replace", closefd=False) as file:
-            return file.read()
+            text = file.read(limits.SECRET_FILE_CHARACTERS + 1)
+        if len(text) > limits.SECRET_FILE_CHARACTERS:
+            raise UsageError(f"expected a secret in {str(path)!r}, got a file far larger than one")
+        return text
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
     finally:

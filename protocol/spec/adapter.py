@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol.base.errors import DataError
+from protocol.base.regular_file import read_json
 from protocol.spec.earlier_run import EarlierRun
 from protocol.spec.manifest import ADAPTER_CONFIG
 from protocol.spec.run_spec import LoraSpec, RunSpec
@@ -44,8 +45,8 @@ def adapter_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / ADAPTER_CONFIG
     try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read the adapter's {str(path)!r}: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise DataError(f"expected a LoRA adapter in {str(path)!r}, got another kind")

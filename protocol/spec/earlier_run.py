@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from protocol.base.errors import DataError
+from protocol.base.regular_file import read_json
 
 TRAINED: Final = "samestep.json"
 """Beside the result of a classify run; see `worker.tasks.trained`."""
@@ -59,7 +59,7 @@ def _own(directory: Path) -> dict[str, Any]:
         found = _document(path)
     except (FileNotFoundError, NotADirectoryError):  # (a GGUF file is its own directory)
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read {str(path)!r}: {error}") from None
     labels = found.get("labels")
     if not isinstance(labels, list) or not all(isinstance(each, str) for each in labels):
@@ -88,7 +88,7 @@ def _of_card(directory: Path) -> dict[str, Any]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_bytes())
+    found = read_json(path)
     return found if isinstance(found, dict) else {}
 
 

@@ -5,12 +5,12 @@ What decides what the model computes is as it was, where the document does not s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from protocol.base.errors import DataError, RunSpecError
+from protocol.base.regular_file import read_json
 from protocol.spec.earlier_run import EarlierRun
 
 _ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -61,7 +61,7 @@ def _begin_from_adapter(
     document: dict[str, Any], model: dict[str, Any], found: Path, earlier: EarlierRun
 ) -> None:
     try:
-        config = json.loads((found / _ADAPTER_CONFIG).read_bytes())
+        config = read_json(found / _ADAPTER_CONFIG)
         told = {
             "r": config["r"],
             "alpha": float(config["lora_alpha"]),
@@ -69,7 +69,7 @@ def _begin_from_adapter(
             "targets": sorted(config["target_modules"]),
         }
         named = str(config["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunSpecError(f"cannot read the adapter in {str(found)!r}: {error!r}") from None
     if "source" not in model:
         # A base that has a name of its own is found where the run had it.

@@ -7,7 +7,6 @@ to each worker. So are the sources of a task of one's own, except a data file na
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from protocol.base.errors import DataError
+from protocol.base.regular_file import read_json
 from protocol.spec import sources
 from protocol.spec.adapter import ADAPTER_WEIGHTS, adapter_directory
 from protocol.spec.blob_list import Form, Role, name_fault
@@ -169,9 +169,9 @@ def _model_files(directory: Path, source: str) -> list[str]:
 
 def _shards(index: Path) -> Sequence[str]:
     try:
-        values = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        values = read_json(index)["weight_map"].values()
         names = sorted({str(value) for value in values})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"cannot read the index of weights {str(index)!r}: {error}") from None
     for name in names:
         if "/" in _name(name):

@@ -12,7 +12,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import yaml
@@ -884,28 +883,8 @@ def run_spec_schema() -> dict[str, Any]:
     return RunSpec.model_json_schema()
 
 
-def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """Read and validate a run spec file.
-
-    Args:
-        path: A YAML file.
-        overrides: `key=value` pairs, dots between nested keys, values in YAML.
-
-    Raises:
-        RunSpecError: What is wrong, where, and the nearest known key.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RunSpecError(f"expected a run spec at {str(path)!r}, found no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RunSpecError(f"cannot read the run spec {str(path)!r}: {reason}") from None
-    return parse_run_spec_text(text, overrides, origin=str(path))
-
-
 def parse_run_spec_text(text: str, overrides: Sequence[str] = (), origin: str = "") -> RunSpec:
-    """Validate a YAML text; see `load_run_spec`."""
+    """Validate a YAML text; see `run_spec_file.load_run_spec`."""
     if len(text) > limits.RUN_SPEC_BYTES:
         raise RunSpecError(f"expected at most {limits.RUN_SPEC_BYTES} bytes in {origin!r}")
     try:
@@ -916,7 +895,7 @@ def parse_run_spec_text(text: str, overrides: Sequence[str] = (), origin: str = 
 
 
 def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str = "") -> RunSpec:
-    """Validate a document of plain dicts and lists; see `load_run_spec`."""
+    """Validate a document of plain dicts and lists; see `parse_run_spec_text`."""
     where = f" in {origin!r}" if origin else ""
     if not isinstance(document, Mapping):
         got = "nothing" if document is None else f"a lone {_KINDS.get(type(document), 'value')}"

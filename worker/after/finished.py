@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from protocol import __version__
 from protocol.base.errors import DataError, MessageError
+from protocol.base.regular_file import read_json
 from protocol.spec.manifest import ADAPTER_CONFIG, Manifest
 from protocol.spec.model_card import CardFacts, read_card
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
@@ -111,10 +112,10 @@ def _of_run(run: Path) -> Finished:
 
 def _documents(run: Path) -> tuple[RunSpec, Manifest, dict[str, Any]]:
     try:
-        document = json.loads((run / "run.json").read_bytes())["spec"]
+        document = read_json(run / "run.json")["spec"]
         spec = parse_run_spec_bytes(json.dumps(document).encode())
         manifest = Manifest.from_bytes((run / "manifest.json").read_bytes())
-        result = json.loads((run / "result.json").read_bytes())
+        result = read_json(run / "result.json")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, MessageError) as error:
         raise DataError(f"cannot read what the run in {str(run)!r} has written: {error}") from None
     return spec, manifest, result
@@ -138,8 +139,8 @@ def _facts_above(directory: Path) -> CardFacts | None:
 def _adapter(directory: Path) -> dict[str, Any]:
     path = directory / ADAPTER_CONFIG
     try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read {str(path)!r}: {error}") from None
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":

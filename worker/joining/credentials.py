@@ -17,7 +17,9 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Final
 
+from protocol.base import limits
 from protocol.base.errors import NotAuthorised, UsageError
+from protocol.base.regular_file import read_regular
 from protocol.host.secret_file import join_token_file, read_secret, state_home, write_secret
 from protocol.wire.authentication import NO_CERTIFICATE
 from protocol.wire.join_token import JoinToken
@@ -213,7 +215,8 @@ def _from_file(path: Path, *, must_exist: bool) -> JoinToken | None:
 def _from_systemd(path: Path) -> JoinToken:
     """Guarded by systemd, by its directory and access lists: the mode does not say who may read."""
     try:
-        return JoinToken.parse(path.read_text(encoding="utf-8", errors="replace"), repr(str(path)))
+        text = read_regular(path, limits.SECRET_FILE_CHARACTERS).decode("utf-8", "replace")
+        return JoinToken.parse(text, repr(str(path)))
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
 

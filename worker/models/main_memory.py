@@ -6,7 +6,6 @@ pages the system can drop.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Final
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from backends.base.quantise import STORAGE, group_of, stored_bytes
 from protocol.base.errors import MainMemoryTooSmall
+from protocol.base.regular_file import read_json
 from protocol.host.allocator import give_back_freed_memory
 from protocol.host.memory import GROUPS, PROC, read_memory
 from protocol.spec.run_spec import BaseDtype
@@ -62,7 +62,7 @@ def converted_bytes(directory: Path, base_dtype: BaseDtype = "float32") -> int:
     """
     files = [directory / _ONE]
     if (directory / _INDEX).is_file():
-        named = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        named = read_json(directory / _INDEX)["weight_map"]
         files = [directory / name for name in sorted(set(named.values()))]
     needed = 0
     for file in files:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocol.base.errors import DataError
+from protocol.base.regular_file import read_json
 from protocol.spec.earlier_run import TRAINED
 from protocol.spec.manifest import ADAPTER_CONFIG
 from protocol.spec.run_spec import LoraSpec, ModelSpec
@@ -73,9 +73,9 @@ class Trained(BaseModel):
         if self.lora is None:
             return str(directory)
         try:
-            config = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+            config = read_json(directory / ADAPTER_CONFIG)
             named = str(config["base_model_name_or_path"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"cannot read the adapter in {str(directory)!r}: {error}") from None
         return named if Path(named).is_dir() else str(self.model.source)
 

@@ -36,7 +36,7 @@ from pydantic import ValidationError
 
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.canonical_json import canonical_json
-from coordinator.disk.durable_file import storing, sync_directory, write_again
+from coordinator.disk.durable_file import open_to_read, storing, sync_directory, write_again
 from coordinator.storage.directory.journal_records import (
     Committed,
     Evaluated,
@@ -46,6 +46,7 @@ from coordinator.storage.directory.journal_records import (
     read_record,
 )
 from protocol.base.errors import StorageDamaged
+from protocol.base.regular_file import check_regular, open_regular, read_regular
 
 T = TypeVar("T", bound=Record)
 
@@ -115,6 +116,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
+                check_regular(os.fstat(fd).st_mode, path)
                 size = os.fstat(fd).st_size
                 last, begin, end = _last_batch(fd, path, size)
                 os.ftruncate(fd, end)
@@ -183,7 +185,7 @@ def verify_journal(path: Path) -> Verified:
         StorageFailed: It cannot be read.
     """
     with storing("read", path):
-        content = path.read_bytes()
+        content = read_regular(path)
     entries: list[Entry] = []
     head = NO_HASH
     for number, line in enumerate(io.BytesIO(content), 1):
@@ -333,7 +335,7 @@ def first_record(path: Path) -> Record | None:
     with storing("read", path):
         if not path.exists():
             return None
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _sound_record(file.readline())
 
 
@@ -341,7 +343,7 @@ def entries_of(path: Path, kind: type[T]) -> Iterator[T]:
     """Every sound record of a kind, in order; none of a journal that is not there."""
     mark = f'"kind":"{kind_of(kind)}"'.encode()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for line in file:
                 record = _sound_record(line) if mark in line else None
                 if isinstance(record, kind):
@@ -443,7 +445,7 @@ def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
     What is no record is passed over: the audit names it.
     """
     found: dict[int, dict[str, float]] = {}
-    with storing("read", path), path.open("rb") as file:
+    with storing("read", path), open_regular(path) as file:
         for line in file:
             if b'"evaluation"' not in line and b'"resumed"' not in line:
                 continue
@@ -470,7 +472,7 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
     """The lines of a file, the last one first; it may not be there."""
     with storing("read", path):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_to_read(path)
         except FileNotFoundError:
             return
         try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from protocol.base import limits
+from protocol.base.regular_file import open_regular, parse_json
 
 _READ_BYTES: Final = 1 * limits.MIB
 
@@ -41,7 +41,7 @@ class JournalTail:
         """
         for line in self._new_lines():
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
                 time, record = entry["time"], entry["record"]
             except (ValueError, KeyError, TypeError):
                 continue
@@ -50,7 +50,7 @@ class JournalTail:
 
     def _new_lines(self) -> Iterator[bytes]:
         try:
-            with self._journal.open("rb") as file:
+            with open_regular(self._journal) as file:
                 file.seek(self._offset)
                 while part := file.read(_READ_BYTES):
                     self._offset += len(part)

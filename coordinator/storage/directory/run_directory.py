@@ -38,6 +38,7 @@ from coordinator.disk.durable_file import (
 from coordinator.run.outputs.restart import Terms
 from coordinator.storage.log.log_index import segment_files
 from protocol.base.errors import MessageError, Mismatch, StorageDamaged, UsageError
+from protocol.base.regular_file import parse_json, read_json
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 
@@ -216,7 +217,7 @@ class RunDirectory:
         if content is None:
             return None
         try:
-            document = json.loads(content)
+            document = parse_json(content)
             run_id, spec = document["run_id"], document["spec"]
             parsed = parse_run_spec_bytes(json.dumps(spec).encode())
         except (ValueError, KeyError, TypeError, MessageError) as error:
@@ -247,7 +248,7 @@ class RunDirectory:
         is missing, the directory's own time counts.
         """
         try:
-            return int(json.loads(self.run_file.read_bytes())["accepted_ns"])
+            return int(read_json(self.run_file)["accepted_ns"])
         except (OSError, ValueError, KeyError, TypeError):
             there = self.run_file if self.run_file.exists() else self.path
             return there.stat().st_mtime_ns
@@ -277,7 +278,7 @@ class RunDirectory:
         if content is None:
             return None
         try:
-            document: dict[str, Any] = json.loads(content)
+            document: dict[str, Any] = parse_json(content)
             run_id, outcome = document["run_id"], document["outcome"]
         except (ValueError, KeyError, TypeError):
             found = f"{content[:40]!r}"

@@ -31,6 +31,7 @@ from coordinator.storage.log.log_records import (
     split_chunk,
 )
 from protocol.base.errors import StorageDamaged
+from protocol.base.regular_file import open_regular
 from protocol.spec.manifest import Block
 
 SEGMENT_SUFFIX: Final = ".log"
@@ -193,7 +194,7 @@ class LogIndex:
     def _of_segment(self, segment: SegmentIndex, step: int, until: int) -> Iterator[LoggedStep]:
         if step >= until:
             return
-        with storing("read", segment.path), segment.path.open("rb") as file:
+        with storing("read", segment.path), open_regular(segment.path) as file:
             while step < until:
                 yield segment.read(file.fileno(), step)
                 step += 1
@@ -230,7 +231,7 @@ def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple
     commit = logged.record.commit
     missing = {(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)}
     with storing("read", logged.path):
-        file = logged.path.open("rb")
+        file = open_regular(logged.path)
     with file:
         for head in logged.chunks:
             with storing("read", logged.path):

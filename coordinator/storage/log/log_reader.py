@@ -20,7 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.disk.durable_file import remove_temporaries, storing, write_again
+from coordinator.disk.durable_file import (
+    open_to_read,
+    remove_temporaries,
+    storing,
+    write_again,
+)
 from coordinator.storage.log.log_index import LogIndex, SegmentIndex, damaged, segment_files
 from coordinator.storage.log.log_records import (
     RecordKind,
@@ -135,7 +140,7 @@ def cuts_before(
 
 
 def _walk_file(path: Path) -> _Segment:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_to_read(path)
     try:
         return _walk(fd, path)
     finally:
@@ -143,7 +148,7 @@ def _walk_file(path: Path) -> _Segment:
 
 
 def _scan_segment(path: Path, following: _Segment | None) -> _Segment:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_to_read(path)
     try:
         segment = _walk(fd, path)
         damage = segment.whole

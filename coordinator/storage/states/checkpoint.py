@@ -44,6 +44,7 @@ from coordinator.disk.durable_file import (
 from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
 from protocol.base.fields import Digest, Number, Small
+from protocol.base.regular_file import open_regular, parse_json, read_json
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
 
@@ -211,7 +212,7 @@ def _read_sealed(file: Path, key: str, kind: type[Sealed], remedy: str) -> Seale
         raise StorageDamaged(str(file), "", f"it is missing; {remedy}")
     try:
         with storing("read", file):
-            document = json.loads(file.read_bytes())
+            document = read_json(file)
         content = kind.model_validate_json(json.dumps(document[key]), strict=True)
         whole = document["blake3"] == json_digest(document[key])
     except (ValueError, TypeError, KeyError):
@@ -285,7 +286,7 @@ def read_metrics(root: Path, step: int) -> Metrics | None:
 def _older_figures(content: bytes) -> dict[str, float] | None:
     """What a release before this one wrote: the figures alone."""
     try:
-        document = json.loads(content)
+        document = parse_json(content)
         return {str(name): float(value) for name, value in document.items()}
     except (ValueError, TypeError, AttributeError):
         return None
@@ -344,7 +345,7 @@ def _file_digests(path: Path, files: Sequence[Path]) -> dict[str, str]:
     for file in files:
         name = file.relative_to(path).as_posix()
         if file.is_file() and name not in {INFO_FILE, METRICS_FILE}:
-            with storing("read", file), file.open("rb") as content:
+            with storing("read", file), open_regular(file) as content:
                 hasher = blake3(max_threads=blake3.AUTO)
                 while piece := content.read(1 << 24):
                     hasher.update(piece)

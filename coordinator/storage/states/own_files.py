@@ -22,6 +22,7 @@ from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
 from coordinator.storage.states.checkpoint import checkpoint_steps
 from protocol.base import limits
 from protocol.base.errors import StorageDamaged
+from protocol.base.regular_file import open_regular
 from protocol.spec.manifest import Manifest
 
 NOTHING_YET: Final = blake3().hexdigest()
@@ -46,7 +47,7 @@ def read_digests(path: Path, own_bytes: int) -> list[bytes] | None:
     Raises:
         StorageFailed: It cannot be read, or is not there.
     """
-    with storing("read", path), path.open("rb") as file:
+    with storing("read", path), open_regular(path) as file:
         count, rest = divmod(path.stat().st_size, own_bytes + DIGEST_BYTES)
         found = []
         for replica in range(count):
@@ -154,7 +155,7 @@ def told(directory: RunDirectory, step: int) -> str | None:
 
 def verified(path: Path, start: int, length: int) -> Generator[bytes]:
     """A part of a file: first its digest, then itself in pieces; whoever stops early closes it."""
-    with storing("read", path), path.open("rb") as file:
+    with storing("read", path), open_regular(path) as file:
         hasher = blake3()
         for piece in _pieces(file, start, length):
             hasher.update(piece)

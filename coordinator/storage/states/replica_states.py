@@ -41,6 +41,7 @@ from coordinator.storage.states.own_files import (
 )
 from protocol.base import limits
 from protocol.base.errors import StorageDamaged, StorageFailed
+from protocol.base.regular_file import open_regular
 from protocol.wire.messages import Boundary, StretchRequest
 
 LATEST: Final = 4
@@ -146,7 +147,7 @@ class ReplicaStates:
         path = self._directory.own_file(step)
         if step == 0:
             return
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while piece := file.read(limits.BODY_BYTES):
                 yield memoryview(piece)
 

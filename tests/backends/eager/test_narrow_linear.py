@@ -16,7 +16,7 @@ from backends.base.quantise import dequantise, quantise
 from backends.eager import eager
 from backends.eager.narrow_linear import NarrowLinear, NarrowWeight, narrow_frozen_base
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.run_spec import load_run_spec
+from protocol.spec.run_spec_file import load_run_spec
 from tests.resident_memory import MIB, measured_growth
 from tests.small_chat import chat_run
 from worker.tasks.registry import build

@@ -13,12 +13,12 @@ from protocol.base.errors import ExitCode, RunSpecError
 from protocol.spec.run_spec import (
     LoraSpec,
     RunSpec,
-    load_run_spec,
     parse_run_spec,
     parse_run_spec_bytes,
     parse_run_spec_text,
     run_spec_schema,
 )
+from protocol.spec.run_spec_file import load_run_spec
 
 CLASSIFY = """
 name: sms-spam

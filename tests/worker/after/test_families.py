@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol.base.errors import DataError
-from protocol.spec.run_spec import load_run_spec
+from protocol.spec.run_spec_file import load_run_spec
 from tests.commands import called
 from tests.finished_run import finished_run
 from tests.small_chat import jsonl, save_chat_tokenizer

@@ -15,7 +15,7 @@ from torch.nn import functional
 from backends.base.interface import BlockGradient, Loss
 from backends.eager.eager import EagerBackend
 from protocol.base.errors import DataError, RunSpecError
-from protocol.spec.run_spec import load_run_spec
+from protocol.spec.run_spec_file import load_run_spec
 from tests.commands import called
 from tests.small_chat import CHATML, dpo_run, jsonl, preferences
 from worker.models.tokens import NOTHING

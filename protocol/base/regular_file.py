@@ -1,0 +1,92 @@
+"""Reading files that must be files: opening a pipe waits for its writer, a device never ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+_LEVELS: Final = 128
+"""Of brackets: whatever walks a document that passed does not run out of stack."""
+_TOO_DEEP: Final = f"expected JSON of at most {_LEVELS} levels, got brackets nested deeper"
+_KINDS: Final = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_regular(mode: int, path: Path) -> None:
+    """See that a mode is that of a regular file.
+
+    Raises:
+        OSError: It is another kind; its `strerror` says which.
+    """
+    if not stat.S_ISREG(mode):
+        kind = stat.S_IFMT(mode)
+        number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
+        raise OSError(number, f"expected a file, got {_KINDS.get(kind, 'something else')}", path)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or what a link to one leads to, for reading.
+
+    Raises:
+        OSError: It cannot be opened, or is another kind of thing.
+    """
+    check_regular(path.stat().st_mode, path)
+    return path.open("rb")
+
+
+def read_regular(path: Path, most: int | None = None) -> bytes:
+    """Read a regular file whole.
+
+    Args:
+        path: The file, or a link to one.
+        most: Bytes it may have; None for no limit.
+
+    Raises:
+        OSError: It cannot be read, is another kind of thing, or is larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(-1 if most is None else most + 1)
+    if most is not None and len(content) > most:
+        raise OSError(errno.EFBIG, f"expected at most {most} bytes, got more", path)
+    return content
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Parse a JSON document.
+
+    Raises:
+        ValueError: It is not JSON, or brackets nest deeper than any document here.
+    """
+    try:
+        document = json.loads(content)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level = [document]
+    for _ in range(_LEVELS + 1):
+        containers = [each for each in level if isinstance(each, dict | list)]
+        if not containers:
+            return document
+        level = [
+            value
+            for each in containers
+            for value in (each.values() if isinstance(each, dict) else each)
+        ]
+    raise ValueError(_TOO_DEEP)
+
+
+def read_json(path: Path) -> Any:
+    """Read and parse a JSON file.
+
+    Raises:
+        OSError: As of `read_regular`.
+        ValueError: As of `parse_json`.
+    """
+    return parse_json(read_regular(path))

@@ -1,0 +1,165 @@
+"""Files that are none: a pipe without a writer, a device without an end, brackets without a floor.
+
+Each test is under a time limit of its own: what fails here would wait for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator.members.credentials import CoordinatorCredentials
+from coordinator.storage.directory.journal import verify_journal
+from coordinator.storage.directory.run_directory import RunDirectory
+from protocol.base import limits
+from protocol.base.errors import RunSpecError, StorageDamaged, StorageFailed, UsageError
+from protocol.base.regular_file import parse_json, read_regular
+from protocol.host.secret_file import read_secret
+from protocol.spec import run_spec_file
+from protocol.spec.run_spec_file import load_run_spec
+from tests.commands import called
+from worker.joining.credentials import WorkerCredentials
+
+REGRESS = "task: regress\nsteps: 3\n"
+pytestmark = pytest.mark.timeout(20)
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path, 0o600)
+    return path
+
+
+def test_a_pipe_is_named_where_a_file_is_expected(pipe, tmp_path):
+    with pytest.raises(OSError, match="expected a file, got a pipe"):
+        read_regular(pipe)
+    with pytest.raises(OSError, match="expected a file, got a directory"):
+        read_regular(tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    with pytest.raises(UsageError, match="expected a file, got a pipe"):
+        read_secret(link)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        with pytest.raises(OSError, match="expected a file, got a socket"):
+            read_regular(tmp_path / "socket")
+    with pytest.raises(OSError, match="expected a file, got a device"):
+        read_regular(Path("/dev/zero"))
+
+
+def test_no_secret_waits_for_the_writer_of_a_pipe(pipe, tmp_path):
+    with pytest.raises(UsageError, match="expected a file, got a pipe"):
+        WorkerCredentials(pipe, environment={"SAMESTEP_HOME": str(tmp_path)})
+    environment = {"SAMESTEP_HOME": str(tmp_path), "CREDENTIALS_DIRECTORY": str(tmp_path)}
+    pipe.rename(tmp_path / "join.token")
+    with pytest.raises(UsageError, match="expected a file, got a pipe"):
+        WorkerCredentials(None, environment=environment)
+    home = tmp_path / "home"
+    for name in ("certificate.pem", "key.pem", "join.token", "reader.token", "workers.json"):
+        credentials = CoordinatorCredentials.open(home)
+        credentials.enrol("w")
+        path = home / "coordinator" / name
+        kept = path.rename(tmp_path / "kept")
+        os.mkfifo(path, 0o600)
+        with pytest.raises(UsageError, match="expected a file, got a pipe"):
+            CoordinatorCredentials.open(home).keys.get("w")
+        path.unlink()
+        kept.rename(path)
+
+
+def test_a_control_token_in_a_pipe_is_named(pipe):
+    ended = called("coordinator", "status", environment={"SAMESTEP_CONTROL_TOKEN_FILE": str(pipe)})
+    assert ended.returncode == 2
+    assert "expected a file, got a pipe" in ended.stderr
+
+
+def test_a_secret_has_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "SECRET_FILE_CHARACTERS", 100)
+    (tmp_path / "token").write_text("x" * 101)
+    (tmp_path / "token").chmod(0o600)
+    with pytest.raises(UsageError, match="far larger than one"):
+        read_secret(tmp_path / "token")
+
+
+@pytest.mark.parametrize("name", ["run.json", "manifest.json", "result.json", "terms.json"])
+def test_a_pipe_in_a_run_s_directory_is_named(tmp_path, name):
+    directory = RunDirectory(tmp_path)
+    os.mkfifo(tmp_path / name)
+    reads = {
+        "run.json": directory.read_run,
+        "manifest.json": directory.read_manifest,
+        "result.json": directory.read_result,
+        "terms.json": directory.read_terms,
+    }
+    with pytest.raises(StorageFailed, match="expected a file, got a pipe"):
+        reads[name]()
+
+
+def test_a_pipe_as_journal_is_named(tmp_path):
+    os.mkfifo(tmp_path / "journal.jsonl")
+    with pytest.raises(StorageFailed, match="expected a file, got a pipe"):
+        verify_journal(tmp_path / "journal.jsonl")
+
+
+@pytest.mark.parametrize("command", [("audit",), ("report",), ("--resume", "--out")])
+@pytest.mark.parametrize("content", [None, "[" * 100_000, '{"spec":' * 500 + "1" + "}" * 500])
+def test_a_run_file_that_is_none_is_one_line(tmp_path, command, content):
+    path = tmp_path / "run.json"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    ended = called(
+        "coordinator", *command, str(tmp_path), environment={"SAMESTEP_HOME": str(tmp_path / "h")}
+    )
+    assert ended.returncode != 0
+    assert "run.json" in ended.stderr
+    assert ("a pipe" if content is None else "nested deeper") in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_brackets_have_a_floor():
+    deep = "[" * 128 + "]" * 128
+    assert parse_json(deep) == json.loads(deep)
+    assert parse_json("1") == 1
+    for levels in (129, 900, 100_000):
+        with pytest.raises(ValueError, match="nested deeper"):
+            parse_json("[" * levels + "]" * levels)
+
+
+def test_a_run_file_nested_too_deeply_is_damage(tmp_path):
+    (tmp_path / "run.json").write_text('{"spec": ' + "[" * 100_000)
+    with pytest.raises(StorageDamaged, match="nested deeper"):
+        RunDirectory(tmp_path).read_run()
+
+
+def test_a_run_spec_without_an_end_is_refused():
+    with pytest.raises(RunSpecError, match="expected at most 262144 bytes, got more"):
+        load_run_spec(Path("/dev/zero"))
+
+
+def test_a_run_spec_is_read_from_a_pipe(pipe):
+    """As a shell's `<(...)` gives it, and as a named one."""
+    reading, writing = os.pipe()
+    os.write(writing, REGRESS.encode())
+    os.close(writing)
+    try:
+        assert load_run_spec(Path(f"/dev/fd/{reading}")).steps == 3
+    finally:
+        os.close(reading)
+    writer = threading.Thread(target=pipe.write_text, args=(REGRESS,))
+    writer.start()
+    assert load_run_spec(pipe).steps == 3
+    writer.join()
+
+
+def test_a_run_spec_is_not_waited_for_without_a_writer(pipe, monkeypatch):
+    monkeypatch.setattr(run_spec_file, "_WRITER_PATIENCE_S", 0.01)
+    with pytest.raises(RunSpecError, match="got a pipe that nobody writes to"):
+        load_run_spec(pipe)
