@@ -414,15 +414,15 @@ def report(
     """Write one HTML page: what was trained, by whom, what went wrong, and what proves it."""
     from coordinator.audit.report import report as report_on
     from coordinator.disk.claim import is_held
-    from coordinator.disk.durable_file import replace_file
+    from coordinator.disk.durable_file import write_output
 
     target = output or directory / "report.html"
     if not os.path.isdir(directory):  # noqa: PTH112 -- False for a name that none can have
         raise UsageError(f"expected a run in {str(directory)!r}, found no such directory")
     check_writable(target, "--output")  # before an audit of minutes
     audited = None if is_held(directory) else _audited(directory)  # its files change
-    replace_file(target, report_on(directory, audited).encode())
-    typer.echo(str(target))
+    if write_output(target, report_on(directory, audited).encode()):
+        typer.echo(str(target))
 
 
 @app.command()

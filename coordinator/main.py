@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from coordinator.disk.artifacts import write_json
+from coordinator.disk.artifacts import json_text
 from coordinator.disk.claim import forget
-from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing
+from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing, write_output
 from coordinator.files.blob_index import BlobIndex, index_blobs
 from coordinator.local_workers import LocalWorkers
 from coordinator.members.invitation import invitation, status_line
@@ -451,7 +451,7 @@ def _say_where(
     data, page = format_address(*service.address), format_address(*control.address)
     if options.address_file is not None:
         try:
-            write_json(options.address_file, {"data": data, "control": page})
+            write_output(options.address_file, json_text({"data": data, "control": page}))
         except StorageFailed as error:
             raise UsageError(f"--address-file: {error}") from None
     lines = invitation(

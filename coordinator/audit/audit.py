@@ -283,6 +283,9 @@ def _check_states(
             continue
         _check_checkpoint(evidence, checkpoint)
         whole.append(checkpoint)
+    if not whole and evidence.history.commits:
+        text = f"expected a whole checkpoint in {str(root)!r}, found none"
+        evidence.note("checkpoints", ok=False, text=f"{text}; bring one back from a copy")
     _check_own_states(evidence, manifest)
     proof = StateProof(evidence.directory, evidence.run, manifest, evidence.history, progress)
     proof.replay(whole)

@@ -165,6 +165,12 @@ class StateProof:
                 f"the journal tells of {told} steps, {str(self._log)!r} and the checkpoints of "
                 f"{kept}; bring the log back from a copy"
             )
+        reached = saved + sum(1 for _ in index.following(saved))
+        if last >= reached:
+            self.faults.append(
+                f"the log's steps up to {last} follow no checkpoint that is here: the newest, of "
+                f"step {saved}, leads to step {reached} alone; bring back a later one from a copy"
+            )
         extra = sum(1 for _ in index.following(told))
         if extra > 1:
             # One may be missing: a crash between the log's sync and the journal's.

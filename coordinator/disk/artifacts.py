@@ -84,6 +84,10 @@ def _with_place_of_base(text: str) -> str:
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:
-    """Save a JSON document, two spaces deep; non-finite numbers are not JSON and not accepted."""
-    text = json.dumps(document, indent=2, allow_nan=False)
-    replace_file(path, (text + "\n").encode())
+    """Save a JSON document as of `json_text`."""
+    replace_file(path, json_text(document))
+
+
+def json_text(document: dict[str, object]) -> bytes:
+    """A JSON document, two spaces deep; non-finite numbers are not JSON and not accepted."""
+    return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()

@@ -22,6 +22,8 @@ from protocol.base.regular_file import check_regular, read_regular
 
 TEMPORARY_SUFFIX: Final = ".part"
 _PIECE_BYTES: Final = 1 << 24
+_MOST_LINKS: Final = 40
+"""One to the next, as Linux has it."""
 
 MISSING: Final = "No such file or directory; bring back what is missing, then go on"
 _REMEDIES: Final = {
@@ -33,6 +35,8 @@ _REMEDIES: Final = {
     errno.EACCES: "let this user read and write it, then go on",
     errno.EPERM: "let this user read and write it, then go on",
     errno.EIO: "look after the disk, then go on",
+    errno.ENXIO: "start what reads from the pipe, then go on",
+    errno.EPIPE: "keep what reads from the pipe running, then go on",
     errno.EISDIR: "expected a file there; bring it back from a copy",
     errno.ENOTDIR: "expected a directory there; bring it back from a copy",
 }
@@ -171,6 +175,48 @@ def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
     with NewFile(path) as file:
         file.write(content)
         return file.confirm()
+
+
+def write_output(path: Path, content: bytes) -> bool:
+    """Write to a path that a user named: a file is replaced, a pipe or device written into.
+
+    A symbolic link stays, and what it leads to is written. A descriptor of this process
+    (`/dev/stdout`, `/dev/fd/N`) is written at its own offset.
+
+    Returns:
+        Whether a file of that name now has this content.
+
+    Raises:
+        StorageFailed: The system refuses.
+    """
+    with storing("write", path):
+        descriptor = _own_descriptor(path)
+        if descriptor is not None:
+            write_all(descriptor, [memoryview(content)])
+        elif path.exists() and not path.is_file():
+            # Without a reader a pipe would be waited for.
+            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            try:
+                os.set_blocking(fd, True)
+                write_all(fd, [memoryview(content)])
+            finally:
+                os.close(fd)
+        else:
+            replace_file(Path(os.path.realpath(path)), content)
+            return True
+    return False
+
+
+def _own_descriptor(path: Path) -> int | None:
+    """The open descriptor of this process that a path leads to."""
+    here = path.absolute()
+    for _ in range(_MOST_LINKS):
+        if os.path.realpath(here.parent) == os.path.realpath("/proc/self/fd"):
+            return int(here.name) if here.name.isdecimal() else None
+        if not here.is_symlink():
+            break
+        here = here.parent / here.readlink()
+    return None
 
 
 class NewFile:

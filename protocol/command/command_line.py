@@ -106,7 +106,10 @@ def check_writable(path: Path, option: str) -> None:
     Raises:
         UsageError: It cannot.
     """
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    # A link is followed; into a pipe or device is written, beside a file its next content.
+    there = path.exists() and not path.is_file()
+    target = path if there else Path(os.path.realpath(path)).parent
+    if path.is_dir() or not os.access(target, os.W_OK):
         raise UsageError(f"{option}: expected a file that can be written, got {str(path)!r}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -17,11 +18,19 @@ from typing import Self
 from protocol.base.errors import UsageError
 
 
+def _opened(path: str, flags: int) -> int:
+    """Open a file, or a pipe that someone reads from: one without a reader would be waited for."""
+    fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if hasattr(os, "set_blocking"):
+        os.set_blocking(fd, True)
+    return fd
+
+
 class Tracer:
     """Writes events to a file as they happen; safe to use from several threads."""
 
     def __init__(self, path: Path, process: str) -> None:
-        self._file = path.open("w", encoding="utf-8")
+        self._file = open(path, "w", encoding="utf-8", opener=_opened)  # noqa: SIM115
         self._lock = threading.Lock()
         self._file.write("[\n")
         self._write({"name": "process_name", "ph": "M", "args": {"name": process}})

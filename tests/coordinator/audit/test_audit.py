@@ -129,6 +129,30 @@ def test_a_gap_in_the_log_is_bridged_by_a_checkpoint(run):
     assert "6 of 9 steps taken again" in "\n".join(result.lines())
 
 
+@pytest.mark.parametrize("log", ["kept", "gone"])
+def test_a_run_without_a_checkpoint_is_not_sound(run, log):
+    """`--resume` refuses it: nothing is left that the log's steps follow."""
+    shutil.rmtree(run / "checkpoints")
+    if log == "gone":
+        shutil.rmtree(run / "log")
+    assert "checkpoints" in only_bad(run)
+    told = "\n".join(audit(run).lines())
+    assert "expected a whole checkpoint in" in told
+    assert not told.endswith("sound")
+
+
+def test_a_log_that_begins_at_a_missing_checkpoint_is_not_sound(run):
+    """Its steps could not be taken again: the run would go back to the checkpoint before."""
+    for segment in segment_files(run / "log")[:2]:
+        segment.unlink()
+    for step in (6, 9):
+        shutil.rmtree(checkpoint_path(run / "checkpoints", step))
+    told = "\n".join(audit(run).lines())
+    assert (
+        "the log's steps up to 8 follow no checkpoint that is here: the newest, of step 3" in told
+    )
+
+
 def test_a_run_in_progress_is_audited_as_far_as_it_is(tmp_path):
     run = WrittenRun(tmp_path / "run")
     for _ in range(4):

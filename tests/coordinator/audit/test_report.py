@@ -2,6 +2,7 @@
 
 import html
 import math
+import os
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
@@ -240,3 +241,20 @@ def test_a_page_that_cannot_be_written_is_told_before_the_audit(tmp_path, where)
     ended = called("coordinator", "report", str(run), "--output", str(tmp_path / where))
     assert ended.returncode == 2
     assert "--output: expected a file that can be written" in ended.stderr
+
+
+def test_a_page_goes_into_a_device_and_through_a_link(tmp_path):
+    run = written_run(tmp_path / "run")
+    device, link = tmp_path / "null", tmp_path / "link"
+    link.symlink_to(tmp_path / "page.html")
+    device.symlink_to("/dev/null")
+    for output in (device, link):
+        ended = called("coordinator", "report", str(run), "--output", str(output))
+        assert ended.returncode == 0, ended.stderr
+        assert output.is_symlink()
+        assert ended.stdout == ("" if output is device else f"{link}\n")
+    assert (tmp_path / "page.html").read_text().startswith("<!")
+    os.mkfifo(tmp_path / "pipe")
+    ended = called("coordinator", "report", str(run), "--output", str(tmp_path / "pipe"))
+    assert "start what reads from the pipe" in ended.stderr
+    assert ended.returncode != 0

@@ -2,6 +2,9 @@
 
 import errno
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from coordinator.disk.durable_file import (
     replace_file,
     storing,
     write_all,
+    write_output,
 )
 from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.base.errors import StorageFailed, UsageError
@@ -117,3 +121,53 @@ def test_temporaries_are_cleared_and_nothing_else(tmp_path):
 def test_a_name_that_no_file_can_have_is_the_users_mistake_and_not_the_disks(tmp_path):
     with pytest.raises(UsageError, match=r"^expected a name that a file can have, .* too long$"):
         read_if_there(tmp_path / ("x" * 300) / "run.json")
+
+
+def test_what_a_user_named_is_written_and_never_replaced_by_another_kind(tmp_path):
+    real, link, dangling = tmp_path / "real", tmp_path / "link", tmp_path / "dangling"
+    real.write_text("old")
+    link.symlink_to(real)
+    dangling.symlink_to(tmp_path / "later")
+    assert write_output(link, b"new")
+    assert write_output(dangling, b"first")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+    assert (tmp_path / "later").read_bytes() == b"first"
+    assert not write_output(Path("/dev/null"), b"gone")
+    assert Path("/dev/null").is_char_device()
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    with pytest.raises(StorageFailed, match="start what reads from the pipe"):
+        write_output(pipe, b"alone")
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reading, True)
+
+    def read() -> None:
+        with os.fdopen(reading, "rb") as file:
+            got.append(file.read())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    content = b"more than a pipe holds" * 10_000
+    assert not write_output(pipe, content)
+    reader.join()
+    assert got == [content]
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_an_output_that_is_standard_output_is_written_behind_what_is_there(tmp_path, name):
+    program = (
+        "import os, sys; from pathlib import Path;"
+        "from coordinator.disk.durable_file import write_output;"
+        "os.write(1, b'before '); assert not write_output(Path(sys.argv[1]), b'page');"
+        "os.write(1, b' after')"
+    )
+    command = [sys.executable, "-c", program, name]
+    with (tmp_path / "out").open("wb") as out:
+        subprocess.run(command, stdout=out, check=True)
+    assert (tmp_path / "out").read_bytes() == b"before page after"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    assert ended.stdout == b"before page after"
+    assert Path(name).exists()

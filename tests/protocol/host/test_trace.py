@@ -1,8 +1,12 @@
 """Traces: valid JSON that a viewer reads, from several threads, whenever it is closed."""
 
 import json
+import os
 import threading
 
+import pytest
+
+from protocol.base.errors import UsageError
 from protocol.host.trace import Tracer, now_us
 
 
@@ -53,3 +57,9 @@ def test_what_comes_after_closing_is_dropped(tmp_path):
     tracer.instant("late", "t")
     tracer.close()
     assert [event["name"] for event in events_of(path)] == ["process_name"]
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match=r"--trace .* cannot be written"):
+        Tracer.to_file(tmp_path / "pipe", "worker w0")
