@@ -37,7 +37,7 @@ from samestep.refusals import (
 from samestep.user_task import UserTask
 from worker.models.blocks import cut_by_size
 from worker.tasks.additivity import SumTrial, modes_kept
-from worker.tasks.modes import parts_in_evaluation
+from worker.tasks.modes import parts_in_evaluation, put_in_evaluation
 from worker.tasks.reachable_state import reachable_state, reached_tensors, refuse_changes
 
 _LOOKED_AT: Final = 64
@@ -96,7 +96,7 @@ class FittedTask:
             given_back=True,
         )
         self._initial = self._parameters()
-        self._sum_trial = SumTrial(self, self._kept_in_evaluation)
+        self._sum_trial = SumTrial(self)
         self._sum_trial.refuse()
 
     def _data_digests(self, parts: Mapping[str, int] | None) -> dict[str, str]:
@@ -166,8 +166,7 @@ class FittedTask:
     def _loss(self, module: Any, arrays: Mapping[str, Any]) -> Any:
         """Of the user's; a backend has just put all of the module into training mode."""
         assert self.user.loss is not None
-        for part in self._kept_in_evaluation:
-            part.training = False
+        put_in_evaluation(module, self._kept_in_evaluation)
         loss = self.user.loss(module, self._nested.together(arrays))
         for name, parameter, trained in self._requires_grad:
             if parameter.requires_grad is not trained:

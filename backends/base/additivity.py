@@ -135,6 +135,8 @@ class LossTrial:
         loss: Of it and a batch.
         trained: What gradients are compared of; empty for the loss alone.
         level: What is drawn; see `SteadyDraws`.
+        accumulates: Gradients are taken where backward accumulates them, as a device does, so that
+            every hook acts; the module's own gradients are put back.
 
     Attributes:
         given: The arrays of the batch that was computed last.
@@ -146,11 +148,14 @@ class LossTrial:
         loss: LossFunction,
         trained: Mapping[str, torch.Tensor],
         level: float = LEVELS[0],
+        *,
+        accumulates: bool = False,
     ) -> None:
         self._module = module
         self._loss = loss
         self._trained = trained
         self._level = level
+        self._accumulates = accumulates
         self.given: Arrays = {}
 
     def of(self, arrays: Arrays, jitter: int | None = None) -> Computed:
@@ -181,7 +186,11 @@ class LossTrial:
         if not loss.requires_grad:
             return {}
         tensors = list(self._trained.values())
-        found: Sequence[torch.Tensor | None] = torch.autograd.grad(loss, tensors, allow_unused=True)
+        found: Sequence[torch.Tensor | None]
+        if self._accumulates:
+            found = _accumulated(loss, tensors, self._module)
+        else:
+            found = torch.autograd.grad(loss, tensors, allow_unused=True)
         return {
             name: (each.to_dense() if each.is_sparse else each).detach()
             for name, each in zip(self._trained, found, strict=True)
@@ -211,6 +220,21 @@ class LossTrial:
             for name, off in _differences(self.of(batch, seed), Parts.of(as_it_is)).items():
                 most[name] = max(most.get(name, 0.0), off)
         return most
+
+
+def _accumulated(
+    loss: torch.Tensor, tensors: Sequence[torch.Tensor], module: torch.nn.Module
+) -> list[torch.Tensor | None]:
+    leaves = list({id(each): each for each in (*tensors, *module.parameters())}.values())
+    before = [each.grad for each in leaves]
+    try:
+        for each in leaves:
+            each.grad = None
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [each.grad for each in tensors]
+    finally:
+        for each, gradient in zip(leaves, before, strict=True):
+            each.grad = gradient
 
 
 def _largest(values: torch.Tensor) -> float:

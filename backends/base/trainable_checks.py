@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -165,6 +166,39 @@ def refuse_gradients_across_samples(module: torch.nn.Module) -> None:
             )
 
 
+def has_gradient_hook(parameter: torch.Tensor) -> bool:
+    """Whether code of the user's may act on its gradient, or on what holds it, in backward."""
+    hooks: Any = parameter._backward_hooks  # noqa: SLF001 -- None of most
+    return bool(hooks) or hooks_need_backward(parameter)
+
+
+def hooks_need_backward(parameter: torch.Tensor) -> bool:
+    """Whether some act only where gradients are accumulated, as `torch.autograd.grad` does not.
+
+    Of hooks on the graph's node that accumulates torch gives no list; such a node is held by
+    whoever has hooked one, for they end with it.
+    """
+    if has_accumulated_hook(parameter):
+        return True
+    if not (parameter.is_leaf and parameter.requires_grad):
+        return False
+    with torch.enable_grad():
+        return _holders(parameter) > _holders(torch.nn.Parameter(torch.zeros(1)))
+
+
+def has_accumulated_hook(parameter: torch.Tensor) -> bool:
+    """Whether code runs once its gradient is accumulated."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # noqa: SLF001 -- None of most
+    return bool(hooks)
+
+
+def _holders(parameter: torch.Tensor) -> int:
+    """Of the node that accumulates; graphs that are kept count no more than this one."""
+    graph = parameter.view_as(parameter).grad_fn
+    assert graph is not None
+    return sys.getrefcount(graph.next_functions[0][0])
+
+
 def refuse_gradient_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """A captured program has no moment at which a parameter's hook could run.
 
@@ -172,8 +206,7 @@ def refuse_gradient_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
         SamestepError: A parameter has one.
     """
     for name, parameter in parameters.items():
-        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # noqa: SLF001
-        if hooks:
+        if has_gradient_hook(parameter):
             raise SamestepError(
                 f"{name!r} has a hook on its gradient, which a device of this backend cannot run; "
                 "leave it out, or have it computed by cpu or cuda"

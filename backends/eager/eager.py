@@ -34,6 +34,7 @@ from backends.base.interface import (
 from backends.base.node_stream import BlockParts, HostSummedProgram, Microbatch, check_sizes
 from backends.base.outside_table import index_outside
 from backends.base.trainable_checks import (
+    has_accumulated_hook,
     refuse_gradients_across_samples,
     refuse_running_statistics,
     trained_parameters,
@@ -132,6 +133,7 @@ class EagerProgram(HostSummedProgram):
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         narrow_frozen_base(self._module, trainable.base_dtype, device)
         self._place(self._module)
+        self._hooked = [p for p in self._parameters.values() if has_accumulated_hook(p)]
         self._hooks = self._hook()
         numerics.use_threads(trainable.threads)
         self._thread = ThreadPoolExecutor(
@@ -233,10 +235,23 @@ class EagerProgram(HostSummedProgram):
         try:
             loss = self._loss_of(self._on_device(batch))
             if loss.requires_grad:  # not so for a microbatch without tokens
-                loss.backward()  # type: ignore[no-untyped-call]
+                with self._each_microbatch_alone():
+                    loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         finally:
             self._keeps_gradients = False
+
+    @contextmanager
+    def _each_microbatch_alone(self) -> Iterator[None]:
+        """The user's own hooks on what is accumulated see one microbatch, as in `_microbatch`."""
+        earlier = [parameter.grad for parameter in self._hooked]
+        for parameter in self._hooked:
+            parameter.grad = None
+        yield
+        for parameter, sum_before in zip(self._hooked, earlier, strict=True):
+            now = parameter.grad
+            if sum_before is not None:
+                parameter.grad = sum_before if now is None else _added(sum_before, now)
 
     def _keeps_subnormals(self) -> bool:
         if self._all_keep_subnormals is None:
@@ -436,6 +451,11 @@ class EagerProgram(HostSummedProgram):
         self._module.train()
         trial = LossTrial(self._module, lambda _, given: self._loss_of(given), {})
         refuse_unlike_halves(trial, arrays, halves, samples)
+
+
+def _added(sum_before: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A sparse one is no place to add a dense one to."""
+    return gradient + sum_before if sum_before.is_sparse else sum_before + gradient
 
 
 def _sum_of_bits(values: torch.Tensor) -> int:

@@ -110,10 +110,52 @@ class Counted(nn.Module):
         return nn.functional.embedding(rows, self.rows, scale_grad_by_freq=True)
 
 
-def clamped():
+def of_tensor(weight, change):
+    weight.register_hook(change)
+
+
+def of_accumulated(weight, change):
+    def change_in_place(parameter):
+        parameter.grad.copy_(change(parameter.grad))
+
+    weight.register_post_accumulate_grad_hook(change_in_place)
+
+
+def of_several(weight, change):
+    def change_all(gradients):
+        for each in gradients:
+            each.copy_(change(each))
+
+    torch.autograd.graph.register_multi_grad_hook([weight], change_all)
+
+
+def of_node(weight, change):
+    weight.node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    weight.node.register_prehook(lambda gradients: (change(gradients[0]),))
+
+
+def of_held_node(weight, change):
+    """By whoever reads the module's hooks; no copy has its parameter's attributes."""
+    of_node(weight, change)
+    HELD.append(weight.__dict__.pop("node"))
+
+
+HELD: list[object] = []
+HOOKS = [of_tensor, of_accumulated, of_several, of_node, of_held_node]
+
+
+def hooked(register, change):
     module = nn.Linear(1, 1)
-    module.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    register(module.weight, change)
     return module
+
+
+def clamp(gradient):
+    return gradient.clamp(-0.1, 0.1)
+
+
+def decay(gradient):
+    return gradient + 1e-3
 
 
 BATCH_NORM = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
@@ -139,7 +181,8 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (task(loss=with_penalty), {}, "adds up.*belongs in the optimizer's weight_decay"),
         (loss_of(lambda e: (Normalized.apply(e) ** 2).sum()), {}, "gradients that.*Function"),
         (task(module=Counted()), {}, "gradients that add up over samples, got one of 'rows'"),
-        (task(module=clamped()), {}, "gradients that add up over samples, got one of 'weight'"),
+        *((task(module=hooked(register, change)), {}, "got one of 'weight'")
+          for register in HOOKS for change in (clamp, torch.sign, decay)),
         (task(module=Own(np.random.default_rng(0).random)), {}, "same seed.*torch's functions"),
         (task(module=Own(itertools.count().__next__)), {}, "keep nothing in the model"),
         (task(weight=lambda _: 0), {}, "weight.* above 0, got 0 for each of 8 samples"),
@@ -322,17 +365,18 @@ class MixedTypes(nn.Linear):
 class Scaled(nn.Module):
     """Has a hook on a gradient, and rows that most samples leave out."""
 
-    def __init__(self):
+    def __init__(self, register):
         super().__init__()
-        self.rows = nn.Embedding(50, 4, sparse=True)
-        self.rows.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.rows = nn.Embedding(50, 4, sparse=register is of_tensor)
+        register(self.rows.weight, lambda gradient: gradient * 0.5)
 
     def forward(self, x):
         return self.rows((x[:, 0] > 0).long()) * x
 
 
 @pytest.mark.parametrize(
-    "module", [Drawing(4, 4), TIED, Recurrent(), CONVOLUTION, MixedTypes(4, 4), Scaled()]
+    "module",
+    [Drawing(4, 4), TIED, Recurrent(), CONVOLUTION, MixedTypes(4, 4), *map(Scaled, HOOKS)],
 )
 def test_what_adds_up_is_not_refused(module):
     data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
@@ -23,6 +23,7 @@ from backends.base.additivity import Apart, Arrays, Computed, LossTrial, Parts
 from backends.base.interface import Array, Batch
 from backends.base.outside_table import index_outside
 from backends.base.steady_draws import LEVELS, TooManyDrawsError
+from backends.base.trainable_checks import hooks_need_backward
 from protocol.base.errors import DataError, SamestepError, raised_words
 from protocol.exact.digest import digest_arrays
 from worker.tasks.base import DrawsBatches, ReadsFiles, Task
@@ -120,17 +121,14 @@ class SumTrial:
 
     Args:
         task: One with a torch module and a loss.
-        in_evaluation: Parts of its module that are in evaluation mode while the others train.
     """
 
-    def __init__(self, task: Task, in_evaluation: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, task: Task) -> None:
         assert task.trainable.module is not None
         assert task.trainable.loss is not None
         self._task = task
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = task.trainable.loss
         self._given: nn.Module = task.trainable.module
-        parts = {id(each) for each in in_evaluation}
-        self._in_evaluation = {n for n, m in self._given.named_modules() if id(m) in parts}
         self._elements = sum(parameter.numel() for parameter in self._given.parameters())
         is_small, is_medium = (
             self._elements <= most for most in (_SMALL_ELEMENTS, _MEDIUM_ELEMENTS)
@@ -149,7 +147,10 @@ class SumTrial:
         """
         if self._task.manifest.train_samples > 1:
             self._in_either_width(lambda: self._try(0, moved=True))
-            if self._module is not self._given and self._reaches_the_original():
+            if self._module is not self._given and (
+                any(map(hooks_need_backward, self._trained_originals().values()))
+                or self._reaches_the_original()
+            ):
                 copied, self._module = (self._module, self._is_wide), self._given
                 self._is_wide = False
                 self._in_either_width(lambda: self._try(0, moved=True))
@@ -304,16 +305,17 @@ class SumTrial:
     def _reaches_the_original(self) -> bool:
         """Whether the loss reads weights of the model that it was not given, but closes over."""
         assert self._module is not None
-        named = dict(self._given.named_parameters())
-        trial = LossTrial(
-            self._module, self._loss_in_its_width, {name: named[name] for name in self._names}
-        )
+        trial = LossTrial(self._module, self._loss_in_its_width, self._trained_originals())
         try:
             return bool(trial.of(_Samples(self._task, 0, self._wanted).first()).gradients)
         except Exception:  # noqa: BLE001 -- it has been tried
             return False
 
     # The copy.
+
+    def _trained_originals(self) -> dict[str, nn.Parameter]:
+        named = dict(self._given.named_parameters())
+        return {name: named[name] for name in self._names}
 
     def _copy(self, *, wide: bool) -> tuple[nn.Module | None, bool]:
         """The module to be tried, and whether it is in float64."""
@@ -341,13 +343,12 @@ class SumTrial:
     def _trial(self, way: _Way) -> LossTrial:
         assert self._module is not None
         self._module.train(way.training)
-        for name in self._in_evaluation:
-            self._module.get_submodule(name).training = False
         return LossTrial(
             self._module,
             self._loss_in_its_width,
             self._trained() if way.gradients else {},
             way.level,
+            accumulates=self._module is self._given,
         )
 
     def _loss_in_its_width(self, module: Any, arrays: Arrays) -> torch.Tensor:

@@ -8,7 +8,7 @@ mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,27 +26,35 @@ def with_modes_kept(trainable: Trainable) -> Trainable:
         DataError: See `parts_in_evaluation`.
     """
     loss = trainable.loss
-    parts = [] if trainable.module is None else parts_in_evaluation(trainable.module)
-    if not parts or loss is None:
+    names = [] if trainable.module is None else parts_in_evaluation(trainable.module)
+    if not names or loss is None:
         return trainable
 
     def kept(module: Any, arrays: Mapping[str, Any]) -> Any:
-        for part in parts:
-            part.training = False
+        put_in_evaluation(module, names)
         return loss(module, arrays)
 
     return replace(trainable, loss=kept)
 
 
-def parts_in_evaluation(module: nn.Module) -> list[nn.Module]:
-    """The submodules, and perhaps the module itself, that stay in evaluation mode.
+def parts_in_evaluation(module: nn.Module) -> list[str]:
+    """Names of the submodules, and perhaps of the module itself, that stay in evaluation mode.
 
     Raises:
         DataError: Of one that is trained nobody can know, since `from_pretrained` has set its mode.
     """
     if not _trains(module):
         return []
-    return [each for name, part in _topmost(module, "") for each in _kept(name, part)]
+    parts = {id(each) for name, part in _topmost(module, "") for each in _kept(name, part)}
+    return [name for name, part in module.named_modules() if id(part) in parts]
+
+
+def put_in_evaluation(module: nn.Module, names: Sequence[str]) -> None:
+    """These parts of the module, or of a copy of it; what stands for it on a device has none."""
+    parts = dict(module.named_modules()) if names else {}
+    for name in names:
+        if name in parts:
+            parts[name].training = False
 
 
 def _topmost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

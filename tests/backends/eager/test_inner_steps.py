@@ -86,6 +86,26 @@ def test_as_the_exact_update_to_rounding(program, name):
     assert np.allclose([a.loss_sum for a in losses], [b.loss_sum for b in exact_losses], rtol=1e-5)
 
 
+def test_a_hook_on_what_is_accumulated_sees_each_microbatch_alone():
+    def halved(parameter):
+        parameter.grad.mul_(0.5)
+
+    optimizer, found = SPECS["momentum"], []
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1, bias=False))
+        change = halved if "post" in register else lambda gradient: gradient * 0.5
+        getattr(module[0].weight, register)(change)
+        made = EagerBackend("cpu").compile(
+            Trainable(BLOCKS, module, lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()),
+            batches()[0][0],
+        )
+        found.append(taken(made.inner_steps(optimizer), optimizer)[0])
+        made.close()
+    for before, after in zip(*found, strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
 def test_an_interrupted_step_leaves_nothing_behind(program):
     optimizer = SPECS["adamw"]
     steps = program.inner_steps(optimizer)

@@ -20,6 +20,7 @@ from protocol.spec.run_spec import parse_run_spec
 from samestep.fitted import FittedTask
 from worker.models.blocks import cut_into_blocks
 from worker.tasks.additivity import sum_trial_of
+from worker.tasks.modes import with_modes_kept
 
 SPEC = parse_run_spec({
     "task": "samestep.script:FitTask", "steps": 1, "batch": {"samples": 8, "microbatch": 2},
@@ -437,3 +438,15 @@ def test_a_task_of_a_packages_own_is_tried_as_a_script_is():
     trial.refuse_after_steps(2, values)
     with pytest.raises(DataError, match="counts once for each microbatch"):
         sum_trial_of(Own(1e-3))
+
+
+def test_a_part_in_evaluation_mode_stays_in_it_where_a_packages_own_task_is_tried():
+    task = Own(0.0)
+    module = kept_in_evaluation()
+    task.manifest = Manifest(
+        blocks=cut_into_blocks(module), train_samples=48, evaluation_parts=0, metrics=(),
+        digests={},
+    )  # fmt: skip
+    loss = lambda m, a: squares(m["head"], [a["x"], a["y"]]) + m["body"](a["x"])  # noqa: E731
+    task.trainable = with_modes_kept(Trainable(task.manifest.blocks, module, loss))
+    assert sum_trial_of(task) is not None
