@@ -462,5 +462,6 @@ def _say_where(
         to_terminal=console.is_terminal,
     )
     token = control.guard.token
-    for line in (*lines, status_line(control.address, token, to_terminal=console.is_terminal)):
+    status = status_line(control.address, token, to_terminal=console.is_terminal)
+    for line in filter(None, (service.credentials.made_anew, *lines, status)):
         console.print(Text(line), soft_wrap=True)

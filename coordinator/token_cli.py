@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from coordinator.members.credentials import CoordinatorCredentials
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,9 +20,7 @@ app = typer.Typer(
 @app.command()
 def show() -> None:
     """Print the join token. Who has it can join: hand it to members' machines only."""
-    from coordinator.members.credentials import CoordinatorCredentials
-
-    typer.echo(CoordinatorCredentials.open().join_token().reveal())
+    typer.echo(_opened().join_token().reveal())
 
 
 @app.command()
@@ -29,9 +30,7 @@ def rotate(
     ] = False,
 ) -> None:
     """Make a new join token; workers that have joined before keep their own keys."""
-    from coordinator.members.credentials import CoordinatorCredentials
-
-    CoordinatorCredentials.open().rotate(everyone=everyone)
+    _opened().rotate(everyone=everyone)
     typer.echo("the join token is new; the old one opens nothing")
     if everyone:
         typer.echo("every worker needs it to come back")
@@ -40,18 +39,14 @@ def rotate(
 @app.command()
 def revoke(name: Annotated[str, typer.Argument(help="See: coordinator token workers.")]) -> None:
     """Take one worker's key and the join token it knows; it is disconnected within seconds."""
-    from coordinator.members.credentials import CoordinatorCredentials
-
-    CoordinatorCredentials.open().revoke(name)
+    _opened().revoke(name)
     typer.echo(f"the key of {name!r} counts no more, and the join token is new; others stay")
 
 
 @app.command()
 def workers() -> None:
     """Show which workers have a key of their own: since when, its mark in journals, the name."""
-    from coordinator.members.credentials import CoordinatorCredentials
-
-    keys = CoordinatorCredentials.open().keys
+    keys = _opened().keys
     marks = keys.marks()
     for name, since in keys.names().items():
         typer.echo(f"{since}  {marks[name]}  {name}")
@@ -64,9 +59,7 @@ def reader(
     ),
 ) -> None:
     """Print the token that only reads: status, metrics, events. For Prometheus."""
-    from coordinator.members.credentials import CoordinatorCredentials
-
-    credentials = CoordinatorCredentials.open()
+    credentials = _opened()
     if new:
         credentials.renew_reader_token()
     typer.echo(credentials.reader_token)
@@ -86,3 +79,13 @@ def control(
     if not token:
         raise NotAuthorised(f"no coordinator of this user has its control port at {address}")
     typer.echo(token)
+
+
+def _opened() -> CoordinatorCredentials:
+    """This user's; what had to be made anew is said."""
+    from coordinator.members.credentials import CoordinatorCredentials
+
+    credentials = CoordinatorCredentials.open()
+    if credentials.made_anew:
+        typer.echo(f"coordinator: {credentials.made_anew}", err=True)
+    return credentials

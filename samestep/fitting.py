@@ -584,13 +584,24 @@ def _say_nothing(text: str) -> None:
     """The coordinator tells of this worker too."""
 
 
-def new_directory(below: Path, name: str) -> Path:
-    """One that is made here, with the first number that is free: two calls never have the same."""
-    for number in itertools.count(1):
-        path = below / f"{name}-{number}"
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
+def new_directory(below: Path, name: str, remedy: str = "write fit(..., directory=DIR)") -> Path:
+    """Make one with the first number that is free: two calls never have the same.
+
+    Raises:
+        UsageError: It cannot be made.
+    """
+    try:
+        below.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            path = below / f"{name}-{number}"
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        raise UsageError(
+            f"expected a directory that can be written for runs, got {str(below)!r} "
+            f"({error.strerror}); {remedy}"
+        ) from None
     raise AssertionError
 
 

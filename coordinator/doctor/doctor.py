@@ -18,6 +18,7 @@ from typing import Final
 
 from coordinator.disk.claim import is_held
 from coordinator.doctor.port_checks import control_port, workers_port
+from coordinator.members.credentials import RENEWAL
 from coordinator.members.worker_keys import WorkerKeys
 from coordinator.service.accepted_run import is_unfinished, unfinished_runs
 from coordinator.storage.directory.run_directory import RunDirectory
@@ -111,6 +112,9 @@ def _secrets(directory: Path) -> Iterator[Finding]:
         there = {"certificate.pem": certificate, "key.pem": key}
         lost = [name for name, text in there.items() if text is None]
         told = f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} missing"
+        if len(lost) == 1 and not (certificate is None and token is None and workers is None):
+            yield failure("secrets", f"{told} in {str(directory)!r}", RENEWAL)
+            return
         yield warning(
             "secrets", f"{told} in {str(directory)!r}",
             "bring it back, or the next start makes a new certificate and join token, and every "
@@ -125,8 +129,7 @@ def _secrets(directory: Path) -> Iterator[Finding]:
         what = f"{' and '.join(empty)} is empty" if empty else str(error)
         yield failure(
             "secrets", f"certificate.pem and key.pem in {str(directory)!r} cannot be used: {what}",
-            "restore them from a backup, or remove both: the next start makes new ones, and every "
-            "worker needs the new join token",
+            RENEWAL,
         )  # fmt: skip
         return
     if what := _token_fault(token, fingerprint):

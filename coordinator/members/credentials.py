@@ -45,7 +45,7 @@ _KEY: Final = "key.pem"
 _READER: Final = "reader.token"
 _READER_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}\s*")
 _WORKERS: Final = "workers.json"
-_NEW_CERTIFICATE: Final = (
+RENEWAL: Final = (
     "restore certificate.pem and key.pem from a backup, or remove both: the next start makes new "
     "ones, and every worker needs the new join token"
 )
@@ -58,6 +58,7 @@ class CoordinatorCredentials:
         fingerprint: SHA-256 of the certificate.
         keys: Of the workers.
         reader_token: What opens the control port for looking; see `control_guard`.
+        made_anew: What `open` replaced that workers may know, and what follows; empty if nothing.
     """
 
     def __init__(self, home: Path, certificate: str, key: str) -> None:
@@ -66,24 +67,32 @@ class CoordinatorCredentials:
         self.fingerprint = _fingerprint(certificate, self.token_file.with_name(_CERTIFICATE))
         self.keys = WorkerKeys(self.token_file.with_name(_WORKERS))
         self.reader_token = ""
+        self.made_anew = ""
         self._texts = {_CERTIFICATE: certificate, _KEY: key}
         self._token: JoinToken | None = None
 
     @classmethod
     def open(cls, home: Path | None = None) -> CoordinatorCredentials:
-        """Those that are there; what is missing is made.
+        """Read those that are there, and make what is missing.
 
         Args:
             home: Where; None for this user's own.
 
         Raises:
-            UsageError: They cannot be read or written, or others may read them.
+            UsageError: They cannot be read or written, others may read them, or of certificate and
+                key one is missing.
         """
         home = home or state_home()
         directory = join_token_file(home).parent
         with _locked(directory):
             certificate = read_secret(directory / _CERTIFICATE)
             key = read_secret(directory / _KEY)
+            before = read_secret(directory / join_token_file(home).name)
+            known = before is not None or os.path.lexists(directory / _WORKERS)
+            is_new = certificate is None or key is None
+            # A first start that was killed in between leaves a key that nobody knows.
+            if (certificate is None) != (key is None) and (known or key is None):
+                raise _half_missing(directory, _KEY if key is None else _CERTIFICATE)
             if certificate is None or key is None:
                 from protocol.wire.certificate import self_signed  # noqa: PLC0415 -- 40 ms, once
 
@@ -95,6 +104,9 @@ class CoordinatorCredentials:
             # A damaged token opens nothing: a new one is all that can be done.
             if token is None or token.fingerprint != found.fingerprint:
                 found._write_token()
+                found.made_anew = _said_of_new(
+                    known=known, is_new=is_new, token_file=found.token_file
+                )
             if not found._read_reader_token():
                 found._write_reader_token()
         return found
@@ -238,7 +250,7 @@ class CoordinatorCredentials:
         except OSError as error:
             raise UsageError(
                 f"the certificate in {str(directory)!r} cannot be used with its key ({error}); "
-                f"{_NEW_CERTIFICATE}"
+                f"{RENEWAL}"
             ) from None
 
     def _write_token(self) -> None:
@@ -270,8 +282,30 @@ def _fingerprint(certificate: str, path: Path) -> bytes:
     except ValueError:
         found = "something else" if certificate.strip() else "an empty file"
         raise UsageError(
-            f"expected a certificate in {str(path)!r}, got {found}; {_NEW_CERTIFICATE}"
+            f"expected a certificate in {str(path)!r}, got {found}; {RENEWAL}"
         ) from None
+
+
+def _half_missing(directory: Path, name: str) -> UsageError:
+    return UsageError(
+        f"expected {_CERTIFICATE} and {_KEY} in {str(directory)!r}, found no {name}; {RENEWAL}"
+    )
+
+
+def _said_of_new(*, known: bool, is_new: bool, token_file: Path) -> str:
+    """What workers have to know of a join token that was made anew."""
+    if is_new:
+        if not known:
+            return ""  # a first start
+        return (
+            f"certificate.pem and key.pem were missing in {str(token_file.parent)!r}: they and the "
+            "join token are new, and every worker needs the new token (coordinator token show)"
+        )
+    return (
+        f"{str(token_file)!r} was missing or held no token that fits the certificate: it is new; "
+        "workers with a key of their own keep it, others need the new token (coordinator token "
+        "show)"
+    )
 
 
 def _is_there(directory: Path) -> bool:

@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from protocol.base.address import format_address, parse_address
-from protocol.base.errors import NotAuthorised, Unreachable, error_for
+from protocol.base.errors import NotAuthorised, Unreachable, UsageError, error_for
 from protocol.host.secret_file import control_token_file, read_secret, state_home
 from protocol.wire import dial
 
@@ -25,13 +25,18 @@ def control_token(control: str) -> str:
     where a coordinator of the same user on this machine has put it.
 
     Raises:
-        UsageError: The file cannot be read, or others can read it too.
+        UsageError: The file cannot be read, others can read it too, or one that was named holds
+            nothing.
     """
     named = os.environ.get("SAMESTEP_CONTROL_TOKEN_FILE")
     host, port = parse_address(control, "--control")
     address = f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
     path = Path(named) if named else control_token_file(state_home(), address)
-    return (read_secret(path) or "").strip()
+    token = read_secret(path)
+    if named and not (token or "").strip():
+        what = "is not there" if token is None else "is empty"
+        raise UsageError(f"SAMESTEP_CONTROL_TOKEN_FILE: the token file {named!r} {what}")
+    return (token or "").strip()
 
 
 def _in_words(error: Exception, timeout_s: float) -> str:

@@ -106,10 +106,14 @@ def check_writable(path: Path, option: str) -> None:
     Raises:
         UsageError: It cannot.
     """
-    # A link is followed; into a pipe or device is written, beside a file its next content.
-    there = path.exists() and not path.is_file()
-    target = path if there else Path(os.path.realpath(path)).parent
-    if path.is_dir() or not os.access(target, os.W_OK):
+    try:
+        # A link is followed; into a pipe or device is written, beside a file its next content.
+        there = path.exists() and not path.is_file()
+        target = path if there else Path(os.path.realpath(path)).parent
+        is_writable = not path.is_dir() and os.access(target, os.W_OK)
+    except OSError:  # a working directory that was removed
+        is_writable = False
+    if not is_writable:
         raise UsageError(f"{option}: expected a file that can be written, got {str(path)!r}")
 
 

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.base.byte_size import byte_size
+from protocol.base.errors import UsageError
 from protocol.command.doctor import Finding, failure, ok, warning
 from protocol.host.memory import GROUPS, PROC, killed_for_memory, read_memory
 
@@ -213,8 +214,18 @@ def _synchronized() -> bool:
 
 
 def nearest(path: Path) -> Path:
-    """The path, or the closest directory above it that is there."""
-    path = path.absolute()
+    """The path, or the closest directory above it that is there.
+
+    Raises:
+        UsageError: It is relative to a working directory that was removed.
+    """
+    try:
+        path = path.absolute()
+    except FileNotFoundError:
+        raise UsageError(
+            f"expected a working directory for {str(path)!r}, but this one was removed; "
+            "change to another (cd)"
+        ) from None
     while not path.exists() and path != path.parent:
         path = path.parent
     return path

@@ -148,7 +148,9 @@ class SamestepMixin:
         }  # fmt: skip
         given |= self._of_fit
         if "directory" not in given and keeps_the_run(given.get("control")):
-            given["directory"] = new_directory(Path(arguments.output_dir), "run")
+            given["directory"] = new_directory(
+                Path(arguments.output_dir), "run", "set another output_dir"
+            )
         return given
 
     def _take_over(self, result: FitResult, begun_s: float) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import samestep
+from protocol.base.errors import UsageError
 from protocol.spec.run_spec import parse_run_spec
 from samestep.fitted import FittedTask
+from samestep.fitting import new_directory
 
 X = torch.linspace(-1, 1, 8)[:, None]
 DATA = TensorDataset(X, 2 * X)
@@ -386,3 +389,16 @@ def test_what_adds_up_is_not_refused(module):
     })  # fmt: skip
     user = samestep.Task(module=module, train=data, loss=lambda m, b: (m(b[0]) ** 2).sum())
     assert FittedTask(user, spec, {}).manifest.train_samples == 8
+
+
+def test_runs_that_cannot_be_kept_are_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(UsageError) as raised:
+        new_directory(Path("runs"), "run")
+    told = "expected a directory that can be written for runs, got 'runs' (File exists); write fit("
+    assert str(raised.value).startswith(told)
+    (tmp_path / "runs").unlink()
+    assert [new_directory(Path("runs"), "run").name for _ in range(2)] == ["run-1", "run-2"]
+    with pytest.raises(UsageError, match="set another output_dir"):
+        new_directory(Path("/proc/none"), "run", "set another output_dir")

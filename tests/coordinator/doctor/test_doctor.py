@@ -19,7 +19,8 @@ from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.command.doctor import Finding
 from protocol.host.secret_file import write_secret
 from tests.cluster import Cluster
-from tests.durable_run import small_disk
+from tests.commands import called
+from tests.durable_run import small_disk, written_run
 from tests.live_service import scripted_spec
 from tests.network_hosts import network
 from tests.processes import ended
@@ -106,7 +107,8 @@ def test_a_secret_that_is_lost(plan, tmp_path, name, said):
     CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator" / name).unlink()
     wrong = found(plan(), "secrets")
-    assert (wrong.outcome, said in wrong.found) == ("warning", True)
+    outcome = "warning" if name == "join.token" else "failure"
+    assert (wrong.outcome, said in wrong.found) == (outcome, True)
     assert not (tmp_path / "home" / "coordinator" / name).exists()
 
 
@@ -268,3 +270,16 @@ def test_a_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
     assert [line.split(":")[0] for line in lines if line.startswith("failure")] == [
         "failure  workers' port"
     ]
+
+
+def test_a_working_directory_that_was_removed_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    ended = called("coordinator", "doctor", environment={"SAMESTEP_HOME": str(tmp_path / "home")})
+    assert ended.returncode == 2
+    assert "this one was removed; change to another (cd)" in ended.stderr
+    run = written_run(tmp_path / "run")
+    ended = called("coordinator", "report", str(run), "--output", "page.html")
+    assert ended.returncode == 2
+    assert "--output: expected a file that can be written" in ended.stderr

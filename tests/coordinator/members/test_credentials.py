@@ -18,6 +18,7 @@ from coordinator.members.worker_keys import MOST_KEYS
 from protocol.base.errors import UsageError
 from protocol.host.secret_file import state_home
 from protocol.wire import tls
+from tests.commands import called
 
 
 def files(home):
@@ -44,15 +45,53 @@ def test_the_fingerprint_is_openssl_s(tmp_path):
     assert credentials.server_context().minimum_version is ssl.TLSVersion.TLSv1_3
 
 
-@pytest.mark.parametrize("lost", ["certificate.pem", "key.pem", "join.token"])
+@pytest.mark.parametrize("lost", [("certificate.pem", "key.pem"), ("join.token",)])
 def test_what_is_missing_is_made_and_fits_the_rest(tmp_path, lost):
     before = CoordinatorCredentials.open(tmp_path)
+    assert before.made_anew == ""
     token = before.join_token()
-    (tmp_path / "coordinator" / lost).unlink()
+    for name in lost:
+        (tmp_path / "coordinator" / name).unlink()
     after = CoordinatorCredentials.open(tmp_path)
+    assert lost[0] in after.made_anew
     assert after.join_token() != token
     assert after.join_token().fingerprint == after.fingerprint
     after.server_context()
+    assert CoordinatorCredentials.open(tmp_path).made_anew == ""
+
+
+@pytest.mark.parametrize("lost", ["certificate.pem", "key.pem"])
+@pytest.mark.parametrize("other", [None, "join.token"])
+def test_half_of_an_identity_is_never_replaced(tmp_path, lost, other):
+    CoordinatorCredentials.open(tmp_path).enrol("ann")
+    for name in (lost, other):
+        if name is not None:
+            (tmp_path / "coordinator" / name).unlink()
+    left = {path: path.read_bytes() for path in files(tmp_path)}
+    ended = called("coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)})
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert f"found no {lost}; restore" in ended.stderr
+    assert {path: path.read_bytes() for path in files(tmp_path)} == left
+
+
+def test_a_first_start_that_was_killed_is_no_identity(tmp_path):
+    first = CoordinatorCredentials.open(tmp_path)
+    for path in files(tmp_path):
+        if path.name != "key.pem":
+            path.unlink()
+    again = CoordinatorCredentials.open(tmp_path)
+    assert again.fingerprint != first.fingerprint
+    assert again.made_anew == ""
+
+
+def test_a_token_that_was_damaged_is_said_to_be_new(tmp_path):
+    CoordinatorCredentials.open(tmp_path).token_file.write_text("junk")
+    ended = called("coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)})
+    assert ended.returncode == 0
+    assert "join.token' was missing or held no token" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert ended.stdout.strip() == CoordinatorCredentials.open(tmp_path).join_token().reveal()
 
 
 def test_many_first_starts_at_once_agree(tmp_path):

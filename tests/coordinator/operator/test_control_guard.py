@@ -22,7 +22,7 @@ from coordinator.operator.page_server import PAGE_PATHS
 from coordinator.service.listener import Draining
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised
-from protocol.host.secret_file import control_token_file, state_home
+from protocol.host.secret_file import control_token_file, state_home, write_secret
 from tests.commands import called
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service
@@ -329,3 +329,16 @@ async def test_connections_leave_descriptors_for_the_log(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
         assert await ask(control, "GET", "/healthz") == 200
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "is not there"), ("\n", "is empty")])
+def test_a_control_token_file_that_holds_nothing_is_named(tmp_path, content, said):
+    path = tmp_path / "control.token"
+    if content is not None:
+        write_secret(path, content)
+    for command in (("status",), ("token", "control")):
+        ended = called(
+            "coordinator", *command, environment={"SAMESTEP_CONTROL_TOKEN_FILE": str(path)}
+        )
+        assert ended.returncode == 2
+        assert f"SAMESTEP_CONTROL_TOKEN_FILE: the token file '{path}' {said}" in ended.stderr
