@@ -94,6 +94,7 @@ class FittedTask:
             threads=spec.threads,
             precision=check_precision(spec.options.get("precision", "float32")),
             given_back=True,
+            in_evaluation=frozenset(self._kept_in_evaluation),
         )
         self._initial = self._parameters()
         self._sum_trial = SumTrial(self)

@@ -19,6 +19,7 @@ from backends.base.trainable_checks import refuse_running_statistics, refuse_scr
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.run_spec import ComputePrecision
 from samestep.user_task import UserTask
+from worker.tasks.modes import parts_in_evaluation
 
 PRECISIONS: Final[tuple[ComputePrecision, ...]] = get_args(ComputePrecision)
 
@@ -73,7 +74,7 @@ def _check_module(module: object) -> None:
         raise DataError("the model has no trainable tensor: leave some without requires_grad_(0)")
     try:
         refuse_scripted(module)
-        refuse_running_statistics(module)
+        refuse_running_statistics(module, parts_in_evaluation(module))
     except SamestepError as error:
         raise DataError(str(error)) from None
 

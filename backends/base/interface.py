@@ -89,6 +89,7 @@ class Trainable:
         arithmetic: By whose rules it is computed; where it is canonical, that and the results of a
             probe decide the bits, and nothing of `Backend.signature`.
         given_back: The module is used after the run, so the host keeps its frozen weights, too.
+        in_evaluation: Names of the module's parts that the loss puts into evaluation mode.
     """
 
     blocks: tuple[Block, ...]
@@ -102,6 +103,7 @@ class Trainable:
     base_dtype: BaseDtype = "float32"
     arithmetic: ArithmeticSpec = NATIVE
     given_back: bool = False
+    in_evaluation: frozenset[str] = frozenset()
 
 
 Leaf = tuple[Batch, int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -138,17 +138,22 @@ def refuse_scripted(module: torch.nn.Module) -> None:
             )
 
 
-def refuse_running_statistics(module: torch.nn.Module) -> None:
-    """No replica could follow them.
+def refuse_running_statistics(module: torch.nn.Module, in_evaluation: Collection[str] = ()) -> None:
+    """No replica could follow them. A layer that stays in evaluation mode only reads its own.
+
+    Args:
+        module: What is trained.
+        in_evaluation: Names of the parts that stay in evaluation mode while it is.
 
     Raises:
-        SamestepError: A layer keeps some.
+        SamestepError: A layer in training mode keeps some.
     """
     for name, layer in module.named_modules():
-        if getattr(layer, "track_running_stats", False):
+        if getattr(layer, "track_running_stats", False) and name not in in_evaluation:
             raise SamestepError(
                 f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
-                "could follow; use LayerNorm or GroupNorm"
+                "could follow; use LayerNorm or GroupNorm, or leave it in evaluation mode inside "
+                "of a module in training mode, where its statistics stay as they are"
             )
 
 

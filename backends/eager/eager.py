@@ -120,6 +120,7 @@ class EagerProgram(HostSummedProgram):
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = trainable.loss
         self._evaluate = trainable.evaluate
         self._rows = trainable.rows
+        self._in_evaluation_mode = trainable.in_evaluation
         self._seed = trainable.seed
         self._precision = trainable.precision
         self._parameters = trained_parameters(self._module, self._blocks)
@@ -418,7 +419,7 @@ class EagerProgram(HostSummedProgram):
         return {name: torch.tensor(a, device=self._device) for name, a in batch.arrays.items()}
 
     def _check(self, example: Batch) -> None:
-        refuse_running_statistics(self._module)
+        refuse_running_statistics(self._module, self._in_evaluation_mode)
         refuse_gradients_across_samples(self._module)
         before = {name: value.clone() for name, value in self._module.named_buffers()}
         trained = {name: _sum_of_bits(value) for name, value in self._parameters.items()}

@@ -145,7 +145,7 @@ class VulkanProgram:
         _refuse_wide_inputs(example)
         refuse_sparse_gradients(self._weights.module)
         refuse_gradient_hooks(trained_parameters(self._weights.module, self._blocks))
-        refuse_running_statistics(self._weights.module)
+        refuse_running_statistics(self._weights.module, self._trainable.in_evaluation)
         refuse_gradients_across_samples(self._weights.module)
         capture, arrays = self._captured(example), _tensors(example)
         refuse_loss_that_does_not_add_up(

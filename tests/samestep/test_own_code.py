@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import random
 import sys
@@ -19,6 +20,7 @@ import samestep.data_digest
 from backends.eager.eager import EagerBackend
 from samestep import fitting
 from samestep.fitted import FittedTask
+from samestep.refusals import task_of
 from samestep.script import Script
 from tests.samestep.specs import SPEC
 
@@ -216,6 +218,47 @@ def test_each_part_is_trained_in_the_mode_that_build_gives_it(module, trained_in
     finally:
         program.close()
     assert {name: seen[name] for name in trained_in} == trained_in
+
+
+def normed(norm):
+    body = nn.Sequential(nn.Linear(1, 4), nn.Unflatten(1, (4, 1)), norm, nn.Flatten())
+    with torch.no_grad():
+        norm.running_mean.copy_(torch.arange(4.0) / 4)
+        norm.running_var.copy_(torch.arange(1.0, 5.0))
+    return body
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d, lambda n: nn.InstanceNorm1d(n, affine=True, track_running_stats=True)]
+)
+def test_a_norm_that_stays_in_evaluation_mode_trains_as_in_torch(norm, frozen):
+    module = with_modes(normed(norm(4)).eval(), frozen=frozen, head=nn.Linear(4, 1))
+    plain = copy.deepcopy(module)
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.05)
+    buffers = [each.clone() for each in module.buffers()]
+    task = fitted(module=module)
+    program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
+    try:
+        gradients = [
+            item.values for item in program.gradients([(task.batch([2, 3]), 7)])
+            if hasattr(item, "values")
+        ]  # fmt: skip
+    finally:
+        program.close()
+    optimizer.zero_grad()
+    squares(plain, [tensor[[2, 3]] for tensor in task.user.train.tensors]).backward()
+    expected = [p.grad.flatten() for p in plain.parameters() if p.requires_grad]
+    assert np.concatenate(gradients[::-1]).tobytes() == torch.cat(expected).numpy().tobytes()
+    assert all(map(torch.equal, buffers, module.buffers()))
+
+
+def test_a_norm_in_training_mode_is_refused_with_a_way_on():
+    for module in (with_modes(normed(nn.BatchNorm1d(4)), head=nn.Linear(4, 1)).eval(),
+                   after(with_modes(normed(nn.BatchNorm1d(4)).eval(), head=nn.Linear(4, 1)),
+                         lambda m: m[0][2].train())):  # fmt: skip
+        with pytest.raises(samestep.SamestepError, match=r"'0\.2' .*leave it in evaluation mode"):
+            task_of(samestep.Task(module=module, train=TensorDataset(X, X), loss=squares))
 
 
 def test_a_trained_part_as_from_pretrained_leaves_it_is_to_say_its_mode():

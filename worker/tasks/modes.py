@@ -34,7 +34,7 @@ def with_modes_kept(trainable: Trainable) -> Trainable:
         put_in_evaluation(module, names)
         return loss(module, arrays)
 
-    return replace(trainable, loss=kept)
+    return replace(trainable, loss=kept, in_evaluation=frozenset(names))
 
 
 def parts_in_evaluation(module: nn.Module) -> list[str]:

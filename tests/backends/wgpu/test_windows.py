@@ -84,6 +84,17 @@ def test_norms_of_channels(device):
     assert_alike(device, function, drawn(2, 4, 5, 3), drawn(4, seed=1), drawn(4, seed=2))
 
 
+def test_a_batch_norm_in_evaluation_mode(device):
+    mean, variance = drawn(4, seed=3), drawn(4, seed=4).exp()
+
+    def function(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        images = functional.batch_norm(x, mean.to(x), variance.to(x), weight, bias)
+        rows = functional.batch_norm(x[:, :, 0, 0], mean.to(x), variance.to(x))
+        return torch.cat([images.flatten(1), rows], 1)
+
+    assert_alike(device, function, drawn(2, 4, 5, 3), drawn(4, seed=1), drawn(4, seed=2))
+
+
 def test_a_recurrent_layer(device):
     layer = nn.LSTM(4, 3, bidirectional=True, batch_first=True)
     weights = [weight.detach() for weight in layer.parameters()]
