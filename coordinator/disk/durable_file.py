@@ -37,6 +37,7 @@ _REMEDIES: Final = {
     errno.EIO: "look after the disk, then go on",
     errno.ENXIO: "start what reads from the pipe, then go on",
     errno.EPIPE: "keep what reads from the pipe running, then go on",
+    errno.EEXIST: "expected a directory, got a file; remove it, then go on",
     errno.EISDIR: "expected a file there; bring it back from a copy",
     errno.ENOTDIR: "expected a directory there; bring it back from a copy",
 }

@@ -8,6 +8,7 @@ that it came from is known before anything is read from it.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import ssl
@@ -17,13 +18,13 @@ from typing import Final
 
 from coordinator.members.listening import bind_failure, descriptors
 from protocol.base import limits
-from protocol.base.errors import Mismatch, UsageError
+from protocol.base.errors import ExitCode, FrameError, Mismatch, UsageError
 from protocol.host import local_socket
 from protocol.host.lent_memory import Lender
 from protocol.wire import dial, frames, tls_transport
 from protocol.wire.connection import encode
 from protocol.wire.messages import Goodbye
-from protocol.wire.transport import Channel
+from protocol.wire.transport import Channel, reason_of
 
 _BACKLOG: Final = 1024
 """In the kernel, until the loop comes to them: a flood must not drown a newcomer's first packet,
@@ -31,8 +32,22 @@ which would come again only a second later."""
 _AT_ONCE: Final = 64
 """Accepted in one turn of the loop, which then sees to members again."""
 _LEAST_S: Final = 0.001
+_REQUEST_BYTES: Final = 16 * limits.KIB
 _HELLO_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
+_TLS_HANDSHAKE: Final = b"\x16"
+"""What the first record of TLS begins with."""
+CONTROL_PORT: Final = (
+    "status, metrics and the page are at the control port (--control, 127.0.0.1:9001 by default)"
+)
+NOTHING_SAID: Final = "it has said nothing and closed"
+_ANSWER: Final = json.dumps(
+    {"error": f"this is the workers' port: {CONTROL_PORT}", "exit_code": ExitCode.UNREACHABLE}
+)
 _NO_TLS: Final = "the coordinator speaks TLS: start this worker without --plaintext"
+_MISDIRECTED: Final = (
+    f"HTTP/1.1 421 Misdirected Request\r\nContent-Type: application/json\r\nContent-Length: "
+    f"{len(_ANSWER)}\r\nConnection: close\r\n\r\n{_ANSWER}"
+).encode()
 HERE: Final = ("this machine", 0)
 """The address of who comes in by the Unix socket."""
 _NAME_PATIENCE_S: Final = 10.0
@@ -190,7 +205,13 @@ class Doorway:
             await tls_transport.secure(
                 endpoint, self._context, channel, server_side=True, timeout_s=left_s
             )
-        except (OSError, EOFError) as error:  # timeouts and TLS errors are OSErrors
+        except (ssl.SSLError, FrameError) as error:
+            # No worker ends so: it speaks TLS or frames, and trusts any certificate in TLS itself.
+            endpoint.close()
+            if isinstance(channel, Channel):
+                channel.abort(reason_of(error), FrameError(reason_of(error)))
+            channel.connection_lost(error)
+        except OSError as error:  # also timeouts
             endpoint.close()
             channel.connection_lost(error)
         except asyncio.CancelledError:
@@ -211,9 +232,14 @@ class Doorway:
             raise TimeoutError("it has said nothing") from None
         first = endpoint.recv(1, socket.MSG_PEEK)
         if not first:
-            raise EOFError("it has said nothing and closed")
-        if first != frames.MAGIC[:1]:
+            raise FrameError(NOTHING_SAID)
+        if first == _TLS_HANDSHAKE:
             return False
+        if first != frames.MAGIC[:1]:
+            with suppress(OSError):
+                endpoint.recv(_REQUEST_BYTES)  # else the answer is reset
+                endpoint.send(_MISDIRECTED)
+            raise FrameError("it speaks neither TLS nor frames (plain HTTP?)")
         endpoint.recv(_HELLO_BYTES)  # what is left unread would make the goodbye a reset
         goodbye = Goodbye(reason=_NO_TLS, retry=False, exit_code=Mismatch.exit_code)
         with endpoint:

@@ -10,7 +10,14 @@ from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.questions import Questions
 from coordinator.members.worker_keys import key_mark
 from protocol.base import limits
-from protocol.base.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError, UsageError
+from protocol.base.errors import (
+    ExitCode,
+    NotAuthorised,
+    OutOfPlace,
+    ProtocolError,
+    UsageError,
+    VersionMismatch,
+)
 from protocol.wire.authentication import NO_CERTIFICATE, Exchange, new_nonce, on_this_machine
 from protocol.wire.connection import Received
 from protocol.wire.messages import (
@@ -61,6 +68,7 @@ class MemberSession:
         explained: Whether the reason of its end is known: it said so, or was refused.
         leaves: Whether it ends as it should, and does not come back.
         stepped: Whether it has taken a step of a run.
+        is_worker: Whether nothing shows that it is none: it said nothing, or no frame.
     """
 
     channel: Channel
@@ -76,6 +84,7 @@ class MemberSession:
         self.saying_goodbye = ""
         self.exit_code: int = ExitCode.OK
         self.explained = self.leaves = self.stepped = False
+        self.is_worker = True
         self._owner = owner
 
     def start(self, channel: Channel) -> None:
@@ -113,7 +122,9 @@ class MemberSession:
                     channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
-        del channel, error
+        del channel
+        greeted = hasattr(self, "hello") or isinstance(error, VersionMismatch)
+        self.is_worker = greeted or error is None
         self._timer.cancel()
         self.questions.lost()
         self._owner.left(self, self.saying_goodbye or reason)

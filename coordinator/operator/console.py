@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.members.doorway import CONTROL_PORT
 from coordinator.operator.pace import pace_of
 from coordinator.operator.status import status_document, waiting_for
 from coordinator.run.outputs.facts import (
@@ -54,7 +55,7 @@ from coordinator.service.listener import (
     WorkerDisconnected,
     document,
 )
-from coordinator.service.repeated_ends import WorkerComesAndGoes
+from coordinator.service.repeated_ends import NotAWorker, WorkerComesAndGoes
 from coordinator.service.service import Service
 from protocol.command.system_journal import Priority, SystemJournal
 from protocol.data.capture_index import INDEX
@@ -91,6 +92,8 @@ _TOLD: Final[dict[type[Fact], str]] = {
     CopyFailed: "the checkpoint after step {step} is not copied to {to}: {error}",
     WorkerComesAndGoes: "worker {worker} comes and goes: lost {count} times in a row while "
     "{phase}: {reason}; {cause}",
+    NotAWorker: "something at {address} that is not a worker connects to the workers' port "
+    f"({{count}} so far): {{reason}}; {CONTROL_PORT}",
     SecretsTrouble: "{reason}",
     SecretsSound: "the files of keys and join token are there and can be used",
     Draining: "draining: the step in progress is finished first",

@@ -5,9 +5,11 @@ Pure. One end is a fault of that moment; three alike in a row are a fault that s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from coordinator.members.doorway import CONTROL_PORT, NOTHING_SAID
 from coordinator.run.outputs.facts import Fact
 
 Phase = Literal["joining", "fetching files", "loading", "training"]
@@ -18,6 +20,7 @@ _PATH: Final = (
     "large messages do not get through; lower the MTU there (ip link set DEV mtu 1400), and see "
     "worker doctor --coordinator HOST:PORT"
 )
+_OTHERS_EVERY_S: Final = 600.0
 _PROCESS: Final = (
     "its process may have been killed for memory: see its log, `worker doctor` and `dmesg` there"
 )
@@ -42,6 +45,44 @@ class WorkerComesAndGoes(Fact):
             f"worker {self.worker} comes and goes: lost {self.count} times in a row while "
             f"{self.phase}: {self.reason}; {self.cause}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NotAWorker(Fact):
+    """Something connected to the workers' port and neither began TLS nor said that it is a worker.
+
+    `count` is how often anything did so since this was last told.
+    """
+
+    event = "not_a_worker"
+    address: str
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"something at {self.address} that is not a worker connects to the workers' port "
+            f"({self.count} so far): {self.reason}; {CONTROL_PORT}"
+        )
+
+
+class Others:
+    """Who connects to the workers' port and is none: told at most once in ten minutes."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._told_s = -math.inf
+
+    def came(self, address: str, reason: str, now_s: float) -> NotAWorker | None:
+        """A fact to tell, if it is time for one; a mere check of the port is never told."""
+        if reason == NOTHING_SAID:
+            return None
+        self._count += 1
+        if now_s - self._told_s < _OTHERS_EVERY_S:
+            return None
+        fact, self._count = NotAWorker(address, self._count, reason), 0
+        self._told_s = now_s
+        return fact
 
 
 class RepeatedEnds:

@@ -42,7 +42,7 @@ from coordinator.service.listener import (
     WorkerDisconnected,
     document,
 )
-from coordinator.service.repeated_ends import Phase, RepeatedEnds
+from coordinator.service.repeated_ends import Others, Phase, RepeatedEnds
 from coordinator.storage.kept_files import hold
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
@@ -135,6 +135,7 @@ class Service:
         self.sessions: dict[str, MemberSession] = {}
         self.known: set[str] = set()
         self.repeated_ends = RepeatedEnds()
+        self._others = Others()
         self.current: Execution | None = None
         self.finished: Execution | None = None
         self.waiting: deque[AcceptedRun] = deque()
@@ -383,7 +384,10 @@ class Service:
         self._joining.leave(session)
         if not session.name:
             log.info("connection_closed", peer=session.channel.peer, reason=reason)
-            self._note_end(session, session.host, "joining", reason)
+            if session.is_worker:
+                self._note_end(session, session.host, "joining", reason)
+            elif fact := self._others.came(session.host, reason, self._machine.now_s()):
+                self.reported(fact)
         self._forget(session, reason)
 
     def _forget(self, session: MemberSession, reason: str) -> None:

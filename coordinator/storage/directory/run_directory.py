@@ -19,6 +19,7 @@ The coordinator's own directory has lock and epoch too. When it runs one run alo
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import time
 from dataclasses import dataclass
@@ -39,10 +40,13 @@ from coordinator.run.outputs.restart import Terms
 from coordinator.storage.log.log_index import segment_files
 from protocol.base.errors import MessageError, Mismatch, StorageDamaged, UsageError
 from protocol.base.regular_file import parse_json, read_json
-from protocol.spec.manifest import Manifest
+from protocol.spec.manifest import BEST, Manifest
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 
 FORMAT: Final = 1
+_DIRECTORIES: Final = (
+    "log", "checkpoints", "replicas", "capture", "set-aside", BEST, "trackers",
+)  # fmt: skip
 RESULT_REMEDY: Final = (
     "bring it back from a copy, or remove result.json: --resume writes that and the model anew"
 )
@@ -229,16 +233,29 @@ class RunDirectory:
         """What is in `run.json`; None where there is no run.
 
         Raises:
-            StorageDamaged: There is a run, without that file.
+            StorageDamaged: There is a run, without that file or with a file for a directory.
             StorageFailed: It cannot be read.
         """
         content = read_if_there(self.run_file)
+        if content is not None:
+            self._check_directories()
         with storing("read", self.log):
             written = self.journal.exists() or bool(segment_files(self.log))
         if content is None and written:
             reason = "it is missing, though there is a journal or a log; bring it back from a copy"
             raise StorageDamaged(str(self.run_file), "", reason)
         return content
+
+    def _check_directories(self) -> None:
+        """See that no file is where the run keeps a directory.
+
+        Raises:
+            StorageDamaged: One is.
+        """
+        for path in (self.path / name for name in _DIRECTORIES):
+            if os.path.lexists(path) and not path.is_dir():
+                reason = "expected a directory, got a file; remove it, or bring the directory back"
+                raise StorageDamaged(str(path), "", f"{reason} from a copy")
 
     def accepted_ns(self) -> int:
         """When the run was accepted, in nanoseconds since 1970.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pytest
 
+from coordinator.members.doorway import NOTHING_SAID
+from coordinator.operator.control_client import request
 from coordinator.operator.status import status_document
 from coordinator.operator.status_text import status_lines
 from coordinator.run.workers.membership import MemberState
-from coordinator.service.repeated_ends import RepeatedEnds
+from coordinator.service.repeated_ends import Others, RepeatedEnds
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import Unreachable
 from tests.live_service import Scripted, live_service, scripted_spec
@@ -92,3 +95,50 @@ async def test_a_worker_that_is_lost_in_its_first_step_again_and_again(tmp_path)
         assert not service.repeated_ends.told or "w0" in service.sessions
     journal = RunDirectory(tmp_path / run_id).journal.read_text()
     assert '"worker_comes_and_goes"' in journal
+
+
+def test_who_is_no_worker_is_told_once_in_a_while():
+    others = Others()
+    told = [others.came("10.0.0.9", "plain HTTP?", float(now_s)) for now_s in range(1300)]
+    assert [now_s for now_s, fact in enumerate(told) if fact is not None] == [0, 600, 1200]
+    assert "something at 10.0.0.9 that is not a worker connects" in str(told[600])
+    assert "(600 so far)" in str(told[600])
+    assert Others().came("10.0.0.9", NOTHING_SAID, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x00\x05nonsense of TLS",
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        b"",
+    ],
+    ids=["HTTP", "broken TLS", "SSH", "a check of the port"],
+)
+async def test_what_is_no_worker_never_comes_and_goes(tmp_path, data):
+    async with live_service(tmp_path, 1) as live:
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+            writer.write(data)
+            if not data:
+                writer.close()
+            with contextlib.suppress(ConnectionResetError):
+                answer = await reader.read()
+            writer.close()
+        while live.service._joining:  # noqa: ASYNC110 -- nobody is told of strangers
+            await asyncio.sleep(0)
+        assert live.service.repeated_ends.told == {}
+        assert live.service.repeated_ends._ends == {}
+        if data:
+            told = await live.wait_for("not_a_worker")
+            assert (told["address"], told["count"]) == ("127.0.0.1", 1)
+        if data.startswith(b"GET"):
+            assert b"421 Misdirected Request" in answer
+            assert b"this is the workers' port: status, metrics" in answer
+
+
+async def test_a_command_at_the_workers_port_is_told_where_to_go(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        with pytest.raises(Unreachable, match="this is the workers' port: status, metrics"):
+            await request(f"127.0.0.1:{live.port}", "GET", "/status")

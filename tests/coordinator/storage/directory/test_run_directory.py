@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from coordinator.disk import claim as claim_module
+from coordinator.disk.artifacts import write_model
 from coordinator.disk.claim import Claim, stored_epoch
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.log.gradient_log import GradientLog
@@ -352,3 +353,23 @@ def test_the_result_is_read_if_it_is_one(tmp_path):
         directory.result_file.write_text(content)
         with pytest.raises(StorageDamaged, match=r"remove result\.json"):
             directory.read_result()
+
+
+@pytest.mark.parametrize("name", ["log", "checkpoints", "replicas", "capture"])
+def test_a_file_where_a_run_keeps_a_directory_is_named_at_once(tmp_path, name):
+    directory = RunDirectory(tmp_path)
+    directory.begin(RUN_ID, SPEC)
+    assert directory.read_run() is not None
+    (tmp_path / name).write_text("")
+    with pytest.raises(StorageDamaged, match=f"{name}'.*expected a directory, got a file; remove"):
+        recover(directory)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StorageDamaged, match="expected a directory"):
+        directory.read_run()
+
+
+def test_a_file_where_a_run_writes_a_model_says_what_to_do(tmp_path):
+    (tmp_path / MANIFEST.export.directory).write_text("")
+    with pytest.raises(StorageFailed, match="expected a directory, got a file; remove it"):
+        write_model(tmp_path, MANIFEST, state_zero())
