@@ -168,7 +168,8 @@ class FittedTask:
         """Of the user's; a backend has just put all of the module into training mode."""
         assert self.user.loss is not None
         put_in_evaluation(module, self._kept_in_evaluation)
-        loss = self.user.loss(module, self._nested.together(arrays))
+        with self._nested.together(arrays) as batch:
+            loss = self.user.loss(module, batch)
         for name, parameter, trained in self._requires_grad:
             if parameter.requires_grad is not trained:
                 raise DataError(
@@ -200,7 +201,8 @@ class FittedTask:
 
         def once() -> Any:
             own.update(_copied(arrays))
-            return measure(module, self._nested.together(own))
+            with self._nested.together(own) as batch:
+                return measure(module, batch)
 
         with _told_as(what, own):
             return measured(once)
@@ -315,6 +317,8 @@ class FittedTask:
         own = _copied(batch)
         try:
             return self._loss(module, own)
+        except DataError:
+            raise
         except Exception as error:
             if outside := index_outside(error, own):
                 raise DataError(f"the loss of the first samples: {outside.text}") from error

@@ -1,15 +1,20 @@
 """A collator's batch as named arrays, and back: tensors in containers of any kind.
 
-A device takes a flat mapping of arrays; a loss takes the batch as the collator made it. A name is
-the path to the tensor: `input_ids`, `0`, `targets.boxes`. No two tensors of a batch have one name,
-and no two structures of batch have the same names, so the names alone say how a batch is rebuilt.
+A device takes a flat mapping of arrays; a loss takes the batch as the collator made it. A tensor
+that is in it twice is one tensor again; overlapping views are not, so no loss may change one.
+
+A name is the path to the tensor: `input_ids`, `0`, `targets.boxes`. No two tensors of a batch have
+one name, and no two structures of batch have the same names, so the names alone say how a batch is
+rebuilt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from backends.base.trainable_checks import overlapping
 from protocol.base.errors import DataError, SamestepError
 from protocol.exact.digest import digest_arrays
 
@@ -41,12 +47,42 @@ class _Leaf:
         number: The Python type that it is given back as, if it was a number.
         narrow: The tensor's own type, where numpy has it not.
         requires_grad: Whether the tensor did.
+        same_as: The name of the leaf that is the same tensor.
     """
 
     name: str
     number: type | None = None
     narrow: torch.dtype | None = None
     requires_grad: bool = False
+    same_as: str | None = None
+
+
+class _Taken(Arrays):
+    """The arrays of a batch by name, and of what memory the tensors among them were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[object, str] = {}
+        """Of a tensor by its memory, its strides and what else makes it that tensor."""
+
+    def same_as(self, name: str, tensor: torch.Tensor) -> str | None:
+        """The name of the tensor that this one, now of that name, is; None if it is the first."""
+        if not tensor.numel():
+            return None
+        known = self.names.setdefault(
+            (
+                tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype,
+                tensor.requires_grad, tensor.is_conj(), tensor.is_neg(),
+            ),
+            name,
+        )  # fmt: skip
+        if known != name:
+            return known
+        plain = tensor.detach()
+        plain = plain.conj() if plain.is_conj() else plain
+        self.tensors[name] = torch._neg_view(plain) if plain.is_neg() else plain  # noqa: SLF001
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +116,8 @@ class NestedBatches:
     def __init__(self) -> None:
         self._known: dict[frozenset[str], tuple[_Structure, int]] = {}
         self._marks: dict[_Structure, int] = {}
+        self._views: dict[frozenset[str], dict[str, str]] = {}
+        """By the batch's names: leaves that share memory with another, and that one."""
 
     def apart(self, batch: object) -> Arrays:
         """The arrays of a batch by name.
@@ -94,17 +132,34 @@ class NestedBatches:
             known = self._known.setdefault(frozenset(named), (structure, mark))
             if known == (structure, mark):
                 self._marks[structure] = mark
+                if pairs := list(overlapping(arrays.tensors)):
+                    views = self._views.setdefault(frozenset(named), {})
+                    views |= {**dict(pairs), **{other: name for name, other in pairs}}
                 return named
             mark += 1
 
-    def together(self, arrays: Mapping[str, Any]) -> Any:
-        """The batch of these tensors; `apart` has given their names.
+    @contextmanager
+    def together(self, arrays: Mapping[str, Any]) -> Iterator[Any]:
+        """The batch of these tensors, to be computed with; `apart` has given their names.
 
         Raises:
             SamestepError: The batch has a Python number, and a device is recording the step.
+            DataError: A tensor was changed that shared memory with another in the collator's batch.
         """
-        structure, mark = self._known[frozenset(arrays)]
-        return _rebuilt(structure, mark, arrays)
+        names = frozenset(arrays)
+        structure, mark = self._known[names]
+        given: dict[str, Any] = {}
+        batch = _rebuilt(structure, mark, arrays, given)
+        views = self._views.get(names, {})
+        versions = {name: given[name]._version for name in views}  # noqa: SLF001
+        yield batch
+        for name, version in versions.items():
+            if given[name]._version != version:  # noqa: SLF001
+                raise DataError(
+                    f"expected memory of its own for {name!r} of the batch, which the loss changes "
+                    f"in place, got a view that shares it with {views[name]!r}, which would not "
+                    "change with it: change a .clone() of it"
+                )
 
 
 def batch_digest(batch: object) -> str:
@@ -121,8 +176,8 @@ def _marked(name: str, mark: int) -> str:
 # Apart.
 
 
-def _taken_apart(batch: object) -> tuple[_Structure, Arrays]:
-    arrays: Arrays = {}
+def _taken_apart(batch: object) -> tuple[_Structure, _Taken]:
+    arrays = _Taken()
     structure = _structure_of(batch, "", arrays)
     if not arrays:
         raise DataError(
@@ -131,7 +186,7 @@ def _taken_apart(batch: object) -> tuple[_Structure, Arrays]:
     return structure, arrays
 
 
-def _structure_of(value: object, name: str, arrays: Arrays) -> _Structure:
+def _structure_of(value: object, name: str, arrays: _Taken) -> _Structure:
     """Of `value`, whose arrays are added by the names they get."""
     if value is None or isinstance(value, bool):
         return _Constant(value)
@@ -158,7 +213,7 @@ def _node(
     value: object,
     entries: Mapping[Any, Any],
     name: str,
-    arrays: Arrays,
+    arrays: _Taken,
 ) -> _Node:
     for attribute, held in getattr(value, "__dict__", {}).items():
         if isinstance(held, torch.Tensor | np.ndarray) and attribute not in entries:
@@ -170,7 +225,7 @@ def _node(
     return _Node(rebuild, type(value), tuple(entries), tuple(inner))
 
 
-def _of_mapping(value: Mapping[Any, Any], name: str, arrays: Arrays) -> _Structure:
+def _of_mapping(value: Mapping[Any, Any], name: str, arrays: _Taken) -> _Structure:
     node = _node(_mapping, value, value, name, arrays)
     if isinstance(value, defaultdict) and type(value) is defaultdict:
         return dataclasses.replace(node, kind=(defaultdict, value.default_factory))
@@ -186,7 +241,7 @@ def _of_mapping(value: Mapping[Any, Any], name: str, arrays: Arrays) -> _Structu
     return node
 
 
-def _of_tensor(value: torch.Tensor, name: str, arrays: Arrays) -> _Structure:
+def _of_tensor(value: torch.Tensor, name: str, arrays: _Taken) -> _Structure:
     if value.device.type != "cpu":
         raise DataError(
             f"the collator gives {_shown(name)} on {value.device}: leave tensors on the CPU, each "
@@ -218,11 +273,12 @@ def _of_tensor(value: torch.Tensor, name: str, arrays: Arrays) -> _Structure:
     narrow = value.dtype if value.dtype in _WITHOUT_NUMPY else None
     plain = value.detach().resolve_conj().resolve_neg().contiguous()
     array = (plain.float() if narrow else plain).numpy()
-    return _leaf(array, name, arrays, narrow=narrow, requires_grad=value.requires_grad)
+    leaf = _leaf(array, name, arrays, narrow=narrow, requires_grad=value.requires_grad)
+    return dataclasses.replace(leaf, same_as=arrays.same_as(leaf.name, value))
 
 
 def _of_numbers(
-    value: np.ndarray[Any, Any] | np.generic | float, name: str, arrays: Arrays
+    value: np.ndarray[Any, Any] | np.generic | float, name: str, arrays: _Taken
 ) -> _Structure:
     number = None if isinstance(value, np.ndarray | np.generic) else _kind_of_number(value)
     array = np.asarray(value)
@@ -232,14 +288,19 @@ def _of_numbers(
             f"{type(value).__name__} in {array.dtype}: leave it out of the batch, or make a tensor "
             "of it"
         )
-    return _leaf(array, name, arrays, number=number)
+    leaf = _leaf(array, name, arrays, number=number)
+    if not isinstance(value, np.ndarray) or not value.flags.writeable:
+        return leaf
+    with contextlib.suppress(TypeError, ValueError):  # of types or strides that torch has not
+        return dataclasses.replace(leaf, same_as=arrays.same_as(leaf.name, torch.from_numpy(value)))
+    return leaf
 
 
 def _kind_of_number(value: float) -> type:
     return int if isinstance(value, int) else float
 
 
-def _leaf(array: NDArray[Any], name: str, arrays: Arrays, **more: Any) -> _Leaf:
+def _leaf(array: NDArray[Any], name: str, arrays: _Taken, **more: Any) -> _Leaf:
     name = name or "batch"
     while name in arrays:  # keys that hold dots, or are alike as text
         name += "'"
@@ -272,14 +333,20 @@ def _described(structure: _Structure) -> str:
 # Together.
 
 
-def _rebuilt(structure: _Structure, mark: int, arrays: Mapping[str, Any]) -> Any:
+def _rebuilt(
+    structure: _Structure, mark: int, arrays: Mapping[str, Any], given: dict[str, Any]
+) -> Any:
+    """Of `structure`, whose leaves are added to `given` by name."""
     match structure:
         case _Leaf():
-            return _given_back(structure, arrays[_marked(structure.name, mark)])
+            if structure.same_as is not None:
+                return given[structure.same_as]
+            given[structure.name] = _given_back(structure, arrays[_marked(structure.name, mark)])
+            return given[structure.name]
         case _Constant():
             return structure.value
         case _Node():
-            inner = [_rebuilt(each, mark, arrays) for each in structure.inner]
+            inner = [_rebuilt(each, mark, arrays, given) for each in structure.inner]
             return structure.rebuild(structure, inner)
 
 

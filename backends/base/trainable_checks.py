@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -71,20 +71,27 @@ def refuse_shared_memory(
     held |= {name: each for name, each in (others or {}).items() if id(each) not in known}
     own = {id(parameter): name for name, parameter in trained.items()}
     named = {own.get(id(each), name): each for name, each in held.items()}
-    near: list[tuple[int, str]] = []
-    for start, end, name in sorted(s for n, each in named.items() if (s := _span(n, each))):
-        near = [(reach, other) for reach, other in near if reach > start]
-        for _, other in near:
-            if (name in trained or other in trained) and _overlap(named[name], named[other]):
-                first, second = (name, other) if name in trained else (other, name)
-                _refuse_one_memory(first, second, named)
-        near.append((end, name))
+    for name, other in overlapping(named):
+        if name in trained or other in trained:
+            first, second = (name, other) if name in trained else (other, name)
+            _refuse_one_memory(first, second, named)
     for name, parameter in trained.items():
         if torch._debug_has_internal_overlap(parameter) == 1:  # noqa: SLF001
             raise SamestepError(
                 f"expected memory for each element of {name!r}, which is trained, got elements "
                 "that share it, as expand() gives them: write .clone()"
             )
+
+
+def overlapping(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of tensors that have an element in common; by name, the one that begins later first."""
+    near: list[tuple[int, str]] = []
+    for start, end, name in sorted(s for n, each in named.items() if (s := _span(n, each))):
+        near = [(reach, other) for reach, other in near if reach > start]
+        for _, other in near:
+            if _overlap(named[name], named[other]):
+                yield name, other
+        near.append((end, name))
 
 
 def _span(name: str, tensor: torch.Tensor) -> tuple[int, int, str] | None:

@@ -59,7 +59,12 @@ class Labelled(list[Any]):
 def there_and_back(batch, batches=None):
     batches = batches or NestedBatches()
     arrays = batches.apart(batch)
-    return batches.together({name: torch.tensor(values) for name, values in arrays.items()})
+    with batches.together(tensors_of(arrays)) as made:
+        return made
+
+
+def tensors_of(arrays):
+    return {name: torch.tensor(values) for name, values in arrays.items()}
 
 
 def assert_alike(one, other):
@@ -124,7 +129,8 @@ def test_structures_of_the_same_names_are_kept_apart():
     apart = [batches.apart(batch) for batch in given]
     for arrays, batch in zip(apart, given, strict=True):
         tensors = {name: torch.tensor(values) for name, values in arrays.items()}
-        assert_alike(batches.together(tensors), batch)
+        with batches.together(tensors) as made:
+            assert_alike(made, batch)
         assert set(batches.apart(batch)) == set(arrays)
     assert len({batch_digest(batch) for batch in given}) == len(given)
 
@@ -162,3 +168,39 @@ def test_what_cannot_come_back_is_refused_by_name(batch, told):
 def test_a_quantized_tensor_is_refused_by_name():
     with pytest.raises(DataError, match=r"\.dequantize\(\)"):
         NestedBatches().apart({"x": quantized()})
+
+
+def test_a_tensor_that_is_in_a_batch_twice_is_one_again():
+    x, array = torch.arange(6.0), np.arange(6)
+    half = x.bfloat16()
+    given = {"x": x, "again": [x, x.view(6)], "half": half, "array": array, "and": (half, array)}
+    made = there_and_back(given)
+    assert made["again"][0] is made["again"][1] is made["x"]
+    assert made["and"][0] is made["half"]
+    assert made["and"][1] is made["array"]
+    assert batch_digest(given) == batch_digest({**given, "again": [x, x.clone()]})
+    batches = NestedBatches()
+    for batch in ([x, x], [x, x + 0.0], [x, x], [x, x.clone().requires_grad_()]):
+        made = there_and_back(batch, batches)
+        assert_alike(made, batch)
+        assert (made[0] is made[1]) == (batch[0] is batch[1])
+
+
+def test_views_that_overlap_are_read_and_not_changed():
+    tokens = torch.arange(12).view(2, 6)
+    batches = NestedBatches()
+    arrays = batches.apart({"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "x": tokens[0] + 0})
+    with batches.together(tensors_of(arrays)) as made:
+        made["x"].zero_()
+        assert torch.equal(made["inputs"] + 1, made["labels"])
+    told = r"'labels' of the batch.* view that shares it with 'inputs'.*\.clone\(\)"
+    with pytest.raises(DataError, match=told), batches.together(tensors_of(arrays)) as made:
+        made["labels"][:, 0] = -100
+    with pytest.raises(DataError, match="'inputs' of the batch"):  # noqa: SIM117
+        with batches.together(tensors_of(arrays)) as made:
+            made["inputs"].mul_(2)
+    apart = batches.apart({"inputs": tokens[:, :3], "labels": tokens[:, 3:], "x": tokens[0] + 0})
+    assert apart.keys() == arrays.keys()
+    fresh = NestedBatches()
+    with fresh.together(tensors_of(fresh.apart([tokens[:, :3], tokens[:, 3:]]))) as made:
+        made[0].zero_()
