@@ -2,7 +2,7 @@
 
 A text file is a document, and so is a row of a JSONL, CSV, TSV or Parquet file, by its column
 `data.text`. A text file that is named alone is read as parts, so that some of it can be held out:
-together they are one document, which begins with the first and ends with the last.
+together they are one document, all of it, which begins with the first and ends with the last.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TextPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextCorpus:
-    """Documents or parts of them, all different, in the order of the files' names.
+    """Documents, all different, or parts of one, in the order of the files' names.
 
     They lie on disk: a corpus may be larger than memory.
 
@@ -68,9 +68,12 @@ def read_text_corpus(spec: DataSpec) -> TextCorpus:
     """
     found, begins, ends = DistinctTexts(), array("b"), array("b")
     for part in parts(spec):
-        if found.add(part.text):
-            begins.append(part.begins)
-            ends.append(part.ends)
+        if not (part.begins and part.ends):
+            found.texts.append(part.text)  # a document may say the same twice
+        elif not found.add(part.text):
+            continue
+        begins.append(part.begins)
+        ends.append(part.ends)
     if not found.texts:
         raise DataError(f"expected text in {spec.train!r}, found none")
     return TextCorpus(found.texts, begins, ends, found.duplicates)
@@ -99,7 +102,7 @@ def parts(spec: DataSpec) -> Iterator[TextPart]:
                 f"{JSON_REMEDY}"
             )
         elif len(paths) == 1:
-            yield from _joined(filter(str.strip, _pieces(text_pieces(path))))
+            yield from _joined(_pieces(text_pieces(path)))
         elif (text := read_text(path)).strip():
             yield TextPart(text)
 
@@ -125,12 +128,18 @@ def _column(path: Path, column: str) -> Iterator[str]:
 
 
 def _joined(texts: Iterator[str]) -> Iterator[TextPart]:
-    """Parts of one document."""
-    text, begins = next(texts, None), True
-    while text is not None:
-        following = next(texts, None)
-        yield TextPart(text, begins, following is None)
-        text, begins = following, False
+    """Parts of one document; a piece of spaces alone goes with its neighbor. None of them if that
+    is all."""
+    text, blank, begins = "", True, True
+    for piece in texts:
+        piece_blank = not piece.strip()
+        if blank or piece_blank:
+            text, blank = text + piece, blank and piece_blank
+        else:
+            yield TextPart(text, begins, ends=False)
+            text, begins = piece, False
+    if not blank:
+        yield TextPart(text, begins)
 
 
 def _pieces(read: Iterable[str]) -> Iterator[str]:

@@ -32,6 +32,11 @@ class DiskArrays(Sequence[NDArray[Any]]):
         self._file.append(values.astype(self._kept).tobytes())
         self._ends.append(self._ends[-1] + len(values))
 
+    def extend(self, values: NDArray[Any]) -> None:
+        """Add these to the one that was appended last."""
+        self._file.append(values.astype(self._kept).tobytes())
+        self._ends[-1] += len(values)
+
     def __len__(self) -> int:
         return len(self._ends) - 1
 

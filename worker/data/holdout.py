@@ -19,7 +19,7 @@ def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], l
     matter. At least one sample stays for training.
 
     Args:
-        keys: What identifies each sample, all different.
+        keys: What identifies each sample; like ones are beside each other in that order.
         seed: The run's seed.
         fraction: How much is held out, in [0, 1).
     """

@@ -29,12 +29,12 @@ from protocol.spec.run_spec import DataSpec, RunSpec, TokenizerSpec
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, Counted
 from worker.data.disk_arrays import DiskArrays, joined
+from worker.data.document_tokens import encode_documents
 from worker.data.packing import PackedSamples
 from worker.models.tokens import (
     NOTHING,
     Tokens,
     answer_ends,
-    encode_each,
     load_tokenizer,
     marks_around_text,
     sampled_every,
@@ -112,7 +112,10 @@ def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageDat
     both = _divided(corpus, measured, spec.seed, fraction)
     train, held_out = (Chosen(each.documents, numbers) for each, numbers in both)
     tokenizer = load_or_train_tokenizer(spec, train)
-    streams = [TextStream.of(tokenizer, each, numbers) for each, numbers in both]
+    if measured is None:
+        streams = TextStream.of(tokenizer, corpus, *(numbers for _, numbers in both))
+    else:
+        streams = [TextStream.of(tokenizer, *each)[0] for each in both]
     there = [stream.tokens for stream in streams if len(stream.tokens)]
     trained, held = (_text_samples(stream, spec, data) for stream in streams)
     return LanguageData(
@@ -152,7 +155,7 @@ class TextStream:
     """Running text as tokens.
 
     Attributes:
-        tokens: Of each document, or part of one.
+        tokens: Of each document, or of parts of one that stand beside each other.
         marks: Which of all tokens only say that a document begins, rising; nobody predicts them.
     """
 
@@ -160,17 +163,25 @@ class TextStream:
     marks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @staticmethod
-    def of(tokenizer: Any, corpus: TextCorpus, numbers: Sequence[int]) -> TextStream:
-        """These documents: the tokenizer's marks stand where one begins and where one ends."""
+    def of(tokenizer: Any, corpus: TextCorpus, *divisions: Sequence[int]) -> list[TextStream]:
+        """A stream for each division, of documents and parts by number, each in at most one.
+
+        The tokenizer's marks stand where a document begins and where one ends.
+        """
         before, behind = marks_around_text(tokenizer)
-        tokens, marks = DiskArrays("<u4", np.int64), array("q")
-        encoded = encode_each(tokenizer, Chosen(corpus.documents, numbers))
-        for number, ids in zip(numbers, encoded, strict=True):
+        found = [(DiskArrays("<u4", np.int64), array("q")) for _ in divisions]
+        division = np.full(len(corpus.documents), -1)
+        for each, numbers in enumerate(divisions):
+            division[np.array(numbers, np.int64)] = each
+        for number, ids in encode_documents(tokenizer, corpus, division >= 0):
+            tokens, marks = found[division[number]]
             first = before if corpus.begins[number] else []
             marks.extend(range(tokens.elements, tokens.elements + len(first)))
             last = behind if corpus.ends[number] else []
-            tokens.append(np.array([*first, *ids, *last], np.int64))
-        return TextStream(tokens, np.array(marks, np.int64))
+            goes_on = not corpus.begins[number] and division[number - 1] == division[number]
+            add = tokens.extend if goes_on else tokens.append
+            add(np.array([*first, *ids, *last], np.int64))
+        return [TextStream(tokens, np.array(marks, np.int64)) for tokens, marks in found]
 
     def read(self, lo: int, hi: int) -> tuple[Tokens, Counted]:
         """The tokens [lo, hi), and which of them are predicted if the one before is read."""
@@ -334,7 +345,7 @@ class CutDocuments:
 
     @staticmethod
     def of(stream: TextStream, length: int) -> CutDocuments:
-        """Cut each document, or part of one."""
+        """Cut each document, or what is together of one."""
         predicted = np.maximum(stream.tokens.lengths - 1, 0)
         counts = -(-predicted // length)
         whole = np.repeat(np.cumsum(counts) - counts, counts)

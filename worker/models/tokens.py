@@ -143,7 +143,9 @@ def unknown_in(tokenizer: Any, texts: Iterable[str]) -> int:
     Raises:
         DataError: Most of them do: the tokenizer is another language's, or its files are damaged.
     """
-    sample = [text[:SAMPLE_CHARACTERS] for text in texts]
+    # Of spaces alone some tokenizers make nothing.
+    seen = (text.lstrip() if text[:SAMPLE_CHARACTERS].isspace() else text for text in texts)
+    sample = [text[:SAMPLE_CHARACTERS] for text in seen]
     ids = tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"]
     tokens = np.concatenate([np.array(each, np.int64) for each in ids])
     unknown = int(np.count_nonzero(tokens == tokenizer.unk_token_id))

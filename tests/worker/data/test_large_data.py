@@ -38,16 +38,35 @@ class Bytes:
     """A tokenizer of every eighth byte."""
 
     eos_token_id = 0
+    is_fast = True
 
     def __call__(self, texts: str | list[str], **_: Any) -> Any:
         if isinstance(texts, str):
-            return Encoded({"input_ids": list(texts.encode()[::8])})
-        ids = [list(text.encode()[::8]) for text in texts]
-        return Encoded({"input_ids": ids})
+            return {"input_ids": list(texts.encode()[::8])}
+        return Encoded([Encoding(text.encode()) for text in texts])
+
+
+class Encoding:
+    """Of ASCII."""
+
+    overflowing = ()
+
+    def __init__(self, text: bytes) -> None:
+        self.ids = list(text[::8])
+
+    @property
+    def offsets(self) -> Any:
+        return 8 * np.arange(len(self.ids))[:, None] + [0, 8]
+
+    @property
+    def word_ids(self) -> range:
+        return range(len(self.ids))
 
 
 class Encoded(dict[str, Any]):
-    encodings = None
+    def __init__(self, encodings: list[Encoding]) -> None:
+        super().__init__(input_ids=[each.ids for each in encodings])
+        self.encodings = encodings
 
 
 class Plain(ChatTemplate):
@@ -93,7 +112,7 @@ def test_running_text(tmp_path, form):
             file.write(line if form == "t.txt" else json.dumps({"text": line}) + "\n")
     with measured_growth() as growth:
         corpus = read_text_corpus(DataSpec(train=str(path)))
-        stream = TextStream.of(Bytes(), corpus, range(len(corpus.documents)))
+        (stream,) = TextStream.of(Bytes(), corpus, range(len(corpus.documents)))
         windows = Windows(stream, 512)
         assert windows.batch(np.array([5, len(windows) - 1])).weight > 512
     assert stream.tokens.elements > size // 9

@@ -1,0 +1,287 @@
+"""Documents become the tokens that one call makes of their text, in windows and files alike."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from protocol.base.errors import DataError
+from protocol.data.text_corpus import LONE_FILE_CHARACTERS, read_text_corpus
+from protocol.spec.run_spec import DataSpec, RunSpec, parse_run_spec
+from worker.data.document_tokens import encode_text
+from worker.data.language_data import CutDocuments, TextStream, read_language_data
+from worker.models.tokens import NOTHING
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WORDS = [
+    "the", "cat", "sat", "on", "a", "red", "mat", "while", "12345", "birds", "sing:", "Café,",
+    "naïve!", "🙂", "don't", "(see", "below)",
+]  # fmt: skip
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def text_of(kind: str, characters: int, seed: int = 3) -> str:
+    draw = random.Random(seed)
+    ends = {
+        "paragraphs": [" "] * 7 + ["\n\n", "\n", "\n\n\n"],
+        "crlf": [" "] * 7 + ["\r\n", "\r\n\r\n"],
+        "long lines": [" "] * 300 + ["\n"],
+        "no line end": [" ", "  "],
+        "emoji": [" ", "🙂", "👩‍👩‍👧", "\n", "é", "e\u0301"],
+        "code": [" ", "\n    ", "\n\n        ", "\t", "();\n", "0x1f2e3d4c"],
+        "marks": [" ", "\n", "</s>", " <s> "],
+        "spaces": [" ", " " * 40, "\n" * 40],
+    }[kind]
+    said = ""
+    while len(said) < characters:
+        said += draw.choice(WORDS) + draw.choice(ends)
+    return said[:characters]
+
+
+KINDS = [
+    "paragraphs", "crlf", "long lines", "no line end", "emoji", "code", "marks", "spaces",
+]  # fmt: skip
+
+
+def tokenizer_of(name: str) -> Any:
+    """A tiny one as the models of that name have them."""
+    unigram = trainers.UnigramTrainer(
+        vocab_size=250, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
+    bpe = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if "byte" in name else [],
+    )
+    trainer: Any = bpe
+    made = Tokenizer(models.BPE(unk_token=None if "byte" in name else "<unk>", fuse_unk=True))
+    match name:
+        case "llama 3, byte":
+            split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
+            byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        case "roberta, byte":
+            made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        case "unigram":
+            made, trainer = Tokenizer(models.Unigram()), unigram
+            made.normalizer = normalizers.NFKC()
+            made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        case "unigram of one word":
+            made, trainer = Tokenizer(models.Unigram()), unigram
+        case "llama 2":
+            marked = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            made.normalizer = normalizers.Sequence(marked)
+            words = [text.replace(" ", "▁") for text in "".join(corpus()).split("\n")]
+            made.train_from_iterator(words, trainer)
+            return fast(made)
+        case "bert":
+            made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+            made.normalizer = normalizers.BertNormalizer(lowercase=True)
+            made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            trainer = trainers.WordPieceTrainer(
+                vocab_size=300, special_tokens=SPECIAL, show_progress=False
+            )
+    made.train_from_iterator(corpus(), trainer)
+    return fast(made)
+
+
+def corpus() -> list[str]:
+    return [text_of(kind, 2_000, seed=1) for kind in ("paragraphs", "crlf", "code")]
+
+
+def fast(made: Tokenizer) -> Any:
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        pad_token="</s>",
+    )  # fmt: skip
+
+
+NAMES = ["llama 3, byte", "roberta, byte", "unigram", "unigram of one word", "llama 2", "bert"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def tokenizer(request) -> Any:
+    return tokenizer_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer, tmp_path_factory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def whole(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def in_windows(tokenizer: Any, text: str, window: int) -> list[int]:
+    found = [*encode_text(tokenizer, len(text), lambda lo, hi: text[lo:hi], window)]
+    starts = np.concatenate([starts for _, starts in found])
+    assert (np.diff(starts) >= 0).all()
+    return [int(each) for ids, _ in found for each in ids]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_give_the_tokens_of_the_whole_text(tokenizer, kind):
+    for length in (900, 4_001):
+        text = text_of(kind, length, seed=length)
+        expected = whole(tokenizer, text)
+        for window in (300, 777, 2_000):
+            assert in_windows(tokenizer, text, window) == expected
+
+
+@pytest.mark.parametrize("unit", ["a", "1", "\n", " ", "ab", "12 ", "🙂", "x\n\n", "\r\n"])
+def test_windows_of_what_repeats_itself(tokenizer, unit):
+    text = "the cat " + unit * (1_500 // len(unit)) + " sat."
+    assert in_windows(tokenizer, text, 400) == whole(tokenizer, text)
+
+
+class Counting:
+    """The tokenizer, and how long the texts were."""
+
+    is_fast = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.backend_tokenizer = tokenizer.backend_tokenizer
+        self.tokenizer, self.longest = tokenizer, 0
+
+    def __call__(self, texts: list[str], **how: Any) -> Any:
+        self.longest = max(self.longest, *map(len, texts))
+        return self.tokenizer(texts, **how)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "unigram of one word"])
+@pytest.mark.parametrize("kind", ["paragraphs", "long lines", "code"])
+def test_memory_is_bounded_where_texts_have_words(name, kind):
+    counting = Counting(tokenizer_of(name))
+    text = text_of(kind, 20_000)
+    assert in_windows(counting, text, 2_000) == whole(counting.tokenizer, text)
+    assert counting.longest <= 4_000
+
+
+def test_a_tokenizer_that_changes_its_mind_is_refused():
+    class Fickle(Counting):
+        def __call__(self, texts: list[str], **how: Any) -> Any:
+            found = super().__call__(texts, **how)
+            return found if len(texts[0]) <= 400 else super().__call__([texts[0].upper()], **how)
+
+    text = text_of("paragraphs", 800) + "a" * 700
+    with pytest.raises(DataError, match="divide the document into several of at most 400"):
+        in_windows(Fickle(tokenizer_of("unigram")), text, 400)
+
+
+def spec_of(tokenizer: Path, train: Path, **data: Any) -> RunSpec:
+    return parse_run_spec({
+        "task": "causal-lm", "steps": 1, "seed": 3,
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"source": str(tokenizer)}, "batch": {"samples": 2, "microbatch": 2},
+        "data": {"train": str(train), "max_tokens": 16, **data},
+    })  # fmt: skip
+
+
+def stream(samples: Any) -> list[int]:
+    """All tokens; a sample's last one is the next one's first."""
+    found = [samples.sample(number)[0].tolist() for number in range(len(samples))]
+    return [each for tokens in found for each in tokens[:-1]] + found[-1][-1:]
+
+
+def written(path: Path, text: str) -> Path:
+    jsonl = json.dumps({"text": text}) + "\n" if path.suffix == ".jsonl" else text
+    path.write_bytes(jsonl.encode())
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lone_file_has_the_tokens_of_its_text(tokenizer, saved, tmp_path, kind):
+    text = text_of(kind, 9_500)
+    expected = [1, *whole(tokenizer, text), 2]
+    for name in ("a.txt", "a.jsonl"):
+        spec = spec_of(saved, written(tmp_path / name, text))
+        assert stream(read_language_data(spec, 0.0).train) == expected
+
+
+def test_a_cut_of_a_lone_file_changes_no_token(tokenizer, saved, tmp_path):
+    """Cut between the line ends of an empty line, of which some tokenizers have one token."""
+    text = ("the cat sat on a mat. " * 200)[: LONE_FILE_CHARACTERS - 1] + "a\n\nthe cat " * 3
+    assert text[LONE_FILE_CHARACTERS : LONE_FILE_CHARACTERS + 2] == "\n\n"
+    for said in (text, text * 3):
+        spec = spec_of(saved, written(tmp_path / "a.txt", said))
+        assert stream(read_language_data(spec, 0.0).train) == [1, *whole(tokenizer, said), 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\n" * 9_000 + "the cat\n" + " \n" * 9_000, "the cat sat on a mat.\n" * 900],
+    ids=["spaces", "the same again"],
+)
+def test_nothing_of_a_lone_file_is_left_out(tokenizer, saved, tmp_path, text):
+    spec = spec_of(saved, written(tmp_path / "a.txt", text))
+    found = read_language_data(spec, 0.0)
+    assert stream(found.train) == [1, *whole(tokenizer, text), 2]
+    assert found.notes["duplicates_removed"] == 0
+
+
+def test_what_is_held_out_of_a_lone_file_and_what_is_not_are_its_tokens(tokenizer, tmp_path):
+    text = text_of("paragraphs", 40_000)
+    read = read_text_corpus(DataSpec(train=str(written(tmp_path / "a.txt", text))))
+    count = len(read.documents)
+    assert count > 5
+    divided = TextStream.of(tokenizer, read, [*range(0, count, 3)], [1, 2, 4, 5])
+    (together,) = TextStream.of(tokenizer, read, range(count))
+    each_alone = TextStream.of(tokenizer, read, *([number] for number in range(count)))
+    expected = [1, *whole(tokenizer, text), 2]
+    assert together.tokens.read(0, together.tokens.elements).tolist() == expected
+    assert len(together.tokens) == 1
+    parts = [each.tokens.read(0, each.tokens.elements).tolist() for each in each_alone]
+    assert [token for part in parts for token in part] == expected
+    found = [each.tokens.read(0, each.tokens.elements).tolist() for each in divided]
+    assert found[0] == [token for part in parts[::3] for token in part]
+    assert found[1] == [token for n in (1, 2, 4, 5) for token in parts[n]]
+    assert [len(each.tokens) for each in divided] == [len(parts[::3]), 2]
+
+
+def test_packing_cuts_a_lone_file_as_it_cuts_a_row(tokenizer, tmp_path):
+    text = text_of("paragraphs", 9_500)
+    found = []
+    for name in ("a.txt", "a.jsonl"):
+        path = str(written(tmp_path / name, text))
+        read = read_text_corpus(DataSpec(train=path))
+        (one,) = TextStream.of(tokenizer, read, range(len(read.documents)))
+        cut = CutDocuments.of(one, 64)
+        found.append([cut.piece(n)[1].tolist() for n in range(len(cut.lengths))])
+    assert found[0] == found[1]
+    labels = [label for piece in found[0] for label in piece]
+    assert NOTHING not in labels
+    assert labels == [*whole(tokenizer, text), 2]
+
+
+def test_a_tokenizer_that_tells_no_places_still_reads_the_whole_text(tokenizer, tmp_path):
+    class Slow(Counting):
+        is_fast = False
+
+        def __call__(self, texts: Any, **how: Any) -> Any:
+            return {"input_ids": self.tokenizer(texts, **how).input_ids}
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.tokenizer, name)
+
+    text = text_of("paragraphs", 9_500)
+    read = read_text_corpus(DataSpec(train=str(written(tmp_path / "a.txt", text))))
+    (found,) = TextStream.of(Slow(tokenizer), read, range(len(read.documents)))
+    expected = [1, *whole(tokenizer, text), 2]
+    assert found.tokens.read(0, found.tokens.elements).tolist() == expected

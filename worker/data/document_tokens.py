@@ -1,0 +1,231 @@
+"""Tokens of whole documents of running text, in bounded memory.
+
+A tokenizer looks around: it marks the beginning of a text, and takes line ends or digits in groups.
+So a document is never encoded in parts. One longer than a window is encoded in windows that
+overlap, and two of them are joined only where both say the same:
+
+- over the middle half of the overlap they have the same tokens at the same places, so what a
+  window's own beginning and end change lies outside;
+- there, where a word begins: models encode each word of the pre-tokenizer by itself, and it finds
+  the next word from where the last one ended;
+- with BPE between any two tokens: tokens are the encoding of their text if each two neighbors are
+  that of theirs (a first merge over a boundary would be made in the text of two neighbors, too).
+
+Where two windows differ, the first one is doubled, in the end up to the whole document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import models
+
+from protocol.base.errors import DataError
+from protocol.data.disk_texts import Chosen, DiskTexts
+from protocol.data.text_corpus import TextCorpus
+from worker.models.tokens import Tokens, encode_each
+
+WINDOW_CHARACTERS: Final = 1 << 20
+"""A document of at most so many is encoded in one call, which takes a few hundred MiB."""
+_OVERLAP_SHARE: Final = 16
+"""Of a window one in so many characters is in the next one, too. A quarter of those, 16,384, is
+farther than tokenizers look for anything that does not repeat itself (BERT: a word of 100)."""
+
+
+class _Window(NamedTuple):
+    """A part of a document as the tokenizer has it.
+
+    Attributes:
+        ids: Of its tokens.
+        starts: Where each begins in the document, in characters, rising.
+        ends: Where each ends.
+        begins_word: Whether a word of the pre-tokenizer begins with it.
+    """
+
+    ids: Tokens
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    begins_word: NDArray[np.bool_]
+
+    def cut(self, lo: int, hi: int | None = None) -> _Window:
+        """The tokens [lo, hi)."""
+        at = slice(lo, hi)
+        return _Window(self.ids[at], self.starts[at], self.ends[at], self.begins_word[at])
+
+    def equals(self, other: _Window) -> bool:
+        """Whether both have the same tokens at the same places."""
+        return all(np.array_equal(ours, theirs) for ours, theirs in zip(self, other, strict=True))
+
+
+def encode_documents(
+    tokenizer: Any, corpus: TextCorpus, wanted: NDArray[np.bool_]
+) -> Iterator[tuple[int, Tokens]]:
+    """The numbers of documents and parts of documents, rising, and the tokens of each.
+
+    A part has those tokens of the whole document that begin in it: the tokens of all parts, one
+    after another, are those of the document's text, without any marks.
+
+    Args:
+        tokenizer: Of the model.
+        corpus: Documents, or parts of them.
+        wanted: Which of them; of a document that has none, nothing is encoded.
+
+    Raises:
+        DataError: The tokenizer gives other tokens for what it is shown more of.
+    """
+    characters = corpus.documents.characters
+
+    def is_short(document: tuple[int, int]) -> bool:
+        lo, hi = document
+        return hi - lo == 1 and characters[lo] <= WINDOW_CHARACTERS
+
+    ends = (np.flatnonzero(corpus.ends) + 1).tolist()
+    for short, documents in groupby(pairwise([0, *ends]), is_short):
+        if short:
+            numbers = [lo for lo, _ in documents if wanted[lo]]
+            texts = Chosen(corpus.documents, numbers)
+            yield from zip(numbers, encode_each(tokenizer, texts), strict=True)
+            continue
+        for lo, hi in documents:
+            if wanted[lo:hi].any():
+                found = _parts(tokenizer, _Document(corpus.documents, lo, hi))
+                yield from ((lo + part, ids) for part, ids in enumerate(found) if wanted[lo + part])
+
+
+class _Document:
+    """The text of a document, read where it is needed."""
+
+    def __init__(self, texts: DiskTexts, lo: int, hi: int) -> None:
+        self.bounds = np.cumsum([0, *texts.characters[lo:hi]])
+        self._texts, self._lo = texts, lo
+        self._last = -1, ""
+
+    def read(self, lo: int, hi: int) -> str:
+        """The characters [lo, hi)."""
+        first = int(np.searchsorted(self.bounds, lo, "right")) - 1
+        parts = range(first, int(np.searchsorted(self.bounds, hi)))
+        return "".join(
+            self._part(part)[max(lo - int(self.bounds[part]), 0) : hi - int(self.bounds[part])]
+            for part in parts
+        )
+
+    def _part(self, part: int) -> str:
+        if self._last[0] != part:
+            self._last = part, self._texts[self._lo + part]
+        return self._last[1]
+
+
+def _parts(tokenizer: Any, document: _Document) -> Iterator[Tokens]:
+    """The tokens that begin in each part of a document."""
+    bounds = document.bounds[1:-1].tolist()
+    kept: list[Tokens] = []
+    done = 0
+    for ids, starts in encode_text(tokenizer, int(document.bounds[-1]), document.read):
+        at = 0
+        while done < len(bounds) and len(starts) and bounds[done] <= starts[-1]:
+            cut = int(np.searchsorted(starts, bounds[done]))
+            yield np.concatenate([*kept, ids[at:cut]])
+            kept, at, done = [], cut, done + 1
+        kept.append(ids[at:])
+    for _ in range(len(bounds) + 1 - done):
+        yield np.concatenate([*kept, np.zeros(0, np.int64)])
+        kept = []
+
+
+def encode_text(
+    tokenizer: Any,
+    characters: int,
+    read: Callable[[int, int], str],
+    window: int = WINDOW_CHARACTERS,
+) -> Iterator[tuple[Tokens, NDArray[np.int64]]]:
+    """The tokens of a text as one call gives them, without any marks, some at a time, and in which
+    character each begins.
+
+    Args:
+        tokenizer: Of the model. Of one that does not say where its tokens begin, the text is
+            encoded in one call, and they count as evenly spread.
+        characters: Of the text.
+        read: Its characters [lo, hi).
+        window: How many are encoded at once.
+
+    Raises:
+        DataError: The tokenizer gives other tokens for what it is shown more of.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not getattr(tokenizer, "is_fast", False):
+        (ids,) = encode_each(tokenizer, [read(0, characters)])
+        yield ids, np.arange(len(ids)) * characters // max(len(ids), 1)
+        return
+
+    def encoded(lo: int, hi: int) -> _Window:
+        return _encode(tokenizer, read(lo, hi), lo)
+
+    anywhere = isinstance(getattr(backend, "model", None), models.BPE)
+    lo, hi, first = 0, min(window, characters), 0
+    here = encoded(lo, hi)
+    while hi < characters:
+        overlap = (hi - lo) // _OVERLAP_SHARE
+        behind = hi - overlap
+        end = min(behind + max(window, 2 * overlap), characters)
+        following = encoded(behind, end)
+        zone = behind + overlap // 4, hi - overlap // 4
+        joint = _joint(here, following, *zone, anywhere=anywhere)
+        if joint is None:
+            known, hi = here.cut(0, first + 1), min(2 * hi - lo, characters)
+            here = encoded(lo, hi)
+            if first and not here.cut(0, first + 1).equals(known):
+                raise DataError(
+                    f"expected tokens that depend on what is near, got others at character "
+                    f"{known.starts[-1]} of a document by what stands thousands behind; divide "
+                    f"the document into several of at most {window} characters"
+                )
+            continue
+        yield here.ids[first : joint[0]], here.starts[first : joint[0]]
+        lo, hi, here, first = behind, end, following, joint[1]
+    yield here.ids[first:], here.starts[first:]
+
+
+def _encode(tokenizer: Any, text: str, at: int) -> _Window:
+    """What the tokenizer makes of the text that stands at a character of the document."""
+    encoding = tokenizer([text], add_special_tokens=False, verbose=False).encodings[0]
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + at
+    words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
+    return _Window(
+        np.array(encoding.ids, np.int64),
+        np.maximum.accumulate(offsets[:, 0]),
+        offsets[:, 1],
+        np.diff(words, prepend=-2) != 0,
+    )
+
+
+def _joint(
+    ours: _Window, theirs: _Window, lo: int, hi: int, *, anywhere: bool
+) -> tuple[int, int] | None:
+    """The tokens of two windows with which the second one can go on where the first one stops.
+
+    Args:
+        ours: The first window.
+        theirs: The one that begins in it.
+        lo: Where the characters begin that neither window's ends reach.
+        hi: Where these end.
+        anywhere: Whether it may be inside of a word.
+
+    Returns:
+        Their numbers in both; None if the windows differ between `lo` and `hi`.
+    """
+    (at, our_end), (there, their_end) = (
+        np.searchsorted(each.starts, (lo, hi)).tolist() for each in (ours, theirs)
+    )
+    both = ours.cut(at, our_end)
+    if not both.equals(theirs.cut(there, their_end)):
+        return None
+    apart = (both.starts[1:] > both.starts[:-1]) & (both.starts[1:] >= both.ends[:-1])
+    places = np.flatnonzero(apart & (both.begins_word[1:] | anywhere)) + 1
+    if not len(places):
+        return None
+    middle = int(places[len(places) // 2])
+    return at + middle, there + middle
