@@ -83,6 +83,11 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._generators: dict[torch.device, torch.Generator] = {}
         self._before: tuple[Any, Any] = (None, None)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's way to skip that imports its compiler: 1 s."""
+        return False
+
     def __enter__(self) -> Self:
         """See torch's."""
         self._before = _foreign_generators()

@@ -106,6 +106,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drawn: dict[int, Callable[[int], Array]] = {}
         self.written: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's way to skip that imports its compiler: 1 s."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
