@@ -29,6 +29,7 @@ from protocol.base.errors import (
     ScriptMissing,
     in_words,
 )
+from protocol.base.regular_file import read_regular
 from protocol.host.memory import figures_of
 from protocol.spec.run_spec import RunSpec
 from samestep.fitted import FittedTask
@@ -65,7 +66,7 @@ class Script:
             DataError: It cannot be read.
         """
         try:
-            return Script(path.resolve(), blake3(path.read_bytes()).hexdigest())
+            return Script(path.resolve(), blake3(read_regular(path)).hexdigest())
         except OSError as error:
             raise DataError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
 

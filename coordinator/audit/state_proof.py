@@ -70,7 +70,8 @@ class StateProof:
         try:
             scan = scan_log(self._log, self._run.run_id, self._manifest)
             index = scan.index
-            self._compare_lengths(index, max((c.info.step for c in checkpoints), default=0))
+            saved = max((c.info.step for c in checkpoints), default=0)
+            self._compare_lengths(index, saved)
             if self.history.end is not None:
                 # A run that has ended has no step whose sync had not.
                 self.faults += [f"{cut}; bring it back from a copy" for cut in scan.cuts]
@@ -79,6 +80,7 @@ class StateProof:
                 until = min([c.info.step for c in following], default=len(self.history.commits))
                 self._from(checkpoint, index, min(until, len(self.history.commits)))
             self._compare_end()
+            self._find_gap(index, saved)
             self._read_others(index)
         except SamestepError as error:
             self.faults.append(str(error))
@@ -165,16 +167,20 @@ class StateProof:
                 f"the journal tells of {told} steps, {str(self._log)!r} and the checkpoints of "
                 f"{kept}; bring the log back from a copy"
             )
-        reached = saved + sum(1 for _ in index.following(saved))
-        if last >= reached:
-            self.faults.append(
-                f"the log's steps up to {last} follow no checkpoint that is here: the newest, of "
-                f"step {saved}, leads to step {reached} alone; bring back a later one from a copy"
-            )
         extra = sum(1 for _ in index.following(told))
         if extra > 1:
             # One may be missing: a crash between the log's sync and the journal's.
             self.faults.append(f"the log has {extra} commits that the journal has not")
+
+    def _find_gap(self, index: LogIndex, saved: int) -> None:
+        """The newest checkpoint leads to the log's last step."""
+        reached = saved + sum(1 for _ in index.following(saved))
+        if index.last is not None and index.last >= reached:
+            self.faults.append(
+                f"the log's steps up to {index.last} follow no checkpoint that is here: the "
+                f"newest, of step {saved}, leads to step {reached} alone; bring back a later one "
+                "from a copy"
+            )
 
     def _read_others(self, index: LogIndex) -> None:
         """Gradients that follow no checkpoint are at least what was written."""

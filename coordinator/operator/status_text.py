@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from protocol.base import limits
 from protocol.base.byte_size import byte_size
 
 
@@ -74,6 +75,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         state = f"{worker['state']}, LATE" if worker.get("late") else worker["state"]
         if worker.get("aside_until"):
             state = f"put aside until step {worker['aside_until']}, too often LATE"
+        if worker["last_seen_s"] * 1000 > limits.LIVENESS_TIMEOUT_MS:
+            state += ", SILENT"
         over = _traffic(worker)
         yield (
             f"  {worker['name']}: {state}{place}{part}{pace}, seen {worker['last_seen_s']:g} s ago"

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from protocol.base import limits
 from protocol.base.errors import DataError
 from protocol.base.fields import Digest
+from protocol.base.regular_file import read_regular
 from protocol.data.logits_file import CaptureFacts
 from protocol.spec.blob_list import name_fault
 from protocol.spec.run_files import CAPTURE_INDEX
@@ -58,7 +59,7 @@ def read_index(directory: Path) -> CaptureIndex:
     """
     path = directory / INDEX
     try:
-        document = path.read_bytes()
+        document = read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"expected a capture of teacher logits in {str(directory)!r}, found no {INDEX} there; "

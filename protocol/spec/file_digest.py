@@ -13,6 +13,7 @@ from typing import Final
 from blake3 import blake3
 
 from protocol.base import limits
+from protocol.base.regular_file import check_regular
 
 _PIECE_BYTES: Final = limits.MIB
 _PLAIN_FLAGS: Final = (
@@ -32,6 +33,7 @@ def file_digest(path: Path) -> tuple[int, str]:
     Raises:
         OSError: It cannot be read.
     """
+    check_regular(path.stat().st_mode, path)
     with path.open("rb", buffering=0) as file:
         return open_file_digest(file)
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from protocol.base.regular_file import read_regular
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import BaseDtype, RunSpec
 from protocol.spec.run_spec_text import read_yaml
@@ -128,7 +129,7 @@ def card_text(facts: CardFacts) -> str:
 def read_card(directory: Path) -> CardFacts | None:
     """The facts in a directory's card; None where there is none of ours."""
     try:
-        text = (directory / CARD).read_text(encoding="utf-8")
+        text = read_regular(directory / CARD).decode("utf-8")
         _, front, _ = text.split(_FENCE, 2)
         return CardFacts.model_validate(read_yaml(front)[_KEY])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError):

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from protocol import __version__
 from protocol.base.errors import DataError, MessageError
-from protocol.base.regular_file import read_json
+from protocol.base.regular_file import read_json, read_regular
 from protocol.spec.manifest import ADAPTER_CONFIG, Manifest
 from protocol.spec.model_card import CardFacts, read_card
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
@@ -114,7 +114,7 @@ def _documents(run: Path) -> tuple[RunSpec, Manifest, dict[str, Any]]:
     try:
         document = read_json(run / "run.json")["spec"]
         spec = parse_run_spec_bytes(json.dumps(document).encode())
-        manifest = Manifest.from_bytes((run / "manifest.json").read_bytes())
+        manifest = Manifest.from_bytes(read_regular(run / "manifest.json"))
         result = read_json(run / "result.json")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, MessageError) as error:
         raise DataError(f"cannot read what the run in {str(run)!r} has written: {error}") from None

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from protocol.base import limits
 from protocol.base.errors import DataError
+from protocol.base.regular_file import read_regular
 from protocol.data.capture_index import INDEX, SUFFIX, CapturedFile, CaptureIndex
 from protocol.data.captured_rows import Records, record_dtype
 from protocol.data.logits_file import CaptureFacts, LogitsFile, pyarrow_modules, write_logits
@@ -115,7 +116,7 @@ def read_compression(path: Path) -> Compression:
         DataError: It is none.
     """
     try:
-        document = read_yaml(path.read_text("utf-8"))
+        document = read_yaml(read_regular(path, limits.RUN_SPEC_BYTES).decode("utf-8"))
         if not isinstance(document, dict):
             raise DataError(f"expected DistillKit's d, k and exact_k in {str(path)!r}, found none")
         return Compression.model_validate(document)

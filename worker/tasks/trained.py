@@ -8,7 +8,7 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocol.base.errors import DataError
-from protocol.base.regular_file import read_json
+from protocol.base.regular_file import read_json, read_regular
 from protocol.spec.earlier_run import TRAINED
 from protocol.spec.manifest import ADAPTER_CONFIG
 from protocol.spec.run_spec import LoraSpec, ModelSpec
@@ -52,7 +52,7 @@ class Trained(BaseModel):
         """
         path = directory / FILE
         try:
-            return Trained.model_validate_json(path.read_bytes())
+            return Trained.model_validate_json(read_regular(path))
         except (FileNotFoundError, NotADirectoryError):
             raise DataError(_not_there(directory)) from None
         except OSError as error:

@@ -172,6 +172,9 @@ async def test_a_run_in_training_on_one_screen():
     assert (ann["state"], ann["microbatches_of_step"], ann["microbatches"]) == ("active", 2, 2)
     assert (bob["device"], bob["ms_per_microbatch"], bob["last_seen_s"]) == ("a device", 10.0, 2.0)
     assert (idle["state"], idle["device"]) == ("idle", "")
+    assert not any("SILENT" in line for line in status_lines(document))
+    idle["last_seen_s"] = 8.5
+    assert "  idle: idle, SILENT, seen 8.5 s ago" in list(status_lines(document))
     lines = list(status_lines(document))
     assert len(lines) <= 24
     assert "waiting  for gradients of ann, bob (compute)" in lines

@@ -17,12 +17,18 @@ from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.storage.directory.journal import verify_journal
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base import limits
-from protocol.base.errors import RunSpecError, StorageDamaged, StorageFailed, UsageError
+from protocol.base.errors import DataError, RunSpecError, StorageDamaged, StorageFailed, UsageError
 from protocol.base.regular_file import parse_json, read_regular
+from protocol.data.capture_index import INDEX, read_index
 from protocol.host.secret_file import read_secret
 from protocol.spec import run_spec_file
+from protocol.spec.adapter import adapter_config
+from protocol.spec.file_digest import file_digest
+from protocol.spec.manifest import ADAPTER_CONFIG
+from protocol.spec.model_card import CARD, read_card
 from protocol.spec.run_spec_file import load_run_spec
 from tests.commands import called
+from worker.distillation.distillkit import read_compression
 from worker.joining.credentials import WorkerCredentials
 
 REGRESS = "task: regress\nsteps: 3\n"
@@ -163,3 +169,21 @@ def test_a_run_spec_is_not_waited_for_without_a_writer(pipe, monkeypatch):
     monkeypatch.setattr(run_spec_file, "_WRITER_PATIENCE_S", 0.01)
     with pytest.raises(RunSpecError, match="got a pipe that nobody writes to"):
         load_run_spec(pipe)
+
+
+def test_what_a_user_names_as_a_file_of_another_kind_is_one_line(pipe, tmp_path):
+    with pytest.raises(DataError, match="expected a file, got a pipe"):
+        read_compression(pipe)
+    (tmp_path / "large.yaml").write_text("#" * 2**18 + "\n")
+    with pytest.raises(DataError, match="expected at most 262144 bytes, got more"):
+        read_compression(tmp_path / "large.yaml")
+    os.mkfifo(tmp_path / INDEX)
+    with pytest.raises(DataError, match="expected a file, got a pipe"):
+        read_index(tmp_path)
+    os.mkfifo(tmp_path / CARD)
+    assert read_card(tmp_path) is None
+    os.mkfifo(tmp_path / ADAPTER_CONFIG)
+    with pytest.raises(DataError, match="expected a file, got a pipe"):
+        adapter_config(tmp_path)
+    with pytest.raises(OSError, match="expected a file, got a pipe"):
+        file_digest(pipe)
