@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -59,6 +60,7 @@ _OF_ITS_OWN_LOOP: Final = "NotebookProgressCallback"
 _USUAL_CALLBACKS: Final = {
     "DefaultFlowCallback", "PrinterCallback", "ProgressCallback", _OF_ITS_OWN_LOOP,
 }  # fmt: skip
+_LOG: Final = logging.getLogger(__name__)
 _PROBE: Final = 1e-4
 _PROBED_SAMPLES: Final = 64
 """Looked at, until one has labels that count."""
@@ -289,6 +291,13 @@ def _task(trainer: Any) -> UserTask:
     count = min(len(train), _PROBED_SAMPLES)
     places = (place * len(train) // count for place in range(count))
     losses = _Losses(trainer, (collate([train[place]]) for place in places))
+    if losses.stock_multiplies:
+        _LOG.warning(
+            "gradient_accumulation_steps: expected a loss divided by num_items_in_batch, which "
+            "this model takes and ignores: transformers' loop adds up its %d means, samestep "
+            "takes their mean",
+            trainer.args.gradient_accumulation_steps,
+        )
     return UserTask(
         module=trainer.model,
         train=train,
@@ -320,6 +329,7 @@ class _Losses:
         self._trainer = trainer
         self._told, one = self._is_told(ones)
         labels = one.get("labels")
+        self._has_labels = labels is not None
         dims = 0
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
             dims = labels.dim()
@@ -330,6 +340,20 @@ class _Losses:
                 "a mean over the labels of each microbatch: write 1, a larger "
                 'per_device_train_batch_size, and samestep={"microbatch": N}'
             )
+
+    @property
+    def stock_multiplies(self) -> bool:
+        """Whether transformers' loop takes each microbatch's mean for a part of the step's.
+
+        `Trainer.training_step` leaves out the division by the number of microbatches for every
+        model that takes keywords.
+        """
+        trainer = self._trainer
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            takes_items = trainer.model_accepts_loss_kwargs and self._has_labels
+            scaled = takes_items or trainer.compute_loss_func is not None
+        return bool(scaled) and not self._told and trainer.args.gradient_accumulation_steps > 1
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> Any:
         """Summed."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import samestep.hf
 from protocol.base.errors import SamestepError
@@ -38,6 +38,13 @@ class Classifier(nn.Linear):
         return {"logits": super().forward(x)}
 
 
+class Ignores(Classifier):
+    """Takes what transformers says of the batch, and makes nothing of it, as BERT's heads do."""
+
+    def forward(self, x, labels=None, **_):
+        return {"loss": functional.cross_entropy(super().forward(x)["logits"], labels)}
+
+
 class Weighted(samestep.hf.Trainer):
     def compute_loss(self, model, inputs, **_):  # type: ignore[override]
         logits, weights = model(inputs["x"])["logits"], torch.tensor([0.2, 0.8]).to(inputs["x"])
@@ -51,14 +58,16 @@ class WeightedSum(samestep.hf.Trainer):
         return summed / num_items_in_batch
 
 
-def trainer(kind, model, labels, directory, **more):
+def trainer(kind, model, labels, directory, *, batch=8, microbatches=1, **more):
     torch.manual_seed(0)
     arguments = TrainingArguments(
-        output_dir=str(directory), per_device_train_batch_size=8, max_steps=1, use_cpu=True,
-        report_to="none", save_strategy="no", disable_tqdm=True,
+        output_dir=str(directory), per_device_train_batch_size=batch, max_steps=1, use_cpu=True,
+        report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
+        gradient_accumulation_steps=microbatches,
     )  # fmt: skip
     data = [{"x": x, "labels": y} for x, y in zip(X, labels, strict=True)]
-    return kind(model=model, args=arguments, train_dataset=data, samestep=more)
+    own = {"samestep": more} if issubclass(kind, samestep.hf.Trainer) else {}
+    return kind(model=model, args=arguments, train_dataset=data, **own)
 
 
 def test_a_mean_that_class_weights_divide_is_refused_with_its_remedy(tmp_path):
@@ -96,3 +105,17 @@ def test_looking_at_a_loss_leaves_all_of_the_model_in_training_mode(tmp_path, mo
     with pytest.raises(SamestepError, match="looked"):
         made.train()
     assert all(each.training for each in model.modules())
+
+
+def test_a_model_that_ignores_the_count_of_items_is_told_of_where_stock_adds_its_means(
+    tmp_path, caplog
+):
+    logged = []
+    for number, kind in enumerate((samestep.hf.Trainer, Trainer)):
+        torch.manual_seed(1)
+        given = {"batch": 12, "microbatches": 2}
+        made = trainer(kind, Ignores(), CLASSES, tmp_path / str(number), **given)
+        made.train()
+        logged.append([row["loss"] for row in made.state.log_history if "loss" in row])
+    assert logged[1] == pytest.approx([2 * loss for loss in logged[0]], rel=1e-3)
+    assert "takes and ignores: transformers' loop adds up its 2 means" in caplog.text
