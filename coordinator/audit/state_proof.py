@@ -80,7 +80,8 @@ class StateProof:
                 until = min([c.info.step for c in following], default=len(self.history.commits))
                 self._from(checkpoint, index, min(until, len(self.history.commits)))
             self._compare_end()
-            self._find_gap(index, saved)
+            if checkpoints:
+                self._find_gap(index, saved)
             self._read_others(index)
         except SamestepError as error:
             self.faults.append(str(error))

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Final
 
 _LEVELS: Final = 128
 """Of brackets: whatever walks a document that passed does not run out of stack."""
-_TOO_DEEP: Final = f"expected JSON of at most {_LEVELS} levels, got brackets nested deeper"
+_TOO_DEEP: Final = f"JSON with brackets nested deeper than {_LEVELS} levels"
 _KINDS: Final = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
