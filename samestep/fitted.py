@@ -38,7 +38,12 @@ from samestep.user_task import UserTask
 from worker.models.blocks import cut_by_size
 from worker.tasks.additivity import SumTrial, modes_kept
 from worker.tasks.modes import parts_in_evaluation, put_in_evaluation
-from worker.tasks.reachable_state import reachable_state, reached_tensors, refuse_changes
+from worker.tasks.reachable_state import (
+    moved_state,
+    reachable_state,
+    reached_tensors,
+    refuse_changes,
+)
 
 _LOOKED_AT: Final = 64
 """Samples of a data set whose digest is taken, evenly spread; of tensors all are."""
@@ -264,7 +269,7 @@ class FittedTask:
             self._weight(self._collated(data, two, 1), len(two))
             losses.append(self._first_loss(self._on_cpu(drawn[0])).detach())
             kept.append(reachable_state(self.user_objects()))
-        refuse_own_draws(losses[0], losses[1])
+        refuse_own_draws(losses[0], losses[1], moved_state(kept[0], kept[1]))
         refuse_changes(kept[0], kept[1])
 
     def _first_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -201,16 +201,22 @@ def check_precision(given: object) -> ComputePrecision:
     raise DataError(f"precision: expected {', '.join(others)} or {last}, got {given!r}")
 
 
-def refuse_own_draws(first: torch.Tensor, second: torch.Tensor) -> None:
+def refuse_own_draws(first: torch.Tensor, second: torch.Tensor, moved: str | None) -> None:
     """Refuse a loss that is another one for the same batch and seed.
+
+    Args:
+        first: The loss.
+        second: Of the same batch and seed.
+        moved: What changed meanwhile, where that is known.
 
     Raises:
         DataError: It is.
     """
     if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+        culprit = f", as {moved} changes" if moved else ""
         raise DataError(
             f"the loss of the same samples with the same seed is {float(first):.9g} and then "
-            f"{float(second):.9g}: draw with torch's functions, which are seeded for each "
+            f"{float(second):.9g}{culprit}: draw with torch's functions, which are seeded for each "
             "microbatch, and keep nothing in the model that forward changes"
         )
 

@@ -265,7 +265,11 @@ class EagerProgram(HostSummedProgram):
 
     def _gradient_ready(self, number: int, name: str, parameter: torch.Tensor) -> None:
         self._stop_if_abandoned()
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            raise SamestepError(
+                f"expected the gradient of {name!r} where its hook found it, got none: let the "
+                "hook leave it there, optimizer steps are the coordinator's"
+            )
         if self._keeps_gradients:
             return
         gradient, parameter.grad = parameter.grad, None

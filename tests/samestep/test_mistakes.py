@@ -157,6 +157,39 @@ def clamp(gradient):
     return gradient.clamp(-0.1, 0.1)
 
 
+def let_go(parameter):
+    parameter.grad = None
+
+
+def of_own(hook):
+    module = nn.Linear(1, 1)
+    module.weight.register_post_accumulate_grad_hook(hook)
+    return module
+
+
+class Deeper(nn.Sequential):
+    """Its reentrant checkpoint is inside of the graph."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(1, 1), nn.Linear(1, 1))
+
+    def forward(self, x):
+        return checkpoint(self[1], self[0](x), use_reentrant=True)
+
+
+class Follows(nn.Linear):
+    """Has a teacher that is moved in forward."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+        self.teacher = nn.Linear(1, 1).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.weight, 0.1)
+        return super().forward(x) - self.teacher(x)
+
+
 def decay(gradient):
     return gradient + 1e-3
 
@@ -173,7 +206,8 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
 @pytest.mark.parametrize(
     ("build", "arguments", "told"),
     [
-        (loss_of(lambda e: (e**2).mean()), {}, r'a mean .* write reduction="sum" or \.sum\(\)'),
+        (loss_of(lambda e: (e**2).mean()), {},
+         r'a mean \(\S+ of 8 samples and .* write reduction="sum" or \.sum\(\)'),
         (loss_of(lambda e: e**2), {}, r"one sum, got shape \(2, 1\): add \.sum\(\)"),
         (loss_of(lambda e: e.sum().item()), {}, r"got float: leave out \.item\(\)"),
         (loss_of(lambda _: None), {}, r"as loss, got NoneType: its last line is to be `return"),
@@ -186,6 +220,11 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (task(module=Counted()), {}, "gradients that add up over samples, got one of 'rows'"),
         *((task(module=hooked(register, change)), {}, "got one of 'weight'")
           for register in HOOKS for change in (clamp, torch.sign, decay)),
+        (task(module=of_own(lambda p: p.grad)), {},
+         "should return None.*: let the hook of 'weight' return nothing$"),
+        (task(module=of_own(let_go)), {}, "gradient of 'weight' where its hook found it, got none"),
+        (task(module=Deeper()), {}, r"raised .*: write use_reentrant=False where checkpoint"),
+        (task(module=Follows()), {}, r"with the same seed.*, as module\.teacher\.weight changes: "),
         (task(module=Own(np.random.default_rng(0).random)), {}, "same seed.*torch's functions"),
         (task(module=Own(itertools.count().__next__)), {}, "keep nothing in the model"),
         (task(weight=lambda _: 0), {}, "weight.* above 0, got 0 for each of 8 samples"),

@@ -35,6 +35,7 @@ from protocol.base.errors import (
     ScriptMissing,
     SubnormalsFlushed,
     in_words,
+    raised_words,
 )
 from protocol.base.fields import cut_text
 from protocol.exact.replica import PartKind, Replica, StatePart
@@ -94,7 +95,10 @@ def _nobody_waits() -> None:
 
 def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
     """What a task or a library under it raised; another machine may have the memory."""
-    told = f"the task {spec.task!r} cannot be built: {(words := in_words(error))}"
+    words = in_words(error)
+    if words == type(error).__name__:  # it has no text: at least where
+        words = raised_words(error)
+    told = f"the task {spec.task!r} cannot be built: {words}"
     if words == NO_MEMORY:
         return BuildFailed(run_id, RunFailed(f"{told}{figures_of(error)}"), own=True)
     return BuildFailed(run_id, DataError(told))

@@ -23,7 +23,7 @@ from backends.base.additivity import Apart, Arrays, Computed, LossTrial, Parts
 from backends.base.interface import Array, Batch
 from backends.base.outside_table import index_outside
 from backends.base.steady_draws import LEVELS, TooManyDrawsError
-from backends.base.trainable_checks import hooks_need_backward
+from backends.base.trainable_checks import has_accumulated_hook, hooks_need_backward
 from protocol.base.errors import DataError, SamestepError, raised_words
 from protocol.exact.digest import digest_arrays
 from worker.tasks.base import DrawsBatches, ReadsFiles, Task
@@ -287,8 +287,21 @@ class SumTrial:
         which = f"sample {raised.numbers[0]} alone" if alone else f"{len(raised.numbers)} samples"
         if outside := index_outside(raised.error, raised.batch):
             return DataError(f"the loss of {which}: {outside.text}")
-        hint = ": is there a layer across the batch?" if alone and self._pairs(raised) else ""
-        return DataError(f"the loss of {which} raised {raised_words(raised.error)}{hint}")
+        return DataError(
+            f"the loss of {which} raised {raised_words(raised.error)}{self._hint(raised)}"
+        )
+
+    def _hint(self, raised: _RaisedError) -> str:
+        """What to do about it, as far as it is known."""
+        text = str(raised.error)
+        if "use_reentrant" in text:
+            return ": write use_reentrant=False where checkpoint is called"
+        if "hooks should return None" in text:
+            named = self._trained_originals()
+            hooked = [name for name, each in named.items() if has_accumulated_hook(each)]
+            return f": let the hook of {', '.join(map(repr, hooked))} return nothing"
+        alone = len(raised.numbers) == 1
+        return ": is there a layer across the batch?" if alone and self._pairs(raised) else ""
 
     def _pairs(self, raised: _RaisedError) -> bool:
         """Whether the sample that raises alone does not beside itself."""
@@ -297,7 +310,8 @@ class SumTrial:
             for name, array in raised.batch.items()
         }
         try:
-            self._trial(_Way(training=True, level=LEVELS[0], gradients=False)).of(twice)
+            way = _Way(training=True, level=LEVELS[0], gradients=self._has_gradients())
+            self._trial(way).of(twice)
         except Exception:  # noqa: BLE001 -- it is only about the words
             return False
         return True
@@ -514,8 +528,8 @@ class _Kind:
 
 def _words(apart: Apart, kind: _Kind, in_mode: str) -> str:
     shown = (
-        f"{apart.whole:.9g} of {len(apart.parts)} samples together and {sum(apart.parts):.9g} as "
-        f"the sum of each alone{in_mode}"
+        f"{apart.whole:.9g} of {len(apart.parts) - 1} samples and the first once more together and "
+        f"{sum(apart.parts):.9g} as the sum of each alone{in_mode}"
     )
     if kind.is_mean:
         return (

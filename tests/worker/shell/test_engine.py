@@ -330,9 +330,14 @@ def _raised_by(work):
     raise AssertionError("nothing was raised")
 
 
+def _without_text():
+    raise RuntimeError
+
+
 def test_what_a_library_raises_while_building_is_told_in_one_line(device):
     for raised, told, own in (
         (RuntimeError("size of tensor a\n(3)"), "RuntimeError: size of tensor a (3)", False),
+        (_raised_by(_without_text), "RuntimeError in test_engine.py, line ", False),
         (MemoryError(), "it takes more main memory than can be had; ", True),
         (_raised_by(lambda: torch.empty(2**45)), "than can be had: 131072.00 GiB at once; ", True),
         (_raised_by(lambda: np.empty(2**45, "f4")), "than can be had: 131072.00 GiB at once", True),
