@@ -549,7 +549,8 @@ def _words(apart: Apart, kind: _Kind, in_mode: str) -> str:
             f"together that is {apart.off:.3g} off the sum of each alone's{in_mode}, though the "
             "loss adds up: the result would hang on how many samples a microbatch has; leave out "
             "what works across the batch in backward, such as scale_grad_by_freq, or a Function "
-            "or hook that normalizes; a penalty on weights belongs in the optimizer's weight_decay"
+            "or hook that normalizes, and what a call leaves to the next (a moving average, a "
+            "memory bank); a penalty on weights belongs in the optimizer's weight_decay"
         )
     return (
         f"expected a loss that adds up over samples, got {shown}: a loss across samples "
