@@ -133,16 +133,21 @@ class Claim:
 
         Raises:
             Superseded: Another coordinator has had it since.
-            UsageError: One holds it, or it cannot be locked.
-            StorageFailed: It is not there, or not readable.
+            UsageError: One holds it.
+            StorageFailed: It is not there, cannot be read, or cannot be locked now.
         """
         if self._lock is not None:
             return
         try:
             self._lock = _lock(self.directory)
+            self.check()
         except OSError as error:
-            raise _unusable(self.directory, error) from None
-        self.check()
+            self.release()
+            reason = error.strerror or str(error)
+            raise StorageFailed("use", str(self.directory), reason) from None
+        except SamestepError:
+            self.release()
+            raise
 
 
 def forget(directory: Path) -> None:

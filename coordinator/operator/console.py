@@ -49,6 +49,7 @@ from coordinator.service.listener import (
     RunAccepted,
     RunEnded,
     RunResumed,
+    RunWaitsForDisk,
     SecretsSound,
     SecretsTrouble,
     WorkerConnected,
@@ -94,6 +95,7 @@ _TOLD: Final[dict[type[Fact], str]] = {
     "{phase}: {reason}; {cause}",
     NotAWorker: "something at {address} that is not a worker connects to the workers' port "
     f"({{count}} so far): {{reason}}; {CONTROL_PORT}",
+    RunWaitsForDisk: "run {run_id} waits: {reason}; it begins once the directory can be used",
     SecretsTrouble: "{reason}",
     SecretsSound: "the files of keys and join token are there and can be used",
     Draining: "draining: the step in progress is finished first",
@@ -116,6 +118,7 @@ _PRIORITIES: Final[dict[type, Priority]] = {
     EvaluationMissed: Priority.WARNING,
     RedoneOtherwise: Priority.WARNING,
     WorkerComesAndGoes: Priority.WARNING,
+    RunWaitsForDisk: Priority.ERROR,
     SecretsTrouble: Priority.ERROR,
     CopyFailed: Priority.ERROR,
     LogUnreadable: Priority.ERROR,

@@ -39,7 +39,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
     document: dict[str, Any] = {
         "version": __version__,
         "phase": "idle",
-        "reason": "no run was submitted",
+        "reason": _idle_because(service),
         "expect_workers": service.settings.expect_workers,
         "able_workers": len(able_workers(service)),
         "encryption": "none (--plaintext)" if service.settings.plaintext else "TLS 1.3",
@@ -175,6 +175,12 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
             "links": _links(run, name) if run.progress is not None else {},
         }
     return part
+
+
+def _idle_because(service: Service) -> str:
+    if service.disk_trouble:
+        return f"the next run waits: {service.disk_trouble}"
+    return "no run was submitted"
 
 
 def able_workers(service: Service) -> list[str]:

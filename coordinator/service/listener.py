@@ -79,6 +79,14 @@ class RunAccepted(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class RunWaitsForDisk(Fact):
+    """The next run cannot begin while its directory cannot be used; it is tried again."""
+
+    event = "run_waits_for_disk"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunResumed(Fact):
     """A run goes on after so many steps; `notes` say what its files lacked."""
 

@@ -36,6 +36,7 @@ from coordinator.service.listener import (
     RunAccepted,
     RunEnded,
     RunResumed,
+    RunWaitsForDisk,
     SecretsSound,
     SecretsTrouble,
     WorkerConnected,
@@ -53,6 +54,7 @@ from protocol.base.errors import (
     QueueFull,
     SamestepError,
     SharedMemoryFull,
+    StorageFailed,
     UsageError,
 )
 from protocol.exact.update import Array
@@ -114,6 +116,7 @@ class Service:
         over: Set when the service is to end.
         credentials: What it proves itself with, once it has started.
         permitted: Which files submitted runs may read.
+        disk_trouble: Why the next run cannot begin yet; empty if nothing hinders it.
         secrets_troubles: What is wrong with the files of those, in words; empty if nothing is.
         loop_watch: How long its event loop was held, once that is watched.
     """
@@ -132,6 +135,7 @@ class Service:
         self._open_doorway = doorway
         self.permitted = PermittedFiles(settings.data_roots, secret_places())
         self.secrets_troubles: list[str] = []
+        self.disk_trouble = ""
         self.sessions: dict[str, MemberSession] = {}
         self.known: set[str] = set()
         self.repeated_ends = RepeatedEnds()
@@ -442,24 +446,39 @@ class Service:
         return new_array(elements)
 
     def _next_run(self) -> AcceptedRun | None:
-        """Take the first run that waits and whose directory is still this coordinator's."""
+        """Take the first run that waits and whose directory is still this coordinator's.
+
+        A directory that cannot be used now may be usable later: its run waits on, and is tried
+        again with every heartbeat.
+        """
         while self.waiting:
-            accepted = self.waiting.popleft()
+            accepted = self.waiting[0]
             try:
                 accepted.claim.take_again()
+                accepted.directory.reopen()
+            except StorageFailed as error:
+                if self.settings.once:
+                    raise
+                self._waits_for_disk(accepted.stored.run_id, str(error))
+                return None
             except SamestepError as error:
-                self._release(accepted.claim)
                 ended = RunEnded("failed", f"it did not begin: {error}")
                 self.reported(ended, accepted.stored.run_id)
+                self.waiting.popleft()
             else:
-                return accepted
+                self.disk_trouble = ""
+                return self.waiting.popleft()
         return None
+
+    def _waits_for_disk(self, run_id: str, reason: str) -> None:
+        if self.disk_trouble != reason:
+            self.disk_trouble = reason
+            self.reported(RunWaitsForDisk(reason), run_id)
 
     def _start_next(self) -> None:
         accepted = self._next_run() if self.current is None else None
         if accepted is None:
             return
-        accepted.directory.reopen()
         stored, epoch, restart = accepted.stored, accepted.claim.epoch, accepted.restart
         self._running = accepted
         if self._lender is not None:
@@ -539,6 +558,7 @@ class Service:
             if stalled:
                 continue
             self._look_at_secrets()
+            self._start_next()
             for session in list(self.sessions.values()):
                 silent_s = self._machine.now_s() - session.channel.last_received_s
                 unread = session.channel.paused

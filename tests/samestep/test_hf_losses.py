@@ -41,7 +41,7 @@ class Classifier(nn.Linear):
 class Ignores(Classifier):
     """Takes what transformers says of the batch, and makes nothing of it, as BERT's heads do."""
 
-    def forward(self, x, labels=None, **_):
+    def forward(self, x, labels=None, **_):  # type: ignore[override]
         return {"loss": functional.cross_entropy(super().forward(x)["logits"], labels)}
 
 

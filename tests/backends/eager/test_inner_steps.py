@@ -100,7 +100,7 @@ def test_a_hook_on_what_is_accumulated_sees_each_microbatch_alone():
             Trainable(BLOCKS, module, lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()),
             batches()[0][0],
         )
-        found.append(taken(made.inner_steps(optimizer), optimizer)[0])
+        found.append(taken(inner_steps(made, BLOCKS, optimizer), optimizer)[0])
         made.close()
     for before, after in zip(*found, strict=True):
         assert before.tobytes() == after.tobytes()

@@ -44,6 +44,21 @@ async def test_runs_that_waited_take_their_directories_again(tmp_path):
 
 
 @on_uvloop
+async def test_a_run_that_waits_begins_once_its_directory_is_back(tmp_path, monkeypatch):
+    """Where the directory is gone for a while, its run is neither lost nor failed."""
+    monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 50)
+    async with live_service(tmp_path, 1) as live:
+        first, waiting = (live.service.submit(scripted_spec(steps=2)) for _ in range(2))
+        (tmp_path / waiting).rename(tmp_path / "elsewhere")
+        live.worker("w0")
+        assert await live.result(first)
+        told = await live.wait_for("run_waits_for_disk", run_id=waiting)
+        assert waiting in told["reason"]
+        (tmp_path / "elsewhere").rename(tmp_path / waiting)
+        assert await live.result(waiting)
+
+
+@on_uvloop
 async def test_no_more_runs_wait_than_may(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "QUEUED_RUNS", 2)
     async with live_service(tmp_path, 1) as live:
