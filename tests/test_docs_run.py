@@ -143,7 +143,7 @@ def is_served(typist: Typist, cluster: Cluster) -> None:
     typist.types(r"coordinator checkpoint")
     halt_and_continue(typist, cluster)
     give_up_and_resume(typist, cluster, first, second)
-    typist.types(r"coordinator token (workers|control)")
+    typist.types(r"coordinator token (workers|control|reader)")
     typist.types(r"coordinator token revoke .*")
     cluster.wait_for("worker_disconnected", worker="w0")
     typist.types(r"coordinator token rotate")

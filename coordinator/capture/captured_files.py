@@ -105,7 +105,8 @@ class CapturedFiles:
         self._guard()
         count = -(-self._committed // self._steps) if whole else self._committed // self._steps
         self._finish_before(count)
-        files = tuple(self._listed(number) for number in range(count))
+        listed = map(self._listed, range(count))
+        files = tuple(file for file in listed if file is not None)
         digests = {file.name: file.digest for file in files}
         if whole and files:
             for name, text in self._export.files.items():
@@ -170,7 +171,8 @@ class CapturedFiles:
         if len(left):
             yield left
 
-    def _listed(self, number: int) -> CapturedFile:
+    def _listed(self, number: int) -> CapturedFile | None:
+        """None for a file without rows: every one of its steps was skipped."""
         path = self._path(number)
         with storing("read", path), open_plain(path) as file:
             size, digest = open_file_digest(file)
@@ -179,6 +181,8 @@ class CapturedFiles:
             raise StorageDamaged(str(path), "", "it is a file of another capture")
         groups = logits.row_groups
         logits.close()
+        if not groups:
+            return None
         return CapturedFile(name=path.name, size=size, digest=digest, row_groups=groups)
 
     def _path(self, number: int) -> Path:

@@ -148,6 +148,16 @@ def test_a_capture_that_ends_early_goes_on(tmp_path, spec, undisturbed):
     assert again.finish(whole=True) == undisturbed
 
 
+def test_a_file_whose_steps_were_all_skipped_is_not_in_the_index(tmp_path, spec):
+    each = steps_of_a_file(spec, LAYOUT)
+    captured = files(tmp_path / "run", spec)
+    for step in range(3 * each):
+        captured.keep(step, [] if each <= step < 2 * each else rows(step))
+    captured.finish(whole=True)
+    names = [file.name for file in read_index(tmp_path / "run" / "logits").files]
+    assert names == ["00000.parquet", "00002.parquet"]
+
+
 def test_a_skipped_step_leaves_its_rows_out(tmp_path, spec):
     captured = files(tmp_path, spec)
     for step in range(STEPS):
