@@ -194,6 +194,8 @@ class SlicePart:
         mine = self._mine
         for number in [n for n, merge in now.merges.items() if n not in mine and not merge.done]:
             del now.merges[number]
+            for there in now.arrived.values():  # a later table may give it back, without its sums
+                there.discard(number)
         for number in mine - now.merges.keys():
             now.merges[number] = SliceMerge(now.microbatches, self._exchange)
 

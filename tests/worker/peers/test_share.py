@@ -15,6 +15,7 @@ from protocol.wire.messages import (
     SliceSum,
     SlicesWanted,
     SumNotFinite,
+    SumsArrived,
     WrongSlice,
 )
 from protocol.wire.peers import OwnerTable
@@ -112,6 +113,24 @@ def test_a_lost_owner_s_slices_are_averaged_by_another_from_sums_sent_again():
     assert not [action for action in again if isinstance(action, ToPeer)]
     (averages,) = taken(alone.commit(PLACE, digests()))
     assert [x.tobytes() for x in averages] == [x.tobytes() for x in expected()]
+
+
+def test_a_slice_that_is_given_back_needs_its_sums_again():
+    """Of a slice that it did not own meanwhile a member has no sums: it says that none arrived."""
+    owned = share(given=table("a", "b", owners=[0] * GRID.count))
+
+    def give(number):
+        told = []
+        for each in range(GRID.count):
+            message = SliceSum(**PLACE, owners=number, slice=each, worker="b", lo=1, hi=2, weight=1)
+            block, part = GRID.place(each)
+            told += owned.receive("b", message, raw(sums(2)[block][part]))
+        return [a.message for a in told if isinstance(a, ToCoordinator)]
+
+    assert [type(each) for each in give(1)] == [SumsArrived]
+    owned.own(2, table("a", "b", owners=[1] * GRID.count))
+    assert owned.own(3, table("a", "b", owners=[0] * GRID.count)) == []
+    assert [type(each) for each in give(3)] == [SumsArrived]
 
 
 def carried(shares, waiting, most=None):
