@@ -438,7 +438,8 @@ class EagerProgram(HostSummedProgram):
             if name not in before or not torch.equal(before[name], value):
                 raise SamestepError(
                     f"the buffer {name!r} changes in forward, which no replica could follow; "
-                    "use a layer without running state, an embedding without max_norm"
+                    "use a layer without running state, an embedding without max_norm, or a plain "
+                    "attribute for what follows from shapes alone"
                 )
         self._refuse_loss_that_does_not_add_up(example)
 

@@ -131,6 +131,13 @@ def test_what_training_moves_is_named_and_nothing_is_exact(keep, does, named):
     assert "\n" not in str(raised.value)
 
 
+def test_a_memory_is_named_where_an_epoch_is_one_step():
+    """The trial takes a microbatch whose samples no other has computed."""
+    task = samestep.Task(Student(add_bank, remember_the_first_by_sample), DATA, loss=squares)
+    with pytest.raises(SamestepError, match=r"module\.bank\[\d+\]"):
+        samestep.fit(lambda: task, **{**FEW, "batch": len(DATA)})
+
+
 def follow_later(module, x, numbers):
     """Only where the weights are far from the teacher's: not before training."""
     del numbers

@@ -141,9 +141,22 @@ def _replay(
         return None
     if isinstance(task, ReadsFiles):  # samples come later
         return ReplayCheck(spec, task, program, example, [lambda: example])
-    steps = 0, 1 % order.steps_per_epoch
-    made_anew = [partial(_first_batch, spec, task, order, step) for step in steps]
-    return ReplayCheck(spec, task, program, example, made_anew)
+    first = partial(_first_batch, spec, task, order, 0)
+    return ReplayCheck(spec, task, program, example, [first, _unseen_batch(spec, task, order)])
+
+
+def _unseen_batch(spec: RunSpec, task: Task, order: SampleOrder) -> Callable[[], Batch]:
+    """Makes a microbatch of samples that no trial has computed, where there is one: what is kept
+    by sample is not there yet."""
+    seen = {0, 1, *order.microbatches(0)[0]}  # the first samples of the data are tried with a loss
+    steps = sorted({0, 1 % order.steps_per_epoch, order.steps_per_epoch - 1})
+    places = [(step, n) for step in steps for n in range(len(order.microbatches(step)))]
+    step, number = next(
+        (each for each in places if seen.isdisjoint(order.microbatches(each[0])[each[1]])),
+        places[-1],
+    )
+    samples = order.microbatches(step)[number]
+    return partial(_batch, task, samples, microbatch_seed(spec.seed, step, number))
 
 
 def _first_batch(spec: RunSpec, task: Task, order: SampleOrder, step: int) -> Batch:

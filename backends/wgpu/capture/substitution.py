@@ -39,7 +39,8 @@ def substituted(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Itera
             if held[leaf] is not tensor or tensor._version != versions[name]:  # noqa: SLF001
                 raise SamestepError(
                     f"{name!r} changes in forward, which no replica could follow; "
-                    "use a layer without running state, an embedding without max_norm"
+                    "use a layer without running state, an embedding without max_norm, or a plain "
+                    "attribute for what follows from shapes alone"
                 )
     finally:
         for held, leaf, before in reversed(places):
