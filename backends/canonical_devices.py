@@ -1,4 +1,4 @@
-"""Which devices here follow which conventions of canonical arithmetic, and why not: by trying."""
+"""Test which conventions of canonical arithmetic a device follows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from backends.base.interface import DeviceInfo
 
 
 def canonical_words(info: DeviceInfo) -> list[str]:
-    """What a device can do in a run with `arithmetic: canonical`, a line each.
+    """Describe what a device can do in a run with `arithmetic: canonical`, in lines.
 
-    It takes a second or two for each device.
+    It takes a second or two per device.
     """
     from backends.wgpu.canonical.compiler import why_not  # noqa: PLC0415  (imports torch)
 

@@ -1,4 +1,4 @@
-"""The CPU: torch's own arithmetic, or where the run asks for it the canonical one."""
+"""The CPU backend: torch's arithmetic, or canonical arithmetic if the run spec says so."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from backends.eager.eager import EagerBackend
 
 
 class CpuBackend:
-    """One CPU; which of the two computes is the run's to say."""
+    """The CPU; the run spec decides between torch and canonical kernels."""
 
     def __init__(self) -> None:
         self._eager = EagerBackend("cpu")
 
     @property
     def info(self) -> DeviceInfo:
-        """Its name."""
+        """The processor's name."""
         return self._eager.info
 
-    def signature(self, threads: int) -> Mapping[str, str]:
-        """See `backends.eager.numerics.signature`."""
-        return self._eager.signature(threads)
+    def numerics_profile(self, threads: int) -> Mapping[str, str]:
+        """See `backends.eager.numerics.numerics_profile`."""
+        return self._eager.numerics_profile(threads)
 
     def compile(
         self,
@@ -30,10 +30,10 @@ class CpuBackend:
         others: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
-        """Torch's autograd, or kernels that are compiled for this processor.
+        """Compile for torch's autograd, or to canonical kernels for this processor.
 
         Raises:
-            SamestepError: It cannot be, with the reason.
+            SamestepError: The task cannot be compiled, with the reason.
         """
         if not trainable.arithmetic.is_canonical:
             return self._eager.compile(trainable, example, others, evaluations)

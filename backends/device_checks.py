@@ -1,7 +1,7 @@
-"""Why a device that is in this machine cannot be used, and what to do; `worker doctor` asks.
+"""Find out why a device of this machine cannot be used and what to do, for `worker doctor`.
 
-The registry says what torch makes of a device. Here is what the kernel says: which cards there
-are, whether a driver has them, and whether this user may open them.
+The registry reports what torch says about devices. These checks ask the kernel: which cards there
+are, whether a driver is loaded, and whether this user may open them.
 """
 
 from __future__ import annotations
@@ -12,30 +12,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from packaging.version import InvalidVersion, Version
+
 from backends.base.interface import DeviceInfo
-from backends.nvidia_driver import is_older, least_driver
 from backends.registry import devices
-from protocol.base.byte_size import byte_size
 from protocol.base.device_name import parse_backend
-from protocol.command.doctor import Finding, failure, ok, warning
+from protocol.base.limits import byte_size
+from protocol.cli.doctor import Finding, failure, ok, warning
 
 _DISPLAYS: Final = "0x03"
 """PCI class of display controllers."""
 _MAKERS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 _NODES: Final = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "dri/renderD*", "kfd")
 _HOW: Final = "from NVIDIA's repository, since Debian's is older (docs/deploying.md), then reboot"
+LEAST: Final = {11: "450", 12: "525", 13: "580"}
+"""For each major version of CUDA, the oldest Linux driver that runs all of its minor versions.
+
+Table 1 of NVIDIA's "CUDA Compatibility".
+"""
+LOCKED_CUDA: Final = 13
+"""CUDA of the torch in `requirements/cuda.txt`, whose heading names the driver for scripts."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFiles:
-    """Where the kernel tells about devices."""
+    """The file systems in which the kernel describes devices."""
 
     dev: Path = Path("/dev")
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
 
     def cards(self) -> dict[str, int]:
-        """How many display controllers there are, by maker."""
+        """Count the display controllers by vendor."""
         found: dict[str, int] = {}
         for device in (self.sys / "bus/pci/devices").glob("*"):
             maker = _MAKERS.get(_text(device / "vendor"))
@@ -44,12 +52,12 @@ class KernelFiles:
         return found
 
     def closed(self) -> list[str]:
-        """Device files that are there and that this user may not open."""
+        """List device files that this user may not open."""
         nodes = (node for pattern in _NODES for node in sorted(self.dev.glob(pattern)))
         return [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
 
     def nvidia_driver(self) -> str:
-        """The version of the driver that is loaded; empty if none is."""
+        """Return the version of the loaded driver; empty if none is loaded."""
         words = _text(self.proc / "driver/nvidia/version").split()
         return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
@@ -57,12 +65,12 @@ class KernelFiles:
 def device_findings(
     name: str, wanted: Sequence[int | str], machine: KernelFiles
 ) -> Iterator[Finding]:
-    """What the worker can compute on.
+    """Check the devices that a worker would use.
 
     Args:
-        name: As given to --backend.
+        name: The value of --backend.
         wanted: Devices, by number or by part of their names.
-        machine: Where to look.
+        machine: The kernel's file systems.
     """
     kind, _ = parse_backend(name)
     closed = machine.closed()
@@ -105,7 +113,7 @@ def _is(row: DeviceInfo, wanted: int | str) -> bool:
 
 
 def _tried(row: DeviceInfo) -> Finding:
-    """Compute a gradient on a device that is called usable."""
+    """Compute a gradient on a device that the registry calls usable."""
     from backends.device_trial import gradient_is_right  # noqa: PLC0415 -- imports torch: seconds
 
     memory = f", {byte_size(row.memory_bytes)}" if row.memory_bytes else ""
@@ -122,7 +130,7 @@ def _tried(row: DeviceInfo) -> Finding:
 
 
 def _advice(row: DeviceInfo, cards: dict[str, int], machine: KernelFiles) -> str:
-    """What would make a device usable; empty if there is nothing in this machine to use."""
+    """Say what would make a device usable; empty if this machine has no such hardware."""
     if row.backend == "cuda":
         return _cuda_advice(cards, machine)
     if row.backend == "vulkan" and (cards.get("AMD") or cards.get("Intel")):
@@ -143,7 +151,7 @@ def _cuda_advice(cards: dict[str, int], machine: KernelFiles) -> str:
 
 
 def _cuda_of_torch() -> str | None:
-    """The CUDA that torch was built with; None if with none, or if there is no torch."""
+    """Return the CUDA release that torch was built with; None without CUDA or torch."""
     try:
         import torch  # noqa: PLC0415 -- seconds
     except (ImportError, OSError):
@@ -152,7 +160,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def _torch_says() -> str:
-    """Why torch does not take a driver that should do, in its own words."""
+    """Return torch's reason for not using a driver that is recent enough."""
     try:
         import torch  # noqa: PLC0415 -- seconds
     except (ImportError, OSError):
@@ -172,3 +180,24 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def least_driver(cuda: str | None) -> str:
+    """Return the oldest driver that works with a CUDA release.
+
+    Args:
+        cuda: `torch.version.cuda`, such as "13.0"; None for the torch that would be installed.
+
+    Returns:
+        A version; empty for an unknown CUDA release.
+    """
+    major = LOCKED_CUDA if cuda is None else int(cuda.split(".")[0])
+    return LEAST.get(major, "")
+
+
+def is_older(driver: str, least: str) -> bool:
+    """Whether a driver is too old; False if the versions cannot be compared."""
+    try:
+        return Version(driver) < Version(least)
+    except InvalidVersion:
+        return False

@@ -1,4 +1,4 @@
-"""One microbatch whose gradient is known: a driver may promise more than it does."""
+"""Test a device with a microbatch whose gradient is known, since drivers can be wrong."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _WIDTH: Final = 16
 
 
 def gradient_is_right(kind: str, index: int) -> bool:
-    """Whether a linear layer's gradient comes out as it must, to the last bit.
+    """Whether the device computes a linear layer's gradient exactly.
 
     The layer's weights are zero and its targets minus one, so the gradient of the squared error is
-    2 * sum(x) for each weight, in small whole numbers, which every order of adding gives exactly.
+    2 * sum(x) for each weight: small integers, which every order of additions gives exactly.
 
     Args:
         kind: The backend.
         index: The device's number.
 
     Raises:
-        Exception: Whatever the driver has to say.
+        Exception: Whatever the driver raises.
     """
     x = np.arange(_SAMPLES * _WIDTH, dtype=np.float32).reshape(_SAMPLES, _WIDTH)
     batch = Batch({"x": x, "y": np.full((_SAMPLES, _WIDTH), -1, np.float32)}, _SAMPLES)

@@ -1,37 +1,44 @@
-"""Which devices are here, which one is taken, and why the others are not.
+"""List this machine's devices and choose a backend, with the reason.
 
-`auto` goes down cuda -> mps (on a Mac) -> vulkan -> cpu and says what it passed over, software
-Vulkan among it. A backend asked for by name never falls back, and a device that is asked for is
-never the CPU. torch is imported only when a device that needs it is looked at.
+`auto` tries cuda, xpu, mps (on a Mac), vulkan and cpu in this order and reports what it passed
+over, including software Vulkan. A backend that is named never falls back to another, and a device
+that is named is never replaced by the CPU. torch is imported only for devices that need it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from backends.base.interface import Backend, BackendChoice, DeviceInfo
-from protocol.base.device_name import AUTO_ORDER, parse_backend
+from protocol.base.device_name import AUTO_ORDER, KINDS, parse_backend
 from protocol.base.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    import torch
+
+_SINGLE: Final = frozenset({"cpu", "mps"})
+"""Kinds of which a machine has a single device."""
+
 
 def choose(name: str, wanted: int | str | None = None) -> BackendChoice:
-    """The backend of this name.
+    """Choose a backend.
 
     Args:
-        name: auto, cuda, mps, vulkan, cpu, scripted or scripted:MS (milliseconds per microbatch).
-        wanted: Which device of its kind, by number or by part of its name in any case; None for
-            the first. cpu, mps and scripted, asked for by name, have one, whatever is wanted.
+        name: auto, cuda, xpu, mps, accelerator, vulkan, cpu, scripted or scripted:MS
+            (milliseconds per microbatch).
+        wanted: The device, by number or by part of its name, ignoring case; None for the first.
+            It is ignored for cpu, mps and scripted, which have a single device.
 
     Raises:
-        UsageError: There is no such name.
-        BackendUnavailable: The named backend, or the wanted device, cannot be had here, with the
-            reason.
+        UsageError: There is no such backend.
+        BackendUnavailable: The backend or the device cannot be used here, with the reason.
     """
     kind, microbatch_ms = parse_backend(name)
     if kind == "scripted":
@@ -48,27 +55,61 @@ def choose(name: str, wanted: int | str | None = None) -> BackendChoice:
 
 
 def refuse_missing(name: str, wanted: int | str | None = None) -> None:
-    """See that a device that is asked for by name is here, before anything else is done.
+    """Refuse a named device that is missing, before anything else is done.
 
     Args:
-        name: As of `choose`.
-        wanted: Likewise.
+        name: As in `choose`.
+        wanted: As in `choose`.
 
     Raises:
-        UsageError: There is no such name.
-        BackendUnavailable: It cannot be had here, with the reason.
+        UsageError: There is no such backend.
+        BackendUnavailable: The device cannot be used here, with the reason.
     """
     kind, _ = parse_backend(name)
     if kind not in {"auto", "cpu", "scripted"}:
         _named(kind, wanted)
 
 
+@contextmanager
+def trial_device(name: str, wanted: int | str | None = None) -> Iterator[torch.device]:
+    """Yield where a user's loss is tried before a run: the card that `choose` would take.
+
+    The CPU where torch does not compute there (Vulkan) or not in float64 (MPS), or where there is
+    no such card, which `choose` then says.
+
+    Args:
+        name: As in `choose`.
+        wanted: As in `choose`.
+
+    Raises:
+        DeviceError: The card fails, or has too little memory.
+    """
+    import torch  # noqa: PLC0415  (seconds)
+
+    from backends.eager import torch_devices  # noqa: PLC0415  (imports torch)
+    from backends.eager.eager import EagerBackend  # noqa: PLC0415
+
+    kind, _ = parse_backend(name)
+    device = torch.device("cpu")
+    for each in AUTO_ORDER if kind == "auto" else (kind,):
+        known = torch_devices.KINDS.get(each)
+        if known is None or not known.copies_asynchronously:
+            continue
+        if (info := _device(each, wanted)).usable:
+            device = EagerBackend(each, info.index).device
+            break
+    with torch_devices.naming_device_errors(device, "the model with a few samples"):
+        yield device
+
+
 def devices() -> list[DeviceInfo]:
-    """Every device here, usable or not, best kind first."""
-    mps = _mps_device()
-    # Told where there may be one: a row of it on every other machine would be noise.
-    macs = [mps] if sys.platform == "darwin" else []
-    return [*_cuda_devices(), *macs, *_vulkan_devices(), _cpu_device()]
+    """List this machine's devices, usable or not, best kind first."""
+    return [row for kind in KINDS for row in _devices_of(kind) if row.usable or _is_common(kind)]
+
+
+def _is_common(kind: str) -> bool:
+    """Whether a kind is worth a row even where there is no such device."""
+    return kind in {"cuda", "vulkan", "cpu"} or (kind == "mps" and sys.platform == "darwin")
 
 
 def _named(kind: str, wanted: int | str | None) -> DeviceInfo:
@@ -92,7 +133,7 @@ def _auto(wanted: int | str | None) -> BackendChoice:
             return BackendChoice(_make(kind, info.index), reason, tuple(passed_over))
         passed_over.append(info)
         if isinstance(wanted, int) and _device(kind, None).usable:
-            break  # numbers count the devices of the first kind that there is
+            break  # a number refers to the first kind of which there is a device
     reasons = "; ".join(f"{info.backend}: {info.reason}" for info in passed_over)
     if wanted is not None:
         reasons = f"device {wanted} was asked for, and is not there: {reasons}; see: worker devices"
@@ -110,16 +151,12 @@ def _make(kind: str, index: int) -> Backend:
         return CpuBackend()
     from backends.eager.eager import EagerBackend  # noqa: PLC0415  (imports torch)
 
-    return EagerBackend("cuda" if kind == "cuda" else "mps", index)
+    return EagerBackend(kind, index)
 
 
 def _device(kind: str, wanted: int | str | None) -> DeviceInfo:
-    if kind == "cpu":
-        return _cpu_device()
-    if kind == "mps":
-        return _mps_device()
-    found = _vulkan_devices() if kind == "vulkan" else _cuda_devices()
-    if not found[0].usable or wanted is None:
+    found = _devices_of(kind)
+    if kind in _SINGLE or wanted is None or not any(info.usable for info in found):
         return found[0]
     if isinstance(wanted, str):
         for info in found:
@@ -135,10 +172,10 @@ def _device(kind: str, wanted: int | str | None) -> DeviceInfo:
 
 
 def _among_others(kind: str, wanted: int | str | None) -> str:
-    """Says so where a part of a name is in several devices' names."""
-    if kind in {"cpu", "mps"} or not isinstance(wanted, str):
+    """Say so if a part of a name matches several devices."""
+    if kind in _SINGLE or not isinstance(wanted, str):
         return ""
-    found = _vulkan_devices() if kind == "vulkan" else _cuda_devices()
+    found = _devices_of(kind)
     fitting = [info.name for info in found if wanted.lower() in info.name.lower()]
     if len(fitting) == 1:
         return ""
@@ -146,30 +183,19 @@ def _among_others(kind: str, wanted: int | str | None) -> str:
     return f", the first of {len(fitting)} whose names have {wanted!r} in them: {names}"
 
 
-def _cuda_devices() -> list[DeviceInfo]:
-    """One row for each CUDA device, or one unusable row that says why there is none."""
+def _devices_of(kind: str) -> list[DeviceInfo]:
+    """List the devices of a kind; a single unusable row says why there is none."""
     torch = _torch()
     if isinstance(torch, str):
-        return [DeviceInfo("cuda", "CUDA", False, torch)]
-    # Built with ROCm it calls AMD's cards by the same names.
-    if torch.version.cuda is None and torch.version.hip is None:
-        return [DeviceInfo("cuda", "CUDA", False, "this torch was built without CUDA")]
-    if not torch.cuda.is_available():
-        return [DeviceInfo("cuda", "CUDA", False, "torch finds no CUDA device or driver")]
-    rows = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        rows.append(
-            DeviceInfo("cuda", properties.name, True, "", index, int(properties.total_memory))
-        )
-    return rows
+        return [DeviceInfo(kind, kind.upper(), False, torch)]
+    if kind == "vulkan":
+        return _vulkan_devices()
+    from backends.eager.torch_devices import devices_of  # noqa: PLC0415  (imports torch)
+
+    return devices_of(kind)
 
 
 def _vulkan_devices() -> list[DeviceInfo]:
-    """One row for each Vulkan device, or one unusable row that says why there is none."""
-    torch = _torch()
-    if isinstance(torch, str):
-        return [DeviceInfo("vulkan", "Vulkan", False, torch)]
     from backends.wgpu.device.adapters import adapters  # noqa: PLC0415  (looks for devices)
 
     found = adapters()
@@ -178,29 +204,8 @@ def _vulkan_devices() -> list[DeviceInfo]:
     return [adapter.info(index) for index, adapter in enumerate(found)]
 
 
-def _mps_device() -> DeviceInfo:
-    """A Mac's GPU, which is one."""
-    torch = _torch()
-    if isinstance(torch, str):
-        return DeviceInfo("mps", "MPS", False, torch)
-    if not torch.backends.mps.is_available():
-        return DeviceInfo("mps", "MPS", False, "torch finds no GPU of a Mac")
-    from backends.eager.eager import EagerBackend  # noqa: PLC0415  (imports torch)
-
-    return EagerBackend("mps").info
-
-
-def _cpu_device() -> DeviceInfo:
-    torch = _torch()
-    if isinstance(torch, str):
-        return DeviceInfo("cpu", "CPU", False, torch)
-    from backends.eager.eager import EagerBackend  # noqa: PLC0415  (imports torch)
-
-    return EagerBackend("cpu").info
-
-
 def _torch() -> ModuleType | str:
-    """The torch module, or why it is not there."""
+    """Return the torch module, or why it cannot be imported."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed; pip install 'samestep[worker]'"
     try:

@@ -1,7 +1,8 @@
-"""A device that computes nothing: given gradients at a given speed, without torch.
+"""A device that computes nothing: scripted gradients at a given speed, without torch.
 
-For tests, simulations and benchmarks of everything around the device. Sleeping is its computing:
-a third of a microbatch's time is forward, then blocks come out evenly, last block first.
+For tests, simulations and benchmarks of everything except the device. It sleeps instead of
+computing: forward takes a third of a microbatch's time, then blocks follow at equal intervals, last
+block first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 import numpy as np
 
 from backends.base import draws
-from backends.base.inner_steps import InnerPlace, InnerState
+from backends.base.inner_steps import InnerState, SchedulePosition
 from backends.base.interface import (
     Array,
     Batch,
@@ -26,31 +27,31 @@ from backends.base.interface import (
     Sums,
     Trainable,
 )
-from backends.base.node_stream import HostSummedProgram, Microbatch
+from backends.base.subtree_gradients import HostSummedProgram, Microbatch
 from protocol.base.errors import SamestepError
 from protocol.exact.subnormals import subnormals_are_kept
 from protocol.exact.update import moment_count
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import OptimizerSpec
 
 FORWARD_SHARE = 1.0 / 3.0
-"""Part of a microbatch's time before the first block comes out: backward costs twice forward."""
+"""Share of a microbatch's time before the first block: backward costs twice as much as forward."""
 
 
 class ScriptedBackend:
-    """Runs every microbatch in `microbatch_ms` milliseconds, whatever the model."""
+    """A device that takes `microbatch_ms` milliseconds for every microbatch of any model."""
 
     def __init__(self, microbatch_ms: float = 0.0) -> None:
         self.microbatch_ms = microbatch_ms
 
     @property
     def info(self) -> DeviceInfo:
-        """The speed stands in the name."""
+        """The device; its name contains its speed."""
         reason = "for tests and measurements; computes nothing"
         return DeviceInfo("scripted", f"scripted, {self.microbatch_ms:g} ms", True, reason)
 
-    def signature(self, threads: int) -> Mapping[str, str]:
-        """Neither speed nor threads change a bit here."""
+    def numerics_profile(self, threads: int) -> Mapping[str, str]:
+        """Return a constant profile: neither speed nor threads change a bit."""
         del threads
         return {"device": "scripted"}
 
@@ -61,13 +62,13 @@ class ScriptedBackend:
         others: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
-        """Needs the blocks alone; a torch model or loss is not looked at."""
+        """Compile the task's blocks; its model and loss are ignored."""
         del example, others, evaluations
         return ScriptedProgram(trainable, self.microbatch_ms)
 
 
 class ScriptedProgram(HostSummedProgram):
-    """Gradients that follow from (seed, block, element) alone.
+    """Gradients that are a function of (seed, block, element).
 
     Time runs from the first `next`; a slow receiver does not slow the device down.
     """
@@ -108,16 +109,16 @@ class ScriptedProgram(HostSummedProgram):
             yield Loss(mean * batch.weight, batch.weight)
 
     def inner_steps(self, optimizer: OptimizerSpec) -> ScriptedInnerSteps:
-        """Steps that only take their time."""
+        """Return inner steps that only take their time."""
         return ScriptedInnerSteps(self._blocks, moment_count(optimizer), self._microbatch_s)
 
     def evaluate(self, batch: Batch) -> Sums:
-        """Only counts, samples and parts, for as long as a forward pass takes."""
+        """Return the numbers of samples and parts, after the time of a forward pass."""
         time.sleep(FORWARD_SHARE * self._microbatch_s)
         return {"samples": batch.weight, "parts": 1}
 
     def rows(self, batch: Batch) -> Captured:
-        """There is nothing to capture.
+        """Refuse to capture.
 
         Raises:
             SamestepError: Always.
@@ -126,7 +127,7 @@ class ScriptedProgram(HostSummedProgram):
         raise SamestepError("the scripted backend computes no logits; use a cpu worker")
 
     def keeps_subnormals(self) -> bool:
-        """The thread that takes the gradients adds them."""
+        """Check the calling thread, which adds the gradients."""
         return subnormals_are_kept()
 
     def close(self) -> None:
@@ -134,14 +135,14 @@ class ScriptedProgram(HostSummedProgram):
 
 
 class ScriptedInnerSteps:
-    """Steps of which each moves one element of each block, as its seeds say.
+    """Inner steps that each change one element of every block, as a function of the seeds.
 
-    Whatever the size of a model, a step takes the given time and no more.
+    A step takes the same time for every model size.
 
     Args:
-        blocks: Those of the manifest.
-        moments: How many the optimizer has; they stay as they are.
-        microbatch_s: How long a microbatch takes.
+        blocks: The manifest's blocks.
+        moments: Number of the optimizer's moments, which do not change.
+        microbatch_s: Duration of a microbatch in seconds.
     """
 
     def __init__(self, blocks: tuple[Block, ...], moments: int, microbatch_s: float) -> None:
@@ -157,7 +158,9 @@ class ScriptedInnerSteps:
         self._parameters = [values.copy() for values in state.parameters]
         self._moments = [[values.copy() for values in moment] for moment in state.moments]
 
-    def step(self, leaves: Sequence[Leaf], place: InnerPlace) -> Generator[None, None, Loss]:
+    def step(
+        self, leaves: Sequence[Leaf], position: SchedulePosition
+    ) -> Generator[None, None, Loss]:
         """See `backends.base.inner_steps.InnerSteps`."""
         total, moves = 0.0, []
         for batch, seed in leaves:
@@ -168,7 +171,7 @@ class ScriptedInnerSteps:
         for number, move in enumerate(moves):
             values = self._parameters[number % len(self._blocks)]
             if values.size:
-                values[place.step % values.size] -= np.float32(move / 100)
+                values[position.step % values.size] -= np.float32(move / 100)
         return Loss(total, sum(batch.weight for batch, _ in leaves))
 
     def state(self) -> InnerState:
@@ -182,7 +185,7 @@ class ScriptedInnerSteps:
 
 
 def _wait_until(deadline_s: float, closed: threading.Event) -> bool:
-    """Wait on the monotonic clock of `time.perf_counter`; false if closed before."""
+    """Wait until a time of `time.perf_counter`; return False if closed before."""
     left_s = deadline_s - time.perf_counter()
     if left_s > 0:
         closed.wait(left_s)

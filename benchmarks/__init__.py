@@ -1,1 +1,1 @@
-"""How fast it is, against other ways: run one with `python -m benchmarks.sync`; see README.md."""
+"""Compare samestep with other tools: run one with `python -m benchmarks.sync`; see README.md."""

@@ -1,8 +1,8 @@
-"""Hostile connections from one address, as many at a time as are asked for.
+"""Open hostile connections from one address, as many at a time as requested.
 
-`python -m benchmarks.attack PORT`: reads lines on standard input, `attack`, `rest` and `count`,
-and answers each with how many connections of each kind it has begun since the last. A connection
-that is closed to it is begun anew a moment later.
+`python -m benchmarks.attack PORT` reads lines on standard input, `attack`, `rest` and `count`, and
+answers each with the number of connections of each kind since the last answer. A connection that
+the server closes is opened again a moment later.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The loop that one would write in plain PyTorch: the same arithmetic, no coordinator, no worker.
+"""A hand-written PyTorch loop: the same arithmetic, without coordinator or worker.
 
-Batches come from the same task, in the same order; everything else is torch's own.
+Batches come from the same task, in the same order; everything else is torch's.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 from backends.base.interface import Array, Batch
 from benchmarks.step_time import StepTime
+from protocol.exact.parameter_groups import decays
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.schedule import learning_rate
-from protocol.exact.update import decays
-from protocol.host.trace import now_us
+from protocol.machine.trace import now_us
 from protocol.spec.run_spec import RunSpec
 from worker.tasks.registry import build
 
@@ -41,7 +41,7 @@ class BareLoop:
 
     Args:
         spec: The run; its optimizer is adamw.
-        device: `cpu` or `cuda`.
+        device: `cpu`, `cuda` or `xpu`.
     """
 
     def __init__(self, spec: RunSpec, device: str = "cpu") -> None:
@@ -60,9 +60,10 @@ class BareLoop:
         self._parameters = {name: known[name] for name in names}
         # Dropout as in ours, so that losses can be compared; torch.manual_seed would cost more.
         self._generator = torch.default_generator
-        if self._device.type == "cuda":
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-            self._generator = torch.cuda.default_generators[0]
+        if self._device.type != "cpu":
+            cards = torch.get_device_module(self._device)
+            cards.init()
+            self._generator = cards.default_generators[0]
 
     def run(self) -> BareRun:
         """All steps of the run, from the task's initial parameters."""

@@ -1,11 +1,11 @@
-"""Canonical arithmetic on this CPU against torch's eager mode, with the same threads, by turns.
+"""Canonical arithmetic on this CPU against torch's eager mode, with the same number of threads.
 
     python -m benchmarks.canonical [--threads 2] [--rounds 10] [--only steps|error]
 
-Steps are microbatches, forward and backward, of the run `sms-spam` (MiniLM with LoRA) and of a
-Llama of hidden size 256 and 6 layers at 8 x 128 tokens; beside time on the clock the ratio of CPU
-time, which other processes disturb less. Errors are those of gradients against the same model in
-float64, as a share of their norm, beside torch's own in float32.
+Steps are microbatches, forward and backward, of `sms-spam` (MiniLM with LoRA) and of a Llama of
+hidden size 256 and 6 layers with 8 x 128 tokens. Beside wall time it prints the ratio of CPU time,
+which other processes disturb less. Errors are those of gradients against the same model in
+float64, relative to their norm, beside torch's in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from backends.cpu import CpuBackend
 from benchmarks.machine import print_heading, print_table
 from benchmarks.turns import by_turns, ratios
 from benchmarks.vulkan_steps import job_of, microbatch, next_token_loss
-from protocol.spec.arithmetic_spec import ArithmeticSpec
+from protocol.spec.sections.model import ArithmeticSpec
 
 CANONICAL: Final = ArithmeticSpec(mode="canonical")
 _VOCABULARY: Final = 4096

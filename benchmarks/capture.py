@@ -1,8 +1,8 @@
-"""What a capture costs beside its forward passes, and a student's reading beside its steps.
+"""What a capture costs beyond its forward passes, and a student's reading beside its steps.
 
-A bare loop runs the same teacher forward over the same batches and keeps nothing; ours takes the
-likeliest logits and log-sum-exps, sends them, and has them on disk before the next step. Then a
-student trains on what was captured, in this process: what part of its steps is reading.
+A bare loop runs the same teacher forward over the same batches and stores nothing. The capture
+sends the top logits and log-sum-exps, and writes them to disk before the next step. Then a student
+trains on the result, in this process, and the share of reading in its steps is measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from backends.eager.eager import EagerBackend
 from benchmarks.cluster import Cluster
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, step_times
-from protocol.data.capture_index import read_index
+from protocol.datasets.capture_index import read_index
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.tasks.registry import build

@@ -1,6 +1,6 @@
 """A coordinator and its workers as processes: the real commands, with traces.
 
-On loopback, or on hosts of their own (`benchmarks.hosts`), of which the first has the coordinator.
+They run on loopback or on simulated hosts (`benchmarks.hosts`); the coordinator is on the first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.hosts import Host
 from benchmarks.machine import peak_bytes
 from benchmarks.timeline import Timeline, read_trace
 from coordinator.operator.control_client import control_token
-from protocol.command.own_command import own_command, own_environment
-from protocol.host.trace import now_us
+from protocol.cli.command_line import child_environment, command_of
+from protocol.machine.trace import now_us
 
 _START_TIMEOUT_S: Final = 200.0
 _RUN_TIMEOUT_S: Final = 600.0
@@ -44,7 +43,9 @@ def scripted(microbatch_ms: float) -> list[str]:
     return ["worker", "--quiet", "--backend", f"scripted:{microbatch_ms:g}"]
 
 
-def run_to_end(spec: Path, out: Path, settings: Sequence[str] = (), *more: str) -> dict[str, Any]:
+def run_to_end(
+    spec: Path, out: Path, settings: Sequence[str] = (), *more: str, devices: int = 1
+) -> dict[str, Any]:
     """Train with a coordinator and one worker of this machine; what `out` holds is gone on with.
 
     Args:
@@ -52,6 +53,7 @@ def run_to_end(spec: Path, out: Path, settings: Sequence[str] = (), *more: str) 
         out: The run's directory.
         settings: Overrides, as after --set.
         more: Further arguments of the coordinator.
+        devices: Processes of the worker.
 
     Returns:
         What result.json says.
@@ -65,11 +67,11 @@ def run_to_end(spec: Path, out: Path, settings: Sequence[str] = (), *more: str) 
         sets = [part for setting in settings for part in ("--set", setting)]
         ended = subprocess.run(  # noqa: S603 -- our own command
             [
-                *own_command("coordinator"), "--run", str(spec), *sets, *begun, *more,
-                "--local-workers", "1", "--out", str(out), "--no-announce",
+                *command_of("coordinator"), "--run", str(spec), *sets, *begun, *more,
+                "--local-workers", str(devices), "--out", str(out), "--no-announce",
                 "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             ],
-            env=own_environment(), stdout=subprocess.DEVNULL, check=False,
+            env=child_environment(), stdout=subprocess.DEVNULL, check=False,
         )  # fmt: skip
         if ended.returncode or not result.exists():
             raise RuntimeError(f"{spec.name} in {str(out)!r} failed")
@@ -113,12 +115,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def run(self, document: dict[str, Any]) -> Interval:

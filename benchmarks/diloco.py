@@ -1,10 +1,10 @@
-"""Rounds of replicas against torchft's DiLoCo: how long they take, and what a kill in one leaves.
+"""Rounds of replicas against torchft's DiLoCo: how long they take, and the result after a kill.
 
-    python -m benchmarks.diloco --torchft PYTHON   # an interpreter that has torchft and torch
+    python -m benchmarks.diloco --torchft PYTHON   # an interpreter with torchft and torch
 
-Both ways three processes on loopback, whose inner steps take as long as they are to. In the second
-run one of three is killed half-way through a round, and does not come back; what is compared is the
-state at the end, against that of the run in which nothing happened.
+Both sides are three processes on loopback with inner steps of a fixed length. In the second run one
+of the three is killed half-way through a round and does not return. Its final state is compared
+with that of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, Final
 
 from benchmarks.cluster import Cluster, scripted
 from benchmarks.machine import print_heading, print_table
+from coordinator.run.outputs.events import Committed
 from coordinator.storage.directory.journal import verify_journal
-from coordinator.storage.directory.journal_records import Committed
 
 _SIDE: Final = Path(__file__).with_name("torchft_side.py")
 _REPLICAS: Final = 3

@@ -1,9 +1,9 @@
-"""What a teacher's logits are worth to a student: with them and without, at equal steps.
+"""The value of a teacher's logits for a student: with and without them, at equal steps.
 
-SmolLM2-135M says what it thinks of some of Python's own modules, once (deploy/runs,
-smollm2-teacher.yaml); a small Llama (llama-student.yaml, with fewer and smaller steps) then trains
-with `distil.alpha` as it stands there and with 0, which is the tokens alone: the same samples in
-the same order. What is done is kept in the directory: the command goes on where it was ended.
+SmolLM2-135M runs once over some of Python's own modules (deploy/runs/smollm2-teacher.yaml). Then a
+small Llama (llama-student.yaml, with fewer and smaller steps) trains with the `distil.alpha` of
+that file and with 0, which uses only the tokens: the same samples in the same order. Results are
+stored in the directory, and the command continues where it was interrupted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What log and journal cost: the same steps with them and without, by turns.
+"""What log and journal cost: the same steps with and without them, alternating.
 
-Without: `benchmarks.undurable_coordinator`, the real one with nothing kept. Two workers on two
-cores, so what the coordinator does is taken from them.
+Without them: `benchmarks.undurable_coordinator`, the real one that stores nothing. Two workers run
+on two cores, so the coordinator's work slows them down.
 """
 
 from __future__ import annotations

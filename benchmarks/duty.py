@@ -1,7 +1,7 @@
-"""What a worker that evaluates costs those that train: their steps' time with it, and without.
+"""What an evaluating worker costs the training ones: their step time with and without it.
 
-Devices are scripted, so that on two cores what is measured is what the coordinator does for the
-evaluator, and not two devices on one processor: a microbatch takes 20 ms, a held-out part a third.
+Devices are scripted, so that on two cores this measures the coordinator's work for the evaluator,
+not two devices on one processor. A microbatch takes 20 ms, a held-out part a third of that.
 """
 
 from __future__ import annotations

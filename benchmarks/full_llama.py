@@ -1,8 +1,8 @@
-"""A Llama of 125 M parameters trained whole by two workers of one machine, against DDP over gloo.
+"""Full training of a 125 M parameter Llama by two workers of one machine, against DDP over gloo.
 
-`python -m benchmarks.full_llama [--steps N] [--turns N]`. Both sides take a step on 2 x 32 tokens
-for each worker, AdamW and gradients clipped to norm 1, one thread each, by turns. Ours is the real
-commands, log on: from update to update. Memory is the most that each process has had resident.
+`python -m benchmarks.full_llama [--steps N] [--turns N]`. Each worker takes steps on 2 x 32 tokens
+with AdamW, gradients clipped to norm 1, one thread; the sides alternate. samestep runs its real
+commands with the log on, measured from update to update. Memory is each process's peak RSS.
 """
 
 from __future__ import annotations

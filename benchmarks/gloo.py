@@ -1,6 +1,6 @@
-"""One rank of torch.distributed over gloo: the other way, measured on the same machine.
+"""One rank of torch.distributed over gloo: the reference, measured on the same machine.
 
-Reads commands from standard input, a JSON line each, and answers with a line. Not run by hand:
+Reads commands from standard input, one JSON line each, and answers with a line. Not run by hand:
 see `benchmarks.ranks`.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import peak_bytes
-from protocol.host.trace import now_us
+from protocol.machine.trace import now_us
 
 Times = list[tuple[float, float]]
 

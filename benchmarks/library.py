@@ -1,11 +1,11 @@
-"""`samestep.fit` of one machine against the loop that one would write: seconds per step.
+"""`samestep.fit` on one machine against a hand-written loop: seconds per step.
 
-The same model, batches and microbatches, one thread. What a run's start and end take is left out:
-two lengths are measured, and their difference divided by the steps between. Each way is taken once
-before that: whichever came first would fault in the pages that both use, a tenth of a step of
-convolutions. `fit` keeps freed memory in its process, so from then on the bare loop has that too.
-What `fit` adds is the exchange of the gradients and the commit: that goes by their bytes, whatever
-they took to compute. So there is a job with few bytes for what it computes, and one with many.
+The same model, batches and microbatches, one thread. Start and end of a run are excluded: two
+lengths are measured, and the difference is divided by the steps between. Each side runs once before
+that, because the first would fault in the pages that both use, a tenth of a step of convolutions.
+`fit` keeps freed memory in its process, so the bare loop has that too.
+What `fit` adds is the exchange of the gradients and the commit. Their cost depends on bytes, not on
+the computation, so one job has few bytes for its computation, and one has many.
 """
 
 from __future__ import annotations

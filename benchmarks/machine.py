@@ -1,4 +1,4 @@
-"""Where a measurement was taken, and what is printed of it."""
+"""Describe where a measurement was taken, and print it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Main memory of LoRA on the CPU by what the frozen base is stored in.
+"""Main memory of LoRA on the CPU by storage format of the frozen base.
 
     python -m benchmarks.narrow_base
 
 A Llama of 155 million parameters in a bfloat16 file, most of them in its layers; loading, compiling
-and two microbatches, each base in a process of its own. What is counted is anonymous memory above
-what the libraries take: mapped files are the system's to take back.
+and two microbatches, each format in its own process. It measures anonymous memory beyond that of
+the libraries, because the system can drop mapped files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 import transformers
 
 from backends.registry import choose
-from protocol.command.own_command import own_environment
-from protocol.spec.run_spec_file import load_run_spec
-from worker.after.gguf_file import write_gguf
+from protocol.cli.command_line import child_environment
+from protocol.spec.files.run_spec_file import load_run_spec
+from worker.results.gguf_file import write_gguf
 from worker.tasks.registry import build
 
 ROOT: Final = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def peak_bytes(run: Path, kind: str) -> int:
     """Measured in a process of its own."""
     done = subprocess.run(  # noqa: S603 -- this very file
         [sys.executable, "-m", "benchmarks.narrow_base", str(run), kind],
-        env=own_environment(), capture_output=True, text=True, check=True, cwd=ROOT,
+        env=child_environment(), capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     return int(done.stdout.split()[-1])
 

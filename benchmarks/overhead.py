@@ -1,7 +1,7 @@
-"""One worker against a bare PyTorch loop that does the same arithmetic, and its way to step 0.
+"""One worker against a bare PyTorch loop with the same arithmetic, and the time to the first step.
 
-Real coordinator, real worker, one thread; the job of deploy/runs/sms-spam.yaml. Both do the same
-steps by turns, while the other is idle, so every step is compared with itself.
+Real coordinator, real worker, one thread; the job of deploy/runs/sms-spam.yaml. The sides alternate
+on the same steps while the other is idle, so every step is compared with itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.cluster import Cluster, Interval
 from benchmarks.jobs import short
 from benchmarks.machine import print_heading, print_table
 from benchmarks.step_time import StepTime, step_times
-from protocol.host.allocator import keep_freed_memory
+from protocol.machine.allocator import keep_freed_memory
 from protocol.spec.run_spec import parse_run_spec
 
 JOB = "sms-spam"
@@ -151,7 +151,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=4, help=f"steps in each of {TURNS} turns")
-    parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu", help="of both ways")
+    parser.add_argument("--backend", choices=("cpu", "cuda", "xpu"), default="cpu")
     given = parser.parse_args()
     # As the worker does: else the bare loop would pay for page faults that we do not.
     keep_freed_memory()

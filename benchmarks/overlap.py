@@ -1,8 +1,8 @@
-"""Communication that the backward does not hide: time of a step less its compute time.
+"""Communication that backward does not hide: a step's time minus its compute time.
 
 Twelve blocks of 20 ms backward and 2 MB each, after 120 ms of forward; one microbatch per worker.
-Ours against DistributedDataParallel over gloo with its default and with other bucket sizes. The
-ways run by turns, a few steps each, while the others are idle.
+samestep against DistributedDataParallel over gloo, with its default and other bucket sizes. The
+sides alternate, a few steps each, while the others are idle.
 """
 
 from __future__ import annotations

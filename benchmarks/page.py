@@ -1,8 +1,8 @@
-"""What open pages cost a run: ten tabs beside it, turn by turn with and without them.
+"""What open pages cost a run: the same steps with and without ten tabs, alternating.
 
-A tab here is what the page's script asks for, when it does: the stream of events, the runs at
-first, and at most every 0.7 s the status and what is new of the run's history. Devices sleep, so a
-step is as long as its exchange and this machine make it.
+A tab makes the requests of the page's script: the stream of events, the runs at first, and at most
+every 0.7 s the status and the new part of the run's history. Devices sleep, so a step is as long as
+its exchange and this machine make it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the planner expects of an exchange, for more hosts and quicker links than this machine has.
+"""The planner's prediction of an exchange, for more hosts and faster links than this machine has.
 
-`python -m benchmarks.planned [--plot FILE] [--computes-s S]`. Plays the model by which
-`exchange.way: auto` decides (`coordinator.run.exchange.times`): star, sharded, and runs with
-replicas, whose rounds go over a star. Needs no network. What it says of rows of
-`benchmarks.shaped` is printed beside what those have measured.
+`python -m benchmarks.planned [--plot FILE] [--computes-s S]` evaluates the model by which
+`exchange.topology: auto` decides (`coordinator.run.exchange.times`): star, sharded, and runs with
+replicas, whose rounds use a star. It needs no network. For rows of `benchmarks.shaped`, it prints
+the prediction beside the measurement.
 """
 
 from __future__ import annotations
@@ -100,6 +100,32 @@ def rows(computes_s: float) -> Iterator[list[str]]:
                 yield [what, *seconds, found.best(computes_s)]
 
 
+def two_levels_s(volume: Volume, hosts: int, mbit: float) -> float:
+    """Groups with a coordinator each below one coordinator, at the best size of a group.
+
+    The levels work at the same time on different pieces: the slower one decides, and the last piece
+    passes the other one after it.
+    """
+    times = []
+    for group in (2**n for n in range(1, hosts.bit_length() - 1)):
+        within = star_s(volume, members_of(group, mbit))
+        between = star_s(volume, members_of(hosts // group, mbit))
+        times.append(max(within, between) + min(within, between) / volume.pieces)
+    return min(times)
+
+
+def many_hosts() -> Iterator[list[str]]:
+    """The lines of the table of 64 to 1,024 hosts: a star, two levels of stars, and sharded."""
+    for mbit in (1_000, 10_000, 100_000):
+        for size in _BYTES[:3]:
+            for hosts in (64, 256, 1_024):
+                found = expected(hosts, mbit, size)
+                volume = Volume(size, size, _PIECES[size])
+                seconds = (found.star, two_levels_s(volume, hosts, mbit), found.sharded)
+                what = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
+                yield [what, *(f"{value:.3g}" for value in seconds)]
+
+
 def _link(mbit: int) -> str:
     return f"{mbit / 1000:g} Gbit/s"
 
@@ -158,6 +184,7 @@ def main() -> None:
     head = ["link, gradients, hosts", "star", "sharded", "replicas", "best"]
     print_table(head, list(rows(given.computes_s)))
     print_table(["on this machine", "expected ms", "measured ms", "ratio"], list(compared()))
+    print_table(["many hosts", "star", "two levels of stars", "sharded"], list(many_hosts()))
     if given.plot is not None:
         given.plot.write_text(plot(given.computes_s))
 

@@ -1,4 +1,4 @@
-"""Plots of benchmarks as SVG text: panels of lines, side by side and below one another."""
+"""Plot benchmarks as SVG text: panels of lines in a grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of torch.distributed that do what they are told, and wait in between."""
+"""Processes of torch.distributed that execute commands and wait in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.hosts import Host
@@ -48,12 +47,7 @@ class Ranks:
             )  # fmt: skip
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for process in self._processes:
             if error is not None:
                 process.kill()

@@ -1,4 +1,4 @@
-"""One device of a host of such workers as `benchmarks.ready_worker` is. Not run by hand."""
+"""One device of a multi-device worker like `benchmarks.ready_worker`. Not run by hand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A worker whose device is quiet for a while and then has every block's gradient at once.
+"""A worker whose device waits, then has every block's gradient at once.
 
-So the exchange of a step can be measured by itself: when it starts, the step before is over, and
-nothing is computed meanwhile. All but the device is the real worker. Not run by hand: see
+This measures the exchange of a step alone: when it starts, the previous step is over, and nothing
+is computed meanwhile. Everything except the device is the real worker. Not run by hand: see
 `benchmarks.sync`.
 """
 
@@ -16,18 +16,18 @@ from pathlib import Path
 import uvloop
 
 from backends.base.interface import Batch, BlockGradient, Leaf, Loss, Program, Trainable
-from backends.base.node_stream import Microbatch, NodeStream, added_on_host
+from backends.base.subtree_gradients import Microbatch, SubtreeGradients, added_on_host
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from protocol.base.errors import ExitCode
-from protocol.host.allocator import keep_freed_memory
-from protocol.host.trace import Tracer
+from protocol.machine.allocator import keep_freed_memory
+from protocol.machine.trace import Tracer
 from protocol.spec.run_spec import RunSpec
-from worker.joining.credentials import WorkerCredentials
+from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 from worker.shell.device_processes import DeviceProcesses
-from worker.shell.host_engine import Several
-from worker.tasks.base import Task
-from worker.tasks.scripted import Scripted
+from worker.shell.group_engine import DeviceSet
+from worker.tasks.base.task import Task
+from worker.tasks.small.scripted import Scripted
 
 
 class ReadyProgram(ScriptedProgram):
@@ -37,10 +37,10 @@ class ReadyProgram(ScriptedProgram):
         super().__init__(trainable, 0.0)
         self._quiet_s = quiet_ms / 1e3
 
-    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
+    def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
         """Every block at once after the quiet time."""
         closed = threading.Event()
-        added_to = len(leaves) > 1  # a node taken over from a late worker
+        added_to = len(leaves) > 1  # a subtree taken over from a late worker
 
         def begin(leaf: int, batch: Batch, seed: int) -> Microbatch:
             del leaf, seed
@@ -48,7 +48,7 @@ class ReadyProgram(ScriptedProgram):
 
         if added_to:
             return added_on_host(leaves, begin, len(self._patterns))
-        return NodeStream(leaves, begin)
+        return SubtreeGradients(leaves, begin)
 
     def _ready(
         self, batch: Batch, closed: threading.Event, *, copied: bool
@@ -76,7 +76,7 @@ class ReadyBackend(ScriptedBackend):
 
 
 class ReadyDevice:
-    """See `worker.shell.engine.Toolbox`."""
+    """See `worker.shell.engine.BackendFactory`."""
 
     def __init__(self, quiet_ms: float) -> None:
         self._backend = ReadyBackend(quiet_ms)
@@ -88,11 +88,11 @@ class ReadyDevice:
         return Scripted(spec)
 
 
-def several(devices: int, quiet_ms: float, trace: Path) -> Several:
+def several(devices: int, quiet_ms: float, trace: Path) -> DeviceSet:
     """So many such devices as one host."""
     names: dict[str, int | str | None] = {f"device{number}": number for number in range(devices)}
     module = "benchmarks.ready_device"
-    return Several([*names], DeviceProcesses(names, str(quiet_ms), print, trace, module))
+    return DeviceSet([*names], DeviceProcesses(names, str(quiet_ms), print, trace, module))
 
 
 async def serve(address: str, name: str, quiet_ms: float, trace: Path, devices: int) -> ExitCode:

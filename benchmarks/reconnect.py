@@ -1,9 +1,8 @@
-"""What a worker that comes back costs the coordinator, after a short run and after a long one.
+"""What a returning worker costs the coordinator, after a short and after a long run.
 
-A log of so many kept steps is written; then the last few are read as they are for a worker that
-has missed them: where they lie, their commits, their gradients. Beside it what opening the log
-costs, which a start does once. No network, no worker: the rest of a reconnect does not depend on
-how long the run is.
+Writes a log of many steps, then reads the last few as for a worker that missed them: their
+positions, commits and gradients. It also measures opening the log, which a start does once. No
+network and no worker: the rest of a reconnect does not depend on the length of the run.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from benchmarks.machine import print_heading, print_table
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.log.log_reader import scan_log
-from coordinator.storage.log.log_records import ChunkPlace
+from coordinator.storage.log.log_records import ChunkId
 from coordinator.storage.run_storage import RunStorage
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Block, Manifest, TensorSpec
-from protocol.spec.run_spec import OptimizerSpec, RunSpec, parse_run_spec
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from protocol.spec.sections.optimizer import Adamw
 from protocol.wire.messages import Commit
 
 BLOCKS: Final = 4
@@ -68,7 +68,7 @@ async def _measure(path: Path, kept: int, rounds: int) -> Measured:
     values = np.ones(BLOCK_ELEMENTS, np.float32)
     for step in range(kept):
         for block in range(BLOCKS):
-            storage.append(ChunkPlace(1, step, 0, block, 0), values)
+            storage.append(ChunkId(1, step, 0, block, 0), values)
         await storage.commit(_record(step))
         if (step + 1) % STEPS_BETWEEN_CHECKPOINTS == 0:
             await storage.roll()
@@ -93,7 +93,7 @@ def _refused(error: Exception) -> None:
 
 
 def _record(step: int) -> CommitRecord:
-    scalars = step_scalars(OptimizerSpec(), step + 1, step, step + 1, 1.0)
+    scalars = step_scalars(Adamw(), step + 1, step, step + 1, 1.0)
     commit = Commit(
         epoch=1, step=step, attempt=0, scalars=scalars, loss=1.0, averages_digest="0" * 64
     )

@@ -1,9 +1,9 @@
-"""From a kill to the next committed step: of the coordinator, and of a worker.
+"""From a kill to the next committed step, for the coordinator and for a worker.
 
-The coordinator is killed (SIGKILL) at any moment of a step and started again at once; its workers
-keep their state and come back. Twenty logged steps lie behind the last checkpoint, which its
-replica has to take again. State is parameters and both moments of AdamW. Devices sleep, so a step
-has the same length every time; what is over that is the recovery.
+The coordinator is killed (SIGKILL) at any moment of a step and restarted at once; its workers keep
+their state and reconnect. Twenty logged steps follow the last checkpoint, which its replica must
+apply again. State is parameters and both moments of AdamW. Devices sleep, so steps have a constant
+length; what exceeds it is the recovery.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Runs with replicas: what they cost in quality, and how busy they keep machines on slow links.
+"""Runs with replicas: their loss, their traffic, and how busy they keep machines on slow links.
 
     python -m benchmarks.replicas loss [--inner-steps-in-all N] [--first N] [--out DIR]
     python -m benchmarks.replicas utilisation [--share N] [--rounds N]
     python -m benchmarks.replicas traffic [--share N] [--rounds N]
 
 `loss` trains `small-llama` synchronously and with K replicas, H inner steps and a codec, all on the
-same number of tokens; it writes each result as soon as it is there, and goes on where it was
-interrupted. The others have four workers whose devices only wait. `utilisation` needs root: hosts
-with links of a given speed (`benchmarks.hosts`), a state of 540 MB and its inner steps divided by
-`--share`: all that decides the figure shrinks alike. `traffic` counts what goes through the
-coordinator's connections, for each sample that was trained on.
+same number of tokens. It writes each result as soon as it exists, and continues where it was
+interrupted. The others use four workers whose devices only wait. `utilisation` needs root, for
+hosts with links of a given speed (`benchmarks.hosts`); it divides a state of 540 MB and its inner
+steps by `--share`, so everything that determines the result shrinks alike. `traffic` counts what
+passes the coordinator's connections per sample.
 """
 
 from __future__ import annotations

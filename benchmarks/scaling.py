@@ -1,8 +1,8 @@
-"""Throughput of N workers, against N times that of one; every step has the same batch.
+"""Throughput of N workers, against N times that of one, with the same batch per step.
 
-Scripted devices sleep 50 ms for a microbatch, so that as many as one likes run on one machine;
-coordinator, workers and exchange are real. 4 and 16 of them are on 4 hosts, each one worker of
-several devices. Then real CPU workers, one thread each.
+Scripted devices sleep 50 ms per microbatch, so any number of them fits on one machine; coordinator,
+workers and exchange are real. 4 and 16 of them are on 4 hosts, each one worker of several devices.
+Then real CPU workers, one thread each.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Supervised fine-tuning on conversations, against TRL's SFTTrainer: same start, batches, settings.
+"""Supervised fine-tuning on conversations, against TRL's SFTTrainer with equal settings.
 
-    python -m benchmarks.sft --trl PYTHON     # an interpreter that has trl
+    python -m benchmarks.sft --trl PYTHON     # an interpreter with trl
 
-The small Llama of `deploy/runs/small-chat.yaml`, its weights drawn, learns from the dialogues that
-lie beside it, each way in its own process; what is compared is the loss on the held-out ones.
+The small Llama of `deploy/runs/small-chat.yaml` starts from the same weights and trains on the same
+batches of the dialogues beside it, each side in its own process. The loss on the held-out ones is
+compared.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import numpy as np
 import safetensors.numpy
 
 from benchmarks.cluster import run_to_end
-from protocol.data.conversations import Conversation, read_conversations
+from protocol.datasets.conversations import Conversation, read_conversations
 from protocol.exact.samples import SampleOrder
+from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.run_spec import RunSpec
-from protocol.spec.run_spec_file import load_run_spec
 from worker.data import holdout
 from worker.tasks.registry import build
 

@@ -1,11 +1,11 @@
-"""What a kernel does, counted from its text: barriers, bytes, and workgroup memory served twice.
+"""Counts from a kernel's text: barriers, bytes, and bank conflicts of workgroup memory.
 
-One workgroup of it is run with whole numbers alone: indices, loops and guards are known, floats are
-not, and a choice that depends on one is taken; of a long loop the first three rounds and the last
-are run. So it needs no device, and says nothing of time.
+One workgroup is executed with integers only: indices, loops and guards are known, floats are not,
+and a branch that depends on one is taken. Of a long loop, the first three iterations and the last
+are executed. So this needs no device, and says nothing about time.
 
-Workgroup memory is counted as cards have it: 32 banks of 4 bytes; a vec4 of eight neighbours, or a
-word of thirty-two, are served at once where those that lie in one bank are the same.
+Workgroup memory is modeled as in cards: 32 banks of 4 bytes; a vec4 of eight neighbors, or a word
+of thirty-two, are served at once if those in one bank are the same.
 """
 
 from __future__ import annotations

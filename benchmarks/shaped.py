@@ -1,10 +1,10 @@
-"""The exchange of a step between hosts whose links have a given speed, against gloo's all-reduce.
+"""The exchange of a step between hosts with links of given speeds, against gloo's all-reduce.
 
 `python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--ways WAY ...] [--bfloat16]`.
-Hosts are network namespaces of this machine (`benchmarks.hosts`, needs root): coordinator and first
-worker share a host, whose only way to the others is its link. Ours is the whole path of the real
-commands with TLS, as in `benchmarks.sync`, as a star and sharded; gloo runs on the same hosts, by
-turns. All hosts share this machine's processor, so a fast link shows what the processor can do.
+Hosts are network namespaces of this machine (`benchmarks.hosts`, needs root). Coordinator and first
+worker share a host, whose only path to the others is its link. samestep runs the real commands with
+TLS, as in `benchmarks.sync`, as a star and sharded; gloo runs on the same hosts, alternating. All
+hosts share this machine's processor, so on a fast link the processor is the limit.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from benchmarks.ranks import Ranks, spans_us
 from benchmarks.sync import Case
 from benchmarks.timeline import Timeline, step_times
 from protocol.exact.bfloat16 import ELEMENT_BYTES
-from protocol.spec.run_spec import Precision, Way
+from protocol.spec.sections.exchange import Precision, Topology
 
-_WAYS: Final[tuple[Way, ...]] = ("star", "sharded")
+_WAYS: Final[tuple[Topology, ...]] = ("star", "sharded")
 _WARMING_ROUNDS: Final = 4
 """Members find each other meanwhile."""
 
@@ -115,9 +115,9 @@ class Turns:
     coordinator_mb: float = 0.0
 
 
-def measure(row: Row, ways: Sequence[Way], rounds: int, turns: int) -> dict[str, Turns]:
+def measure(row: Row, ways: Sequence[Topology], rounds: int, turns: int) -> dict[str, Turns]:
     """gloo, and ours in each way to the last average, by turns; warming rounds not counted."""
-    intervals: dict[Way, list[Interval]] = {way: [] for way in ways}
+    intervals: dict[Topology, list[Interval]] = {way: [] for way in ways}
     gloo_us: list[float] = []
     counted: dict[str, list[int]] = {"gloo": [0, 0], **{way: [0, 0] for way in ways}}
     passed: dict[str, int] = dict.fromkeys(ways, 0)

@@ -1,4 +1,4 @@
-"""A worker's way from its start to its first step, as the coordinator's log tells it."""
+"""A worker's time from its start to its first step, from the coordinator's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's time went into: from the start of one update to the start of the next."""
+"""Where a step's time goes, from the start of one update to the start of the next."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def step_times(timeline: Timeline, start_us: float, end_us: float) -> list[StepT
     for event in timeline.events:
         if not start_us <= event["ts"] <= end_us:
             continue
-        if event["name"] == "apply step":  # the trace counts steps taken
+        if event["name"] in ("apply step", "take weights"):  # the trace counts steps taken
             updates[event["args"]["step"] - 1] = event["ts"], event["dur"]
-        elif event["name"].startswith("node "):
+        elif event["name"].startswith("subtree "):
             step = event["args"]["step"]
             compute_us[step] = compute_us.get(step, 0.0) + event["dur"]
     return [

@@ -1,8 +1,8 @@
-"""The exchange of a step: mean of N workers' gradients, ours against gloo's all-reduce.
+"""The exchange of a step: the mean of N workers' gradients, against gloo's all-reduce.
 
-Ours is the whole path of the real commands: blocks streamed, checked for non-finite values,
-summed along the tree, scaled, broadcast, digested and committed. gloo's is one all-reduce of one
-tensor and a division. Both run by turns, a few rounds each, while the other one is idle.
+samestep runs its real commands: blocks are streamed, checked for non-finite values, summed along
+the tree, scaled, broadcast, digested and committed. gloo runs one all-reduce of one tensor and a
+division. The sides alternate, a few rounds each, while the other is idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.cluster import Cluster
 from benchmarks.machine import print_heading, print_table
 from benchmarks.ranks import Ranks, spans_us
 from benchmarks.timeline import step_times
-from protocol.spec.run_spec import Precision, Way
+from protocol.spec.sections.exchange import Precision, Topology
 
 TURNS = 5
 WARMING_ROUNDS = 2
@@ -41,7 +41,7 @@ class Case:
     block_bytes: int
     quiet_ms: float
     precision: Precision = "float32"
-    way: Way = "star"
+    way: Topology = "star"
 
     @property
     def payload_bytes(self) -> int:
@@ -55,7 +55,11 @@ class Case:
             "scripted": {"blocks": self.blocks, "block_bytes": self.block_bytes},
             "batch": {"samples": self.workers, "microbatch": 1},
             "optimizer": {"name": "sgd", "lr": 1e-3},
-            "exchange": {"precision": self.precision, "averages": self.precision, "way": self.way},
+            "exchange": {
+                "precision": self.precision,
+                "averages": self.precision,
+                "topology": self.way,
+            },
             "steps": steps,
         }
 

@@ -1,4 +1,4 @@
-"""When each step's payloads left, its averages came and it was applied, read from traces."""
+"""When each step's payloads left, its averages arrived and it was applied, from traces."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) ->
             if not start_us <= event["ts"] <= end_us or "step" not in event["args"]:
                 continue
             name, step, at_us = event["name"], event["args"]["step"], event["ts"]
-            if name == "apply step":  # the trace counts steps taken
+            if name in ("apply step", "take weights"):  # the trace counts steps taken
                 applies.setdefault(step - 1, []).append(at_us)
             elif name.startswith("receive block") and "attempt" in event["args"]:
                 receives.setdefault(step, []).append(at_us)

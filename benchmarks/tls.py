@@ -1,10 +1,10 @@
-"""What TLS costs: gradient-sized frames through our transport on loopback, and whole steps.
+"""What TLS costs: gradient-sized frames through the transport on loopback, and whole steps.
 
-`python -m benchmarks.tls [--megabytes N] [--rounds N]`, with it and without, turn by turn. First
-two processes, one connection, chunks of 4 MiB, every frame checked. "A core each" is what the
-busier of the two does in a second of processor time: the rate where each has a core, also when this
-machine has other work. "Loop" is the processor time of the busier event loop's thread: meanwhile
-nobody else is heard. Then steps of a coordinator and two workers whose devices sleep.
+`python -m benchmarks.tls [--megabytes N] [--rounds N]`, alternately with and without it. First two
+processes, one connection, chunks of 4 MiB, every frame verified. "A core each" is the throughput
+per second of CPU time of the busier process: the rate if each had a core, even on a busy machine.
+"Loop" is the CPU time of the busier event loop's thread, which blocks all other connections. Then
+steps of a coordinator and two workers whose devices sleep.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from benchmarks.cluster import Cluster, Interval, scripted
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, step_times
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.members.doorway import Doorway
 from protocol.base import limits
 from protocol.base.errors import ProtocolError
-from protocol.host.allocator import keep_freed_memory
+from protocol.machine.allocator import keep_freed_memory
 from protocol.wire import tls, tls_transport
+from protocol.wire.acceptor import Acceptor
 from protocol.wire.connection import Connection, Phase, Received, encode
 from protocol.wire.messages import BlobChunk
 from protocol.wire.transport import Channel
@@ -134,13 +134,13 @@ async def _send(pipe: Any, megabytes: int, context: ssl.SSLContext | None) -> _S
         sending.append(loop.create_task(send_all(channel)))
         return channel
 
-    doorway = Doorway(lambda _: accepted(), context)
-    await doorway.open("--bind", "127.0.0.1", 0)
+    acceptor = Acceptor(lambda _: accepted(), context)
+    await acceptor.listen("127.0.0.1", 0)
     begun = _Spent.so_far()
-    pipe.send((doorway.address[1], context is not None))
+    pipe.send((acceptor.address[1], context is not None))
     other: _Spent = await loop.run_in_executor(None, pipe.recv)
     own = _Spent.so_far().since(begun)
-    doorway.close()
+    acceptor.close()
     busier = max(own.process_s, other.process_s), max(own.loop_s, other.loop_s)
     return _Spent(other.clock_s, *busier)
 

@@ -1,4 +1,4 @@
-"""What a Vulkan device is measured against: torch's eager mode in float32, on the CPU or CUDA."""
+"""The reference for a Vulkan device: torch's eager mode in float32, on the CPU or CUDA."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What `benchmarks.diloco` is measured against: a replica of torchft's DiLoCo, or its lighthouse.
+"""The reference for `benchmarks.diloco`: a replica of torchft's DiLoCo, or its lighthouse.
 
-Run by an interpreter that has torchft; imports nothing of ours. The replica's steps take as long as
-they are to, and their gradients pull at a number that is the replica's and the step's own.
+Run by an interpreter with torchft; imports nothing of samestep. The replica's steps have a fixed
+length, and its gradients pull toward a number that depends on replica and step.
 """
 
 from __future__ import annotations

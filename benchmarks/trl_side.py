@@ -1,6 +1,6 @@
-"""What `benchmarks.sft` is measured against: TRL's SFTTrainer on what that has written.
+"""The reference for `benchmarks.sft`: TRL's SFTTrainer on the files that it wrote.
 
-Run by an interpreter that has trl; imports nothing of ours.
+Run by an interpreter with trl; imports nothing of samestep.
 """
 
 from __future__ import annotations

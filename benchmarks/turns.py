@@ -1,4 +1,4 @@
-"""Two sides measured by turns, so that what else goes on hits both."""
+"""Measure two sides alternately, so that other load affects both."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A coordinator that keeps no log and no journal, for measuring what they cost. Not a product.
+"""A coordinator without log and journal, to measure what they cost. Not a product.
 
-It is the real one, but nothing is appended, no commit is synced, and no line is made. Checkpoints
-at a run's start and end stay, as they are in no step.
+It is the real one, except that nothing is appended, no commit is synced, and no line is written.
+Checkpoints at the start and end of a run remain, as they are not part of a step.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from unittest.mock import patch
 import coordinator.service.execution
 import coordinator.service.service
 from coordinator.cli import main
-from coordinator.run.outputs.kept import Bytes
+from coordinator.run.outputs.events import Record
 from coordinator.run.outputs.restart import CommitRecord
-from coordinator.storage.directory.journal_records import Record
-from coordinator.storage.log.log_records import Array, ChunkPlace
+from coordinator.run.outputs.side_outputs import Bytes
+from coordinator.storage.log.log_records import Array, ChunkId
 from coordinator.storage.run_storage import RunStorage
 
 _NO_HEAD: Final = "0" * 64
@@ -26,7 +26,7 @@ _NO_HEAD: Final = "0" * 64
 class _Forgetful(RunStorage):
     """Says that all is on disk."""
 
-    def append(self, place: ChunkPlace, values: Array) -> None:
+    def append(self, place: ChunkId, values: Array) -> None:
         del place, values
 
     async def commit(self, record: CommitRecord, kept: Sequence[Bytes] = ()) -> None:

@@ -1,7 +1,7 @@
-"""Workers of unlike speed together, against the sum of what each does alone.
+"""Workers of different speeds together, against the sum of what each does alone.
 
-Devices are scripted: they sleep 100, 200 and 400 ms for a microbatch. Equal shares, as in DDP, go
-at the pace of the slowest.
+Devices are scripted: they sleep 100, 200 and 400 ms per microbatch. Equal shares, as in DDP, run at
+the pace of the slowest.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""A Vulkan device against torch on the same machine: matrix products, and whole training steps.
+"""A Vulkan device against torch on the same machine: matrix products and whole training steps.
 
     python -m benchmarks.vulkan [--device llvmpipe] [--against cpu|cuda] [--rounds 10]
         [--only matmul|attention|steps|decoder|sums] [--peak-tflops 30]
 
-Torch computes the same in float32 beside it, in turn: on CUDA where it has such a device (without
-TF32), else on as many threads as a software adapter takes: all of the machine's. Of a software
-adapter beside torch's CPU the ratio of CPU time is shown too: other processes disturb it less.
+torch computes the same in float32, alternating with it: on CUDA if it has such a device (without
+TF32), else on all threads of the machine, as a software adapter does. For a software adapter
+beside torch's CPU, the ratio of CPU time is shown too, because other processes disturb it less.
 
-Products are those of a decoder of hidden size 1024 and 2048 at 8 x 512 tokens on a card, smaller
-ones on a software adapter, with the rate of the card's own float32 peak where that is known or
-given. Attention is fused beside written out, both on the device, in microbatches of one text for a
-decoder of two layers. Steps are microbatches of the runs `sms-spam` (classify: MiniLM with LoRA)
-and `small-llama` (causal-lm from scratch), forward and backward with all gradients brought to the
-host; then, on a card or by `--only decoder`, those of Llama-like decoders of hidden size 1024 and
-2048, with LoRA and whole, 8 x 512 tokens (1 x 64 on a software adapter). Sums are nodes of eight
-such microbatches whose gradients are added on the device, beside the same with the host adding.
+Products are those of a decoder of hidden size 1024 and 2048 with 8 x 512 tokens on a card, smaller
+ones on a software adapter, with the share of the card's float32 peak if that is known or given.
+Attention is fused and written out, both on the device, in microbatches of one text for a decoder of
+two layers. Steps are microbatches of the runs `sms-spam` (classify: MiniLM with LoRA) and
+`small-llama` (causal-lm from scratch), forward and backward with all gradients copied to the host;
+then, on a card or with `--only decoder`, those of Llama-like decoders of hidden size 1024 and 2048,
+with LoRA and whole, 8 x 512 tokens (1 x 64 on a software adapter). Sums are subtrees of eight such
+microbatches whose gradients are added on the device or on the host.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ _STEPS: Final = (
     "compile s", "first s",
 )  # fmt: skip
 _SUMS: Final = (
-    "node of 8", "device adds, ms", "host adds, ms", "ratio", "of CPU time", "readbacks", "host",
+    "subtree of 8", "device adds, ms", "host adds, ms", "ratio", "of CPU time", "readbacks", "host",
 )  # fmt: skip
 
 

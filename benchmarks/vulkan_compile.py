@@ -2,9 +2,9 @@
 
     python -m benchmarks.vulkan_compile [--rounds 5] [--cold]
 
-A Qwen3-like model of small width with LoRA, 36 layers against 4, each compiled in a process of its
-own, by turns: from `Backend.compile` until it returns, and until its first microbatch is done. With
-`--cold` Mesa's software driver keeps no shaders from one process to the next.
+A narrow Qwen3-like model with LoRA, 36 layers against 4, each compiled in its own process,
+alternating: from `Backend.compile` until it returns, and until the first microbatch is done. With
+`--cold`, Mesa's software driver keeps no shaders between processes.
 """
 
 from __future__ import annotations

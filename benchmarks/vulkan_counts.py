@@ -1,14 +1,14 @@
-"""What a microbatch takes on a card, counted and not timed: no device is needed.
+"""What a microbatch needs on a card, counted and not timed: no device is needed.
 
     python -m benchmarks.vulkan_counts [--tasks classify causal-lm] [--hidden 1024]
 
-Of the jobs of `benchmarks.vulkan`, with the kernels of a card that binds 16 buffers: dispatches, of
-a microbatch and of a layer's forward and backward; what workgroups read and write of the card's
-memory (caches are not thought of); barriers that workgroups pass; and how much longer workgroup
-memory takes for what lies in one bank. See `benchmarks.shader_counts`.
+For the jobs of `benchmarks.vulkan`, with the kernels of a card that binds 16 buffers: dispatches of
+a microbatch and of a layer's forward and backward; bytes that workgroups read and write in the
+card's memory (ignoring caches); barriers that workgroups pass; and the slowdown of workgroup memory
+by bank conflicts. See `benchmarks.shader_counts`.
 
-And of a node of so many microbatches: how many of them a dispatch computes, the activations that
-this takes, and the dispatches of steps and sums, one microbatch after the other and at once.
+For a subtree of several microbatches: how many of them a dispatch computes, the activations that
+this takes, and the dispatches of steps and sums, one microbatch at a time and at once.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ from backends.wgpu.shaders.matmul.shader import (
 from backends.wgpu.weights.narrow_base import BaseLayout
 from benchmarks.machine import print_heading, print_table
 from benchmarks.shader_counts import Counts, counts_of
-from benchmarks.vulkan_steps import JOBS, NODE_LEAVES, Decoder, job_of
-from protocol.base.byte_size import byte_size
-from protocol.base.limits import MICROBATCHES_PER_DISPATCH
+from benchmarks.vulkan_steps import JOBS, SUBTREE_LEAVES, Decoder, job_of
+from protocol.base.limits import MICROBATCHES_PER_DISPATCH, byte_size
 
 CARD: Final = MatmulTraits(workgroup_bytes=2**15, invocations=1024)
 _BINDINGS: Final = 16
 _HEAD: Final = (
     "microbatch", "dispatches", "of a layer", "moved", "barriers", "workgroup memory takes",
 )  # fmt: skip
-_NODE_HEAD: Final = (
+_SUBTREE_HEAD: Final = (
     "microbatch", "at once", "activations", "of all", "dispatches alone", "at once, of each",
 )  # fmt: skip
 
@@ -91,35 +90,35 @@ class _Listing:
         return Prepared([*dispatches], [])
 
 
-def dispatches_of_node(trainable: Trainable, plan: Plan, at_once: int, pairs: int) -> int:
-    """Of a node of `NODE_LEAVES` microbatches: steps, and what adds their gradients."""
+def dispatches_of_subtree(trainable: Trainable, plan: Plan, at_once: int, pairs: int) -> int:
+    """Of a subtree of `SUBTREE_LEAVES` microbatches: steps, and what adds their gradients."""
     target: Any = _Listing()
     sizes = [4 * tensor.elements for block in trainable.blocks for tensor in block.tensors]
     sums = SumStack(target, [sizes], pairs)
-    sums.hold(levels_of(NODE_LEAVES))
+    sums.hold(levels_of(SUBTREE_LEAVES))
     total = 0
-    for first in range(0, NODE_LEAVES, at_once):
+    for first in range(0, SUBTREE_LEAVES, at_once):
         given = [[[Buffer(nbytes, None) for nbytes in sizes]] for _ in range(at_once)]
         step = Submission(Prepared([*plan.dispatches], []), (), last=True)
         sources = Sources(given, Buffer(4, None))
-        parts = sums.summing([step], sources, first, NODE_LEAVES)
+        parts = sums.summing([step], sources, first, SUBTREE_LEAVES)
         total += sum(len(part.prepared.calls) for part in parts)
     return total
 
 
-def node_row(name: str, trainable: Trainable, plan: Plan) -> Sequence[str]:
-    """Of one job's nodes."""
-    together = several(plan, min(MICROBATCHES_PER_DISPATCH, NODE_LEAVES), lambda _: True)
+def subtree_row(name: str, trainable: Trainable, plan: Plan) -> Sequence[str]:
+    """Of one job's subtrees."""
+    together = several(plan, min(MICROBATCHES_PER_DISPATCH, SUBTREE_LEAVES), lambda _: True)
     many = together.at_once
-    before = dispatches_of_node(trainable, plan, 1, 1)
-    after = dispatches_of_node(trainable, plan, many, _BINDINGS // 2)
+    before = dispatches_of_subtree(trainable, plan, 1, 1)
+    after = dispatches_of_subtree(trainable, plan, many, _BINDINGS // 2)
     return [
         name,
         str(many),
         byte_size(sum(plan.slots)),
         byte_size(sum(together.slots)),
-        f"{before / NODE_LEAVES:.0f}",
-        f"{after / NODE_LEAVES:.0f}",
+        f"{before / SUBTREE_LEAVES:.0f}",
+        f"{after / SUBTREE_LEAVES:.0f}",
     ]
 
 
@@ -153,13 +152,13 @@ def main() -> None:
         for trained in ("LoRA", "whole"):
             decoder = Decoder(hidden, 8, 512, trained)
             given.append((str(decoder), decoder.trainable(1), decoder.batch()))
-    rows, nodes = [], []
+    rows, subtrees = [], []
     for name, trainable, batch in given:
         plan, of_a_layer = plan_of(trainable, batch)
         rows.append(row(name, plan, of_a_layer))
-        nodes.append(node_row(name, trainable, plan))
+        subtrees.append(subtree_row(name, trainable, plan))
     print_table(_HEAD, rows)
-    print_table(_NODE_HEAD, nodes)
+    print_table(_SUBTREE_HEAD, subtrees)
 
 
 if __name__ == "__main__":

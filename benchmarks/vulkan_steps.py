@@ -1,4 +1,4 @@
-"""Whole steps on a Vulkan device and in torch, by turns: rows of `benchmarks.vulkan`."""
+"""Whole steps on a Vulkan device and in torch, alternating: rows of `benchmarks.vulkan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Array, Batch, BlockGradient, Program, Trainable
-from backends.base.node_stream import NodeStream
+from backends.base.subtree_gradients import SubtreeGradients
 from backends.wgpu.backend import VulkanBackend
 from benchmarks.jobs import short
 from benchmarks.torch_side import TorchSide
@@ -23,7 +23,7 @@ from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.spec.run_spec import parse_run_spec
 
 JOBS: Final = {"classify": "sms-spam", "causal-lm": "small-llama", "digits": "digits"}
-NODE_LEAVES: Final = 8
+SUBTREE_LEAVES: Final = 8
 LAYERS: Final = 4
 Trained = Literal["LoRA", "whole"]
 
@@ -130,10 +130,11 @@ def decoder_row(
 
 
 def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> list[str]:
-    """Nodes of `NODE_LEAVES` microbatches, their gradients added on the device and on the host."""
+    """Subtrees of `SUBTREE_LEAVES` microbatches, their gradients added on the device and on the
+    host."""
     job = job_of(task, threads)
     program = backend.compile(job.trainable, job.batch)
-    leaves = [(job.batch, job.seed)] * NODE_LEAVES
+    leaves = [(job.batch, job.seed)] * SUBTREE_LEAVES
     assert job.parameters is not None
     program.load(job.parameters)
 
@@ -147,9 +148,9 @@ def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
         program.close()
         return [job.name, "its additions are not exact", *[""] * 5]
     brought = []
-    for node in (on_device, on_host):
+    for subtree in (on_device, on_host):
         before = backend.device.counts.readbacks
-        node()
+        subtree()
         brought.append(backend.device.counts.readbacks - before)
     ours, theirs = by_turns([on_device, on_host], rounds)
     program.close()
@@ -162,7 +163,7 @@ def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
     ]
 
 
-def _all(stream: NodeStream) -> None:
+def _all(stream: SubtreeGradients) -> None:
     for _ in stream:
         pass
 

@@ -1,7 +1,7 @@
 """`python -m coordinator`, and the command itself: Ctrl-C is one line from the first import on.
 
-`python -m` looks into the present folder first, and would take a `json.py` or `protocol` of the
-user's for Python's or ours. So that folder is left out, unless it is where this package lies.
+`python -m` looks into the working directory first, and would import a user's `json.py` or
+`protocol` from there. So that directory is removed from the path, unless it contains this package.
 """
 
 import sys
@@ -13,15 +13,15 @@ if (
 ):
     del sys.path[0]
 
-from protocol.command.command_line import end_when_interrupted
-from protocol.command.output import keep_reporting
+from protocol.cli.command_line import end_when_interrupted
+from protocol.cli.output import keep_reporting
 
 
 def main() -> None:
     """Entry point."""
     keep_reporting("coordinator")
     end_when_interrupted("coordinator")
-    from coordinator.cli import main as command  # noqa: PLC0415 -- what may be interrupted
+    from coordinator.cli import main as command  # noqa: PLC0415 -- may be interrupted
 
     command()
 

@@ -13,41 +13,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator import token_cli
-from coordinator.resume_line import usual_name
+from coordinator.options import CoordinatorOptions, usual_name
 from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
 from protocol.base.errors import (
-    OUT_OF_THREADS,
     ExitCode,
-    RunFailed,
-    SamestepError,
     UsageError,
-    is_out_of_threads,
 )
-from protocol.command.command_line import (
+from protocol.cli.command_line import (
     check_options_follow,
     check_writable,
-    end_with_standard_input,
+    run_command,
 )
-from protocol.command.system_journal import write_error
 from protocol.wire.discovery import check_name
 
 if TYPE_CHECKING:
     from coordinator.audit.audit import AuditResult
-    from coordinator.audit.recomputed import Asked
+    from coordinator.audit.recomputed import RecomputeRequest
 
 DEFAULT_BIND = "127.0.0.1:9000"
 DEFAULT_CONTROL = "127.0.0.1:9001"
 _HASHING_TIMEOUT_S = 600.0
-"""A run is accepted once all files that it names are read."""
+"""A run is accepted once all its files are hashed."""
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Hands out the work of each step, sums what comes back, and commits the same step to all.",
+    help="Assigns each step's work, sums the gradients, and commits the same step on all workers.",
 )
 
 app.add_typer(token_cli.app, name="token")
@@ -67,11 +62,6 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-def _end_with_stdin(value: bool) -> None:
-    if value:
-        end_with_standard_input("coordinator")
-
-
 ExpectWorkers = Annotated[
     int | None,
     typer.Option(
@@ -84,45 +74,44 @@ Bind = Annotated[
     str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free one.")
 ]
 Plaintext = Annotated[
-    bool, typer.Option("--plaintext", help="No TLS: whoever is in between can read and change all.")
+    bool,
+    typer.Option("--plaintext", help="No TLS: anyone on the path can read and change everything."),
 ]
-Name = Annotated[str, typer.Option(help="Under which workers find it on the network [host name].")]
+Name = Annotated[str, typer.Option(help="Its name for workers on the network [host name].")]
 Announce = Annotated[
     bool,
     typer.Option(
         "--announce/--no-announce",
-        help="Tell the network where it is, if others can reach --bind.",
+        help="Announce it on the network, if others can reach --bind.",
     ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", "-o", metavar="DIR", help="Where the run is kept; default: a new one in runs/."
+        "--out", "-o", metavar="DIR", help="Directory of the run; default: a new one in runs/."
     ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the run in --out, or with those below it.")
+    bool, typer.Option("--resume", help="Resume the run in --out, or all runs below it.")
 ]
 FromStep = Annotated[
     int | None,
-    typer.Option(
-        min=0, metavar="N", help="With --resume: go back to the kept checkpoint of step N."
-    ),
+    typer.Option(min=0, metavar="N", help="With --resume: roll back to the checkpoint of step N."),
 ]
 From = Annotated[
     str | None,
     typer.Option(
         "--from",
-        metavar="DIR|NAME",
-        help="With --resume and a new --out: first bring the run back from its newest copy "
-        "(checkpoint.copies) in a directory, with a / in it, or from a worker.",
+        metavar="DIR",
+        help="With --resume and a new --out: first restore the run from its newest copy "
+        "(checkpoint.copies) in this directory.",
     ),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory.")]
 RunFile = Annotated[
-    Path | None, typer.Option(metavar="RUN.yaml", help="Do this one run, then end.")
+    Path | None, typer.Option(metavar="RUN.yaml", help="Execute this one run, then end.")
 ]
-Task = Annotated[str | None, typer.Option(help="Do one run of this task; see also --set.")]
+Task = Annotated[str | None, typer.Option(help="Execute one run of this task; see also --set.")]
 Model = Annotated[
     str | None, typer.Option(metavar="DIR|NAME", help="Short for --set model.source=...")
 ]
@@ -138,7 +127,12 @@ Gpus = Annotated[
     str, typer.Option(help="Devices of the local workers, such as 0,1, or parts of names.")
 ]
 AddressFile = Annotated[
-    Path | None, typer.Option(help="Write the addresses in use to this file, as JSON.")
+    Path | None,
+    typer.Option(
+        envvar="SAMESTEP_ADDRESS_FILE",
+        metavar="FILE",
+        help="Write the addresses in use to this file, as JSON; workers read it.",
+    ),
 ]
 Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace of all steps to this file.")]
 Track = Annotated[
@@ -146,7 +140,7 @@ Track = Annotated[
     typer.Option(
         "--track",
         metavar="TRACKER",
-        help="Also tell tensorboard, wandb, mlflow or trackio.",
+        help="Also log to tensorboard, wandb or mlflow.",
     ),
 ]
 DataRoot = Annotated[
@@ -154,14 +148,11 @@ DataRoot = Annotated[
     typer.Option(
         "--data-root",
         metavar="DIR",
-        help="Submitted runs read files below it alone; again for more. Default: any file but "
-        "secrets.",
+        help="Submitted runs may only read files below it; repeat it for more. Default: all files "
+        "but secrets.",
     ),
 ]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log as JSON lines on standard error.")]
-EndWithStdin = Annotated[
-    bool, typer.Option("--end-with-stdin", callback=_end_with_stdin, hidden=True)
-]
 Version = Annotated[
     bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
 ]
@@ -196,21 +187,20 @@ def serve(
     track: Track = [],  # noqa: B006
     data_root: DataRoot = [],  # noqa: B006
     log_json: LogJson = False,
-    end_with_stdin: EndWithStdin = False,
     version: Version = False,
 ) -> None:
-    """Serve runs to workers, or do one run with --run."""
-    del version, end_with_stdin
+    """Serve runs to workers, or execute one run with --run."""
+    del version
     if context.invoked_subcommand is not None:
         check_options_follow(context)
         return
-    # What is cheap to see comes before a second of imports, which the subcommands need none of.
+    # Cheap checks come before a second of imports, which the subcommands do not need.
     bind_at, control_at = parse_address(bind, "--bind"), parse_address(control, "--control")
     local_backend, local_devices = _local_devices(backend, gpus, local_workers)
     from coordinator.short_forms import ShortForms, run_spec_from
 
     spec = run_spec_from(run, ShortForms(task, model, data, num_classes, steps, epochs), overrides)
-    from coordinator.main import CoordinatorOptions, main
+    from coordinator.main import main
 
     options = CoordinatorOptions(
         bind=bind_at,
@@ -243,7 +233,7 @@ def _local_devices(
 
 
 def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -> int:
-    """The flag, else torchrun's WORLD_SIZE, else the local workers, else one if one is enough."""
+    """Return the flag, else torchrun's WORLD_SIZE, else the local workers, else 1 for --resume."""
     if expect_workers is not None:
         return expect_workers
     world = os.environ.get("WORLD_SIZE", "")
@@ -253,13 +243,13 @@ def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -
         return int(world)
     if local_workers or resume:
         return max(local_workers, 1)
-    raise UsageError("--expect-workers is missing: how many workers are to take part?")
+    raise UsageError("--expect-workers is missing: how many workers will take part?")
 
 
 @app.command()
 def submit(run: Path, overrides: Overrides = [], control: Control = DEFAULT_CONTROL) -> None:  # noqa: B006
-    """Give a run spec to a serving coordinator."""
-    from protocol.spec.run_spec_file import load_run_spec
+    """Submit a run spec to a serving coordinator."""
+    from protocol.spec.files.run_spec_file import load_run_spec
 
     document = json.loads(load_run_spec(run, overrides).to_bytes())
     submission = {"run": document}
@@ -272,7 +262,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The whole document.")] = False,
     control: Control = DEFAULT_CONTROL,
 ) -> None:
-    """Show the run, the workers, and what is being waited for."""
+    """Show the run, the workers, and what the run waits for."""
     document = _ask(control, "GET", "/status")
     if as_json:
         typer.echo(json.dumps(document, indent=2))
@@ -285,14 +275,14 @@ def status(
 
 @app.command()
 def halt(control: Control = DEFAULT_CONTROL) -> None:
-    """Stop the run at once; nothing of the step in progress is applied."""
+    """Stop the run at once; the step in progress is not applied."""
     typer.echo(_ask(control, "POST", "/halt", {})["phase"])
 
 
 @app.command("continue")
 def continue_(
     skip_step: Annotated[
-        bool, typer.Option("--skip-step", help="Leave the halted step out; its samples count.")
+        bool, typer.Option("--skip-step", help="Skip the halted step; its samples count as used.")
     ] = False,
     control: Control = DEFAULT_CONTROL,
 ) -> None:
@@ -316,17 +306,17 @@ def checkpoint(control: Control = DEFAULT_CONTROL) -> None:
 @app.command()
 def track(
     run: RunPath,
-    to: Annotated[str, typer.Option(metavar="TRACKER", help="As of --track.")],
+    to: Annotated[str, typer.Option(metavar="TRACKER", help="As for --track.")],
     follow: Annotated[bool, typer.Option("--follow", hidden=True)] = False,
 ) -> None:
-    """Tell a tracker every step of a run that it does not hold yet."""
+    """Send a tracker every step of a run that it lacks."""
     from coordinator.tracking.feeding import feed, from_standard_input
     from coordinator.tracking.trackers import check_trackers
 
     [name] = check_trackers((to,))
 
-    told, last = feed(name, run, from_standard_input if follow else None)
-    typer.echo(f"{name}: told {told} steps, and holds the run up to step {last}")
+    count, last = feed(name, run, from_standard_input if follow else None)
+    typer.echo(f"{name}: sent {count} steps; it has the run up to step {last}")
 
 
 @app.command("give-up")
@@ -335,21 +325,23 @@ def give_up(control: Control = DEFAULT_CONTROL) -> None:
     answer = _ask(control, "POST", "/give-up", {})
     served = f"coordinator resume {answer['run_id']}"
     again = served if answer["serving"] else f"coordinator --resume --out {answer['directory']}"
-    typer.echo(f"gave up {answer['run_id']} after {answer['step']} steps; go on with it: {again}")
+    typer.echo(f"gave up {answer['run_id']} after {answer['step']} steps; to resume: {again}")
 
 
 @app.command()
 def resume(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Its name, as status or submit say.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Its ID, as status or submit print it.")
+    ],
     from_step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Go back to its checkpoint of step N.")
+        int | None, typer.Option(min=0, metavar="N", help="Roll back to its checkpoint of step N.")
     ] = None,
     control: Control = DEFAULT_CONTROL,
 ) -> None:
-    """Have a serving coordinator go on with a run that was given up, failed or was drained."""
-    wanted = {"run_id": run, "from_step": from_step}
-    answer = _ask(control, "POST", "/resume", wanted, timeout_s=_HASHING_TIMEOUT_S)
-    typer.echo(f"{answer['run_id']} goes on when those before it are over")
+    """Have a serving coordinator resume a run that was given up, failed or was drained."""
+    command = {"run_id": run, "from_step": from_step}
+    answer = _ask(control, "POST", "/resume", command, timeout_s=_HASHING_TIMEOUT_S)
+    typer.echo(f"{answer['run_id']} continues when the runs before it are over")
 
 
 @app.command()
@@ -360,25 +352,25 @@ def audit(
         typer.Option(
             min=0,
             metavar="N",
-            help="Compute N random steps again on this CPU and compare bits: of a run with "
-            "canonical arithmetic, whose model and data are here.",
+            help="Recompute N random steps on this CPU and compare bits; for runs with canonical "
+            "arithmetic whose model and data are here.",
         ),
     ] = 0,
 ) -> None:
-    """Prove from a run's files that its samples counted once, and that every digest fits."""
-    from coordinator.disk.claim import is_held
+    """Prove from a run's files that each sample counted once, and that all digests match."""
+    from coordinator.disk.directory_lock import is_locked
 
-    if is_held(directory):
+    if is_locked(directory):
         raise UsageError(
             f"the run in {str(directory)!r} is in progress and its files change; audit it when it "
             "has ended, or drain it first"
         )
     if recompute:
-        from coordinator.audit.recomputed import Asked
+        from coordinator.audit.recomputed import RecomputeRequest
         from coordinator.recomputing import Recomputing
 
         with Recomputing(directory) as computing:
-            result = _audited(directory, Asked(recompute, computing))
+            result = _audited(directory, RecomputeRequest(recompute, computing))
     else:
         result = _audited(directory)
     for line in result.lines():
@@ -386,8 +378,8 @@ def audit(
     raise typer.Exit(ExitCode.OK if result.ok else ExitCode.FAILED)
 
 
-def _audited(directory: Path, asked: Asked | None = None) -> AuditResult:
-    """An audit, with a bar for whoever waits at a terminal."""
+def _audited(directory: Path, request: RecomputeRequest | None = None) -> AuditResult:
+    """Audit a run, with a progress bar at a terminal."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
@@ -400,7 +392,9 @@ def _audited(directory: Path, asked: Asked | None = None) -> AuditResult:
     ) as bar:
         task = bar.add_task("steps", total=None)
         return audit_run(
-            directory, lambda done, total: bar.update(task, completed=done, total=total), asked
+            directory,
+            lambda completed, total: bar.update(task, completed=completed, total=total),
+            request,
         )
 
 
@@ -411,16 +405,16 @@ def report(
         Path | None, typer.Option("--output", metavar="FILE", help="Default: DIR/report.html.")
     ] = None,
 ) -> None:
-    """Write one HTML page: what was trained, by whom, what went wrong, and what proves it."""
+    """Write one HTML page: what was trained, on which workers, faults, and proofs."""
     from coordinator.audit.report import report as report_on
-    from coordinator.disk.claim import is_held
+    from coordinator.disk.directory_lock import is_locked
     from coordinator.disk.durable_file import write_output
 
     target = output or directory / "report.html"
-    if not os.path.isdir(directory):  # noqa: PTH112 -- False for a name that none can have
+    if not os.path.isdir(directory):  # noqa: PTH112 -- False for an invalid name
         raise UsageError(f"expected a run in {str(directory)!r}, found no such directory")
     check_writable(target, "--output")  # before an audit of minutes
-    audited = None if is_held(directory) else _audited(directory)  # its files change
+    audited = None if is_locked(directory) else _audited(directory)  # its files change
     if write_output(target, report_on(directory, audited).encode()):
         typer.echo(str(target))
 
@@ -430,17 +424,28 @@ def doctor(
     bind: Bind = DEFAULT_BIND,
     control: Control = DEFAULT_CONTROL,
     out: Out = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document, for scripts.")
+    ] = False,
 ) -> None:
-    """Check this machine for what usually goes wrong, and say what to do."""
-    from coordinator.doctor.doctor import ServicePlan, examine
+    """Check this machine for common problems, and say what to do."""
+    from coordinator.doctor import ServicePlan, examine
     from coordinator.main import DEFAULT_OUT
-    from protocol.command.doctor import tell
-    from protocol.host.secret_file import state_home
+    from protocol.cli.doctor import report
+    from protocol.machine.secret_file import state_home
 
     ports = parse_address(bind, "--bind"), parse_address(control, "--control")
     plan = ServicePlan(*ports, out or DEFAULT_OUT, state_home())
-    raise typer.Exit(tell(examine(plan), typer.echo, as_json=as_json))
+    raise typer.Exit(report(examine(plan), typer.echo, as_json=as_json))
+
+
+@app.command(hidden=True)
+def embedded() -> None:
+    """Execute the run of a `samestep.fit`, with a request on standard input and events as
+    output."""
+    from coordinator.embedded import serve as serve_fit
+
+    raise typer.Exit(serve_fit())
 
 
 @app.command()
@@ -473,14 +478,5 @@ def _run(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point: every deliberate error is one line and its exit code."""
-    try:
-        app(prog_name="coordinator")
-    except SamestepError as error:
-        write_error("coordinator", error)
-        sys.exit(error.exit_code)
-    except RuntimeError as error:
-        if not is_out_of_threads(error):
-            raise
-        write_error("coordinator", RunFailed(OUT_OF_THREADS))
-        sys.exit(ExitCode.FAILED)
+    """Entry point."""
+    run_command(app, "coordinator")

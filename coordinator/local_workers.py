@@ -14,31 +14,31 @@ from typing import Final
 from coordinator.members.listening import from_here
 from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, RunFailed
-from protocol.command.own_command import own_command, own_environment
-from protocol.host.memory import killed_for_memory, killed_more
+from protocol.cli.command_line import child_environment, command_of
+from protocol.machine.memory import killed_for_memory, killed_more
 
 _END_TIMEOUT_S: Final = 10.0
 RESTARTS: Final = 3
-"""How often one that was killed is started again: what kills it once more is there to stay."""
-_ORDERS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Whoever sends these wants the process to end."""
+"""How often a killed worker is restarted: after that the cause is persistent."""
+_END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a process to end."""
 _CANNOT_BEGIN: Final = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH)
 
 
 class LocalWorkers:
     """Child processes that run `worker` against this coordinator.
 
-    One that a signal ended is started again: the system's killer of what takes too much memory
-    may have meant another. One that ended by itself had its reason. A terminal's Ctrl-C is for the
-    coordinator, which lets them finish the step and then go. All hold one end of a pipe, and
-    end when the other does: a coordinator that is killed leaves none behind.
+    A worker that a signal ended is restarted: the kernel's OOM killer may have meant another
+    process. One that ended by itself is not. A terminal's Ctrl-C is for the coordinator, which lets
+    the workers finish the step first. Each holds one end of a pipe, and ends when the other end
+    closes: a killed coordinator leaves none behind.
 
     Args:
-        address: Where the coordinator listens.
+        address: Of the coordinator.
         backend: Of each worker.
-        devices: By number or part of their name, dealt out in turn; none: each takes the first.
-        token_file: What they join with: they are told where it is, not what it holds.
-        tell: Says to a person that one is started again.
+        devices: By number or part of their name; none: each worker takes the first.
+        token_file: The file of the join token, which is passed instead of the token.
+        tell: Prints a line about a restart.
         plaintext: Without TLS.
     """
 
@@ -53,23 +53,23 @@ class LocalWorkers:
         plaintext: bool = False,
     ) -> None:
         self._command = [
-            *own_command("worker"),
+            *command_of("worker"),
             "--coordinator", format_address(from_here(address[0]), address[1]),
             "--quiet", "--end-with-stdin", "--backend", backend,
             *(["--plaintext"] if plaintext else []),
         ]  # fmt: skip
-        self._environment = {**own_environment(), "SAMESTEP_TOKEN_FILE": str(token_file)}
+        self._environment = {**child_environment(), "SAMESTEP_TOKEN_FILE": str(token_file)}
         self._environment.pop("SAMESTEP_TOKEN", None)
         self._devices = devices
         self._tell = tell
         self._processes: dict[str, Process] = {}
-        self._kept: list[asyncio.Task[int]] = []
+        self._supervised: list[asyncio.Task[int]] = []
         self._ending = False
         self._killed = killed_for_memory()
-        self._watched, self._held = os.pipe()  # open for as long as this process lives
+        self._child_end, self._pipe_end = os.pipe()  # open for as long as this process lives
 
     async def start(self, count: int) -> None:
-        """Start so many: one by itself, several as the devices of one host."""
+        """Start so many workers: one by itself, several as the devices of one machine."""
         if not count:
             return
         name = "local-0" if count == 1 else "local"
@@ -77,22 +77,21 @@ class LocalWorkers:
         arguments = ["--name", name, *(["--gpus", devices] if devices else [])]
         arguments += ["--processes", str(count)] if count > 1 else []
         await self._begin(name, arguments)
-        self._kept.append(asyncio.create_task(self._keep(name, arguments)))
+        self._supervised.append(asyncio.create_task(self._supervise(name, arguments)))
 
     async def all_ended(self) -> list[int]:
-        """Wait until none is left; their exit codes."""
-        return list(await asyncio.gather(*map(asyncio.shield, self._kept)))
+        """Wait until all have ended; return their exit codes."""
+        return list(await asyncio.gather(*map(asyncio.shield, self._supervised)))
 
     @property
     def could_not_begin(self) -> int:
-        """The exit code of all, if all ended because what they were given cannot be had, or is not
-        what the run was begun with; else 0."""
-        codes = {task.result() if task.done() else 0 for task in self._kept}
+        """The common exit code if all ended because of missing inputs or another run's, else 0."""
+        codes = {task.result() if task.done() else 0 for task in self._supervised}
         return codes.pop() if len(codes) == 1 and codes <= set(_CANNOT_BEGIN) else 0
 
     async def stop(self) -> None:
-        """End those that are still there: first asked, then made. Others may wait for a
-        coordinator that goes on with the run; these were its own."""
+        """End the remaining workers: terminate, then kill. They belong to this coordinator
+        alone."""
         self._ending = True
         for end in ("terminate", "kill"):
             for process in self._processes.values():
@@ -107,25 +106,25 @@ class LocalWorkers:
         try:
             self._processes[name] = await asyncio.create_subprocess_exec(
                 *self._command, *arguments,
-                stdin=self._watched, env=self._environment, start_new_session=True,
+                stdin=self._child_end, env=self._environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise RunFailed(
                 f"--local-workers: a worker cannot be started with {self._command[0]!r}: "
-                f"{error.strerror}; let this user run that, or start workers by themselves"
+                f"{error.strerror}; let this user execute it, or start workers yourself"
             ) from None
         return self._processes[name]
 
-    async def _keep(self, name: str, arguments: list[str]) -> int:
-        """Wait for the end of a worker, through its restarts; its last exit code."""
+    async def _supervise(self, name: str, arguments: list[str]) -> int:
+        """Wait for the end of a worker, through its restarts; return its last exit code."""
         code = await self._processes[name].wait()
         for restart in range(1, RESTARTS + 1):
-            if code >= 0 or -code in _ORDERS or self._ending:
+            if code >= 0 or -code in _END_SIGNALS or self._ending:
                 break
             before, self._killed = self._killed, killed_for_memory()
             what = f"local worker {name!r} was ended by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL and killed_more(before, self._killed):
                 what = f"local worker {name!r} was killed by the kernel for memory (oom_kill)"
-            self._tell(f"{what}; started again, {restart} of at most {RESTARTS} times")
+            self._tell(f"{what}; restarted, {restart} of at most {RESTARTS} times")
             code = await (await self._begin(name, arguments)).wait()
         return code

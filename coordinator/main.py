@@ -1,96 +1,67 @@
-"""The coordinator process: service, control port, console and local workers put together."""
+"""The coordinator process: service, control port, console and local workers."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
-from coordinator.disk.artifacts import json_text
-from coordinator.disk.claim import forget
+from coordinator.disk.directory_lock import forget
 from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing, write_output
 from coordinator.files.blob_index import BlobIndex, index_blobs
 from coordinator.local_workers import LocalWorkers
 from coordinator.members.invitation import invitation, status_line
-from coordinator.members.listening import is_loopback
+from coordinator.members.listening import is_loopback, reachable_addresses
 from coordinator.operator.console import ProgressConsole, print_outcome
 from coordinator.operator.control import ControlPort
+from coordinator.operator.event_pipe import ConsoleLines, EventPipe
 from coordinator.operator.status import status_document
 from coordinator.operator.status_text import summary
 from coordinator.operator.structured_log import set_up_logging
-from coordinator.resume_line import resume_line
-from coordinator.run.outputs.facts import Fact
-from coordinator.service.accepted_run import given_up_runs, unfinished_runs
-from coordinator.service.listener import Draining, WorkerConnected
+from coordinator.options import CoordinatorOptions, resume_command
+from coordinator.run.outputs.events import Event
+from coordinator.service.events import Draining
+from coordinator.service.run_instance import given_up_runs, unfinished_runs
 from coordinator.service.service import Service, Settings
-from coordinator.service.worker_copies import fetch_copy
-from coordinator.storage.copies import bring_back, check_no_run
+from coordinator.storage.copies import check_no_run, restore_copy
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.trackers import check_trackers
 from coordinator.tracking.tracking import Tracking
 from protocol.base import limits
 from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
-from protocol.base.place import is_directory
-from protocol.command.command_line import check_writable, end_on_signals, need_open_files
-from protocol.command.output import never_wait_for_readers
-from protocol.command.supervisor import Supervisor
-from protocol.command.system_journal import SystemJournal
+from protocol.base.option_names import option
+from protocol.cli.command_line import check_writable, end_on_signals, need_open_files
+from protocol.cli.output import never_wait_for_readers
+from protocol.cli.systemd import Supervisor, SystemJournal
+from protocol.exact.kernels.library import why_not_native
 from protocol.exact.subnormals import check_subnormals
-from protocol.host.allocator import keep_freed_memory
-from protocol.host.event_loop import new_event_loop
-from protocol.spec.run_spec import RunSpec
+from protocol.machine.allocator import keep_freed_memory
+from protocol.machine.event_loop import new_event_loop
+from protocol.wire.address_file import PublishedAddress
 
 if TYPE_CHECKING:
     from coordinator.members.announcement import Announcement
 
 DEFAULT_OUT = Path("runs")
 _BEFORE_A_RUN = ("lock", "epoch.json", "lost+found")
-"""What may lie in a run's directory though no run is there: of one that was not accepted."""
-_FIRST_WORD_S: Final = 5.0
-_WORDS_EVERY_S: Final = 30.0
-"""While a worker that has copies is waited for."""
+"""Files that may be in a run's directory before a run: of one that was not accepted."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorOptions:
-    """The command line of `coordinator`, checked.
+def main(options: CoordinatorOptions, events: EventPipe | None = None) -> int:
+    """Serve until the one run is over, or until drained.
 
-    Attributes:
-        name: Under which it is announced on the network, if others can reach it; empty: not at all.
-    """
-
-    bind: tuple[str, int]
-    control: tuple[str, int]
-    plaintext: bool
-    name: str
-    expect_workers: int
-    out: Path | None
-    spec: RunSpec | None
-    resume: bool
-    from_step: int | None
-    from_copies: str | None
-    local_workers: int
-    local_backend: str
-    local_devices: tuple[int | str, ...]
-    address_file: Path | None
-    trace: Path | None
-    trackers: tuple[str, ...]
-    log_json: bool
-    data_roots: tuple[Path, ...] = ()
-
-
-def main(options: CoordinatorOptions) -> int:
-    """Run until the one run is over, or until drained.
+    Args:
+        options: The checked command line.
+        events: Takes everything that the console would show; None for a console.
 
     Raises:
         SamestepError: The process cannot start.
@@ -105,33 +76,39 @@ def main(options: CoordinatorOptions) -> int:
     journal = None if options.log_json else SystemJournal.behind("coordinator")
     set_up_logging(journal, as_json=options.log_json)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(_serve(replace(options, trackers=trackers), journal))
+        return runner.run(_serve(replace(options, trackers=trackers), journal, events))
 
 
-async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> int:
+async def _serve(
+    options: CoordinatorOptions, journal: SystemJournal | None, events: EventPipe | None
+) -> int:
     _check_data_roots(options)
     if options.out is not None:
         with storing("read", options.out):
-            options.out.exists()  # no matter whether: its name must be one
+            options.out.exists()  # the result does not matter: the name must be valid
     if options.from_copies is not None:
-        await _bring_back(options, options.from_copies)
+        _restore(options, options.from_copies)
     directory = _directory(options)
     alone = options.resume and RunDirectory(directory).read_run_file() is not None
-    # Before anything is made: a mistake in the data leaves nothing behind.
+    # Before anything is created: a mistake in the data leaves nothing behind.
     blobs = index_blobs(options.spec) if options.spec is not None and not alone else None
     once = options.spec is not None or alone
     service = Service(_settings(options, directory, once=once))
     control = ControlPort(service)
-    # A pipe is no terminal, also where a notebook asks for colours (FORCE_COLOR).
-    console = Console(highlight=False, force_terminal=sys.stdout.isatty())
-    progress = ProgressConsole(service, console, journal)
+    # A pipe is not a terminal, even if a notebook asks for colors (FORCE_COLOR).
+    lines = None if events is None else cast("TextIO", ConsoleLines(events))
+    at_terminal = events is None and sys.stdout.isatty()
+    console = Console(file=lines, highlight=False, force_terminal=at_terminal)
+    progress = ProgressConsole(service, console, events or journal)
     supervisor = Supervisor()
     tracking = Tracking(options.trackers, partial(_run_in_progress, service), _say)
-    service.listeners += [control, progress, _TellsOfTheEnd(supervisor), tracking]
-    if not await _begun(options, service, control, console, blobs):
+    service.event_sinks += [control, progress, _SystemdSink(supervisor), tracking]
+    if not await _begin(options, service, control, console, blobs):
         return ExitCode.OK
-    _say_where(options, service, control, console)
-    announcement = _announced(options, service)
+    _print_addresses(options, service, control, console)
+    if events is not None:
+        events.write("", {"event": "listening", "address": format_address(*service.address)})
+    announcement = _announce(options, service)
     local = LocalWorkers(
         service.address,
         options.local_backend,
@@ -158,8 +135,10 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         await control.stop()
         await asyncio.to_thread(tracking.stop)
         supervisor.close()
-    code = _conclude(service, console, partial(resume_line, options, control=control.address))
-    return local.could_not_begin or code if code else code
+    end = _ending(service)
+    again = partial(resume_command, options, control=control.address)
+    _report_ending(end, service, console, again, events)
+    return local.could_not_begin or end.exit_code if end.exit_code else ExitCode.OK
 
 
 def _settings(options: CoordinatorOptions, directory: Path, *, once: bool) -> Settings:
@@ -175,11 +154,11 @@ def _settings(options: CoordinatorOptions, directory: Path, *, once: bool) -> Se
 
 
 def _check_data_roots(options: CoordinatorOptions) -> None:
-    """Before anything is made."""
+    """Check --data-root before anything is created."""
     if options.data_roots and options.spec is not None:
         raise UsageError(
-            "--data-root is for runs that are submitted; one that is given here reads what its run "
-            "spec names, so leave it out"
+            "--data-root applies to submitted runs; a run on the command line reads what its run "
+            "spec names: leave --data-root out"
         )
     for root in options.data_roots:
         if not root.is_dir():
@@ -194,15 +173,17 @@ def _run_in_progress(service: Service) -> Path | None:
     return service.current.directory if service.current is not None else None
 
 
-async def _begun(
+async def _begin(
     options: CoordinatorOptions,
     service: Service,
     control: ControlPort,
     console: Console,
     blobs: BlobIndex | None,
 ) -> bool:
-    """Listen and queue what is asked for; False, with nothing left open or behind, if that has
-    finished already.
+    """Listen, and queue what the command line asks for.
+
+    Returns:
+        False, with nothing left open or behind, if that run has finished already.
 
     Raises:
         SamestepError: It cannot begin; nothing is left open or behind either.
@@ -222,11 +203,13 @@ async def _begun(
 
 
 def _directory(options: CoordinatorOptions) -> Path:
-    """Where runs are kept, or the one run that is told."""
+    """Return the directory of runs, or of the one run."""
     if options.resume and options.spec is not None and options.out is None:
-        raise UsageError("--resume with a run spec needs --out: the directory to begin or go on in")
+        raise UsageError(
+            "--resume with a run spec needs --out: the directory to begin or continue in"
+        )
     if options.from_step is not None:
-        _check_way_back(options)
+        _check_rollback(options)
     if options.out is None and options.spec is not None and not options.resume:
         return new_directory(options.spec.name)
     directory = options.out or DEFAULT_OUT
@@ -237,74 +220,16 @@ def _directory(options: CoordinatorOptions) -> Path:
     return directory
 
 
-async def _bring_back(options: CoordinatorOptions, copies: str) -> None:
+def _restore(options: CoordinatorOptions, copies: str) -> None:
     if not options.resume or options.out is None:
-        raise UsageError("--from needs --resume and --out: the directory that the run gets")
+        raise UsageError("--from needs --resume and --out: the new directory of the run")
     check_no_run(options.out)
-    if is_directory(copies):
-        told = bring_back(Path(copies), options.out).told
-    else:
-        told = await _bring_back_from_worker(options, copies, options.out)
-    print(f"coordinator: brought back from {copies!r}: {told}")
-
-
-async def _bring_back_from_worker(options: CoordinatorOptions, copies: str, out: Path) -> str:
-    """Wait for the worker, have its copy, and let it come again once the run goes on."""
-    name, _, run_id = copies.partition(":")
-    scratch = out.with_name(f"{out.name}.from-worker{TEMPORARY_SUFFIX}")
-    service = Service(Settings(options.bind, 1, scratch, once=False, plaintext=options.plaintext))
-    arrival, ending = _Arrival(name), "the coordinator ends: no run was brought back"
-    service.listeners.append(arrival)
-    try:
-        await service.start()
-        for line in invitation(
-            service.credentials, service.address, name=options.name, plaintext=options.plaintext,
-            to_terminal=sys.stdout.isatty(),
-        ):  # fmt: skip
-            print(line)
-        print(f"coordinator: waiting for worker {name!r}, which has the copies", flush=True)
-        await _arrived(arrival, service)
-        copy = await fetch_copy(
-            service.sessions[name].questions, scratch / "copies", name, run_id or None
-        )
-        told = bring_back(copy, out).told
-        ending = f"the run goes on from the copy that {name!r} keeps"
-        return told
-    finally:
-        for session in list(service.sessions.values()):
-            session.channel.goodbye(ending, retry=True)
-        await service.stop()
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-class _Arrival:
-    """Of a worker by name."""
-
-    def __init__(self, name: str) -> None:
-        self.seen = asyncio.Event()
-        self.name = name
-
-    def reported(self, fact: Fact, run_id: str = "") -> None:
-        """See `listener.Listener`."""
-        del run_id
-        if isinstance(fact, WorkerConnected) and fact.worker == self.name:
-            self.seen.set()
-
-
-async def _arrived(arrival: _Arrival, service: Service) -> None:
-    """Wait, and say now and then for whom, and who is there instead."""
-    wait_s = _FIRST_WORD_S
-    while not arrival.seen.is_set():
-        try:
-            await asyncio.wait_for(arrival.seen.wait(), wait_s)
-        except TimeoutError:
-            there = ", ".join(map(repr, sorted(service.sessions))) or "nobody"
-            print(f"coordinator: connected: {there}; waiting for {arrival.name!r}", flush=True)
-            wait_s = _WORDS_EVERY_S
+    summary = restore_copy(Path(copies), options.out).summary
+    print(f"coordinator: restored from {copies!r}: {summary}")
 
 
 def _check_free(directory: Path) -> None:
-    """A run's files are put among no others; those of a run say themselves whether they fit."""
+    """Check that a new run gets a directory without other files."""
     if RunDirectory(directory).read_run_file() is not None or not directory.is_dir():
         return
     others = [
@@ -315,12 +240,13 @@ def _check_free(directory: Path) -> None:
     ]  # fmt: skip
     if others:
         raise UsageError(
-            f"--out: expected a new or empty directory, or a run's, got {str(directory)!r} with "
-            f"{others[0]!r} in it; name another, such as {str(directory / 'run')!r}"
+            f"{option('--out')}: expected a new or empty directory, or a run's, got "
+            f"{str(directory)!r} with {others[0]!r} in it; name another, such as "
+            f"{str(directory / 'run')!r}"
         )
 
 
-def _check_way_back(options: CoordinatorOptions) -> None:
+def _check_rollback(options: CoordinatorOptions) -> None:
     if not options.resume or options.out is None:
         raise UsageError("--from-step needs --resume and --out: the directory of the run")
     if RunDirectory(options.out).read_run_file() is None:
@@ -328,7 +254,7 @@ def _check_way_back(options: CoordinatorOptions) -> None:
 
 
 def new_directory(name: str) -> Path:
-    """Where a run of this name is kept if the user does not say: the first number that is free."""
+    """Return a free directory for a run of this name: the first free number."""
     number = 1
     while (path := DEFAULT_OUT / f"{name}-{number}").exists():
         number += 1
@@ -338,7 +264,7 @@ def new_directory(name: str) -> Path:
 def _queue(
     options: CoordinatorOptions, service: Service, console: Console, blobs: BlobIndex | None
 ) -> bool:
-    """Queue what the command line asks for; False if that has finished already."""
+    """Queue what the command line asks for; return False if that run has finished already."""
     directory = service.settings.directory
     if not options.resume:
         if options.spec is not None:
@@ -347,35 +273,35 @@ def _queue(
     if RunDirectory(directory).read_run_file() is not None:
         if service.resume(directory, options.spec, options.from_step) is not None:
             return True
-        told = f"the run in {str(directory)!r} has finished; nothing is to be done"
-        console.print(Text(told), soft_wrap=True)
+        text = f"the run in {str(directory)!r} has finished; there is nothing to resume"
+        console.print(Text(text), soft_wrap=True)
         return False
     if options.spec is not None:
         service.submit(options.spec, directory, blobs)
         return True
     if given_up := given_up_runs(directory):
-        told = f"given up before, and left alone: {', '.join(given_up)}"
-        console.print(Text(f"{told}; `coordinator resume RUN` goes on with one"), soft_wrap=True)
-    for found in unfinished_runs(directory):
+        text = f"not resumed, because given up before: {', '.join(given_up)}"
+        console.print(Text(f"{text}; `coordinator resume RUN` resumes one"), soft_wrap=True)
+    for run in unfinished_runs(directory):
         try:
-            service.resume(found)
+            service.resume(run)
         except SamestepError as error:
-            print(f"coordinator: {str(found)!r} is left alone: {error}", file=sys.stderr)
+            print(f"coordinator: {str(run)!r} is not resumed: {error}", file=sys.stderr)
     if not service.waiting and service.current is None:
         console.print(Text(f"no unfinished run in {str(directory)!r}; waiting for new ones"))
     return True
 
 
-class _TellsOfTheEnd:
-    """systemd gives a daemon that says so the time to drain, whoever has asked for it."""
+class _SystemdSink:
+    """Reports draining to systemd, which then gives the daemon time for it."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
-    def reported(self, fact: Fact, run_id: str = "") -> None:
-        """See `listener.Listener`."""
+    def emit(self, event: Event, run_id: str = "") -> None:
+        """See `EventSink`."""
         del run_id
-        if isinstance(fact, Draining):
+        if isinstance(event, Draining):
             self._supervisor.stopping()
 
 
@@ -391,7 +317,7 @@ async def _tick(
 
 
 async def _until_over(service: Service, local: LocalWorkers | None) -> None:
-    """Wait for the end; when all local workers are gone and nobody else is, it is the end."""
+    """Wait for the end; with one run, it ends when all workers were local and have ended."""
 
     async def end_with_workers() -> None:
         assert local is not None
@@ -399,7 +325,9 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
         if not service.trainers and service.settings.once:
             unfit = service.current.run.unfit if service.current is not None else {}
             cannot = "".join(f"; {name}: {why}" for name, why in sorted(unfit.items()))
-            service.give_up(f"all local workers have ended, and no other is connected{cannot}")
+            service.give_up(
+                f"all local workers have ended, and no other worker is connected{cannot}"
+            )
 
     watch = asyncio.create_task(end_with_workers()) if local is not None else None
     await service.over.wait()
@@ -407,34 +335,60 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
         watch.cancel()
 
 
-def _conclude(service: Service, console: Console, again: Callable[..., str]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How the process ends.
+
+    Attributes:
+        reason: What went wrong; empty if nothing did.
+        is_resumable: Whether steps are left, and a checkpoint to resume from.
+    """
+
+    exit_code: int
+    reason: str = ""
+    is_resumable: bool = False
+
+
+def _ending(service: Service) -> _Ending:
     if service.current is not None:
-        run, directory = service.current.run, service.current.directory
-        place = f"run {run.run_id!r} was stopped after {run.step} steps"
-        print(
-            f"coordinator: {place}; go on with it: {again(service.address, directory)}",
-            file=sys.stderr,
-        )
-        return ExitCode.FAILED
+        run = service.current.run
+        stopped = f"run {run.run_id!r} was stopped after {run.steps_committed} steps"
+        return _Ending(ExitCode.FAILED, stopped, is_resumable=True)
     execution = service.finished
-    if execution is None or execution.outcome is None:
-        return ExitCode.OK
-    outcome = execution.outcome
-    if not service.settings.once:
-        return ExitCode.OK  # how each run ended was told then; to serve runs was what this was for
-    way_on = again(service.address, execution.directory)
+    if execution is None or execution.outcome is None or not service.settings.once:
+        # A serving coordinator has reported each run's end already.
+        return _Ending(ExitCode.OK)
+    outcome, run = execution.outcome, execution.run
     if outcome.outcome == "failed":
-        has_checkpoint = execution.run.saves.saved is not None and not execution.superseded
+        has_checkpoint = run.checkpoints.saved is not None and not execution.superseded
         is_resumable = has_checkpoint and outcome.is_resumable
-        told = f"; go on with it: {way_on}" if is_resumable else ""
-        print(f"coordinator: {outcome.reason}{told}", file=sys.stderr)
-        return outcome.exit_code
-    print_outcome(execution, console, way_on)
-    return outcome.exit_code
+        return _Ending(outcome.exit_code, outcome.reason, is_resumable)
+    is_drained = outcome.outcome == "drained" and run.steps_committed > 0
+    return _Ending(outcome.exit_code, is_resumable=is_drained)
 
 
-def _announced(options: CoordinatorOptions, service: Service) -> Announcement | None:
-    """Begin to tell the network where the coordinator is, if it is to know."""
+def _report_ending(
+    end: _Ending,
+    service: Service,
+    console: Console,
+    again: Callable[..., str],
+    events: EventPipe | None,
+) -> None:
+    execution = service.current or service.finished
+    command = ""
+    if execution is not None and events is None:
+        command = again(service.address, execution.directory)
+    if not end.reason and execution is not None and execution.outcome and service.settings.once:
+        print_outcome(execution, console, command)
+    if events is not None:
+        events.write(end.reason, {"event": "ended", **asdict(end)})
+    elif end.reason:
+        resume = f"; to resume: {command}" if end.is_resumable else ""
+        _say(f"{end.reason}{resume}")
+
+
+def _announce(options: CoordinatorOptions, service: Service) -> Announcement | None:
+    """Announce the coordinator on the network, unless it is local or disabled."""
     if not options.name or is_loopback(service.address[0]):
         return None
     from coordinator.members.announcement import Announcement  # noqa: PLC0415 -- 0.1 s, seldom needed
@@ -445,13 +399,16 @@ def _announced(options: CoordinatorOptions, service: Service) -> Announcement | 
     return announcement
 
 
-def _say_where(
+def _print_addresses(
     options: CoordinatorOptions, service: Service, control: ControlPort, console: Console
 ) -> None:
     data, page = format_address(*service.address), format_address(*control.address)
     if options.address_file is not None:
+        host, port = service.address
+        reachable = [format_address(each, port) for each in reachable_addresses(host)]
+        published = PublishedAddress(data=data, control=page, reachable=tuple(reachable[:32]))
         try:
-            write_output(options.address_file, json_text({"data": data, "control": page}))
+            write_output(options.address_file, published.to_json().encode())
         except StorageFailed as error:
             raise UsageError(f"--address-file: {error}") from None
     lines = invitation(
@@ -460,8 +417,11 @@ def _say_where(
         name=options.name,
         plaintext=options.plaintext,
         to_terminal=console.is_terminal,
+        script=options.script,
     )
-    token = control.guard.token
-    status = status_line(control.address, token, to_terminal=console.is_terminal)
-    for line in filter(None, (service.credentials.made_anew, *lines, status)):
+    startup = [why_not_native(), service.credentials.made_anew, *lines]
+    if options.script is None:
+        token = control.guard.token
+        startup.append(status_line(control.address, token, to_terminal=console.is_terminal))
+    for line in filter(None, startup):
         console.print(Text(line), soft_wrap=True)

@@ -1,6 +1,6 @@
-"""A process of the worker's that computes steps of a run again, for an audit to compare.
+"""A child process that recomputes steps of a run, for an audit to compare.
 
-What the two say to each other is in `worker.recomputing`, beside the model and torch.
+Its protocol is in `worker.recompute`, beside the model and torch.
 """
 
 from __future__ import annotations
@@ -10,37 +10,38 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.audit.recomputed import StepFound
+from coordinator.audit.recomputed import RecomputedStep
 from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
 from protocol.base.errors import SamestepError, UsageError, error_for
-from protocol.command.own_command import own_command, own_environment
+from protocol.cli.command_line import child_environment, command_of
 from protocol.spec.manifest import Manifest
 
 
 class Recomputing:
-    """Computes steps of one run; leave its context to end the process.
+    """Recomputes steps of one run; leaving its context ends the process.
 
     Args:
-        directory: The run's.
+        directory: Of the run.
 
     Raises:
-        UsageError: The run is none whose steps can be computed again with the same bits.
-        SamestepError: Its model or data are not here.
+        UsageError: The run's steps cannot be recomputed with the same bits.
+        SamestepError: Its model or data are not on this machine.
     """
 
     def __init__(self, directory: Path) -> None:
-        kept = RunDirectory(directory)
-        run, self._manifest = _checked(kept.read_run(), kept.read_manifest(), directory)
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115  (closed at exit)
+        run_directory = RunDirectory(directory)
+        run, self._manifest = _checked(
+            run_directory.read_run(), run_directory.read_manifest(), directory
+        )
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed at exit)
         self._worker = subprocess.Popen(  # noqa: S603  (our own command)
-            [*own_command("worker"), "recompute"], env=own_environment(),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words,
+            [*command_of("worker"), "recompute"], env=child_environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
         )  # fmt: skip
         assert self._worker.stdin is not None
         assert self._worker.stdout is not None
@@ -56,30 +57,25 @@ class Recomputing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._worker.kill()
         self._worker.communicate()
-        self._words.close()
+        self._stderr.close()
 
     def __call__(
         self, step: int, loss_scale: float, parameters: Sequence[NDArray[np.float32]]
-    ) -> StepFound:
-        """A step that starts from these parameters.
+    ) -> RecomputedStep:
+        """Recompute a step that starts from these parameters.
 
         Raises:
-            SamestepError: It cannot be computed here.
+            SamestepError: It cannot be recomputed here.
         """
         answer = self._ask({"step": step, "loss_scale": loss_scale}, parameters)
         averages = [
             np.frombuffer(self._read(4 * block.elements), np.float32)
             for block in self._manifest.blocks
         ]
-        return StepFound(float(answer["loss"]), averages)
+        return RecomputedStep(float(answer["loss"]), averages)
 
     def _ask(
         self, document: dict[str, Any], arrays: Sequence[NDArray[np.float32]]
@@ -104,12 +100,12 @@ class Recomputing:
         return content
 
     def _ended(self) -> SamestepError:
-        """What it said last."""
+        """Make an error of the last line that the process wrote."""
         code = self._worker.wait()
-        self._words.seek(0)
-        lines = self._words.read().decode(errors="replace").strip().splitlines()
-        said = lines[-1].removeprefix("worker: ") if lines else f"it ended with {code}"
-        text = f"--recompute needs the run's model and data on this machine: {said}"
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        last_line = lines[-1].removeprefix("worker: ") if lines else f"it ended with {code}"
+        text = f"--recompute needs the run's model and data on this machine: {last_line}"
         return error_for(code, text)
 
 
@@ -121,11 +117,11 @@ def _checked(
     if not run.spec.arithmetic.is_canonical:
         raise UsageError(
             "--recompute: expected a run with arithmetic=canonical, got native: only machines of "
-            "one signature compute its bits; leave --recompute out"
+            "one numerics profile compute its bits; leave --recompute out"
         )
     if run.spec.replicas is not None or manifest.capture is not None:
         raise UsageError(
-            "--recompute: expected a run whose steps are of averaged gradients, got one with "
-            "replicas or that captures; leave --recompute out"
+            "--recompute: expected a run that averages gradients, got one with replicas or a "
+            "capture; leave --recompute out"
         )
     return run, manifest

@@ -6,20 +6,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from protocol.base.errors import UsageError
+from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from protocol.spec.run_spec_file import load_run_spec
+
+_LOG: Final = logging.getLogger(__name__)
 
 DEFAULT_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class ShortForms:
-    """The options that stand for keys of a run spec; None where not given."""
+    """Options that stand for keys of a run spec; None if not given."""
 
     task: str | None = None
     model: str | None = None
@@ -29,7 +33,7 @@ class ShortForms:
     epochs: int | None = None
 
     def overrides(self) -> list[str]:
-        """The options as `--set` would have them."""
+        """Return the options as `--set` overrides."""
         keys = {
             "task": self.task,
             "model.source": self.model,
@@ -38,15 +42,19 @@ class ShortForms:
             "steps": self.steps,
             "epochs": self.epochs,
         }
-        told = [f"{key}={_yaml(value)}" for key, value in keys.items() if value is not None]
-        # One of them takes the place of the other in a file.
+        overrides = [f"{key}={_yaml(value)}" for key, value in keys.items() if value is not None]
+        # In a file, one replaces the other.
         if self.steps is not None and self.epochs is None:
-            told.append("epochs=null")
-        return [*told, "steps=null"] if self.epochs is not None and self.steps is None else told
+            overrides.append("epochs=null")
+        return (
+            [*overrides, "steps=null"]
+            if self.epochs is not None and self.steps is None
+            else overrides
+        )
 
 
 def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> RunSpec | None:
-    """The run that the command line asks for; None if it asks for none.
+    """Return the run spec of the command line; None without one.
 
     Raises:
         UsageError: A short form without a task or a run spec.
@@ -66,15 +74,16 @@ def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> 
     document: dict[str, object] = {"name": _name_of(short.task)}
     if not any(each.startswith(("steps=", "epochs=")) for each in every):
         document["steps"] = DEFAULT_STEPS
-    return parse_run_spec(document, every, origin="the command line")
+    return parse_run_spec(document, every, "the command line", _LOG.warning)
 
 
 def _name_of(task: str) -> str:
-    """The task's, or of a task of one's own the class's, as far as it can name a directory."""
+    """Return a task's name, or that of a user's class, reduced to characters of a directory
+    name."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", task.rpartition(":")[2])
     return name.strip("_.-")[:54] or "run"
 
 
 def _yaml(value: str | int) -> str:
-    """A value that YAML reads as it is, whatever characters a path may have."""
+    """Quote a value so that YAML reads any path unchanged."""
     return f"'{value.replace(chr(39), chr(39) * 2)}'" if isinstance(value, str) else str(value)

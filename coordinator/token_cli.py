@@ -1,4 +1,4 @@
-"""`coordinator token`: the secrets of this user's coordinators, also while one runs."""
+"""`coordinator token`: the secrets of this user's coordinators, even while one is running."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Show and change what workers join with; also while a coordinator runs.",
+    help="Show and change the tokens and keys of workers; also while a coordinator is running.",
 )
 
 
 @app.command()
 def show() -> None:
-    """Print the join token. Who has it can join: hand it to members' machines only."""
+    """Print the join token. Anyone who has it can join: give it to members' machines only."""
     typer.echo(_opened().join_token().reveal())
 
 
 @app.command()
 def rotate(
     everyone: Annotated[
-        bool, typer.Option("--everyone", help="Also take the keys of all workers, who must rejoin.")
+        bool,
+        typer.Option("--everyone", help="Also revoke the keys of all workers, which must rejoin."),
     ] = False,
 ) -> None:
     """Make a new join token; workers that have joined before keep their own keys."""
     _opened().rotate(everyone=everyone)
-    typer.echo("the join token is new; the old one opens nothing")
+    typer.echo("the join token is new; the old one is void")
     if everyone:
-        typer.echo("every worker needs it to come back")
+        typer.echo("every worker needs it to rejoin")
 
 
 @app.command()
 def revoke(name: Annotated[str, typer.Argument(help="See: coordinator token workers.")]) -> None:
-    """Take one worker's key and the join token it knows; it is disconnected within seconds."""
+    """Revoke one worker's key and the join token; the worker is disconnected within seconds."""
     _opened().revoke(name)
-    typer.echo(f"the key of {name!r} counts no more, and the join token is new; others stay")
+    typer.echo(f"the key of {name!r} is revoked, and the join token is new; other keys stay valid")
 
 
 @app.command()
 def workers() -> None:
-    """Show which workers have a key of their own: since when, its mark in journals, the name."""
+    """List workers with their own keys: since when, the mark in journals, the name."""
     keys = _opened().keys
     marks = keys.marks()
     for name, since in keys.names().items():
@@ -54,11 +55,11 @@ def workers() -> None:
 
 @app.command()
 def reader(
-    new: Annotated[bool, typer.Option("--new", help="Make another; the old one opens nothing.")] = (
+    new: Annotated[bool, typer.Option("--new", help="Make a new one; the old one is void.")] = (
         False
     ),
 ) -> None:
-    """Print the token that only reads: status, metrics, events. For Prometheus."""
+    """Print the token that can only read: status, metrics, events. For Prometheus."""
     credentials = _opened()
     if new:
         credentials.renew_reader_token()
@@ -68,10 +69,10 @@ def reader(
 @app.command()
 def control(
     address: Annotated[
-        str, typer.Argument(envvar="SAMESTEP_CONTROL", help="Of the control port.")
+        str, typer.Argument(envvar="SAMESTEP_CONTROL", help="Address of the control port.")
     ] = "127.0.0.1:9001",
 ) -> None:
-    """Print a running coordinator's control token, which commands: for its page."""
+    """Print a running coordinator's control token, which can command: for its page."""
     from coordinator.operator.control_client import control_token
     from protocol.base.errors import NotAuthorised
 
@@ -82,7 +83,7 @@ def control(
 
 
 def _opened() -> CoordinatorCredentials:
-    """This user's; what had to be made anew is said."""
+    """Open this user's credentials; report what had to be created again."""
     from coordinator.members.credentials import CoordinatorCredentials
 
     credentials = CoordinatorCredentials.open()

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Makes .venv with the locked requirements and samestep itself:
+# Create or update .venv with the locked requirements and samestep itself:
 # environment.sh coordinator|worker|run|dev
-# Says nothing and changes nothing where it is there already. Each failure is one line on stderr.
+# If it is up to date, this prints and changes nothing. Each failure is one line on stderr.
 #
-# coordinator   to coordinate and no more: without torch
-# worker        for both daemons and all tasks
-# run           also the weights and data of deploy/quickstart.sh
-# dev           also what the tests need
+# coordinator   only the coordinator, without torch
+# worker        both daemons and all tasks
+# run           worker, plus the weights and data of deploy/quickstart.sh
+# dev           run, plus what the tests need
 #
-# PYTHON        which Python to use (default: python3.11, else python3 of at least 3.11)
-# SAMESTEP_VENV where to make the environment (default: .venv in the repository)
-# SAMESTEP_WHEEL installs samestep from this wheel, not from the repository, which then holds no more
-#               than requirements/ and pyproject.toml
-# TORCH         cpu or cuda (default: cuda where NVIDIA's driver answers and is new enough, else cpu
-#               where pip is offered that build, else what the index has: it computes on CPUs too)
+# PYTHON        which Python to use (default: python3.11, else python3 if it is 3.11 or later)
+# SAMESTEP_VENV where to create the environment (default: .venv in the repository)
+# SAMESTEP_WHEEL install samestep from this wheel instead of the repository, which then needs only
+#               requirements/ and pyproject.toml
+# TORCH         cpu or cuda (default: cuda if NVIDIA's driver is loaded and recent enough; else cpu if
+#               pip finds that build; else the index's build, which also computes on CPUs)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,9 +22,9 @@ readonly venv="${SAMESTEP_VENV:-.venv}"
 readonly wheel="${SAMESTEP_WHEEL:-}"
 readonly torch_asked="${TORCH:-}"
 readonly stamp="$venv/samestep.lock"
-readonly coordinator_mib=400 cpu_mib=2000 cuda_mib=9000 # measured sizes of the finished environment, and some room
+readonly coordinator_mib=400 cpu_mib=2000 cuda_mib=9000 compiler_mib=600 # measured sizes of the finished environment, plus a margin
 
-# Exit codes as of the daemons: 1 failed, 2 usage, 69 cannot reach, 78 mismatch.
+# Exit codes as in the daemons: 1 failed, 2 usage, 69 unreachable, 78 mismatch.
 fail() {
     printf 'samestep: %s\n' "$2" >&2
     exit "$1"
@@ -32,7 +32,7 @@ fail() {
 
 say() { printf 'samestep: %s\n' "$1" >&2; }
 
-readonly set_names=(coordinator worker run dev) # each holds what those before it hold
+readonly set_names=(coordinator worker run dev) # each contains the ones before it
 
 case "$set_name" in
 coordinator) requirements=(coordinator) ;;
@@ -46,9 +46,10 @@ case "$torch_asked" in
 *) fail 2 "expected TORCH=cpu or TORCH=cuda, got '$torch_asked'" ;;
 esac
 
-# One line per set, so that an environment made for development also serves for running.
+# One line per set, so that an environment for development also counts as one for running.
 wanted() {
     local name files=(pyproject.toml ${wheel:+"$wheel"})
+    [ -n "$wheel" ] || files+=($(compgen -G 'protocol/exact/kernels/*.[ch]'))
     for name in "${set_names[@]}"; do
         case "$name" in
         coordinator) files+=(requirements/coordinator.txt) ;;
@@ -71,26 +72,26 @@ find_python() {
         fi
         found="$candidate is $("$candidate" -V 2>/dev/null || echo 'not working')"
     done
-    fail 78 "expected Python 3.11 or later, found ${found:-none}; install it or set PYTHON"
+    fail 78 "expected Python 3.11 or later, found ${found:-none}; install it, or set PYTHON"
 }
 
 need_space() {
     local free
     free=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 { print int($4 / 1024) }')
     [ "$free" -ge "$1" ] ||
-        fail 1 "expected $1 MiB free for $venv, found $free; free some or set SAMESTEP_VENV"
+        fail 1 "expected $1 MiB free for $venv, found $free; free some space, or set SAMESTEP_VENV"
 }
 
 make_venv() {
     local python output
     python=$(find_python)
     "$python" -c 'import venv, ensurepip' 2>/dev/null || fail 78 \
-        "expected Python's venv module, $python has none; on Debian: apt install python3-venv"
-    say "making $venv with $("$python" -V)"
+        "expected Python's venv module, which $python lacks; on Debian: apt install python3-venv"
+    say "creating $venv with $("$python" -V)"
     output=$("$python" -m venv "$venv" 2>&1) || explain "$output"
 }
 
-# Runs pip with a line of progress on a terminal; its output is left in $log for `explain`.
+# Run pip with a progress line on a terminal; its output stays in $log for `explain`.
 log=""
 pip() {
     local line count=0 code=1
@@ -124,42 +125,42 @@ unreachable() {
 explain() {
     local last
     unreachable "$1" && fail 69 \
-        "cannot reach the package index; check the network or pip's settings and run again"
+        "cannot reach the package index; check the network or pip's settings, then run this again"
     case "$1" in
     *"No space left on device"* | *"Disk quota exceeded"*)
-        fail 1 "the disk is full; free some space for $venv and run this again"
+        fail 1 "the disk is full; free some space for $venv, then run this again"
         ;;
     *"DO NOT MATCH THE HASHES"*)
-        fail 78 "a downloaded package is not the locked one (its hash differs); not installed"
+        fail 78 "a downloaded package differs from the locked one (wrong hash) and was not installed"
         ;;
     *"No matching distribution found"*)
         last=${1##*No matching distribution found for }
-        fail 69 "pip is not offered ${last%%$'\n'*}; check pip's settings and the version of Python"
+        fail 69 "pip finds no ${last%%$'\n'*}; check pip's settings and the Python version"
         ;;
     esac
     last=$(grep -iE 'error|failed' <<<"$1" | tail -n 1)
-    fail 1 "could not make $venv: ${last:-no reason given}"
+    fail 1 "cannot create $venv: ${last:-no reason given}"
 }
 
-# The version of NVIDIA's driver; empty where none answers.
+# Print the version of NVIDIA's driver; nothing if none is loaded.
 nvidia_driver() {
     local found
     found=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || return 0
-    found=${found%%$'\n'*} # a line for each card
+    found=${found%%$'\n'*} # one line per card
     [[ "$found" =~ ^[0-9]+(\.[0-9]+)*$ ]] && printf '%s' "$found"
     return 0
 }
 
-# Prints cpu or cuda, or nothing where either will do.
+# Print cpu or cuda, or nothing if either is fine.
 choose_torch() {
     local found least
     found=$(nvidia_driver)
     least=$(sed -n "s/^# Needs NVIDIA's driver \([0-9.]*\) or later.*/\1/p" requirements/cuda.txt)
     if [ -n "$found" ] && [ "$(printf '%s\n' "$least" "$found" | sort -V | head -n 1)" != "$least" ]; then
         [ "$torch_asked" = cuda ] && fail 78 \
-            "expected NVIDIA's driver $least or later, found $found; docs/deploying.md says how to get one"
+            "expected NVIDIA's driver $least or later, found $found; see docs/deploying.md"
         [ -n "$torch_asked" ] ||
-            say "NVIDIA's driver is $found, CUDA here needs $least or later: cards are left out (docs/deploying.md)"
+            say "NVIDIA's driver is $found, but CUDA needs $least or later: cards are not used (see docs/deploying.md)"
         found=""
     fi
     if [ -n "$torch_asked" ]; then
@@ -169,7 +170,7 @@ choose_torch() {
     fi
 }
 
-# Fails where pip is not offered the CPU build and that was not asked for: then the index's will do.
+# Fails if pip does not find the CPU build and nobody asked for it: then the index's build is fine.
 install_cpu_torch() {
     local python locked
     python=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -178,12 +179,12 @@ install_cpu_torch() {
         pip --require-hashes -r requirements/cpu.txt && return
         unreachable "$log" || [[ "$log" != *"No matching"* ]] && explain "$log"
         [ "$torch_asked" = cpu ] && fail 69 \
-            "pip is not offered torch's CPU build: name PyTorch's index of them in PIP_EXTRA_INDEX_URL, or leave TORCH out (docs/deploying.md)"
-        say "pip is not offered torch's CPU build; taking the index's, several GB"
+            "pip does not find torch's CPU build; set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, or unset TORCH (see docs/deploying.md)"
+        say "pip does not find torch's CPU build; installing the index's build, several GB"
     else
         [ "$torch_asked" = cpu ] && fail 78 \
-            "torch's CPU build is locked for Python $locked, found $python; set PYTHON, or leave TORCH out"
-        say "torch's CPU build is not locked for Python $python; taking the index's, several GB"
+            "torch's CPU build is locked for Python $locked, found $python; set PYTHON, or unset TORCH"
+        say "torch's CPU build is not locked for Python $python; installing the index's build, several GB"
     fi
     return 1
 }
@@ -195,12 +196,24 @@ install_torch() {
     fi
     torch=cuda
     need_space "$cuda_mib"
-    # To pip a version with +cpu is as good as one without, so it would leave that.
+    # pip considers a +cpu version equal to one without and would keep it.
     if compgen -G "$venv/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null; then
         "$venv/bin/python" -m pip --no-input uninstall --quiet --yes torch ||
-            fail 1 "could not remove torch's CPU build from $venv"
+            fail 1 "cannot remove torch's CPU build from $venv"
     fi
     pip --require-hashes -r requirements/cuda.txt || explain "$log"
+}
+
+# Compile the native kernels once. If there is no compiler, download one and remove it again.
+build_kernels() {
+    local compiler="$venv/compiler"
+    "$venv/bin/python" -m protocol.machine.compiler 2>/dev/null && return
+    say "downloading a compiler for the native kernels (about 100 MB); it is removed afterwards"
+    need_space "$compiler_mib"
+    pip --target "$compiler" --require-hashes -r requirements/build.txt &&
+        PYTHONPATH="$compiler" "$venv/bin/python" -m protocol.machine.compiler ||
+        say "cannot build the native kernels; numpy gives the same bits without them, more slowly"
+    rm -rf "$compiler"
 }
 
 install() {
@@ -209,7 +222,7 @@ install() {
     if [ "$set_name" = coordinator ]; then
         say "installing the locked packages"
     else
-        say "installing the locked packages (some 400 MB the first time, minutes)"
+        say "installing the locked packages (about 400 MB the first time; takes minutes)"
     fi
     pip --require-hashes "${files[@]}" || explain "$log"
     [ "$set_name" = coordinator ] || install_torch
@@ -217,15 +230,16 @@ install() {
         pip --no-index --force-reinstall "$wheel" || explain "$log"
     else
         pip --no-build-isolation --no-index -e . || explain "$log"
+        build_kernels
     fi
-    # Without compiled files torch and transformers take twice as long at each start. A few files
-    # are for later Pythons and do not compile; that is theirs.
+    # Without bytecode files, torch and transformers take twice as long at each start. A few files
+    # are for later Pythons and do not compile; that does not matter.
     "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" backends coordinator protocol worker \
         >/dev/null || true
 }
 
-# Whether this last line of the stamp names the build that is asked for, or that will do. Where none
-# is asked for, CUDA's will do everywhere, the CPU build until there is a driver for CUDA.
+# Whether the build in this last line of the stamp is the requested one. If none is requested, CUDA's
+# build is always fine, and the CPU build is fine until there is a driver for CUDA.
 fits() {
     if [ -n "$torch_asked" ]; then
         [ "$1" = "torch $torch_asked" ]
@@ -234,7 +248,7 @@ fits() {
     if [ "$1" != "torch cpu" ] || [ "$(choose_torch 2>/dev/null)" != cuda ]; then
         return 0
     fi
-    say "NVIDIA's driver is new enough for CUDA now: changing torch's build (TORCH=cpu keeps it)"
+    say "NVIDIA's driver is now recent enough for CUDA: replacing torch's CPU build (TORCH=cpu keeps it)"
     return 1
 }
 
@@ -244,13 +258,13 @@ main() {
     [ -r "$stamp" ] && held=$(cat "$stamp")
     case $'\n'"$held"$'\n' in
     *$'\n'"$wanted"$'\n'*)
-        # Also if it was made with the other build of torch than what is now asked for?
+        # The set fits; does torch's build?
         [ "$set_name" = coordinator ] || fits "${held##*$'\n'}" && return
         ;;
     esac
     torch=""
     [ "$set_name" = coordinator ] || torch=$(choose_torch)
-    # Half made by a run that was cut off: what it holds cannot be trusted.
+    # An interrupted run left it incomplete.
     [ "$held" = making ] && rm -rf "$venv"
     if [ ! -x "$venv/bin/python" ]; then
         need_space "$([ "$set_name" = coordinator ] && echo "$coordinator_mib" || echo "$cpu_mib")"

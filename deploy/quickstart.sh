@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job in one command: makes the environment, then fine-tunes MiniLM with LoRA on real SMS
-# by a coordinator and three workers on this machine. Arguments go to the coordinator, for example
+# Create the environment, then fine-tune MiniLM with LoRA on real SMS messages, with a coordinator and
+# a worker of three devices on this machine. Arguments go to the coordinator, for example
 # `bash deploy/quickstart.sh --set steps=20`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

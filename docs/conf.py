@@ -10,3 +10,6 @@ html_title = "samestep"
 html_copy_source = False
 html_show_sourcelink = False
 nitpicky = True
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]

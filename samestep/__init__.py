@@ -1,22 +1,23 @@
-"""The library door: train a plain PyTorch model with the same bits on every machine.
+"""The library: train a plain PyTorch model with the same bits on every machine.
 
     import samestep
     result = samestep.fit(build, steps=200, batch=64, optimizer={"name": "adamw", "lr": 1e-3})
 
-`Task` is what `build` returns, `fit` trains it, `Result` is what comes back. All else in here is
-for these three. Start reading with `fitting`. Imports worker, backends, protocol, and of the
-coordinator how to ask its control port; it starts the coordinator as a process.
+`build` returns a `Task`; `fit` trains it and returns a `Result`. Start reading with `fitting`.
+`worker/scripts` turns a `Task` into a worker's task. Imports worker, backends, protocol, and the
+client of the coordinator's control port; starts the coordinator as a subprocess.
 """
 
-from samestep.own_names import taken_names, words_for
+from samestep import cublas_workspace  # noqa: F401 -- first: it sets a variable of CUDA's
+from samestep.name_conflicts import conflict_message, shadowed_packages
 
-if _taken := taken_names():
-    raise ImportError(words_for(_taken[0]))
+if _taken := shadowed_packages():
+    raise ImportError(conflict_message(_taken[0]), name="samestep")
 
 from protocol import __version__
 from protocol.base.errors import SamestepError
 from samestep.fitting import fit
 from samestep.result import FitResult as Result
-from samestep.user_task import UserTask as Task
+from worker.scripts.user_task import UserTask as Task
 
 __all__ = ["Result", "SamestepError", "Task", "__version__", "fit"]

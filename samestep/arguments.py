@@ -1,4 +1,4 @@
-"""The arguments of `fit`, looked at in one place before anything is built or started."""
+"""The arguments of `fit`, validated in one place before anything is built or started."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from protocol.base.device_name import parse_devices
 from protocol.base.errors import DataError, UsageError
 from protocol.base.fields import Bounded
-from protocol.spec.run_spec_text import expected_words
-from samestep.refusals import check_precision
+from protocol.spec.sections.key_errors import expected_words
+from samestep.srun import SrunStep
+from worker.scripts.checks import check_precision
 
 _WORKERS: Final = "SAMESTEP_EXPECT_WORKERS"
 _BACKEND: Final = "SAMESTEP_BACKEND"
 
 
 def _plain_int(value: Any) -> Any:
-    """NumPy's whole numbers are whole numbers; True is none."""
+    """Accept NumPy's integers as integers, but not True and False."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
@@ -35,6 +36,12 @@ def _directory(value: Any) -> Any:
     if value is None or isinstance(value, Path) or (isinstance(value, str) and value):
         return value
     raise ValueError("expected a path")
+
+
+def _function(value: Any) -> Any:
+    if value is None or callable(value):
+        return value
+    raise ValueError("expected a function")
 
 
 def _device(value: str) -> str:
@@ -51,7 +58,7 @@ Keys = Annotated[Any, AfterValidator(_keys_and_values)]
 
 
 class Arguments(BaseModel):
-    """Of a call of `fit`: see there."""
+    """The arguments of a call of `fit`; see there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -71,69 +78,77 @@ class Arguments(BaseModel):
     control: Named | None
     name: Named | None
     settings: Keys
+    on_log: Annotated[Any, AfterValidator(_function)] = None
 
     @classmethod
-    def of(cls, **given: object) -> Self:
-        """All of them.
+    def of(cls, **arguments: object) -> Self:
+        """Validate all arguments.
 
         Raises:
-            DataError: One is not what it should be: which, what was expected, and what came.
+            DataError: One is invalid; says which, what was expected and what it got.
         """
         try:
-            arguments = cls.model_validate(given)
+            checked = cls.model_validate(arguments)
         except ValidationError as error:
-            one = error.errors()[0]
-            shown = " ".join(repr(one["input"]).split())[:100]
-            raise DataError(f"{one['loc'][0]}: {expected_words(one)}, got {shown}") from None
-        if (arguments.steps is None) == (arguments.epochs is None):
-            raise DataError("expected either steps= or epochs=: how long is to be trained?")
-        return arguments
+            first = error.errors()[0]
+            shown = " ".join(repr(first["input"]).split())[:100]
+            raise DataError(f"{first['loc'][0]}: {expected_words(first)}, got {shown}") from None
+        if (checked.steps is None) == (checked.epochs is None):
+            raise DataError("expected either steps= or epochs=, which say how long to train")
+        return checked
 
     @property
     def expected_workers(self) -> int:
-        """How many a run begins with; $SAMESTEP_EXPECT_WORKERS where the call does not say.
+        """Workers that the run waits for; default: $SAMESTEP_EXPECT_WORKERS, else the tasks of the
+        srun step, else 1.
 
         Raises:
-            UsageError: That is no such number.
+            UsageError: The variable is not a whole number of at least 1.
         """
-        said = os.environ.get(_WORKERS)
-        if self.workers is not None or not said:
-            return 1 if self.workers is None else self.workers
-        if said.isascii() and said.isdigit() and int(said) >= 1:
-            return int(said)
-        raise UsageError(f"{_WORKERS}: expected a whole number of at least 1, got {said!r}")
+        variable = os.environ.get(_WORKERS)
+        if self.workers is not None:
+            return self.workers
+        if not variable:
+            step = SrunStep.of()
+            return 1 if step is None else step.tasks
+        if variable.isascii() and variable.isdigit() and int(variable) >= 1:
+            return int(variable)
+        raise UsageError(f"{_WORKERS}: expected a whole number of at least 1, got {variable!r}")
 
     @property
     def backend(self) -> tuple[str, int | str | None]:
-        """Of this process's worker, and which device of its kind; None for the first.
+        """Backend and device of this process's worker; device None: the backend's first.
 
         Raises:
-            UsageError: $SAMESTEP_BACKEND, where the call does not say, names none.
+            UsageError: The argument `device`, or $SAMESTEP_BACKEND without it, names none.
         """
         if self.device is not None:
-            return named_device(self.device, "device")
-        return named_device(os.environ.get(_BACKEND) or "auto", _BACKEND)
+            named = named_device(self.device, "device")
+        else:
+            named = named_device(os.environ.get(_BACKEND) or "auto", _BACKEND)
+        step = SrunStep.of()
+        return named if step is None else step.device_of(*named)
 
     @property
-    def served(self) -> str | None:
-        """The control port of a serving coordinator that gets the run."""
+    def control_address(self) -> str | None:
+        """Control port of the coordinator that the run is submitted to; None: start one here."""
         return self.control or os.environ.get("SAMESTEP_CONTROL") or None
 
 
 def named_device(name: str, where: str) -> tuple[str, int | str | None]:
-    """Backend, and which device of its kind; None for the first.
+    """Parse a device name into a backend and a device; device None: the backend's first.
 
     Args:
-        name: As in `--backend`.
-        where: Who says so, for an error.
+        name: As for `--backend`.
+        where: The argument or variable it came from, for errors.
 
     Raises:
-        UsageError: It names none, or several.
+        UsageError: It names no device, or several.
     """
     try:
         backend, devices = parse_devices(name, "")
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     if len(devices) > 1:
-        raise UsageError(f"{where}: expected one device, which is this process's, got {name!r}")
+        raise UsageError(f"{where}: expected one device for this process, got {name!r}")
     return backend, devices[0] if devices else None

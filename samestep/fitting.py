@@ -1,8 +1,8 @@
-"""`samestep.fit`: trains a model, alone or with others, and gives it back.
+"""`samestep.fit`: trains a model on this machine and on all that join, and returns it.
 
-The process that calls it is a worker. Alone it also starts a coordinator, as a process of its own,
-so that other workers can join while the run goes on; or it gives the run to a coordinator that
-serves; or, started by `worker SCRIPT`, it joins a run of the same script.
+The calling process is a worker. By default it also starts a coordinator as a subprocess, so that
+other workers can join during the run. With `control` it submits the run to a running coordinator;
+started by `worker SCRIPT`, it joins a run of the same script.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import random
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -31,87 +32,62 @@ from safetensors.numpy import load_file
 from backends.registry import refuse_missing
 from coordinator.operator.control_client import request
 from protocol.base.address import parse_address
-from protocol.base.duty import Duty
 from protocol.base.errors import (
     DataError,
     ExitCode,
     Mismatch,
     RunFailed,
     SamestepError,
+    Unreachable,
     UsageError,
-    error_for,
 )
+from protocol.base.option_names import options_as_arguments
 from protocol.base.regular_file import read_json
-from protocol.command.output import open_standard_streams
+from protocol.cli.output import open_standard_streams
 from protocol.exact.digest import weights_digest
-from protocol.host.allocator import keep_freed_memory, keep_freed_memory_no_more
-from protocol.host.scratch import ScratchDirectory
-from protocol.host.secret_file import join_token_file, state_home
-from protocol.spec.idle_keys import TASK_SECTIONS
-from protocol.spec.run_spec import RunSpec, parse_run_spec
+from protocol.machine.allocator import keep_freed_memory, keep_freed_memory_no_more
+from protocol.machine.secret_file import join_token_file, state_home
+from protocol.spec.run_spec import SECTIONS, RunSpec, parse_run_spec
 from samestep import script
 from samestep.arguments import Arguments
-from samestep.data_digest import SECONDS
-from samestep.fitted import FittedTask
-from samestep.kept_run import KeptRun
-from samestep.optimizers import optimizer_of
-from samestep.own_coordinator import (
-    LAST_WORDS,
+from samestep.coordinator_subprocess import (
     CoordinatorEnded,
-    Happened,
+    CoordinatorSubprocess,
+    EventQueue,
     Interrupted,
     Line,
-    OwnCoordinator,
-    interrupts_into,
+    NewRow,
+    default_bind,
+    error_from,
+    queue_interrupts,
     show,
-    usual_bind,
 )
-from samestep.own_worker import OwnWorker, StandsStill, WorkerEnded, told
+from samestep.existing_run import ExistingRun
+from samestep.optimizers import optimizer_of
 from samestep.result import FitResult, read_history
-from samestep.words import for_a_script, in_a_scripts_words
-from worker.joining.credentials import WorkerCredentials
-from worker.shell.client import FindAgain, Target
+from samestep.srun import SrunStep
+from samestep.worker_thread import Stalled, WorkerEnded, WorkerThread, one_line
+from worker.join.credentials import WorkerCredentials
+from worker.scripts.data_digest import SECONDS
+from worker.scripts.launch import JoinOptions, join_options
+from worker.scripts.script_task import ScriptTask
+from worker.shell.client import Target
 
 _OWN_KEYS: Final = {
     "name", "task", "seed", "batch", "optimizer", "steps", "epochs", "evaluate_every", "options",
     "data",
 }  # fmt: skip
-_OF_OTHER_TASKS: Final = {"init_from"}.union(*TASK_SECTIONS.values()) - _OWN_KEYS
-_IN_FLOAT16: Final = {"config": {"model_type": "script"}, "precision": "float16"}
-"""A section `model`: by it the coordinator scales losses. What the model is says the script."""
+_OF_OTHER_TASKS: Final = {"init_from", *SECTIONS} - _OWN_KEYS
+_FLOAT16_MODEL: Final = {"config": {"model_type": "script"}, "precision": "float16"}
+"""The section `model` that makes the coordinator scale losses; the script defines the model."""
 _SUBMIT_TIMEOUT_S: Final = 600.0
-_GO_ON: Final = "; go on with it: "
-"""In a line of the coordinator, before its advice."""
-_UNFIT: Final = " cannot take part: "
-"""Likewise, before the reason of a worker."""
+_END_TIMEOUT_S: Final = 60.0
+"""Wait for a coordinator that was told to end at once, or whose run has failed."""
 
+OnLog = Callable[[Mapping[str, float]], object]
 
-@dataclass(frozen=True, slots=True)
-class Joining:
-    """How a process that `worker SCRIPT` has started takes part.
-
-    Attributes:
-        find: Gives the coordinator's address; may look for it.
-        name: This worker's.
-        find_again: Looks for it once more, where it was found on the network.
-    """
-
-    find: Callable[[], tuple[str, int]]
-    name: str
-    backend: str
-    device: int | str | None
-    retry_for_s: float
-    credentials: WorkerCredentials
-    duty: Duty
-    tell: Callable[[str], None]
-    find_again: FindAgain | None = None
-
-
-_LISTENED: list[str] = []
-"""Where the coordinator of the last `fit` listened to workers: those of the next one go there."""
-
-_JOINING: list[Joining] = []
-"""Of this process, if it was started to join."""
+_BOUND_TO: list[str] = []
+"""Address of the last `fit`'s coordinator, used again: its workers reconnect there."""
 
 
 def fit(
@@ -133,270 +109,294 @@ def fit(
     control: str | None = None,
     name: str | None = None,
     settings: Mapping[str, object] | None = None,
+    on_log: OnLog | None = None,
 ) -> FitResult:
-    """Train what `build` gives, on this machine and on all that join, with the same bits on each.
+    """Train the task that `build` returns, with the same bits on every machine that takes part.
 
     Args:
-        build: Gives a `samestep.Task`; called with `options` if it takes an argument, with torch
-            seeded. Every worker calls it.
-        options: What `build` is to know, the same on every worker: plain values, as in JSON.
-        steps: Optimizer steps; or say `epochs`, passes over the training samples.
-        epochs: See `steps`.
-        batch: Samples of a step, whatever the number of workers.
+        build: Returns a `samestep.Task`; called with generators seeded, and with `options` if it
+            takes an argument, on every worker.
+        options: Options for `build`, the same on every worker: values that JSON can represent.
+        steps: Optimizer steps; give either `steps` or `epochs`.
+        epochs: Passes over the training samples.
+        batch: Samples per step, for any number of workers.
         microbatch: Samples that a worker computes at once. Default: an eighth of the batch.
-        optimizer: `adamw`, `momentum` or `sgd`, or such a section of a run spec as a mapping.
-        seed: Of initial values, order of samples, dropout, and random collators.
-        evaluate_every: Steps between two measurements on `held_out`; 0: at the end only.
-        precision: What forward may compute in. In float16 losses are scaled, and a step that
-            overflows is taken again with half the scale.
-        workers: Begin when so many are there. Default: $SAMESTEP_EXPECT_WORKERS, or 1.
-        device: Of this worker. Default: $SAMESTEP_BACKEND, or auto.
-        directory: Of the run. Default: a new one in `runs/`.
-        resume: Go on with the run in `directory`, if there is one.
-        control: Of a serving coordinator, to give the run to. Default: $SAMESTEP_CONTROL; without
-            it a coordinator is started, which listens to workers at $SAMESTEP_BIND.
-        name: Of the run. Default: the script's.
-        settings: More keys of a run spec, such as {"checkpoint": {"every": 100}}.
+        optimizer: A name, such as `adamw`, `momentum` or `sgd`, or a run spec's section as mapping.
+        seed: Seeds initial values, order of samples, dropout, and random collators.
+        evaluate_every: Steps between evaluations on `held_out`; 0: only at the end.
+        precision: Precision of forward and backward; in float16 losses are scaled.
+        workers: Start when this many workers are ready. Default: $SAMESTEP_EXPECT_WORKERS, or 1.
+        device: Device of this worker. Default: $SAMESTEP_BACKEND, or auto.
+        directory: Directory of the run. Default: a new one in `runs/`.
+        resume: Resume the run in `directory`, if there is one.
+        control: Control port of a running coordinator. Default: $SAMESTEP_CONTROL; without it a
+            coordinator is started, which listens at $SAMESTEP_BIND.
+        name: Name of the run. Default: the script's name.
+        settings: More keys of the run spec, such as {"checkpoint": {"every": 100}}.
+        on_log: Called with each new row of the history: a committed step's, an evaluation's.
 
     Raises:
-        SamestepError: Something cannot be used, in one line that says what to write instead.
+        SamestepError: An argument or the task is unusable; one line says what to do.
     """
     open_standard_streams()
+    if (joined_by := join_options()) is not None:
+        joined_by.fit_was_called = True
     arguments = Arguments.of(
         options=options, steps=steps, epochs=epochs, batch=batch, microbatch=microbatch,
         optimizer=optimizer, seed=seed, evaluate_every=evaluate_every, precision=precision,
         workers=workers, device=device, directory=directory, resume=resume, control=control,
-        name=name, settings=settings,
+        name=name, settings=settings, on_log=on_log,
     )  # fmt: skip
     running = script.called(script.Script.running(), _function(build))
-    with running as call, _torch_as_it_was(), _memory_kept():
-        return _join(call, _JOINING[0]) if _JOINING else _begin(call, arguments)
+    with running as call, _torch_settings_restored(), _freed_memory_kept():
+        return _take_part(call, arguments, joined_by)
+
+
+def _take_part(call: script.Call, arguments: Arguments, joined_by: JoinOptions | None) -> FitResult:
+    """Join a run, or begin one; in a step of several tasks, task 0 begins it."""
+    if joined_by is not None:
+        return _join(call, joined_by, arguments.on_log)
+    step = SrunStep.of()
+    if step is None:
+        return _begin(call, arguments)
+    if not step.leads:
+        return _join(call, step.join_options(*arguments.backend), arguments.on_log)
+    with step.leading():
+        return _begin(call, arguments)
 
 
 def _function(build: object) -> Callable[..., object]:
     if not callable(build):
         raise DataError(
-            f"expected a function that gives a samestep.Task, got {type(build).__name__}: write "
+            f"expected a function that returns a samestep.Task, got {type(build).__name__}: write "
             "def build(): return samestep.Task(...) and fit(build)"
         )
     if torch.is_inference_mode_enabled():
         raise UsageError(
-            "fit: expected a call outside of torch.inference_mode, got one inside of it: what is "
-            "made there takes no gradient; call fit before or after it"
+            "fit: expected a call outside torch.inference_mode, got one inside it, where tensors "
+            "have no gradient: call fit before or after it"
         )
     return build
 
 
 def keeps_the_run(control: str | None) -> bool:
-    """Whether a `fit` of this process has a directory: it neither joins nor submits."""
-    return not _JOINING and not (control or os.environ.get("SAMESTEP_CONTROL"))
+    """Whether a `fit` of this process writes a run directory: it neither joins nor submits."""
+    step = SrunStep.of()
+    joins = join_options() is not None or (step is not None and not step.leads)
+    return not joins and not (control or os.environ.get("SAMESTEP_CONTROL"))
 
 
 def _begin(call: script.Call, arguments: Arguments) -> FitResult:
-    _refuse_what_does_not_go_together(call, arguments)
+    _check_combination(call, arguments)
+    call.backend = arguments.backend
     try:
-        kept = KeptRun.find(Path(arguments.directory)) if arguments.resume else None
-        if kept is not None:
-            call.number = kept.call or call.number
-        spec, task = _built(call, arguments, kept)
+        existing = ExistingRun.find(Path(arguments.directory)) if arguments.resume else None
+        if existing is not None:
+            call.number = existing.call or call.number
+        spec, task = _build(call, arguments, existing)
         call.ready = (spec, task)
-        served = arguments.served
-        if served is not None:
-            return _submitted(call, spec, arguments, served)
-        if kept is not None:
-            kept.check(spec)
-            if kept.finished:
+        control_address = arguments.control_address
+        if control_address is not None:
+            return _submit(call, spec, arguments, control_address)
+        if existing is not None:
+            existing.check(spec)
+            if existing.finished:
                 call.task(spec)
-                told = f"the run in {str(kept.directory)!r} has finished; nothing is to be done"
-                show(Line(told, fault=False))
-                return _result(call, kept.directory, joined=False)
-        return _alone(call, spec, arguments)
+                text = f"the run in {str(existing.directory)!r} has finished; nothing left to do"
+                show(Line(text))
+                return _result(call, existing.directory, joined=False)
+        return _with_local_coordinator(call, spec, arguments)
     except KeyboardInterrupt as interrupt:
-        why = str(interrupt) or "nothing of this fit goes on"
-        show(Line(f"samestep: interrupted; {why}", fault=True))
+        why = str(interrupt) or "this fit has ended"
+        show(Line(f"samestep: interrupted; {why}", is_error=True))
         if call.script.path is None:
-            raise  # a notebook goes on with its other cells
+            raise  # the notebook goes on
         raise SystemExit(ExitCode.INTERRUPTED) from None
 
 
-def _refuse_what_does_not_go_together(call: script.Call, arguments: Arguments) -> None:
-    """Before anything is built.
+def _check_combination(call: script.Call, arguments: Arguments) -> None:
+    """Check combinations of arguments before anything is built.
 
     Raises:
-        UsageError: Something would be without effect, or begin what was to go on.
-        BackendUnavailable: The device that was asked for is not here.
+        UsageError: An argument would have no effect, or there is no run to resume.
+        BackendUnavailable: This machine does not have the device.
     """
     if arguments.options and not script.takes_options(call.build):
         raise UsageError(
-            "options: expected build to take them, got one that takes none: write "
-            "def build(options), or leave them out"
+            "options: expected build to take an argument, got one that takes none: write "
+            "def build(options), or leave options out"
         )
-    if arguments.served is not None:
+    if arguments.control_address is not None:
         if arguments.resume or arguments.directory is not None or arguments.workers is not None:
             raise UsageError(
-                "workers, directory and resume are for a coordinator of one's own; one that serves "
-                "was told how many workers to wait for and where it keeps runs, and goes on with "
-                "one by `coordinator resume RUN`"
+                "workers, directory, resume: expected none of them with control, as the running "
+                "coordinator has its own settings for these: leave them out; to resume a run, "
+                "use `coordinator resume RUN`"
             )
     elif arguments.resume and arguments.directory is None:
         raise UsageError(
-            "resume: expected the directory of the run to go on with, got none: write "
+            "resume: expected the directory of the run to resume, got none: write "
             "fit(..., directory=DIR, resume=True)"
         )
     elif arguments.resume and not os.path.isdir(arguments.directory):  # noqa: PTH112 -- a long name
         raise UsageError(
-            f"resume: expected a run to go on with in {str(arguments.directory)!r}, found no such "
-            "directory; leave out resume=True to begin one there"
+            f"resume: expected a run to resume in {str(arguments.directory)!r}, found no such "
+            "directory; leave out resume=True to start one there"
         )
     refuse_missing(*arguments.backend)
     _ = arguments.expected_workers
-
-
-def join_from_now_on(joining: Joining) -> None:
-    """Every `fit` of this process joins the run of a coordinator."""
-    _JOINING[:] = [joining]
 
 
 # The run spec.
 
 
 def _document(
-    arguments: Arguments, of: script.Script, call: int, kept: KeptRun | None
+    arguments: Arguments, user_script: script.Script, call: int, existing: ExistingRun | None
 ) -> dict[str, Any]:
-    """The run spec but for its steps."""
+    """The run spec without its number of steps."""
     microbatch = arguments.microbatch
     if microbatch is None:
         microbatch = max(1, arguments.batch // 8)
     return {
-        # A step waits for no gradients to be written; settings={"log": "full"} keeps them. A run
-        # goes on as it was begun, by whatever default.
-        "log": "checkpoint" if kept is None else kept.spec.log,
-        **_further(arguments.settings),
+        # By default no step waits for gradients to be written; settings={"log": "full"} writes
+        # them. A resumed run keeps its setting, whatever the default was.
+        "log": "checkpoint" if existing is None else existing.spec.log,
+        **_extra_keys(arguments.settings),
         "task": script.TASK,
-        "name": _run_name(of) if arguments.name is None else arguments.name,
+        "name": _run_name(user_script) if arguments.name is None else arguments.name,
         "seed": arguments.seed,
         "batch": {"samples": arguments.batch, "microbatch": microbatch},
         "optimizer": optimizer_of(arguments.optimizer),
         "evaluate_every": arguments.evaluate_every,
         "options": {
-            "script": {"name": of.name, "digest": of.digest, "call": call},
-            "options": _plain(arguments.options or {}),
+            "script": {"name": user_script.name, "digest": user_script.digest, "call": call},
+            "options": _as_json(arguments.options or {}),
             "precision": arguments.precision,
-            **_parts_read(kept),
+            **_digest_parts(existing),
         },
-        **({"model": _IN_FLOAT16} if arguments.precision == "float16" else {}),
-        **({} if of.path is None else {"data": {"train": str(of.path)}}),
+        **({"model": _FLOAT16_MODEL} if arguments.precision == "float16" else {}),
+        **({} if user_script.path is None else {"data": {"train": str(user_script.path)}}),
     }
 
 
-def _parts_read(kept: KeptRun | None) -> dict[str, Any]:
-    """What is read of the data before a run begins: see `samestep.data_digest`."""
-    read = {} if kept is None else kept.spec.options.get("read")
+def _digest_parts(existing: ExistingRun | None) -> dict[str, Any]:
+    """How much of the data the digests of a resumed run cover; see `worker.scripts.data_digest`."""
+    read = {} if existing is None else existing.spec.options.get("read")
     return {} if read is None else {"read": read}
 
 
-def _say_what_was_not_read(task: FittedTask) -> None:
+def _report_sampled_digests(task: ScriptTask) -> None:
     for name, digest in task.read.items():
         if digest.read < digest.samples:
             show(Line(
-                f"samestep: {digest.read} of {digest.samples} samples of {name} are compared "
-                f"between workers, which took {SECONDS:.0f} s; see that the others are the same "
-                "everywhere", fault=False,
+                f"samestep: workers compare only {digest.read} of {digest.samples} samples of "
+                f"{name}, as reading took {SECONDS:.0f} s; see that all machines have the same data"
             ))  # fmt: skip
 
 
-def _further(settings: Mapping[str, object] | None) -> dict[str, Any]:
-    given = _plain(settings or {})
+def _extra_keys(settings: Mapping[str, object] | None) -> dict[str, Any]:
+    given = _as_json(settings or {})
     if both := sorted(_OWN_KEYS & set(given)):
         raise DataError(
-            f"settings: expected further keys of a run spec, got {both[0]!r}: fit has that as an "
-            "argument of its own"
+            f"settings: expected other keys of a run spec, got {both[0]!r}: use the argument of fit"
         )
     if idle := sorted(_OF_OTHER_TASKS & set(given)):
         raise DataError(
-            f"settings: a script has no use for {idle[0]!r}: its model and its data are what build "
-            "gives, so leave it out"
+            f"settings: expected keys that apply to a script, got {idle[0]!r}: leave it out, as "
+            "build defines model and data"
         )
     return given
 
 
-def _plain(options: object) -> dict[str, Any]:
+def _as_json(options: object) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise DataError(f"expected options by name, got {type(options).__name__}")
     try:
         copied: dict[str, Any] = json.loads(json.dumps(dict(options), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"expected options as JSON has them ({error}): give numbers, texts and lists, and make "
-            "models and tensors inside build"
+            f"expected options that JSON can represent ({error}): give numbers, strings and lists, "
+            "and create models and tensors inside build"
         ) from None
     return copied
 
 
-def _run_name(of: script.Script) -> str:
-    plain = "".join(c if c.isalnum() and c.isascii() else "-" for c in of.name.removesuffix(".py"))
+def _run_name(user_script: script.Script) -> str:
+    plain = "".join(
+        c if c.isalnum() and c.isascii() else "-" for c in user_script.name.removesuffix(".py")
+    )
     return plain.strip("-")[:48] or "fit"
 
 
-def _built(
-    call: script.Call, arguments: Arguments, kept: KeptRun | None
-) -> tuple[RunSpec, FittedTask]:
-    """The task, built here before anything starts, and the whole run spec."""
-    document = _document(arguments, call.script, call.number, kept)
+def _build(
+    call: script.Call, arguments: Arguments, existing: ExistingRun | None
+) -> tuple[RunSpec, ScriptTask]:
+    """Build the task, before anything starts, and complete the run spec."""
+    document = _document(arguments, call.script, call.number, existing)
     steps = arguments.steps
     first = parse_run_spec({**document, "steps": 1 if steps is None else steps})
-    task = script.build_task(call.build, first, call.script)
-    samples = task.manifest.train_samples
+    task = script.build_task(call.build, first, call.script, call.backend)
+    if task.user.unit != "sample":
+        document["batch"]["unit"] = task.user.unit
+    samples = task.manifest.epoch_samples
     if samples < first.batch.microbatch:
         raise DataError(
-            f"expected at least a microbatch of {first.batch.microbatch} training samples, got "
+            f"expected at least {first.batch.microbatch} training samples, one microbatch, got "
             f"{samples}: lower batch= or microbatch="
         )
     if arguments.evaluate_every and task.user.held_out is None:
         raise DataError(
-            f"evaluate_every: expected something to measure on, got {arguments.evaluate_every} and "
-            "no held_out: give samestep.Task(held_out=...), or leave out evaluate_every"
+            f"evaluate_every={arguments.evaluate_every}: expected held-out data, got none: give "
+            "samestep.Task(held_out=...), or leave out evaluate_every"
         )
     if arguments.epochs is not None:
         steps = math.ceil(arguments.epochs * math.ceil(samples / first.batch.samples))
-    if kept is None:
+    if existing is None:
         document["options"]["read"] = {name: each.parts for name, each in task.read.items()}
-        _say_what_was_not_read(task)
+        _report_sampled_digests(task)
     return parse_run_spec({**document, "steps": steps}), task
 
 
-# With a coordinator of one's own.
+# With a coordinator that fit starts.
 
 
-def _alone(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
+def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
     alone = arguments.expected_workers == 1
-    options = [
-        "--control", "127.0.0.1:0", "--expect-workers", str(arguments.expected_workers),
-        *(["--resume"] if arguments.resume else []),
-    ]  # fmt: skip
-    document = json.loads(spec.to_bytes())
+    request = {
+        "run": json.loads(spec.to_bytes()),
+        "script": "" if call.script.path is None else call.script.name,
+        "expect_workers": arguments.expected_workers,
+        "resume": arguments.resume,
+        "records": arguments.on_log is not None,
+    }
     with (
-        _own_directory(arguments.directory, spec.name) as directory,
-        ScratchDirectory() as home,
+        _run_directory(arguments.directory, spec.name) as directory,
         contextlib.ExitStack() as stack,
     ):
 
-        def start(bind: str) -> tuple[OwnCoordinator, tuple[str, int], Happened]:
-            happened: Happened = queue.SimpleQueue()
-            given = ["--bind", bind, *options, "--out", str(directory)]
-            coordinator = OwnCoordinator(document, Path(home), given, happened)
+        def start(bind: str) -> tuple[CoordinatorSubprocess, tuple[str, int], EventQueue]:
+            event_queue: EventQueue = queue.SimpleQueue()
+            asked = {**request, "bind": bind, "directory": str(directory)}
+            coordinator = CoordinatorSubprocess(asked, event_queue)
             address = stack.enter_context(coordinator).listening()
-            _LISTENED[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
-            return coordinator, address, happened
+            if step := SrunStep.of():
+                step.publish(parse_address(bind, "SAMESTEP_BIND")[0], address[1])
+            _BOUND_TO[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
+            return coordinator, address, event_queue
 
-        coordinator, address, happened = _start_where_free(start)
-        _say_how_to_join(call, coordinator.first_lines)
+        coordinator, address, event_queue = _start_where_free(start)
         credentials = WorkerCredentials(join_token_file(state_home()))
         resumed = arguments.resume
-        worker = _worker(call, arguments.backend, address, credentials, happened)
+        worker = _worker(call, arguments.backend, address, credentials, event_queue)
         try:
-            with interrupts_into(happened):
-                _until_over(coordinator, worker, happened, directory, alone=alone, resumed=resumed)
+            with queue_interrupts(event_queue):
+                log = _Log(arguments.on_log, coordinator.drain)
+                _until_over(
+                    coordinator, worker, event_queue, directory, log.take,
+                    alone=alone, resumed=resumed,
+                )  # fmt: skip
+            if log.error is not None:
+                raise log.error
         finally:
             worker.end()
         if not (directory / "result.json").exists():
@@ -408,28 +408,31 @@ _Started = TypeVar("_Started")
 
 
 def _start_where_free(start: Callable[[str], _Started]) -> _Started:
-    """Start a coordinator at the address that was asked for, else at the usual one, or at a free
-    port if that is taken: by now, or until the coordinator gets to it."""
-    asked = os.environ.get("SAMESTEP_BIND")
-    if _LISTENED or asked:
-        return start(_LISTENED[-1] if _LISTENED else str(asked))
-    bind = usual_bind()
+    """Start a coordinator at $SAMESTEP_BIND, else at the default address or a free port.
+
+    The default address may be taken already, or by the time the coordinator binds it.
+    """
+    step = SrunStep.of()
+    asked = os.environ.get("SAMESTEP_BIND") or (step.bind if step is not None else None)
+    if _BOUND_TO or asked:
+        return start(_BOUND_TO[-1] if _BOUND_TO else str(asked))
+    bind = default_bind()
     try:
         return start(bind)
     except SamestepError:
-        free = usual_bind()
+        free = default_bind()
         if free == bind:
             raise
         return start(free)
 
 
-def _has_saved(directory: Path) -> bool:
+def _has_checkpoint(directory: Path) -> bool:
     return (directory / "checkpoints").exists()
 
 
 @contextmanager
-def _own_directory(given: Path | str | None, name: str) -> Iterator[Path]:
-    """The one that is given, or a new one: gone again if nothing was trained at an interrupt."""
+def _run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
+    """The given directory, or a new one, which is removed if interrupted before a checkpoint."""
     if given is not None:
         yield Path(given)
         return
@@ -437,134 +440,131 @@ def _own_directory(given: Path | str | None, name: str) -> Iterator[Path]:
     try:
         yield directory
     except KeyboardInterrupt:
-        if not _has_saved(directory):
+        if not _has_checkpoint(directory):
             shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
+class _Log:
+    """Calls `on_log`. An error in it drains the run, and is to be raised after that."""
+
+    def __init__(self, on_log: OnLog | None, drain: Callable[[], None]) -> None:
+        self.error: Exception | None = None
+        self._on_log, self._drain = on_log, drain
+
+    def take(self, row: Mapping[str, float]) -> None:
+        if self._on_log is None or self.error is not None:
+            return
+        try:
+            self._on_log(row)
+        except Exception as error:  # noqa: BLE001 -- whatever the user's function raises
+            self.error = error
+            self._drain()
+
+
 def _until_over(
-    coordinator: OwnCoordinator,
-    worker: OwnWorker,
-    happened: Happened,
+    coordinator: CoordinatorSubprocess,
+    worker: WorkerThread,
+    event_queue: EventQueue,
     directory: Path,
+    on_log: OnLog,
     *,
     alone: bool,
     resumed: bool,
 ) -> None:
-    """Show what is said until the coordinator has ended.
+    """Handle events until the coordinator has ended; print its lines.
 
     Raises:
-        RunFailed: The run has halted, and there is nobody else who waits for an operator.
-        SamestepError: The run failed, or this worker did and was alone.
-        KeyboardInterrupt: It was interrupted twice.
+        SamestepError: The run or its only worker failed, or the run halted with no other worker.
+        KeyboardInterrupt: The user interrupted twice.
     """
     failed: Exception | None = None
-    held: list[Line] = []
+    pending_lines: list[Line] = []
     interrupts = 0
+    until_s: float | None = None
     while True:
-        event = happened.get()
-        if isinstance(event, Line):
-            held.append(event)
-            if _may_be_raised(event, alone=alone):
-                continue
-            _show(held, directory, refused=isinstance(failed, Mismatch))
+        try:
+            event = event_queue.get(timeout=None if until_s is None else until_s - time.monotonic())
+        except (queue.Empty, ValueError):  # ValueError: the timeout is negative
+            coordinator.kill()
+            until_s = None
+            continue
         match event:
+            case Line():
+                pending_lines.append(event)
+                if not (alone and event.unfit):  # may be raised below; print it only once
+                    _show(pending_lines)
             case Interrupted():
                 interrupts += 1
                 coordinator.drain()
+            case NewRow():
+                on_log(event.row)
             case WorkerEnded(error=Exception() as error) if worker.ended is None:
-                failed = error
-                if alone:
+                if alone or isinstance(error, Unreachable):  # the coordinator does not answer
+                    failed = error
                     coordinator.drain()
                     coordinator.drain()
                 else:
-                    show(Line(f"samestep: {told(error)}", fault=True))
-            case StandsStill() if alone:
+                    show(Line(f"samestep: {one_line(error)}", is_error=True))
+            case Stalled() if alone:
                 failed = RunFailed(
-                    f"halted: {event.reason}; if this machine is to blame, {_way_on(directory)} "
-                    "takes that step again once that is mended; with another script, other data or "
-                    "arguments begin in another directory"
+                    f"halted: {event.reason}; if this machine caused it, fix it and repeat the "
+                    f"step with {_resume_call(directory)}; if script, data or arguments did, "
+                    "change them and start in another directory"
                 )
                 coordinator.drain()
-            case CoordinatorEnded(code):
-                if code and interrupts > 1:
-                    _show(held, directory)
-                    way_on = f"ended at once; {_way_on(directory)} goes on from what was saved"
-                    raise KeyboardInterrupt(way_on if _has_saved(directory) else "")
-                raised = failed if alone else None
-                if raised is None and code:
-                    raised = coordinator.error(code)
-                refused = alone and isinstance(failed, Mismatch)
-                _end_with(raised, held, directory, refused=refused, resumed=resumed)
+            case CoordinatorEnded():
+                if event.exit_code and interrupts > 1:
+                    _show(pending_lines)
+                    text = f"ended at once; resume from the checkpoint: {_resume_call(directory)}"
+                    raise KeyboardInterrupt(text if _has_checkpoint(directory) else "")
+                _end_with(event, failed, pending_lines, directory, resumed=resumed)
                 return
+        if until_s is None and (failed is not None or interrupts > 1):
+            until_s = time.monotonic() + _END_TIMEOUT_S
 
 
 def _end_with(
-    raised: Exception | None, held: list[Line], directory: Path, *, refused: bool, resumed: bool
+    ended: CoordinatorEnded,
+    failed: Exception | None,
+    pending_lines: list[Line],
+    directory: Path,
+    *,
+    resumed: bool,
 ) -> None:
-    """Show what is left of what was said, and raise what the run has ended with, if anything."""
-    if raised is None:
-        _show(held, directory)
+    """Print the remaining lines, and raise the error that the run ended with, if any."""
+    raised = str(failed or ended.reason)
+    _show([line for line in pending_lines if not raised or line.unfit not in raised])
+    if failed is None:
+        if ended.exit_code < 0 and _has_checkpoint(directory):
+            ended = replace(ended, is_resumable=True)
+        if ended.exit_code:
+            raise error_from(ended, _resume_call(directory))
+        if ended.is_resumable:
+            show(Line(f"resume it: {_resume_call(directory)}"))
         return
-    held = [line for line in held if not _says(raised, line)]
-    _show(held, directory, refused=refused)
-    if not refused:
-        raise _with_our_way_on_after(raised, directory)
-    if not resumed:
-        raise raised
-    raise Mismatch(
-        f"{raised}; the run in {str(directory)!r} goes on with what it was begun with: give that, "
-        "or another directory"
-    ) from raised
+    # A worker that was refused would be refused again: do not suggest to resume.
+    is_refused = isinstance(failed, Mismatch)
+    if ended.reason not in raised:
+        what = error_from(ended, "" if is_refused else _resume_call(directory))
+        show(Line(f"coordinator: {what}", is_error=True))
+    if is_refused and resumed:
+        raise Mismatch(
+            f"{failed}; the run in {str(directory)!r} can only be resumed with what it was started "
+            "with: use that, or another directory"
+        ) from failed
+    raise failed
 
 
-def _may_be_raised(line: Line, *, alone: bool) -> bool:
-    """Whether `fit` may raise what the line says, if the run ends with it: then once is enough."""
-    last = line.fault and line.text.startswith(LAST_WORDS)
-    return last or (alone and _UNFIT in line.text)
-
-
-def _show(lines: list[Line], directory: Path, *, refused: bool = False) -> None:
-    """And none of them again. What was refused once is refused again: then there is no way on."""
+def _show(lines: list[Line]) -> None:
+    """Print the lines and clear the list."""
     for line in lines:
-        show(_without_a_way_on(line) if refused else _with_our_way_on(line, directory))
+        show(line)
     lines.clear()
 
 
-def _says(error: Exception, line: Line) -> bool:
-    """Whether the error has in it what the line is about."""
-    _, _, reason = line.text.partition(_UNFIT)
-    return in_a_scripts_words(reason or line.text.removeprefix(LAST_WORDS)) in str(error)
-
-
-def _way_on(directory: Path) -> str:
+def _resume_call(directory: Path) -> str:
     return f"fit(..., directory={str(directory)!r}, resume=True)"
-
-
-def _with_our_way_on(line: Line, directory: Path) -> Line:
-    """The coordinator names its own command, with ports that were free this time."""
-    text, advice, _ = line.text.partition(_GO_ON)
-    return Line(f"{text}{advice}{_way_on(directory)}", line.fault) if advice else line
-
-
-def _with_our_way_on_after(error: Exception, directory: Path) -> Exception:
-    """Likewise, where what a coordinator has ended with is raised."""
-    text = _with_our_way_on(Line(str(error), fault=True), directory).text
-    if text == str(error) or not isinstance(error, SamestepError):
-        return error
-    return error_for(error.exit_code, text)
-
-
-def _without_a_way_on(line: Line) -> Line:
-    return Line(line.text.partition(_GO_ON)[0], line.fault)
-
-
-def _say_how_to_join(call: script.Call, lines: list[str]) -> None:
-    for line in lines:
-        joins = "worker --coordinator" in line
-        if joins and call.script.path is None:
-            continue  # nobody else has the model of a notebook
-        show(Line(f"{line} {call.script.name}" if joins else line, fault=False))
 
 
 def _worker(
@@ -572,23 +572,27 @@ def _worker(
     backend: tuple[str, int | str | None],
     address: tuple[str, int],
     credentials: WorkerCredentials,
-    happened: Happened,
-) -> OwnWorker:
+    event_queue: EventQueue,
+    *,
+    reports_rows: bool = False,
+) -> WorkerThread:
     host = socket.gethostname().partition(".")[0] or "worker"
     name, device = backend
     target = Target(*address, f"{host}-{call.script.name}", name, 300.0)
-    return OwnWorker(target, device, credentials, _say_nothing, happened)
+    return WorkerThread(
+        target, device, credentials, _discard, event_queue, reports_rows=reports_rows
+    )
 
 
-def _say_nothing(text: str) -> None:
-    """The coordinator tells of this worker too."""
+def _discard(text: str) -> None:
+    """Drop a line: the coordinator reports this worker's events too."""
 
 
 def new_directory(below: Path, name: str, remedy: str = "write fit(..., directory=DIR)") -> Path:
-    """Make one with the first number that is free: two calls never have the same.
+    """Create a directory with the first free number, also if several processes do so at once.
 
     Raises:
-        UsageError: It cannot be made.
+        UsageError: It cannot be created.
     """
     try:
         below.mkdir(parents=True, exist_ok=True)
@@ -599,7 +603,7 @@ def new_directory(below: Path, name: str, remedy: str = "write fit(..., director
                 return path
     except OSError as error:
         raise UsageError(
-            f"expected a directory that can be written for runs, got {str(below)!r} "
+            f"expected a writable directory for runs, got {str(below)!r} "
             f"({error.strerror}); {remedy}"
         ) from None
     raise AssertionError
@@ -608,37 +612,45 @@ def new_directory(below: Path, name: str, remedy: str = "write fit(..., director
 def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
     document = read_json(directory / "result.json")
     task = call.built
-    assert task is not None, "whoever has computed has built"
+    assert task is not None, "a worker builds the task before it computes"
     task.load(load_file(directory / task.manifest.export.directory / "model.safetensors"))
     digest = weights_digest(task.trained())
     if digest != document["weights_digest"]:
-        raise RunFailed(f"what lies in {str(directory)!r} is not what was trained")
+        raise RunFailed(
+            f"expected weights with digest {document['weights_digest']} in {str(directory)!r}, got "
+            f"{digest}: the files were changed; start the run in another directory"
+        )
     return FitResult(
-        task.user.module, read_history(directory), _figures(document["eval"]), digest,
+        task.user.module, read_history(directory), _metrics(document["eval"]), digest,
         document["steps"], document["outcome"], directory, joined,
     )  # fmt: skip
 
 
-def _figures(told: Mapping[str, float | None]) -> dict[str, float]:
-    """Held-out figures; a message and a file have none that is not finite."""
-    return {name: math.nan if value is None else value for name, value in told.items()}
+def _metrics(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Evaluation metrics; null in a message or file stands for a value that is not finite."""
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
-# With a coordinator that serves.
+# With a running coordinator.
 
 
-def _submitted(call: script.Call, spec: RunSpec, arguments: Arguments, control: str) -> FitResult:
-    status = _answer(request(control, "GET", "/status"))
+def _submit(call: script.Call, spec: RunSpec, arguments: Arguments, control: str) -> FitResult:
+    status = _run_async(request(control, "GET", "/status"))
     address = parse_address(status["address"], "control", 9000)
-    happened: Happened = queue.SimpleQueue()
-    worker = _worker(call, arguments.backend, address, WorkerCredentials(), happened)
+    if step := SrunStep.of():
+        step.publish(*address)
+    event_queue: EventQueue = queue.SimpleQueue()
+    worker = _worker(
+        call, arguments.backend, address, WorkerCredentials(), event_queue,
+        reports_rows=arguments.on_log is not None,
+    )  # fmt: skip
     try:
         document = {"run": json.loads(spec.to_bytes())}
-        answer = _answer(request(control, "POST", "/submit", document, _SUBMIT_TIMEOUT_S))
-        show(Line(f"run {answer['run_id']} submitted; coordinator status tells more", fault=False))
-        with interrupts_into(happened):
-            _follow(worker, happened)
-        status = _answer(request(control, "GET", "/status"))
+        answer = _run_async(request(control, "POST", "/submit", document, _SUBMIT_TIMEOUT_S))
+        show(Line(f"run {answer['run_id']} submitted; see coordinator status"))
+        with queue_interrupts(event_queue):
+            _follow(worker, event_queue, arguments.on_log)
+        status = _run_async(request(control, "GET", "/status"))
     finally:
         worker.end()
     directory = Path(status.get("directory", ""))
@@ -646,22 +658,26 @@ def _submitted(call: script.Call, spec: RunSpec, arguments: Arguments, control: 
         if status["phase"] == "failed":
             raise RunFailed(str(status["reason"]))
         return _result(call, directory, joined=False)
-    return _as_joined(call, worker)
+    return _joined_result(call, worker)
 
 
-def _follow(worker: OwnWorker, happened: Happened) -> None:
-    """Until the run is over, or this worker can take no part in it.
+def _follow(worker: WorkerThread, event_queue: EventQueue, on_log: OnLog | None) -> None:
+    """Wait until the run is over or this worker has left it.
 
     Raises:
-        SamestepError: It cannot.
-        SystemExit: It was interrupted, and has left the run to the others.
+        SamestepError: The worker failed or was refused.
+        SystemExit: The user interrupted; the other workers continue the run.
+        Exception: What `on_log` raised; the other workers continue the run.
     """
     interrupted = False
     while True:
-        event = happened.get()
+        event = event_queue.get()
         if isinstance(event, Interrupted):
             interrupted = True
             worker.drain()
+        elif isinstance(event, NewRow):
+            if on_log is not None:
+                on_log(event.row)
         elif isinstance(event, WorkerEnded):
             if event.error is not None and worker.ended is None:
                 raise event.error
@@ -670,8 +686,8 @@ def _follow(worker: OwnWorker, happened: Happened) -> None:
             return
 
 
-def _answer(work: Any) -> dict[str, Any]:
-    """Also where an event loop runs already, as in a notebook."""
+def _run_async(work: Any) -> dict[str, Any]:
+    """Run a coroutine in a thread of its own: a notebook has an event loop running already."""
     answers: list[Any] = []
 
     def run() -> None:
@@ -681,36 +697,36 @@ def _answer(work: Any) -> dict[str, Any]:
             answers.append(error)
 
     thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(answers[0], SamestepError):
-        raise for_a_script(answers[0])
+    with options_as_arguments():
+        thread.start()
+        thread.join()
     if isinstance(answers[0], Exception):
         raise answers[0]
     return dict(answers[0])
 
 
-# With a run that another process has started.
+# In a run that another process has started.
 
 
-def _join(call: script.Call, joining: Joining) -> FitResult:
-    happened: Happened = queue.SimpleQueue()
+def _join(call: script.Call, joined_by: JoinOptions, on_log: OnLog | None) -> FitResult:
+    call.backend = joined_by.backend, joined_by.device
+    event_queue: EventQueue = queue.SimpleQueue()
     target = Target(
-        *joining.find(), joining.name, joining.backend, joining.retry_for_s, joining.duty
+        *joined_by.find(), joined_by.name, joined_by.backend, joined_by.retry_for_s, joined_by.duty
     )
-    worker = OwnWorker(
-        target, joining.device, joining.credentials, joining.tell, happened,
-        find_again=joining.find_again,
+    worker = WorkerThread(
+        target, joined_by.device, joined_by.credentials, joined_by.tell, event_queue,
+        find_again=joined_by.find_again, reports_rows=on_log is not None,
     )  # fmt: skip
     try:
-        with interrupts_into(happened):
-            _follow(worker, happened)
+        with queue_interrupts(event_queue):
+            _follow(worker, event_queue, on_log)
     finally:
         worker.end()
-    return _as_joined(call, worker)
+    return _joined_result(call, worker)
 
 
-def _as_joined(call: script.Call, worker: OwnWorker) -> FitResult:
+def _joined_result(call: script.Call, worker: WorkerThread) -> FitResult:
     task, ended = call.built, worker.ended
     if ended is None:
         raise RunFailed("this worker left before the run was over")
@@ -720,23 +736,24 @@ def _as_joined(call: script.Call, worker: OwnWorker) -> FitResult:
     digest = weights_digest(tensors)
     if digest != ended.weights:
         raise RunFailed(
-            f"the run is over ({ended.reason}) and has weights {ended.weights or 'none'}, this "
-            f"worker has {digest}: it had not got so far; take what was trained from the run's "
-            "directory"
+            f"the run is over ({ended.reason}): expected weights {ended.weights or 'none'}, this "
+            f"worker has {digest}, as it was behind; take the weights from the run's directory"
         )
     task.load(tensors)
     history = tuple(row for _, row in sorted(worker.rows.items()))
     steps = int(history[-1]["step"]) if history else 0
     return FitResult(
-        task.user.module, history, _figures(ended.metrics), digest, steps, ended.outcome, None,
+        task.user.module, history, _metrics(ended.metrics), digest, steps, ended.outcome, None,
         joined=True,
     )  # fmt: skip
 
 
 @contextmanager
-def _memory_kept() -> Iterator[None]:
-    """Each step's arrays are as large as those of the step before: what they lay in is not given
-    back in between. A backend's thread and the engine's would fault in all of it anew."""
+def _freed_memory_kept() -> Iterator[None]:
+    """Keep freed memory in the process: the next step's arrays have the same sizes.
+
+    Returned to the system, it would have to be faulted in again in every step.
+    """
     keep_freed_memory()
     try:
         yield
@@ -745,11 +762,14 @@ def _memory_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _torch_as_it_was() -> Iterator[None]:
-    """What a backend sets for the process, it has no more afterwards; and what the script draws
-    next is what it would have drawn without `fit`."""
-    drawn = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    on_cards = torch.cuda.get_rng_state_all() if _has_cards() else None
+def _torch_settings_restored() -> Iterator[None]:
+    """Restore torch's settings, which backends change, and the state of all random generators."""
+    generators = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    cards = _cards_in_use()
+    on_cards = (
+        [] if cards is None else [cards.get_rng_state(n) for n in range(cards.device_count())]
+    )
+    current_card = None if cards is None else cards.current_device()
     cudnn = torch.backends.cudnn
     sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     half_sums = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
@@ -767,14 +787,22 @@ def _torch_as_it_was() -> Iterator[None]:
         cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
         torch.backends.cuda.enable_cudnn_sdp(sdp)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = half_sums
-        torch.set_rng_state(drawn[0])
-        np.random.set_state(drawn[1])  # noqa: NPY002
-        random.setstate(drawn[2])
-        if on_cards is not None:
-            torch.cuda.set_rng_state_all(on_cards)
-        elif _has_cards():  # since this fit: as if the script's own seed had just reached them
-            torch.cuda.manual_seed_all(torch.initial_seed())
+        torch.set_rng_state(generators[0])
+        np.random.set_state(generators[1])  # noqa: NPY002
+        random.setstate(generators[2])
+        if cards is not None:
+            for number, state in enumerate(on_cards):
+                cards.set_rng_state(state, number)
+            cards.set_device(current_card)
+        elif (cards := _cards_in_use()) is not None:  # initialized by fit: seed as manual_seed did
+            cards.manual_seed_all(torch.initial_seed())
+            cards.set_device(0)
 
 
-def _has_cards() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+def _cards_in_use() -> Any:
+    """Torch's module of this machine's cards (`torch.cuda`); None if nothing has used them."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "mps":
+        return None
+    cards = torch.get_device_module(accelerator)
+    return cards if cards.is_initialized() else None

@@ -1,8 +1,9 @@
-"""What `fit` gives back."""
+"""The result of `fit`."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,15 @@ class FitResult:
 
     Attributes:
         module: The module that `build` made, trained, on the CPU, in evaluation mode.
-        history: A row for each step: `step`, `loss`, `learning_rate` and `grad_norm` (before it is
-            cut; a worker that joined is not told), and the held-out figures after it where they
-            were measured, as `held_out_...`.
-        metrics: The held-out figures at the end, by name.
-        digest: Of the trained tensors, 64 hex digits: the same on every machine.
-        steps: How many were taken.
-        outcome: `finished`, or `drained` if it was interrupted; `fit(resume=True, directory=...)`
-            goes on with that.
-        directory: The run's, with checkpoints, journal and the trained tensors; None on a worker
-            that joined.
+        history: A row for each step: `step`, `loss`, `learning_rate`, `grad_norm` (before clipping;
+            not on a worker that joined), and after an evaluation its metrics as `held_out_...`.
+        metrics: Evaluation metrics at the end, by name.
+        digest: Digest of the trained tensors, 64 hex digits: the same on every machine.
+        steps: Number of steps taken.
+        outcome: `finished`, or `drained` if it was interrupted: `fit(resume=True, directory=...)`
+            resumes that.
+        directory: The run's directory, with checkpoints, journal and the trained tensors; None on
+            a worker that joined.
         joined: Whether this process joined a run that another one started.
     """
 
@@ -41,19 +41,34 @@ class FitResult:
 
 
 def read_history(directory: Path) -> tuple[Mapping[str, float], ...]:
-    """Losses and held-out figures by step, from a journal; what was done again counts once."""
+    """Read losses and evaluation metrics by step from a journal; a repeated step counts once."""
     rows: dict[int, dict[str, float]] = {}
     for line in (directory / "journal.jsonl").read_text(encoding="utf-8").splitlines():
-        document: dict[str, Any] = json.loads(line)["record"]
-        step = document.get("step")
-        if document.get("kind") == "commit" and isinstance(step, int):
-            loss = document["loss"]
-            rows[step + 1] = {"step": step + 1, "loss": float("nan") if loss is None else loss}
-            told = {"learning_rate": document.get("rate"), "grad_norm": document.get("norm")}
-            rows[step + 1] |= {name: value for name, value in told.items() if value is not None}
-        if document.get("kind") == "evaluation" and step in rows:
-            rows[step] |= {
-                f"held_out_{name}": float("nan") if value is None else value
-                for name, value in document["metrics"].items()
-            }
+        row = row_of_record(json.loads(line)["record"])
+        if row is None:
+            continue
+        step = int(row["step"])
+        if "loss" in row:
+            rows[step] = row
+        elif step in rows:
+            rows[step] |= row
     return tuple(rows[step] for step in sorted(rows))
+
+
+def row_of_record(record: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return what a record of the journal adds to the history; None for most kinds of records."""
+    match record.get("kind"):
+        case "commit":
+            row: dict[str, float] = {"step": record["step"] + 1, "loss": _number(record["loss"])}
+            scalars = {"learning_rate": record.get("rate"), "grad_norm": record.get("norm")}
+            return row | {name: value for name, value in scalars.items() if value is not None}
+        case "evaluation":
+            metrics = record["metrics"].items()
+            values = {f"held_out_{name}": _number(value) for name, value in metrics}
+            return {"step": record["step"], **values}
+    return None
+
+
+def _number(value: float | None) -> float:
+    """Null in the journal stands for a value that is not finite."""
+    return math.nan if value is None else value

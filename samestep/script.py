@@ -1,45 +1,51 @@
-"""The script that a run's model comes from, and the task class that its run spec names.
+"""The script that defines a run's model, and the task class that its run spec names.
 
-A run of `fit` says in its options which script it is of, by BLAKE3 of the bytes, and the how
-manieth `fit` of that script. Whoever takes part has called the same `fit` of the same bytes, or
-was told to accept a script from the coordinator.
+The options of a run of `fit` identify the script by the BLAKE3 of its bytes, and the call by its
+number within the script. A worker takes part if it has reached the same call of the same script, or
+if it accepts scripts from its coordinator.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import random
 import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from blake3 import blake3
 
+from backends.registry import trial_device
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,
     SamestepError,
     ScriptDiffers,
     ScriptMissing,
-    in_words,
+    describe_error,
 )
 from protocol.base.regular_file import read_regular
-from protocol.host.memory import figures_of
+from protocol.machine.memory import figures_of
 from protocol.spec.run_spec import RunSpec
-from samestep.fitted import FittedTask
-from samestep.own_names import ours
-from samestep.refusals import task_of
+from samestep.name_conflicts import is_samestep_file
+from worker.scripts.checks import check_task
+from worker.scripts.launch import accepts_scripts
+from worker.scripts.script_task import ScriptTask
 
 TASK: Final = "samestep.script:FitTask"
-"""What a run spec of `fit` names."""
+"""The task that a run spec of `fit` names."""
 
 Build = Callable[..., object]
+_CPU: Final = ("cpu", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class Script:
     """A file that calls `fit`.
 
     Attributes:
-        path: Where it is here; None for a notebook or a prompt.
+        path: Its path on this machine; None for a notebook or a prompt.
         digest: BLAKE3 of its bytes, 64 hex digits; empty without a file.
     """
 
@@ -60,7 +66,7 @@ class Script:
 
     @staticmethod
     def at(path: Path) -> Script:
-        """The script in a file.
+        """Read a script.
 
         Raises:
             DataError: It cannot be read.
@@ -72,135 +78,151 @@ class Script:
 
     @staticmethod
     def running() -> Script:
-        """The one that this process was started with."""
+        """The script that this process was started with."""
         file = getattr(sys.modules["__main__"], "__file__", None)
         if file is None or not Path(file).is_file():
             return Script(None, "")
         return Script.at(Path(file))
 
     def modules_digest(self) -> str:
-        """Digest of what the script has imported from beside itself; empty if nothing."""
+        """Digest of the modules that the script imported from its own folder; empty if none."""
         if self.path is None:
             return ""
-        home, found = self.path.parent, {}
+        home, modules = self.path.parent, {}
+        folder_prefix = os.path.join(home, "")  # noqa: PTH118 -- thousands of modules: as text
         for module in list(sys.modules.values()):
-            path = Path(getattr(module, "__file__", None) or "").resolve()  # as `home` is
-            others = ours(path) or "site-packages" in path.parts
-            beside = path != self.path and path.suffix == ".py" and path.is_relative_to(home)
-            if beside and not others and path.is_file():
-                found[path.relative_to(home).as_posix()] = path
+            file = _real_path(getattr(module, "__file__", None) or "")  # as `home` is
+            if not (file.startswith(folder_prefix) and file.endswith(".py")):
+                continue
+            path = Path(file)
+            is_excluded = (
+                path == self.path or is_samestep_file(path) or "site-packages" in path.parts
+            )
+            if not is_excluded and path.is_file():
+                modules[path.relative_to(home).as_posix()] = path
         hasher = blake3()
-        for name, path in sorted(found.items()):
+        for name, path in sorted(modules.items()):
             hasher.update(f"{name}\0{blake3(path.read_bytes()).hexdigest()}\0".encode())
-        return hasher.hexdigest() if found else ""
+        return hasher.hexdigest() if modules else ""
+
+
+@cache
+def _real_path(file: str) -> str:
+    """Resolve symbolic links; cached, because imported modules do not move."""
+    return os.path.realpath(file)
 
 
 @dataclass(slots=True)
 class Call:
-    """A call of `fit` that goes on in this process.
+    """The call of `fit` in progress in this process.
 
     Attributes:
-        script: Where it stands.
-        number: The how manieth of the script, from 1.
-        build: The user's.
-        built: The task once it is built; of the newest run spec.
-        ready: Built already, for a spec of these options; taken once.
+        script: The script that calls it.
+        number: Its number within the script, counted from 1.
+        build: The user's function.
+        backend: Name and device of the backend of this process, on which a task is tried.
+        built: The task that was built last; None before.
+        ready: A task built in advance, for a run spec with the same options; used once.
     """
 
     script: Script
     number: int
     build: Build
-    built: FittedTask | None = None
-    ready: tuple[RunSpec, FittedTask] | None = None
+    backend: tuple[str, int | str | None] = _CPU
+    built: ScriptTask | None = None
+    ready: tuple[RunSpec, ScriptTask] | None = None
 
-    def task(self, spec: RunSpec) -> FittedTask:
-        """The task of this run.
+    def task(self, spec: RunSpec) -> ScriptTask:
+        """Build the task of a run spec, or use the one that is ready.
 
         Raises:
-            SamestepError: It is of another script or call, or cannot be built.
+            SamestepError: It cannot be built.
         """
         if self.ready is not None and self.ready[0].options == spec.options:
             self.built, self.ready = self.ready[1], None
         else:
-            self.built = build_task(self.build, spec, self.script)
+            self.built = build_task(self.build, spec, self.script, self.backend)
         return self.built
 
 
 @dataclass(slots=True)
-class _Here:
-    """What this process is to run."""
+class _ProcessState:
+    """State of this process: the call in progress, and the calls so far."""
 
     call: Call | None = None
     calls: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_HERE: Final = _Here()
-_ACCEPT: Final = "SAMESTEP_ACCEPT_SCRIPTS"
-"""In the environment, which processes of several devices inherit."""
-_LOOKING = threading.local()
+_STATE: Final = _ProcessState()
+_SEARCH = threading.local()
 
 
 class _ReachedError(BaseException):
-    """Ends a script that is run for its `build` alone."""
+    """Stops a script that is run only to find its `build`."""
 
     def __init__(self, build: Build) -> None:
         self.build = build
 
 
-def accept_scripts() -> None:
-    """From now on this process, and each that it starts for a device, runs scripts that its
-    coordinator sends."""
-    os.environ[_ACCEPT] = "1"
-
-
 @contextmanager
 def called(script: Script, build: Build) -> Iterator[Call]:
-    """While a `fit` goes on; ends a script that is run for its `build` alone.
+    """Context of one call of `fit`; stops a script that is run only to find its `build`.
 
     Raises:
-        DataError: Another goes on already.
+        DataError: Another call is in progress.
     """
-    if getattr(_LOOKING, "call", 0):
-        _LOOKING.call -= 1
-        if _LOOKING.call:
-            raise DataError("only the first fit of a script that was sent can be joined")
+    if getattr(_SEARCH, "call", 0):
+        _SEARCH.call -= 1
+        if _SEARCH.call:
+            raise DataError(
+                "expected the first fit of a script that the coordinator sends, got a later one: "
+                "start this worker with `worker SCRIPT.py` to join that"
+            )
         raise _ReachedError(build)
-    if not _HERE.lock.acquire(blocking=False):
-        raise DataError("expected one fit at a time, got one inside of another: call them in turn")
+    if not _STATE.lock.acquire(blocking=False):
+        raise DataError(
+            "expected one fit at a time, got one within another: call one after the other"
+        )
     try:
-        _HERE.calls += 1
-        _HERE.call = Call(script, _HERE.calls, build)
-        yield _HERE.call
+        _STATE.calls += 1
+        _STATE.call = Call(script, _STATE.calls, build)
+        yield _STATE.call
     finally:
-        _HERE.call = None
-        _HERE.lock.release()
+        _STATE.call = None
+        _STATE.lock.release()
 
 
-def build_task(build: Build, spec: RunSpec, script: Script) -> FittedTask:
-    """Call the user's `build`, seeded, and look at what it gives.
+def build_task(
+    build: Build, spec: RunSpec, script: Script, backend: tuple[str, int | str | None] = _CPU
+) -> ScriptTask:
+    """Call the user's `build` with global generators seeded, and check the task that it returns.
 
     Raises:
-        SamestepError: It cannot be trained, or `build` raised.
+        SamestepError: `build` raised, or its task cannot be trained.
+        DeviceError: The backend's device fails, or has too little memory to try the task.
     """
     torch.manual_seed(spec.seed)
+    np.random.seed(spec.seed % 2**32)  # noqa: NPY002 -- the global generator is what scripts use
+    random.seed(spec.seed)
     options = spec.options.get("options", {})
     try:
         built = build(options) if takes_options(build) else build()
     except SamestepError:
         raise
     except Exception as error:
-        if in_words(error) == NO_MEMORY:
+        if describe_error(error) == NO_MEMORY:
             raise DataError(f"what build makes: {NO_MEMORY}{figures_of(error)}") from error
         raise DataError(f"build raised {type(error).__name__}: {error}") from error
     digests = {"script": script.digest} if script.digest else {}
     if modules := script.modules_digest():
         digests["modules beside the script"] = modules
-    return FittedTask(task_of(built), spec, digests)
+    with trial_device(*backend) as device:
+        return ScriptTask(check_task(built), spec, digests, device)
 
 
 def takes_options(build: Build) -> bool:
-    """Whether `build` is to be given the options."""
+    """Whether `build` takes the options as an argument."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(
         each.name == "options" or (each.kind in kinds and each.default is inspect.Parameter.empty)
@@ -209,24 +231,24 @@ def takes_options(build: Build) -> bool:
 
 
 class FitTask:
-    """Gives the task of the `fit` that goes on in this process: see `worker.tasks.own`."""
+    """Gives the task of the `fit` that goes on in this process: see `worker.tasks.registry`."""
 
     def __new__(cls, spec: RunSpec) -> Any:
-        """The task itself."""
-        said = spec.options.get("script") or {}
-        name, digest = str(said.get("name")), str(said.get("digest"))
-        call = _HERE.call
+        """Return the task of a run spec."""
+        identity = spec.options.get("script") or {}
+        name, digest = str(identity.get("name")), str(identity.get("digest"))
+        call = _STATE.call
         if call is None:
-            return _sent(spec, name, digest)
+            return _task_of_sent_script(spec, name, digest)
         if digest != call.script.digest:
             raise ScriptDiffers(
-                f"the run is of the script {name!r} ({digest[:12] or 'a notebook'}), this worker's "
-                f"{call.script.name!r} ({call.script.digest[:12]}) differs: copy that one here"
+                f"expected the script {name!r} of the run ({digest[:12] or 'a notebook'}), got "
+                f"{call.script.name!r} ({call.script.digest[:12]}): copy the run's script here"
             )
-        if said.get("call") != call.number:
+        if identity.get("call") != call.number:
             raise ScriptDiffers(
-                f"the run is of fit number {said.get('call')} of {name!r}, this worker is at "
-                f"number {call.number}: start it before the first one ends"
+                f"expected call number {identity.get('call')} of fit in {name!r}, this worker is "
+                f"at number {call.number}: start it before the run's first call ends"
             )
         return call.task(spec)
 
@@ -235,30 +257,31 @@ class FitTask:
     def evaluation_batch(self) -> None: ...
 
 
-def _sent(spec: RunSpec, name: str, digest: str) -> FittedTask:
-    """From the script that the coordinator has sent, if this worker accepts any."""
+def _task_of_sent_script(spec: RunSpec, name: str, digest: str) -> ScriptTask:
+    """Build the task from the script that the coordinator sent, if this worker accepts scripts."""
     if not digest:
         raise ScriptMissing(
-            "the run's model is in a notebook, where others cannot take part: put it in a script"
+            "expected a run whose model is in a script, got one in a notebook, which other workers "
+            "cannot join: move the model to a script"
         )
-    if os.environ.get(_ACCEPT) != "1" or spec.data is None:
+    if not accepts_scripts() or spec.data is None:
         raise ScriptMissing(
-            f"the run's model is in the script {name!r}, which this worker was not given: start "
-            f"it with `worker {name}`, or with --accept-scripts to run what its coordinator sends"
+            f"this worker does not have the script {name!r} of the run's model: start it with "
+            f"`worker {name}`, or with --accept-scripts to run scripts that the coordinator sends"
         )
     script = Script.at(Path(os.path.realpath(spec.data.train)))
     if script.digest != digest:
-        raise ScriptDiffers(f"expected the script {name!r} as the run has it, got another one")
-    _LOOKING.call = 1
+        raise ScriptDiffers(
+            f"expected the script {name!r} with digest {digest[:12]}, got {script.digest[:12]}: "
+            "restore the coordinator's file, or submit a new run"
+        )
+    _SEARCH.call = 1
     try:
         runpy.run_path(str(spec.data.train), run_name="__main__")
     except _ReachedError as reached:
         return build_task(reached.build, spec, script)
     finally:
-        _LOOKING.call = 0
-    raise DataError(f"the script {name!r} has ended without a samestep.fit")
-
-
-def calls() -> int:
-    """How many times `fit` was called in this process."""
-    return _HERE.calls
+        _SEARCH.call = 0
+    raise DataError(
+        f"expected a call of samestep.fit in the script {name!r}, which ended without one"
+    )

@@ -1,8 +1,8 @@
-"""A machine on which systemd has booted, with this checkout installed as the units expect it.
+"""A machine booted by systemd, with this checkout installed as the units expect it.
 
-It is a container of systemd-nspawn: its root file system is this machine's own below a tmpfs that
-takes all changes, so it is there within seconds and gone without a trace. Tests wait for entries
-of its journal, never for a while.
+It is a systemd-nspawn container whose root file system is this machine's below a tmpfs that takes
+all changes, so it starts within seconds and leaves nothing behind. Tests wait for entries of its
+journal, never for a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user's own task with a fault in it: it has all that a task must have, but cannot be made."""
+"""A user's task with a fault: it has everything that a task needs, but cannot be built."""
 
 from __future__ import annotations
 

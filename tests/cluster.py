@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from coordinator.operator.control_client import control_token
@@ -88,12 +87,7 @@ class Cluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in (self.coordinator, *self.workers.values()):
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
@@ -126,12 +120,12 @@ class Cluster:
         self, name: str, steps: int | str, *arguments: str,
         environment: Mapping[str, str] | None = None,
     ) -> Hold:  # fmt: skip
-        """Start a worker that waits in this step, or in a later one, with none of its nodes
+        """Start a worker that waits in this step, or in a later one, with none of its subtrees
         computed: the run cannot be over before the test has done what it is about. `4,8`: twice."""
         hold = Hold()
         self._holds.append(hold)
         self.workers[name] = start(
-            "tests.held_worker", str(steps), str(hold.port),
+            "tests.paused_worker", str(steps), str(hold.port),
             "--coordinator", self.address["data"], "--name", name, *arguments,
             environment=environment,
         )  # fmt: skip

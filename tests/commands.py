@@ -1,6 +1,6 @@
-"""The two commands called in this process: what they say and end with, without a process's start.
+"""Call the two commands in this process: output and exit code without starting a process.
 
-For what ends at once. What has to be a process (signals, ports, imports) is started as one.
+For commands that end at once. Tests of signals, ports and imports start a process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small run made up for tests of what is kept on disk: manifest, gradients, commits."""
+"""A small synthetic run for tests of what is stored on disk: manifest, gradients, commits."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from blake3 import blake3
 
 from coordinator.disk.artifacts import write_model
 from coordinator.disk.canonical_json import json_digest
-from coordinator.run.outputs.restart import CommitRecord
-from coordinator.service.chronicle import committed
-from coordinator.storage.directory.journal import Entry, Journal, verify_journal
-from coordinator.storage.directory.journal_records import (
+from coordinator.run.outputs.events import (
     Checkpointed,
-    Ended,
+    Committed,
     Evaluated,
-    FilesKept,
     ManifestSettled,
-    MemberNoted,
+    MemberInfo,
     Planned,
-    Resumed,
-    RunBegins,
     ViewChanged,
 )
+from coordinator.run.outputs.restart import CommitRecord
+from coordinator.storage.directory.journal import Entry, Journal, verify_journal
+from coordinator.storage.directory.journal_records import Ended, FileDigests, Resumed, RunStarted
 from coordinator.storage.directory.run_directory import RunDirectory
-from coordinator.storage.kept_files import hold, kept_digests
+from coordinator.storage.file_digests import lock_directory, present_digests
 from coordinator.storage.log.gradient_log import GradientLog
-from coordinator.storage.log.log_records import Array, ChunkPlace
-from coordinator.storage.log.replay import take
+from coordinator.storage.log.log_index import apply_logged_step
+from coordinator.storage.log.log_records import Array, ChunkId
 from coordinator.storage.recovery import Recovery, recover
 from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.exact.digest import weights_digest
 from protocol.exact.replica import Replica
 from protocol.exact.update import global_norm, square_sum, step_scalars
 from protocol.spec.manifest import Block, Export, Manifest, Metric, TensorSpec
-from protocol.spec.run_spec import BatchSpec, LogMode, OptimizerSpec, RunSpec
+from protocol.spec.run_spec import LogMode, RegressRun
+from protocol.spec.sections.optimizer import Adamw
+from protocol.spec.sections.tasks import BatchSpec
 from protocol.wire.messages import Commit
 
 RUN_ID = "made-up-1"
@@ -70,12 +69,12 @@ MANIFEST = Manifest(
         files={"adapter_config.json": "{}"},
     ),
 )
-SPEC = RunSpec(
+SPEC = RegressRun(
     name="made-up",
     task="regress",
     seed=3,
     batch=BatchSpec(samples=4, microbatch=2),
-    optimizer=OptimizerSpec(name="adamw", lr=0.01, weight_decay=0.1, clip_norm=1.0),
+    optimizer=Adamw(name="adamw", lr=0.01, weight_decay=0.1, clip_norm=1.0),
     steps=9,
 )
 
@@ -141,7 +140,7 @@ def record_of(
 def append_step(log: GradientLog, step: int, *, epoch: int = 1, attempt: int = 0) -> None:
     for index, (block, values) in enumerate(zip(BLOCKS, averages(step, attempt), strict=True)):
         for chunk in range(block.chunks):
-            place = ChunkPlace(epoch, step, attempt, index, chunk)
+            place = ChunkId(epoch, step, attempt, index, chunk)
             log.append_chunk(place, values[block.chunk_slice(chunk)])
 
 
@@ -191,13 +190,13 @@ class WrittenRun:
         self.replica = state_zero()
         self.losses: list[float] = []
         self.epoch = 1
-        hold(path).release()
+        lock_directory(path).release()
         self.directory.begin(RUN_ID, SPEC)
         self.directory.keep_manifest(MANIFEST)
         self.journal = self.open_journal()
         stored = self.directory.read_run()
         assert stored is not None
-        self.journal.append(RunBegins.of(RUN_ID, stored.document, {"samestep": "0.1.0"}))
+        self.journal.append(RunStarted.of(RUN_ID, stored.document, {"samestep": "0.1.0"}))
         self.journal.append(
             ManifestSettled(
                 manifest_digest=MANIFEST.digest(),
@@ -212,7 +211,7 @@ class WrittenRun:
         self.log = self.open_log()
 
     def tell_files(self) -> None:
-        self.journal.append(FilesKept(epoch=self.epoch, digests=kept_digests(self.directory)))
+        self.journal.append(FileDigests(epoch=self.epoch, digests=present_digests(self.directory)))
 
     def open_journal(self) -> Journal:
         # A minute for each line.
@@ -227,8 +226,7 @@ class WrittenRun:
 
     def view(self, change: Any, *names: str, worker: str | None = None) -> None:
         members = tuple(
-            MemberNoted(name=name, backend="cpu", device="cpu", signature="5" * 12)
-            for name in names
+            MemberInfo(name=name, backend="cpu", device="cpu", signature="5" * 12) for name in names
         )
         self.journal.append(
             ViewChanged(
@@ -249,16 +247,18 @@ class WrittenRun:
             append_step(self.log, step, epoch=self.epoch)
         self.log.commit(record)
         if journal:
-            self.journal.append(committed(record))
+            self.journal.append(Committed.of(record))
             self.journal.sync()
         self.losses.append(record.commit.loss)
-        take(self.replica, record, averages(step))
+        apply_logged_step(self.replica, record, averages(step))
 
     def plan(self, step: int) -> None:
         count = 2 if step % 3 < 2 else 1
-        nodes = {"a": ((0, 1),), "b": ((1, 2),)} if count == 2 else {"a": ((0, 1),)}
+        subtrees = {"a": ((0, 1),), "b": ((1, 2),)} if count == 2 else {"a": ((0, 1),)}
         self.journal.append(
-            Planned(epoch=self.epoch, step=step, attempt=0, view=1, microbatches=count, nodes=nodes)
+            Planned(
+                epoch=self.epoch, step=step, attempt=0, view=1, microbatches=count, nodes=subtrees
+            )
         )
 
     def checkpoint(self) -> None:
@@ -281,9 +281,9 @@ class WrittenRun:
         """Forget everything in memory, and go on from what is on disk."""
         self.log.close()
         self.journal.close()
-        claim = hold(self.directory.path)
-        self.epoch = claim.epoch
-        claim.release()
+        lock = lock_directory(self.directory.path)
+        self.epoch = lock.epoch
+        lock.release()
         found = recover(self.directory)
         assert found is not None
         self.replica = found.replica()

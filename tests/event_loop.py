@@ -1,7 +1,7 @@
-"""Runs an async test on uvloop, the loop of both daemons, and fails it for what the loop swallows.
+"""Run an async test on uvloop, the loop of both daemons, and fail it for swallowed exceptions.
 
-An exception in a callback of a transport never reaches the test: the loop reports it to its
-exception handler and goes on. Here every such report is a failure.
+An exception in a transport's callback never reaches the test: the loop passes it to its exception
+handler and continues. Here every such report is a failure.
 """
 
 from __future__ import annotations

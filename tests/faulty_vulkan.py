@@ -1,7 +1,7 @@
-"""Vulkan drivers that lose their device, or run out of memory, when a test says so.
+"""Vulkan drivers that lose their device, or run out of memory, when a test asks for it.
 
-No part of ours is replaced: a Vulkan layer, compiled from `faulty_vulkan.c`, stands between the
-loader and the real driver and answers with the driver's error codes from then on.
+Nothing of the product is replaced: a Vulkan layer, compiled from `faulty_vulkan.c`, sits between
+the loader and the real driver and then returns the driver's error codes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run's directory as a coordinator leaves it, its LoRA trained by some drawn numbers."""
+"""A run's directory as a coordinator leaves it, with random LoRA weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import safetensors.numpy
 
 from coordinator.disk.artifacts import write_json
-from coordinator.service.model_card import write_card
+from coordinator.service.result import write_card
 from coordinator.storage.directory.run_directory import RunDirectory
-from protocol.spec.run_spec_file import load_run_spec
+from protocol.spec.files.run_spec_file import load_run_spec
 from worker.tasks.registry import build
 
 

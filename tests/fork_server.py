@@ -1,9 +1,9 @@
-"""`python -m tests.fork_server FD [PATHS...]`: forks off processes, imports done.
+"""`python -m tests.fork_server FD [PATHS...]`: fork processes that have imported everything.
 
-A worker spends up to eight seconds of processor on importing torch, transformers and scikit-learn,
-a coordinator one on the rest, a process of tests ten more on the tests, and hundreds are started.
-Here that is done once: FD is a socket that listens, and each request on a connection to it (see
-`tests.processes`) becomes a child that goes on as `python -m MODULE ARGUMENTS...` would, or as
+A worker spends up to eight seconds of CPU time on importing torch, transformers and scikit-learn, a
+coordinator one on its imports, a test process ten more on the tests, and hundreds are started. Here
+that happens once. FD is a listening socket; each request on a connection to it (see
+`tests.processes`) becomes a child that continues like `python -m MODULE ARGUMENTS...`, or like
 `python -c CODE` with the tests of PATHS. It ends when its standard input does.
 """
 
@@ -28,21 +28,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.quick_disk import wait_for_no_disk
+from tests.no_disk_sync import wait_for_no_disk
 
 PRELOADED = (
     "torch", "torch.nn.functional", "wgpu.backends.wgpu_native", "backends.cpu",
     "backends.eager.eager", "backends.scripted", "backends.wgpu.backend", "coordinator.cli",
     "coordinator.main", "coordinator.members.announcement", "coordinator.short_forms",
     "coordinator.token_cli", "encodings.idna", "encodings.utf_8_sig", "protocol.wire.certificate",
-    "worker.cli", "worker.joining.discovery", "worker.main", "worker.shell.engine",
-    "worker.tasks.regress",
+    "worker.cli", "worker.join.discovery", "worker.main", "worker.shell.engine",
+    "worker.tasks.small.regress",
 )  # fmt: skip
 """Nothing of them may start a thread, or read what the environment says of one process."""
 PRELOADED_IF_THERE = (
     "sklearn.datasets", "transformers.models.auto", "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama", "peft", "peft.utils.transformers_weight_conversion",
-    "worker.tasks.classify", "worker.tasks.causal_lm", "worker.tasks.digits",
+    "worker.tasks.labels.classify", "worker.tasks.language.causal_lm", "worker.tasks.small.digits",
 )  # fmt: skip
 """Likewise, of extras that may not be installed."""
 

@@ -1,5 +1,4 @@
-"""`python forked_python.py -u -c CODE`: what xdist is told to run as Python, to have its processes
-forked off a server that has imported all."""
+"""`python forked_python.py -u -c CODE`: xdist's Python, forked from the fork server."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Ports that stay free between looking and listening."""
+"""Ports that stay free from the check until a test listens on them."""
 
 from __future__ import annotations
 

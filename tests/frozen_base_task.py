@@ -1,4 +1,4 @@
-"""A task of one's own: a frozen base of three layers, with small trained layers beside them."""
+"""A user's task: a frozen base of three layers, with small trained layers beside them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Model(nn.Module):
 
 
 class FrozenBase:
-    """See `worker.tasks.base.Task`."""
+    """See `worker.tasks.base.task.Task`."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._x = draws.symmetric(1, 28 * WIDTH, 1.0).reshape(28, WIDTH)

@@ -1,7 +1,7 @@
-"""A worker that does everything right until it is told to do something wrong.
+"""A worker that behaves correctly until a test makes it misbehave.
 
-It speaks through `protocol.wire.connection` only to read; what it writes is not checked by anyone.
-Its `Ready` is a real one: the product's own engine builds the task.
+It uses `protocol.wire.connection` only to read; nothing checks what it writes. Its `Ready` is real:
+the product's engine builds the task.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from coordinator.members.credentials import CoordinatorCredentials
 from protocol import __version__
 from protocol.base.errors import LocalProtocolError
-from protocol.host import local_socket
+from protocol.machine import local_socket
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.wire import tls
 from protocol.wire.authentication import answer, new_nonce, on_this_machine
@@ -37,6 +37,7 @@ from protocol.wire.messages import (
     Welcome,
 )
 from tests.live_service import PATIENCE_S, Scripted
+from worker.logic import actions as act
 from worker.logic.events import Built, Event
 from worker.shell.engine import Engine
 
@@ -171,8 +172,8 @@ class HostileWorker:
         fields = {
             "run_id": self.run_id, "backend": built.backend, "device": built.device,
             "initial_digest": built.initial_digest, "step": built.step,
-            "state_digest": built.state_digest, "signature": built.signature,
-            "signature_text": built.signature_text,
+            "state_digest": built.state_digest, "signature": built.numerics_profile,
+            "signature_text": built.numerics_text,
         }  # fmt: skip
         return Ready(**{**fields, **changes})
 
@@ -184,7 +185,7 @@ class HostileWorker:
             loop.call_soon_threadsafe(built.set_result, event)
 
         device = Engine(Scripted(), emit)
-        device.build(self.run_id, spec)
+        device.do(act.Build(self.run_id, spec, keep=False))
         event = await built
         await loop.run_in_executor(None, device.close)
         assert isinstance(event, Built)
@@ -214,7 +215,7 @@ class HostileWorker:
 
 def payload(plan: StepPlan, **changes: Any) -> BlockGradientPayload:
     """A payload that fits the plan, but for the changes."""
-    lo, hi = plan.nodes[0]
+    lo, hi = plan.subtrees[0]
     fields = {
         "epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt, "block": 2, "chunk": 0,
         "lo": lo, "hi": hi, "weight": float(hi - lo),

@@ -1,7 +1,7 @@
 """The structure of the product, read from its imports: `python -m tests.house` prints it.
 
-A room is a folder of modules. The table says which rooms a room may import; `test_tidy.py` holds
-the tree to it, and to what is pure.
+A chapter is a folder of modules. The table says which chapters a chapter may import; `test_tidy.py`
+checks the tree against it, and checks that pure chapters are pure.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 PACKAGES: Final = ("protocol", "backends", "coordinator", "worker", "samestep")
 
-_PROTOCOL: Final = ("protocol", "protocol.base", "protocol.spec", "protocol.exact", "protocol.wire")
+_SPEC: Final = ("protocol.spec", "protocol.spec.sections", "protocol.spec.files")
+_PROTOCOL: Final = ("protocol", "protocol.base", *_SPEC, "protocol.exact", "protocol.wire")
 _LOGIC: Final = _PROTOCOL[1:]
-_SHELL: Final = (*_PROTOCOL, "protocol.host", "protocol.command")
+_SHELL: Final = (*_PROTOCOL, "protocol.machine", "protocol.cli")
 _KEPT: Final = (
     "coordinator.storage.log", "coordinator.storage.directory", "coordinator.storage.states",
     "coordinator.storage",
@@ -30,22 +31,23 @@ _SHADERS: Final = (
 MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "protocol": (),
     "protocol.base": (),
-    "protocol.spec": ("protocol.base",),
-    "protocol.data": ("protocol.base", "protocol.spec"),
-    "protocol.exact": ("protocol.base", "protocol.spec"),
-    "protocol.wire": ("protocol", "protocol.base", "protocol.spec", "protocol.exact"),
-    "protocol.host": ("protocol", "protocol.base"),
-    "protocol.command": ("protocol", "protocol.base", "protocol.host"),
+    "protocol.spec.sections": ("protocol.base",),
+    "protocol.spec": ("protocol.base", "protocol.spec.sections"),
+    "protocol.spec.files": ("protocol.base", *_SPEC[:2]),
+    "protocol.datasets": ("protocol.base", *_SPEC),
+    "protocol.exact.kernels": (),
+    "protocol.exact": ("protocol.base", *_SPEC[:2], "protocol.exact.kernels"),
+    "protocol.wire": ("protocol", "protocol.base", *_SPEC[:2], "protocol.exact"),
+    "protocol.machine": ("protocol", "protocol.base", "protocol.exact.kernels"),
+    "protocol.cli": ("protocol", "protocol.base", "protocol.exact.kernels", "protocol.machine"),
     "coordinator.run.outputs": _LOGIC,
     "coordinator.run.exchange": (*_LOGIC, "coordinator.run.outputs"),
     "coordinator.run.workers": (*_LOGIC, "coordinator.run.outputs", "coordinator.run.exchange"),
-    "coordinator.run.held_out": (*_LOGIC, "coordinator.run.outputs", "coordinator.run.workers"),
     "coordinator.run": (
         *_LOGIC, "coordinator.run.outputs", "coordinator.run.exchange", "coordinator.run.workers",
-        "coordinator.run.held_out",
     ),
     "coordinator.disk": _LOGIC,
-    "coordinator.capture": (*_LOGIC, "protocol.data", "coordinator.disk"),
+    "coordinator.capture": (*_LOGIC, "protocol.datasets", "coordinator.disk"),
     "coordinator.storage.log": (*_LOGIC, "coordinator.run.outputs", "coordinator.disk"),
     "coordinator.storage.directory": (
         *_LOGIC, "coordinator.run.outputs", "coordinator.disk", "coordinator.storage.log",
@@ -57,7 +59,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         *_LOGIC, "coordinator.run.outputs", "coordinator.disk", "coordinator.capture", *_KEPT[:3],
     ),
     "coordinator.members": _SHELL,
-    "coordinator.files": (*_LOGIC, "protocol.data", "coordinator.disk"),
+    "coordinator.files": (*_LOGIC, "protocol.datasets", "coordinator.disk"),
     "coordinator.service": (
         *_SHELL, "coordinator.run", "coordinator.run.outputs", "coordinator.run.exchange",
         "coordinator.run.workers", "coordinator.disk", *_KEPT, "coordinator.members",
@@ -67,40 +69,54 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         *_LOGIC, "coordinator.run.outputs", "coordinator.disk", "coordinator.capture", *_KEPT,
     ),
     "coordinator.operator": (
-        *_SHELL, "protocol.data", "coordinator.run", "coordinator.run.outputs",
+        *_SHELL, "protocol.datasets", "coordinator.run", "coordinator.run.outputs",
         "coordinator.run.workers", "coordinator.disk", *_KEPT, "coordinator.members",
         "coordinator.files", "coordinator.service", "coordinator.audit",
-    ),
-    "coordinator.doctor": (
-        *_SHELL, "coordinator.disk", *_KEPT, "coordinator.members", "coordinator.service",
     ),
     "coordinator.tracking": (
         *_SHELL, "coordinator.run.outputs", "coordinator.disk", *_KEPT, "coordinator.service",
     ),
     "coordinator": ("*",),
     "worker.logic": (*_LOGIC, "backends.base"),
-    "worker.joining": _SHELL,
-    "worker.models": (*_LOGIC, "protocol.data", "protocol.host", "backends.base"),
-    "worker.data": (*_LOGIC, "protocol.data", "backends.base", "worker.models"),
-    "worker.distillation": (*_LOGIC, "protocol.data"),
+    "worker.join": _SHELL,
+    "worker.models": (*_LOGIC, "protocol.datasets", "protocol.machine", "backends.base"),
+    "worker.data": (*_LOGIC, "protocol.datasets", "backends.base", "worker.models"),
+    "worker.distillation": (*_LOGIC, "protocol.datasets"),
+    "worker.tasks.base": (*_LOGIC, "backends.base", "worker.models"),
+    "worker.tasks.checks": (*_LOGIC, "backends.base", "worker.tasks.base"),
+    "worker.tasks.small": (*_LOGIC, "backends.base", "worker.models", "worker.data"),
+    "worker.tasks.language": (
+        *_LOGIC, "protocol.datasets", "backends.base", "worker.models", "worker.data",
+        "worker.distillation", "worker.tasks.base",
+    ),
+    "worker.tasks.labels": (
+        *_LOGIC, "protocol.datasets", "backends.base", "worker.models", "worker.data",
+        "worker.tasks.base",
+    ),
     "worker.tasks": (
-        *_LOGIC, "protocol.data", "backends.base", "worker.models", "worker.data",
-        "worker.distillation",
+        *_LOGIC, "protocol.datasets", "worker.data", "worker.tasks.base", "worker.tasks.small",
+        "worker.tasks.language", "worker.tasks.labels",
     ),
-    "worker.peers": _SHELL,
+    "worker.peers": (*_SHELL, "worker.logic"),
     "worker.shell": (
-        *_SHELL, "backends.base", "worker.logic", "worker.joining", "worker.tasks", "worker.peers",
+        *_SHELL, "protocol.exact.kernels", "backends.base", "worker.logic", "worker.join",
+        "worker.tasks.base", "worker.tasks.checks", "worker.peers",
     ),
-    "worker.after": (
-        *_LOGIC, "protocol", "protocol.data", "backends.base", "worker.models", "worker.tasks",
+    "worker.scripts": (
+        *_LOGIC, "backends.base", "worker.models", "worker.join", "worker.tasks.base",
+        "worker.tasks.checks", "worker.shell",
     ),
-    "worker.ranks": (
-        "protocol.base", "protocol.spec", "protocol.exact", "backends.base", "worker.tasks",
+    "worker.results": (
+        *_LOGIC, "protocol", "protocol.datasets", "backends.base", "worker.models",
+        "worker.tasks.labels",
+    ),
+    "worker.torchrun": (
+        "protocol.base", *_SPEC[:2], "protocol.exact", "backends.base", "worker.tasks.base",
         "worker.shell",
     ),
     "worker": ("*",),
     "backends.base": _LOGIC,
-    "backends.eager": (*_LOGIC, "protocol.host", "backends.base"),
+    "backends.eager": (*_LOGIC, "protocol.machine", "backends.base"),
     "backends.wgpu.graph": ("protocol.base",),
     "backends.wgpu.shaders": ("protocol.base", "backends.base", "backends.wgpu.graph"),
     "backends.wgpu.shaders.attention": ("backends.wgpu.graph", "backends.wgpu.shaders"),
@@ -110,7 +126,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "backends.wgpu.shaders.attention",
     ),
     "backends.wgpu.weights": (
-        "protocol.base", "protocol.spec", "backends.base", "backends.wgpu.graph",
+        "protocol.base", *_SPEC[:2], "backends.base", "backends.wgpu.graph",
         "backends.wgpu.shaders", "backends.wgpu.capture",
     ),
     "backends.wgpu.lowering": (
@@ -118,23 +134,26 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "backends.wgpu.weights",
     ),
     "backends.wgpu.device": (
-        "protocol.base", "protocol.host", "backends.base", "backends.wgpu.graph", *_SHADERS,
+        "protocol.base", "protocol.machine", "backends.base", "backends.wgpu.graph", *_SHADERS,
         "backends.wgpu.capture", "backends.wgpu.weights", "backends.wgpu.lowering",
     ),
     "backends.wgpu.canonical": (
-        "protocol.base", "protocol.host", *_SHADERS, "backends.wgpu.lowering",
+        "protocol.base", "protocol.machine", *_SHADERS, "backends.wgpu.lowering",
         "backends.wgpu.device",
     ),
     "backends.wgpu": (
-        "protocol.base", "protocol.spec", "protocol.exact", "protocol.host", "backends.base",
+        "protocol.base", *_SPEC[:2], "protocol.exact", "protocol.machine", "backends.base",
         "backends.wgpu.graph", *_SHADERS, "backends.wgpu.capture", "backends.wgpu.weights",
         "backends.wgpu.lowering", "backends.wgpu.device", "backends.wgpu.canonical",
     ),
     "backends": ("*",),
-    "samestep.hf": ("protocol.base", "backends.base", "worker.tasks", "samestep"),
+    "samestep.hf": (
+        "protocol.base", "backends.base", "worker.tasks.checks", "worker.scripts", "samestep",
+    ),
     "samestep": (
-        *_SHELL, "backends", "backends.base", "worker.models", "worker.joining", "worker.tasks",
-        "worker.shell", "coordinator.members", "coordinator.operator",
+        *_SHELL, "backends", "backends.base", "worker.join", "worker.tasks",
+        "worker.tasks.base", "worker.scripts", "worker.shell",
+        "coordinator.members", "coordinator.operator",
     ),
 }  # fmt: skip
 """Which rooms a room may import; "*" at the top of a package: all of its own, and those that its
@@ -144,13 +163,14 @@ PACKAGE_MAY: Final = {
     "protocol": {"protocol"},
     "backends": {"backends", "protocol"},
     "coordinator": {"coordinator", "protocol"},
-    "worker": {"worker", "backends", "protocol", "samestep"},
+    "worker": {"worker", "backends", "protocol"},
     "samestep": {"samestep", "worker", "backends", "protocol", "coordinator"},
 }
 
 PURE: Final = (
-    "protocol.exact", "worker.logic", "coordinator.run", "coordinator.run.outputs",
-    "coordinator.run.exchange", "coordinator.run.workers", "coordinator.run.held_out",
+    "protocol.exact.kernels", "protocol.exact", "worker.logic",
+    "coordinator.run", "coordinator.run.outputs",
+    "coordinator.run.exchange", "coordinator.run.workers",
 )  # fmt: skip
 """Rooms whose modules read no clock, socket, file, thread or random source, nor does what they
 import."""
@@ -161,6 +181,7 @@ PURE_MODULES: Final = (
 """Likewise, in a room that also does I/O."""
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the product, by dotted name; a package's `__init__` by the package's."""
     found = {}
@@ -178,8 +199,15 @@ def room_of(name: str, path: Path) -> str:
 
 @lru_cache(1)  # of all modules together they are millions, and whatever collects garbage meets them
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    """All that a module's text consists of."""
-    return tuple(ast.walk(ast.parse(source)))
+    """All that a module's text consists of: `ast.walk`, in half its time."""
+    found: list[ast.AST] = [ast.parse(source)]
+    for node in found:  # which grows on the way
+        for value in vars(node).values():
+            if isinstance(value, list):
+                found += (each for each in value if isinstance(each, ast.AST))
+            elif isinstance(value, ast.AST) and value._fields:
+                found.append(value)
+    return tuple(found)
 
 
 @cache
@@ -194,6 +222,7 @@ def imported(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
     return tuple(found)
 
 
+@cache
 def imports_between_modules() -> dict[str, set[str]]:
     """For each module of the product those of the product that it imports."""
     known = modules()
@@ -205,6 +234,7 @@ def imports_between_modules() -> dict[str, set[str]]:
     return found
 
 
+@cache
 def arrows() -> dict[tuple[str, str], set[str]]:
     """From room to room: the modules that import across."""
     known = modules()
@@ -233,6 +263,15 @@ def cycles() -> list[tuple[str, str]]:
     for source, target in arrows():
         graph[source].add(target)
     return [(a, b) for a, b in sorted(arrows()) if a in reachable(b, graph)]
+
+
+def module_cycles() -> list[str]:
+    """Modules that import themselves through others, type checking included."""
+    graph = imports_between_modules()
+    return [
+        name for name, targets in sorted(graph.items())
+        if any(name in reachable(target, graph) for target in targets)
+    ]  # fmt: skip
 
 
 def main() -> None:

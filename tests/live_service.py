@@ -1,6 +1,6 @@
-"""A coordinator's service in the test's own loop, with real workers on real sockets around it.
+"""A coordinator's service in the test's event loop, with real workers on real sockets.
 
-Nothing here waits for a time to pass: it waits for what the service reports.
+Nothing here waits for a time: it waits for what the service reports.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from backends.base.interface import Backend
 from backends.scripted import ScriptedBackend
-from coordinator.run.outputs.facts import Fact
-from coordinator.service.listener import document
+from coordinator.run.outputs.events import Event
+from coordinator.service.events import document
 from coordinator.service.service import Service, Settings
 from protocol.base.errors import ExitCode
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.cluster import PATIENCE_S
-from worker.joining.credentials import WorkerCredentials
+from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
-from worker.shell.engine import Toolbox
-from worker.tasks.base import Task
+from worker.shell.engine import BackendFactory
+from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
 RETRY_FOR_S = 20.0
@@ -63,7 +63,7 @@ class LiveService:
     def __init__(self, directory: Path, expect_workers: int) -> None:
         settings = Settings(("127.0.0.1", 0), expect_workers, directory, once=False)
         self.service = Service(settings)
-        self.service.listeners.append(self)
+        self.service.event_sinks.append(self)
         self.events: list[dict[str, Any]] = []
         self.workers: dict[str, asyncio.Task[ExitCode]] = {}
         self.clients: list[Client] = []
@@ -73,15 +73,15 @@ class LiveService:
     def port(self) -> int:
         return self.service.address[1]
 
-    def reported(self, fact: Fact, run_id: str = "") -> None:
-        self.events.append({"event": fact.event, **document(fact, run_id)})
+    def emit(self, event: Event, run_id: str = "") -> None:
+        self.events.append({"event": event.name, **document(event, run_id)})
         self.changed.set()
 
     def worker(
         self,
         name: str,
         kind: type[Client] = Client,
-        toolbox: Toolbox | None = None,
+        toolbox: BackendFactory | None = None,
         cache: Path | None = None,
     ) -> Client:
         """The product's own worker, or one derived from it."""

@@ -1,4 +1,4 @@
-"""Messages for tests: one small example of every kind, and strategies for all that is valid."""
+"""Messages for tests: one small example of every kind, and strategies for all valid ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from protocol.base import limits
 from protocol.exact.replica import MISSED, part_slices
-from protocol.exact.slices import SliceGrid
 from protocol.exact.update import StepScalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire import messages
@@ -27,8 +26,6 @@ BLOCKS = (
     ),
     Block(name="nothing", kind="non_block", tensors=(TensorSpec(name="n", shape=(0, 7)),)),
 )
-
-_GRID = SliceGrid(BLOCKS)
 
 DIGEST = "0123456789abcdef" * 4
 PLACE = {"epoch": 1, "step": 2, "attempt": 0}
@@ -58,13 +55,13 @@ EXAMPLES: dict[type[Message], Message] = {
             state_digest=DIGEST, signature=DIGEST,
             signature_text="t",
         ),
-        messages.NonFiniteNode(**PLACE, lo=0, hi=4, block=1, device="gpu1"),
+        messages.NonFiniteSum(**PLACE, lo=0, hi=4, worker="w", block=1, device="gpu1"),
         messages.DeviceNote(device="gpu1", text="gone"),
         messages.Unready(run_id="r", reason="no data", own=False, exit_code=2),
         messages.StateRequest(run_id="r"),
         messages.StateChunk(**_STATE, block=1, chunk=0),
         messages.StepPlan(
-            **PLACE, view=1, microbatches=8, nodes=((0, 4), (4, 6)), uploads=7, owners=0,
+            **PLACE, view=1, microbatches=8, subtrees=((0, 4), (4, 6)), uploads=7, owners=0,
             loss_scale=1.0
         ),
         messages.Credit(**PLACE, uploads=9),
@@ -73,11 +70,13 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.AveragedBlockGradient(**PLACE, block=1, chunk=0),
         messages.AveragedNonBlockGradient(**PLACE, block=0, chunk=0),
         messages.CapturedRows(**PLACE, lo=0, hi=4, microbatch=2, chunk=0),
-        messages.NodeLoss(**PLACE, lo=0, hi=4, loss_sum=2.5, weight=4.0, sums=b"", elapsed_ms=1.5),
+        messages.SubtreeLoss(
+            **PLACE, lo=0, hi=4, loss_sum=2.5, weight=4.0, sums=b"", elapsed_ms=1.5
+        ),
         messages.Commit(**PLACE, scalars=SCALARS, loss=0.25, averages_digest=DIGEST),
         messages.StepApplied(epoch=1, step=3, state_digest=DIGEST),
-        messages.Assign(**PLACE, view=1, nodes=((4, 6),)),
-        messages.Cancel(**PLACE, nodes=((4, 6),)),
+        messages.Assign(**PLACE, view=1, subtrees=((4, 6),)),
+        messages.Cancel(**PLACE, subtrees=((4, 6),)),
         messages.EvalPlan(epoch=1, step=2, lo=0, hi=3),
         messages.EvalResult(epoch=1, step=2, part=0, sums={"correct": 3.0}),
         messages.OpenDoor(run_id="r"),
@@ -86,19 +85,17 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Linked(run_id="r", peer="w", mbit=940.0),
         messages.Unlinked(run_id="r", peer="w", reason="reset"),
         messages.Owners(run_id="r", epoch=1, number=1),
-        messages.SliceSum(**PLACE, owners=1, slice=1, worker="w", lo=0, hi=4, weight=4.0),
-        messages.SliceAverage(**PLACE, owners=1, slice=1),
-        messages.SliceDone(**PLACE, owners=1, slice=1, digest=bytes(16)),
+        messages.ChunkReduced(**PLACE, owners=1, block=1, chunk=0, digest=bytes(16)),
         messages.SumsArrived(**PLACE, owners=1, worker="w", lo=0, hi=4),
-        messages.SumNotFinite(**PLACE, slice=1, worker=None, lo=0, hi=4),
-        messages.SliceDigests(**PLACE),
-        messages.SlicesWanted(**PLACE),
-        messages.WrongSlice(**PLACE, slice=1, owner="w"),
-        messages.PeerHello(name="w", to="v", sends=True, nonce=bytes(32)),
+        messages.AverageDigests(**PLACE),
+        messages.AveragesRequest(**PLACE),
+        messages.AverageMismatch(**PLACE, owners=1, block=1, chunk=0, owner="w"),
+        messages.PeerHello(name="w", to="v", nonce=bytes(32)),
         messages.PeerWelcome(),
         messages.PeerProbe(),
         messages.LinkTraffic(run_id="r"),
         messages.Heartbeat(),
+        messages.Preparing(progress="read 1.00 GiB of 8.00 GiB, 9 s left"),
         messages.Halt(**PLACE, reason="non-finite"),
         messages.Continue(**PLACE),
         messages.Drain(),
@@ -107,18 +104,10 @@ EXAMPLES: dict[type[Message], Message] = {
             metrics={"loss": 0.5, "ratio": None},
         ),
         messages.MemoryReturned(places=(0, 8192)),
+        messages.StepEmbeddings(**PLACE, chunk=0, last=True),
         messages.Goodbye(reason="bye", retry=False, exit_code=0),
         messages.BlobRequest(run_id="r", digest=DIGEST, offset=4),
         messages.BlobChunk(run_id="r", digest=DIGEST, offset=4),
-        messages.CopyList(run_id="r"),
-        messages.CopiesHeld(),
-        messages.CopyPiece(
-            run_id="r", name="after-1", offset=4, total=9, digest=DIGEST, epoch=1, lines=3,
-            head=DIGEST, branch=None,
-        ),
-        messages.CopyRead(run_id="r", name="after-1", offset=4),
-        messages.CopyRemove(run_id="r", name="after-1"),
-        messages.CopyDone(error=""),
         messages.StretchProgress(**PLACE, replica=1, inner=3),
         messages.Boundary(**PLACE, replica=1, inner=3, chunk=0, last=True),
         messages.StretchRequest(**PLACE, replica=1, own=True),
@@ -135,8 +124,6 @@ def body_for(message: Message) -> Any:
         return b'{"a": 1}'
     if message.body == "bytes":
         return b"\x00\xffof a file"
-    if isinstance(message, messages.SliceSum | messages.SliceAverage):
-        return np.arange(_GRID.elements(message.slice), dtype="<f4")
     block, chunk = message.block, message.chunk  # type: ignore[attr-defined]
     piece = BLOCKS[block].chunk_slice(chunk)
     if isinstance(message, messages.StateChunk):
@@ -166,20 +153,19 @@ _any_float = st.integers(0, 2**64 - 1).map(
 )
 _weight = st.floats(0, allow_nan=False, allow_infinity=False)
 _float32 = st.floats(0, 1, width=32)
-_nodes = st.lists(st.tuples(_number, _number), max_size=64).map(tuple)
+_subtrees = st.lists(st.tuples(_number, _number), max_size=64).map(tuple)
 _in_step = {"epoch": _number, "step": _number, "attempt": _number}
-_averaged = {**_in_step, "block": _number, "chunk": _number}
-_payload = {**_averaged, "lo": _number, "hi": _number, "weight": _weight}
-_of_slice = {**_in_step, "owners": _number, "slice": _number}
+_of_chunk = {**_in_step, "block": _number, "chunk": _number, "owners": _number}
+_payload = {**_of_chunk, "lo": _number, "hi": _number, "weight": _weight, "worker": _small}
 _scalars = st.builds(
     StepScalars,
     **{name: _float32 for name in StepScalars.model_fields if name != "epsilon"},
     epsilon=st.floats(2.0**-20, 1, width=32),
 )
-_devices = st.integers(1, limits.DEVICES_PER_HOST)
+_devices = st.integers(1, limits.DEVICES_PER_WORKER)
 _bytes32 = st.binary(min_size=32, max_size=32)
 _name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
-_copy = {"run_id": _name, "name": _name, "offset": _number}
+
 _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Hello: {
         "release": _small, "name": _small, "backend": _small,
@@ -211,52 +197,47 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         "optimizer_step": _number, "last": st.booleans(),
     },
     messages.StepPlan: {
-        **_in_step, "view": _number, "nodes": _nodes,
+        **_in_step, "view": _number, "subtrees": _subtrees,
         "microbatches": st.integers(1, limits.MICROBATCHES_PER_STEP), "uploads": _number,
         "owners": _number,
         "loss_scale": st.floats(1.0, limits.LOSS_SCALE_FACTOR),
+        "phase": st.sampled_from(get_args(messages.StepPhase)),
     },
     messages.Credit: {**_in_step, "uploads": _number},
     messages.BlockGradientPayload: _payload,
     messages.NonBlockGradientPayload: _payload,
-    messages.AveragedBlockGradient: _averaged,
-    messages.AveragedNonBlockGradient: _averaged,
+    messages.AveragedBlockGradient: _of_chunk,
+    messages.AveragedNonBlockGradient: _of_chunk,
     messages.CapturedRows: {
         **_in_step, "lo": _number, "hi": _number, "microbatch": _number, "chunk": _number,
     },
-    messages.NodeLoss: {
+    messages.SubtreeLoss: {
         **_in_step, "lo": _number, "hi": _number, "loss_sum": _any_float, "weight": _weight,
         "elapsed_ms": _weight, "sums": st.binary(max_size=16),
+        "unlike": st.lists(_number, max_size=limits.UNLIKE_MICROBATCHES).map(tuple),
     },
+    messages.StepEmbeddings: {**_in_step, "chunk": _number, "last": st.booleans()},
     messages.Commit: {
         **_in_step, "scalars": st.none() | _scalars, "loss": _any_float,
         "averages_digest": _digest,
     },
     messages.StepApplied: {
         "epoch": _number, "step": _number, "state_digest": _digest,
-        "differing": st.dictionaries(_small, _digest, max_size=4),
     },
-    messages.NonFiniteNode: {
-        **_in_step, "lo": _number, "hi": _number, "block": st.none() | _number, "device": _small,
+    messages.NonFiniteSum: {
+        **_in_step, "lo": _number, "hi": _number, "worker": st.none() | _small,
+        "block": st.none() | _number, "device": _small,
     },
     messages.DeviceNote: {"device": _small, "text": _text},
-    messages.Assign: {**_in_step, "view": _number, "nodes": _nodes},
-    messages.Cancel: {**_in_step, "nodes": _nodes},
+    messages.Assign: {**_in_step, "view": _number, "subtrees": _subtrees},
+    messages.Cancel: {**_in_step, "subtrees": _subtrees},
     messages.EvalPlan: {"epoch": _number, "step": _number, "lo": _number, "hi": _number},
     messages.EvalResult: {
         "epoch": _number, "step": _number, "part": _number,
         "sums": st.dictionaries(_small, _any_float, max_size=24),
     },
-    messages.CopyList: {"run_id": st.none() | _name},
-    messages.CopiesHeld: {},
-    messages.CopyPiece: {
-        **_copy, "total": _number, "digest": _digest, "epoch": _number, "lines": _number,
-        "head": _digest, "branch": st.none() | _digest,
-    },
-    messages.CopyRead: _copy,
-    messages.CopyRemove: {"run_id": _name, "name": _name},
-    messages.CopyDone: {"error": _text},
     messages.Heartbeat: {},
+    messages.Preparing: {"progress": _text},
     messages.Halt: {**_in_step, "reason": _text},
     messages.Continue: _in_step,
     messages.Drain: {},
@@ -290,22 +271,15 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     },
     messages.Unlinked: {"run_id": _small, "peer": _small, "reason": _text},
     messages.Owners: {"run_id": _small, "epoch": _number, "number": st.integers(1, 2**63 - 1)},
-    messages.SliceSum: {
-        **_of_slice, "worker": _small, "lo": _number, "hi": _number, "weight": _weight,
-    },
-    messages.SliceAverage: _of_slice,
-    messages.SliceDone: {**_of_slice, "digest": st.binary(min_size=16, max_size=16)},
+    messages.ChunkReduced: {**_of_chunk, "digest": st.binary(min_size=16, max_size=16)},
     messages.SumsArrived: {
         **_in_step, "owners": _number, "worker": _small, "lo": _number, "hi": _number,
     },
-    messages.SumNotFinite: {
-        **_in_step, "slice": _number, "worker": st.none() | _small, "lo": _number, "hi": _number,
-    },
-    messages.SliceDigests: _in_step,
-    messages.SlicesWanted: _in_step,
-    messages.WrongSlice: {**_in_step, "slice": _number, "owner": _small},
+    messages.AverageDigests: _in_step,
+    messages.AveragesRequest: _in_step,
+    messages.AverageMismatch: {**_of_chunk, "owner": _small},
     messages.PeerHello: {
-        "name": _small, "to": _small, "sends": st.booleans(), "nonce": _bytes32,
+        "name": _small, "to": _small, "nonce": _bytes32,
     },
     messages.PeerWelcome: {},
     messages.PeerProbe: {},
@@ -321,12 +295,6 @@ def in_place(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
     def placed(kind: type[Message]) -> st.SearchStrategy[Message]:
         if kind.body != "values":
             return STRATEGIES[kind].filter(lambda m: len(m.to_header()) <= limits.HEADER_BYTES)
-        if kind in (messages.SliceSum, messages.SliceAverage):
-            return st.builds(
-                lambda message, number: message.model_copy(update={"slice": number}),
-                STRATEGIES[kind],
-                st.sampled_from([0, 1, _GRID.count - 1]),
-            )
         non_block = (messages.NonBlockGradientPayload, messages.AveragedNonBlockGradient)
         blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, BLOCKS[2].chunks - 1)]
         return st.builds(at_place, STRATEGIES[kind], st.sampled_from(blocks))

@@ -1,8 +1,7 @@
-"""Hosts on one machine: network namespaces on a bridge, whose links a test can cut and mend.
+"""Hosts on one machine: network namespaces on a bridge, with links that a test can cut and restore.
 
-Their addresses are loopback addresses (127.8.0.x) unless a test wants others, routed over real
-links: what may listen on loopback alone can be reached from another host here, and from nowhere
-else.
+Their addresses are loopback addresses (127.8.0.x) unless a test asks for others, which are routed
+over real links: then another host here, and nothing else, can reach what listens only on loopback.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Network:
         for scope in ("all", "eth0"):
             setting = f"net.ipv4.conf.{scope}.route_localnet=1"
             _ip("netns", "exec", name, "sysctl", "-qw", setting)
-        # What a host sends to itself goes through lo, which must not claim all of 127/8.
+        # What a host sends to itself goes through lo, which must not lock all of 127/8.
         _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
 
     def _tear_down(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a group, as torchrun starts it: `python -m tests.one_rank RANK SIZE PORT ARGS...`."""
+"""One rank of a group, as from torchrun: `python -m tests.one_rank RANK SIZE PORT ARGS...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two commands as processes: `start` gives one, forked off a server that has imported all."""
+"""The two commands as processes, forked from a server that has imported everything."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def start(
 def forked_popen(
     command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool, **pipes: object
 ) -> Process:
-    """What `subprocess.Popen` does with an `own_command`, all three standard files being pipes."""
+    """What `subprocess.Popen` does with an `command_of`, all three standard files being pipes."""
     assert command[:3] == [sys.executable, "-P", "-m"], command
     assert pipes == {
         **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True,

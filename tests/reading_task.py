@@ -1,13 +1,13 @@
-"""A task that reads its data and computes nothing: what it read shows in the manifest."""
+"""A task that reads its data and computes nothing: its manifest shows what it read."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from protocol.base.errors import DataError
-from protocol.spec.file_digest import file_digest
+from protocol.spec.files.file_digest import file_digest
 from protocol.spec.run_spec import RunSpec
-from worker.tasks.scripted import Scripted
+from worker.tasks.small.scripted import Scripted
 
 NAME = "tests.reading_task:Reads"
 

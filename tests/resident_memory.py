@@ -1,4 +1,4 @@
-"""How much memory a process takes while something goes on, as the system counts it."""
+"""Measure how much memory a process takes during an operation, as the system counts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of this machine at which connections fail in the ways that a network has."""
+"""Addresses on this machine where connections fail in the ways of a network."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A worker for the coordinator of `tests.small_buffers`: `python -m tests.small_bodies`.
 
-What it sends in pieces, as the states of replicas, is in pieces that this coordinator takes.
+It sends large states in pieces that this coordinator accepts.
 """
 
 from __future__ import annotations

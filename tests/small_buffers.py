@@ -1,6 +1,6 @@
-"""The coordinator with small buffers: `python -m tests.small_buffers ARGUMENTS...`.
+"""A coordinator with small buffers: `python -m tests.small_buffers ARGUMENTS...`.
 
-What it needs for each connection is little then, beside what it needs for each parameter.
+So its memory per connection is small compared with its memory per parameter.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from protocol.base import limits
 MIB = limits.MIB
 CHANGED = {
     "PARTIAL_SUMS_BYTES": 4 * MIB,
-    "BOUNDARIES_BYTES": 4 * MIB,
+    "INNER_CHECKPOINTS_BYTES": 4 * MIB,
     "WRITE_HIGH_WATER_BYTES": 1 * MIB,
-    "LENT_COPIES_BYTES": MIB // 2,
-    "LENT_SUMS_BYTES": MIB // 2,
-    "LENT_AVERAGES_BYTES": 1 * MIB,
-    "LENT_MAPPED_BYTES": MIB // 2,
+    "SEGMENT_COPIES_BYTES": MIB // 2,
+    "SEGMENT_SUMS_BYTES": MIB // 2,
+    "SEGMENT_AVERAGES_BYTES": 1 * MIB,
+    "SEGMENT_MAPPED_BYTES": MIB // 2,
     "SEND_AHEAD_BYTES": 1 * MIB,
     "BODY_BYTES": 1 * MIB,
     "CHUNK_ELEMENTS": MIB // 4,

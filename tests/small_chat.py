@@ -1,4 +1,4 @@
-"""A small Llama with a tokenizer for conversations, conversations for it, and runs of both."""
+"""A small Llama with a chat tokenizer, conversations for it, and runs of both."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def save_chat_tokenizer(directory: Path, template: str | None = CHATML) -> Any:
     return fast
 
 
-def save_chat_model(directory: Path) -> None:
+def save_chat_model(directory: Path, positions: int = 128) -> None:
     """A Llama of two layers, weights drawn, with that tokenizer."""
     import torch
     import transformers
@@ -65,7 +65,7 @@ def save_chat_model(directory: Path) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions,
         pad_token_id=0, bos_token_id=2, eos_token_id=2,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(directory)

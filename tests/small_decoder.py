@@ -1,4 +1,4 @@
-"""A small Llama with its tokenizer and texts for it, as run specs name them: for real runs."""
+"""A small Llama with tokenizer and texts, as run specs name them: for real runs."""
 
 from __future__ import annotations
 

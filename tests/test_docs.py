@@ -1,22 +1,24 @@
-"""What the pages tell people to type is what the commands take; the tutorial does what it says."""
+"""The commands, links and generated parts of the pages agree with the code."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import typer.main
 
 import coordinator.cli
 import worker.cli
 from protocol.spec.run_spec import parse_run_spec_text
-from protocol.spec.schema_text import schema_lines
-from tests.commands import called
+from protocol.spec.schema_text import schema_keys
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,17 +31,17 @@ ALTERNATIVES = re.compile(r" \| (?![^\[]*\])")
 
 
 def blocks(page: Path) -> list[str]:
-    """What is to be typed, and answers: what is of another kind says so after its fence."""
+    """Return the blocks of commands and their output: those without a language after the fence."""
     return [text for kind, text in BLOCK.findall(page.read_text()) if not kind]
 
 
-def typed(page: Path) -> Iterator[str]:
-    """The commands of a page's blocks, one of the two each; of a choice (a | b) each alone."""
+def commands_in(page: Path) -> Iterator[str]:
+    """Yield the coordinator and worker commands of a page, each alternative (a | b) separately."""
     for block in blocks(page):
         joined = re.sub(r"\n {4,}(?=[-\[])", " ", re.sub(r"\\\n *", "", block))
         lines = joined.splitlines()
         if any(line.startswith("$ ") for line in lines):
-            lines = [line for line in lines if line.startswith("$ ")]  # the others are answers
+            lines = [line for line in lines if line.startswith("$ ")]  # the other lines are output
         for line in lines:
             words = re.sub(r"^\s*\$ |\s+#.*", "", line).strip()
             if found := re.match(r"(?:[A-Z_]+=\S+ )*((?:coordinator|worker)(?: .*)?)$", words):
@@ -50,30 +52,30 @@ def typed(page: Path) -> Iterator[str]:
 
 
 def commands_under(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """A command and all below it, with what is typed for each."""
+    """Yield a command and all its subcommands with their full names."""
     yield name, command
     for word, inner in getattr(command, "commands", {}).items():
         yield from commands_under(f"{name} {word}", inner)
 
 
 def without_options(line: str) -> str:
-    """As it is typed without what is in brackets."""
+    """Return the command without its optional parts in brackets."""
     return " ".join(re.sub(r"\[[^]]*\]|\.\.\.$", "", line).split())
 
 
 def with_options(line: str) -> str:
-    """As it is typed with what is in brackets, of each choice the first."""
+    """Return the command with its optional parts, the first of each choice."""
     return " ".join(re.sub(r"\[([^]|]*)[^]]*\]", r"\1", line).replace("...", "").split())
 
 
 STANDS_FOR = {"N": "0", "S": "5", "KEY=VALUE": "seed=1", "HOST:PORT": "127.0.0.1:9000"}
 
 
-def parsed(line: str) -> None:
-    """Have the real command take the line apart, and do nothing.
+def parse(line: str) -> None:
+    """Parse the line with the real command line, and run nothing.
 
     Raises:
-        Exception: It does not take it.
+        Exception: The command does not accept it.
     """
     program, *words = (STANDS_FOR.get(word, word) for word in shlex.split(line))
     root = typer.main.get_command(CLIS[program].app)
@@ -82,18 +84,18 @@ def parsed(line: str) -> None:
     root.main(words, prog_name=program, standalone_mode=False)
 
 
-def test_the_pages_hold_commands():
-    assert sum(len(list(typed(page))) for page in PAGES) > 30
+def test_the_pages_have_commands():
+    assert sum(len(list(commands_in(page))) for page in PAGES) > 30
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_tells_to_type_is_taken(page):
-    for line in typed(page):
+def test_commands_of_a_page_parse(page):
+    for line in commands_in(page):
         for said in {without_options(line), with_options(line)}:
-            parsed(said)
+            parse(said)
 
 
-def test_what_is_not_taken_is_noticed():
+def test_invalid_commands_fail_to_parse():
     for line in (
         "coordinator stats",
         "coordinator halt --now",
@@ -101,18 +103,18 @@ def test_what_is_not_taken_is_noticed():
         "worker classify",
     ):
         with pytest.raises(Exception, match=r"."):
-            parsed(line)
+            parse(line)
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link into the page can name: its headings, as GitHub and the site write them."""
+    """Return the anchors of the page's headings, as GitHub and the site write them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", head.lower()) for head in heads)
     return {head.strip().replace(" ", "-") for head in plain}
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith("https://"):
@@ -127,44 +129,151 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_scripts_that_pages_name_are_there():
+def test_scripts_on_pages_exist():
     for page in PAGES:
         for block in blocks(page):
             for script in re.findall(r"\bbash ([\w/.-]+\.sh)", block):
                 assert (ROOT / script).is_file(), (page.name, script)
 
 
-def test_the_page_of_keys_is_what_the_command_prints():
-    block = (ROOT / "docs" / "run-spec.md").read_text().split("```text\n")[1].split("\n```")[0]
-    assert block.splitlines() == [*schema_lines()]
+def key_table(sections: Collection[str]) -> str:
+    """Return a table of the keys of these sections."""
+    rows = [
+        "<!-- generated: SAMESTEP_REWRITE=1 python -m pytest tests/test_docs.py -->",
+        "| key | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for key in schema_keys():
+        if key.is_section or key.path.split(".")[0] not in sections:
+            continue
+        choices = ", ".join(f"`{each}`" for each in key.choices.split(" | ") if each)
+        kind = " ".join(filter(None, [key.type, choices]))
+        default = f"`{key.default}`" if key.default not in ("required", "-") else key.default
+        meaning = "; ".join(filter(None, [key.description, key.variants]))
+        cells = (f"`{key.path}`", kind, default, meaning)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def test_the_run_spec_page_has_every_key():
+    page = ROOT / "docs" / "run-spec.md"
+    listed: list[str] = []
+
+    def with_table(found: re.Match[str]) -> str:
+        listed.extend(found[2].split())
+        return f"{found[1]}\n\n{key_table(found[2].split())}\n"
+
+    said = re.sub(
+        r"(<!-- keys: (.*?) -->)\n(?:\n<!-- generated.*?\n(?:\|.*\n)+)?",
+        with_table,
+        page.read_text(),
+    )
+    if os.environ.get("SAMESTEP_REWRITE"):
+        page.write_text(said)
+    assert page.read_text() == said
+    assert sorted(listed) == sorted({key.path.split(".")[0] for key in schema_keys()})
+
+
+QUOTE = re.compile(
+    r"<!-- code: (?P<path>\S+) (?P<name>\S+?)(?: from '(?P<first>.*?)')?(?: to '(?P<last>.*?)')?"
+    r" -->\n```python\n(?P<code>.*?)```\n",
+    re.DOTALL,
+)
+
+
+def source_of(path: str, name: str, first: str | None, last: str | None) -> str:
+    """Return a function's source without its docstring, or the lines of it from one to another."""
+    text = (ROOT / path).read_text()
+    node: Any = ast.parse(text)
+    for part in name.split("."):
+        found = [each for each in node.body if getattr(each, "name", None) == part]
+        assert found, f"{path} has no {name}: docs/one-step.md quotes it"
+        node = found[0]
+    skipped = node.body[0] if ast.get_docstring(node) is not None else None
+    lines = [
+        re.sub(r"  # (?:fmt|noqa|type):.*", "", line)
+        for number, line in enumerate(text.splitlines(), 1)
+        if node.lineno <= number <= node.end_lineno
+        and not (skipped and skipped.lineno <= number <= skipped.end_lineno)
+    ]
+    start = min((n for n, line in enumerate(lines) if (first or "") in line), default=None)
+    assert start is not None, f"{path}: {name} has no line with {first!r}"
+    end = len(lines) - 1
+    if last is not None:
+        end = min((n for n, line in enumerate(lines) if n >= start and last in line), default=-1)
+        assert end >= start, f"{path}: {name} has no line with {last!r}"
+    return textwrap.dedent("\n".join(lines[start : end + 1])).strip("\n") + "\n"
+
+
+def test_one_step_quotes_the_source():
+    page = ROOT / "docs" / "one-step.md"
+    quotes = 0
+
+    def with_source(found: re.Match[str]) -> str:
+        nonlocal quotes
+        quotes += 1
+        code = source_of(found["path"], found["name"], found["first"], found["last"])
+        return f"{found[0].partition('```python')[0]}```python\n{code}```\n"
+
+    text = QUOTE.sub(with_source, page.read_text())
+    if os.environ.get("SAMESTEP_REWRITE"):
+        page.write_text(text)
+    assert quotes == text.count("<!-- code:") > 10
+    assert page.read_text() == text
+    assert len(text.splitlines()) <= 200
+
+
+def as_cell(text: str) -> str:
+    """Return a line of help as a cell of a table: options in code, nothing taken for markup."""
+    text = re.sub(r"([|*<])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"(?<![\w`-])--[a-z][\w-]*", lambda option: f"`{option[0]}`", text)
+
+
+def help_tables(name: str, command: Any) -> str:
+    """Return what `--help` says of a command, its options and commands as tables."""
+    context = click.Context(command, info_name=name)
+    text = "\n\n".join(as_cell(part) for part in (command.help or "").split("\n\n"))
+    parts = [f"## {name}", f"```text\n{context.get_usage().removeprefix('Usage: ')}\n```", text]
+    records = [parameter.get_help_record(context) for parameter in command.params]
+    rows = [record for record in records if record is not None]
+    inner = getattr(command, "commands", {}).items()
+    listed = [(word, each.get_short_help_str(500)) for word, each in inner if not each.hidden]
+    for title, cells in (("option", rows), ("command", listed)):
+        lines = [
+            "| `{}` | {} |".format(names.replace("|", "\\|"), as_cell(meaning))
+            for names, meaning in cells
+        ]
+        if lines:
+            parts.append("\n".join([f"| {title} | meaning |", "|---|---|", *lines]))
+    return "\n\n".join(part for part in parts if part)
 
 
 def options_page() -> str:
-    """Every command's help, as it is printed in a window of 100 columns."""
-    said = [
+    """Every command's help."""
+    parts = [
         "# Every option",
-        "What `--help` prints after each command. [Commands](commands.md) tells what they are for.",
+        "<!-- generated: SAMESTEP_REWRITE=1 python -m pytest tests/test_docs.py -->",
+        "What each command's `--help` says. [Commands](commands.md) shows what they are for.",
     ]
     for root, cli in CLIS.items():
         for name, command in commands_under(root, typer.main.get_command(cli.app)):
-            if command.hidden:
-                continue
-            told = called(*name.split(), "--help", environment={"COLUMNS": "100"}).stdout
-            said.append(f"## {name}\n\n```text\n{told.strip()}\n```")
-    return "\n\n".join(said) + "\n"
+            if not command.hidden:
+                parts.append(help_tables(name, command))
+    return "\n\n".join(parts) + "\n"
 
 
-def test_the_page_of_options_is_what_help_prints():
+def test_the_options_page_has_every_option():
     page = ROOT / "docs" / "cli.md"
     if os.environ.get("SAMESTEP_REWRITE"):
         page.write_text(options_page())
     assert page.read_text() == options_page()
 
 
-def tutorial_files() -> dict[str, str]:
-    text = (ROOT / "docs" / "tutorial.md").read_text()
+def files_of_page(name: str) -> dict[str, str]:
+    """Return the files that a page tells readers to save, by name."""
+    text = (ROOT / "docs" / name).read_text()
     return dict(re.findall(r"^cat > (\S+) <<END\n(.*?)^END$", text, re.MULTILINE | re.DOTALL))
 
 
 def test_the_tutorial_s_run_spec_validates():
-    assert parse_run_spec_text(tutorial_files()["reviews.yaml"]).steps == 100
+    assert parse_run_spec_text(files_of_page("tutorial.md")["reviews.yaml"]).steps == 100

@@ -1,4 +1,4 @@
-"""What the repository promises a newcomer: specs that validate, a lock that fits, true commands."""
+"""Promises of the repository: valid run specs, a fitting lock, commands that exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import protocol
-from protocol.spec.run_spec_file import load_run_spec
+from protocol.spec.files.run_spec_file import load_run_spec
 from tests import house
 
 packaging_requirements = pytest.importorskip("packaging.requirements")
@@ -27,19 +27,20 @@ def pins(*names: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_a_sample_run_validates_and_says_what_it_is(path):
+def test_a_sample_run_validates_and_has_a_description(path):
     assert load_run_spec(path).name == path.stem
     first, second = path.read_text().splitlines()[:2]
     assert first.startswith("# ")
     assert not second.startswith("#")
 
 
-def test_the_sample_runs_cover_every_task_a_user_has():
+def test_the_sample_runs_cover_every_task():
     assert {load_run_spec(path).task for path in RUNS} == {
         "causal-lm",
         "classify",
         "digits",
         "distil",
+        "embed",
         "regress",
         "teacher-logits",
     }
@@ -55,7 +56,7 @@ def test_every_locked_package_has_hashes_and_nothing_else(path):
 
 
 @pytest.mark.parametrize("extra", ["", "worker", "hf", "digits", "dev"])
-def test_the_lock_holds_what_the_project_asks_for(extra):
+def test_the_lock_has_every_requirement(extra):
     project = PROJECT["project"]
     asked = project["optional-dependencies"][extra] if extra else project["dependencies"]
     asked = [*asked, *PROJECT["build-system"]["requires"]]
@@ -67,20 +68,20 @@ def test_the_lock_holds_what_the_project_asks_for(extra):
                 assert requirement.specifier.contains(held[name]), requirement
 
 
-def test_a_coordinator_gets_a_part_of_what_all_get():
+def test_coordinator_requirements_are_a_subset():
     assert pins("coordinator").items() < pins("run").items()
     asked = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
     names = {packaging_requirements.Requirement(each).name.lower() for each in asked}
-    assert names <= pins("coordinator").keys()
+    assert names <= {*pins("coordinator"), *pins("build")}  # what builds the kernels is not kept
     assert not pins("coordinator").keys() & {"torch", "transformers", "scikit-learn"}
 
 
-def test_a_set_is_installed_in_one_version_only():
+def test_requirement_sets_agree_on_versions():
     separate = [pins("run"), pins("cpu"), pins("dev"), pins("assets")]
     assert len({name for held in separate for name in held}) == sum(map(len, separate))
 
 
-def test_commands_are_where_the_project_says():
+def test_entry_points_exist():
     for target in PROJECT["project"]["scripts"].values():
         module, function = target.split(":")
         source = (ROOT / (module.replace(".", "/") + ".py")).read_text()
@@ -112,7 +113,7 @@ def test_links_between_pages_lead_somewhere(page):
         assert (path.parent / target).exists(), target
 
 
-def test_the_map_names_files_that_are_there():
+def test_the_map_names_existing_files():
     page = (ROOT / "CONTRIBUTING.md").read_text().split("## Where is it?")[1].split("\n## ")[0]
     named = re.findall(r"`([\w/]+\.py)`", page)
     assert len(named) >= 20

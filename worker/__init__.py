@@ -1,1 +1,1 @@
-"""The worker daemon: it owns one device, computes its nodes, and takes the same step as all."""
+"""The worker daemon: it owns one device, computes its subtrees, and takes the same step as all."""

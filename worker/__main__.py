@@ -13,8 +13,8 @@ if (
 ):
     del sys.path[0]
 
-from protocol.command.command_line import end_when_interrupted
-from protocol.command.output import keep_reporting
+from protocol.cli.command_line import end_when_interrupted
+from protocol.cli.output import keep_reporting
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -16,26 +17,31 @@ from typer.core import TyperGroup
 from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
-from protocol.base.duty import parse_duty
 from protocol.base.errors import (
-    OUT_OF_THREADS,
-    ExitCode,
-    RunFailed,
-    SamestepError,
     UsageError,
-    is_out_of_threads,
 )
-from protocol.command.command_line import check_options_follow, end_with_standard_input
-from protocol.command.system_journal import write_error
-from protocol.command.torchrun import started_by_torchrun
+from protocol.base.fields import Duty
+from protocol.cli.command_line import (
+    check_options_follow,
+    end_with_standard_input,
+    run_command,
+    started_by_torchrun,
+)
 from protocol.wire.discovery import check_name
-from worker import after_cli
-from worker.logits_cli import app as logits
+from worker import results_cli
 
 if TYPE_CHECKING:
     from worker.main import WorkerOptions
 
 DEFAULT_PORT = 9000
+
+
+def _parse_duty(text: str) -> Duty:
+    match text:
+        case "train" | "evaluate":
+            return text
+        case _:
+            raise UsageError(f"--duty: expected train or evaluate, got {text!r}")
 
 
 def _is_script(words: Sequence[str]) -> bool:
@@ -59,7 +65,7 @@ app = typer.Typer(
     help="Computes its part of every step on one device or several, the same step as everyone's.",
 )
 
-app.add_typer(logits, name="logits")
+app.add_typer(results_cli.logits, name="logits")
 
 
 def _version(value: bool) -> None:
@@ -70,14 +76,21 @@ def _version(value: bool) -> None:
 
 def _accept_scripts(value: bool) -> None:
     if value:
-        from samestep.script import accept_scripts
+        from worker.scripts.launch import accept_scripts
 
         accept_scripts()
 
 
 def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None:
     if shard and not started_by_torchrun():
-        raise UsageError("--shard is for a group of ranks: torchrun --nproc-per-node N -m worker")
+        raise UsageError(
+            "--shard is for a group of ranks: torchrun --nproc-per-node N -m worker --shard"
+        )
+    if started_by_torchrun() and not shard:
+        raise UsageError(
+            "torchrun is for a frozen base that does not fit on one device: add --shard; to use "
+            "several devices of a machine, start one worker without torchrun: worker --gpus 0,1"
+        )
     if scripted and started_by_torchrun():
         raise UsageError("a group of ranks takes scripts from its coordinator: --accept-scripts")
     if started_by_torchrun() and len(options.devices) > 1:
@@ -114,6 +127,14 @@ Gpus = Annotated[
 ]
 Name = Annotated[
     str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
+]
+AddressFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="SAMESTEP_ADDRESS_FILE",
+        metavar="FILE",
+        help="Read the coordinator's address from its --address-file, each time it is looked for.",
+    ),
 ]
 RetryFor = Annotated[
     float,
@@ -162,6 +183,7 @@ def serve(
     coordinator: Coordinator = "",
     backend: BackendName = "auto",
     gpus: Gpus = "",
+    address_file: AddressFile = None,
     name: Name = "",
     retry_for: RetryFor = 300.0,
     token_file: TokenFile = None,
@@ -187,16 +209,16 @@ def serve(
         return
     if end_with_stdin:
         end_with_standard_input("worker")
-    backend, wanted = parse_devices(backend, gpus)
-    to_do = parse_duty(duty)
-    from worker.joining.credentials import WorkerCredentials
+    backend, selection = parse_devices(backend, gpus)
+    to_do = _parse_duty(duty)
+    from worker.join.credentials import WorkerCredentials
     from worker.main import WorkerOptions, main
 
-    address, named = _coordinator(coordinator)
+    address, named = _coordinator(coordinator, address_file)
     credentials = WorkerCredentials(token_file, plaintext=plaintext)
     options = WorkerOptions(
         address, named, name or _host_name(), backend, retry_for,
-        wanted, processes, trace, quiet, credentials, to_do, shard,
+        selection, processes, trace, quiet, credentials, to_do, shard, address_file,
     )  # fmt: skip
     _check_group(shard=shard, scripted=scripted, options=options)
     if not scripted:
@@ -215,9 +237,8 @@ def script(
     arguments: Annotated[list[str] | None, typer.Argument()] = None,
 ) -> None:
     """Run it; every `samestep.fit` in it takes part in the coordinator's run of the same script."""
-    from samestep.fitting import Joining
-    from samestep.launching import run_script
     from worker.main import find, find_again
+    from worker.scripts.launch import JoinOptions, run_script
 
     options = context.obj
     _warn_of_own_options(context, arguments or ())
@@ -226,7 +247,7 @@ def script(
         if not options.quiet:
             print(f"worker: {text}", flush=True)
 
-    joining = Joining(
+    join = JoinOptions(
         find=lambda: find(options, tell),
         name=options.name,
         backend=options.backend,
@@ -237,18 +258,18 @@ def script(
         tell=tell,
         find_again=find_again(options),
     )
-    run_script(path, arguments or (), joining)
+    run_script(path, arguments or (), join)
 
 
 def _warn_of_own_options(context: typer.Context, arguments: Sequence[str]) -> None:
     """What stands after SCRIPT is the script's; people write options of the worker there."""
     assert context.parent is not None
     own = {name for each in context.parent.command.params for name in each.opts}
-    named = next((a.partition("=")[0] for a in arguments if a.partition("=")[0] in own), None)
-    if named is not None:
+    option = next((a.partition("=")[0] for a in arguments if a.partition("=")[0] in own), None)
+    if option is not None:
         text = (
-            f"worker: {named} stands after the script and so goes to the script; options of the "
-            f"worker go before it: worker {named} ... SCRIPT.py"
+            f"worker: {option} stands after the script and so goes to the script; options of the "
+            f"worker go before it: worker {option} ... SCRIPT.py"
         )
         print(text, file=sys.stderr, flush=True)
 
@@ -266,25 +287,25 @@ def devices(
     from backends.registry import devices as all_devices
     from worker.device_table import device_document, device_lines
 
-    found = all_devices()
+    devices = all_devices()
     if as_json:
-        document = device_document(found, canonical_words if canonical else None)
+        document = device_document(devices, canonical_words if canonical else None)
         typer.echo(json.dumps(document, indent=2))
         return
     if canonical:
-        for info in (info for info in found if info.usable):
+        for info in (info for info in devices if info.usable):
             typer.echo(f"{info.backend} {info.index}: {info.name}")
             for line in canonical_words(info):
                 typer.echo(f"  {line}")
         return
-    for line in device_lines(found):
+    for line in device_lines(devices):
         typer.echo(line)
 
 
 @app.command(hidden=True)
 def recompute() -> None:
     """Compute steps of a run again, for an audit that asks on standard input."""
-    from worker.recomputing import serve as answer
+    from worker.recompute import serve as answer
 
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # what libraries print is no answer
@@ -296,27 +317,29 @@ def doctor(
     coordinator: Coordinator = "",
     backend: BackendName = "auto",
     gpus: Gpus = "",
+    address_file: AddressFile = None,
     name: Name = "",
     token_file: TokenFile = None,
     plaintext: Plaintext = False,
     as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
 ) -> None:
     """Check this machine, and the way to the coordinator, for what usually goes wrong."""
-    from protocol.command.doctor import tell
+    from protocol.cli.doctor import report
     from worker.doctor import WorkerPlan, examine
 
-    backend, wanted = parse_devices(backend, gpus)
-    address, named = _coordinator(coordinator)
+    backend, selection = parse_devices(backend, gpus)
+    address, named = _coordinator(coordinator, address_file)
     plan = WorkerPlan(
         coordinator=address,
+        address_file=address_file,
         coordinator_name=named,
         name=name or _host_name(),
         backend=backend,
-        devices=wanted,
+        devices=selection,
         token_file=token_file,
         plaintext=plaintext,
     )
-    raise typer.Exit(tell(examine(plan), typer.echo, as_json=as_json))
+    raise typer.Exit(report(examine(plan), typer.echo, as_json=as_json))
 
 
 @app.command()
@@ -327,22 +350,37 @@ def data(
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="How many samples.")] = 5,
 ) -> None:
-    """Show what a language model will read of a run's data, and how much of it."""
-    from protocol.spec.run_spec_file import load_run_spec
+    """Show what a model will read of a run's data, and how much of it."""
+    from protocol.spec.files.run_spec_file import load_run_spec
+    from worker.data.data_view import CLOSE, OPEN
     from worker.tasks.registry import view
 
+    colored = False
     for line in view(load_run_spec(run, overrides or ()), samples):
-        typer.echo(line)
+        # Tokens with loss may go on over several lines.
+        pieces = re.split(f"([{OPEN}{CLOSE}])", line)
+        for piece in pieces:
+            colored = piece == OPEN or (colored and piece != CLOSE)
+            typer.secho(piece, nl=False, fg="green" if colored or piece == CLOSE else None)
+        typer.echo()
 
 
-for command in (after_cli.classify, after_cli.generate, after_cli.merge, after_cli.export):
+for command in (results_cli.classify, results_cli.generate, results_cli.merge, results_cli.export):
     app.command()(command)
 
 
-def _coordinator(coordinator: str) -> tuple[tuple[str, int] | None, str]:
-    """Address or name in the flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
-    named = ":" not in coordinator and "." not in coordinator and coordinator != "localhost"
-    if coordinator and named:
+def _coordinator(coordinator: str, address_file: Path | None) -> tuple[tuple[str, int] | None, str]:
+    """Address or name in the flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT;
+    neither where an address file has it."""
+    if address_file is not None:
+        if coordinator:
+            raise UsageError(
+                "expected either --coordinator (SAMESTEP_COORDINATOR) or --address-file "
+                "(SAMESTEP_ADDRESS_FILE), got both: leave one out"
+            )
+        return None, ""
+    is_name = ":" not in coordinator and "." not in coordinator and coordinator != "localhost"
+    if coordinator and is_name:
         return None, check_name(coordinator, "--coordinator")
     if coordinator:
         return parse_address(coordinator, "--coordinator", DEFAULT_PORT), ""
@@ -359,14 +397,5 @@ def _host_name() -> str:
 
 
 def main() -> None:
-    """Entry point: every deliberate error is one line and its exit code."""
-    try:
-        app(prog_name="worker")
-    except SamestepError as error:
-        write_error("worker", error)
-        sys.exit(error.exit_code)
-    except RuntimeError as error:
-        if not is_out_of_threads(error):
-            raise
-        write_error("worker", RunFailed(OUT_OF_THREADS))
-        sys.exit(ExitCode.FAILED)
+    """Entry point."""
+    run_command(app, "worker")

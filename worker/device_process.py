@@ -1,6 +1,6 @@
-"""The process of one device of a host: the engine, and a pipe to the host.
+"""The process of one device of several: the engine, and a pipe to the worker.
 
-It joins nothing and fetches nothing. Its end is the host's word, or the host's own end.
+It joins nothing and fetches nothing. It ends when the worker says so, or ends itself.
 """
 
 from __future__ import annotations
@@ -14,61 +14,68 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from protocol.base.errors import ExitCode
-from protocol.command.output import keep_reporting, never_wait_for_readers
-from protocol.host.allocator import keep_freed_memory
-from protocol.host.shared_memory import Extent, SharedMemory
-from protocol.host.trace import Tracer
+from protocol.base.errors import DeviceError, DeviceOutOfMemory, ExitCode, SubnormalsFlushed
+from protocol.cli.output import keep_reporting, never_wait_for_readers
+from protocol.machine.allocator import keep_freed_memory
+from protocol.machine.shared_memory import Extent, SharedMemory
+from protocol.machine.trace import Tracer
 from worker.local_device import LocalDevice
 from worker.logic import events
-from worker.logic.host import as_reported
-from worker.shell.device_pipe import Pipe, pack_report, unpack_order
-from worker.shell.engine import Engine, Toolbox
+from worker.logic.device_group import without_infinite_sums
+from worker.shell.device_pipe import Pipe, order_codec, report_codec
+from worker.shell.engine import BackendFactory, Engine
 
 _END_TIMEOUT_S: Final = 5.0
 
 
 class DeviceProcess:
-    """Does what the host says.
+    """Does what the worker says.
 
     Args:
-        pipe: To the host.
-        host: The host's memory.
-        own: This device's, which the host reads.
+        name: The device's, as the worker calls it.
+        pipe: To the worker.
+        shared: The worker's memory.
+        own: This device's, which the worker reads.
     """
 
-    def __init__(self, pipe: Pipe, host: SharedMemory, own: SharedMemory) -> None:
-        self._pipe = pipe
-        self._host = host
+    def __init__(self, name: str, pipe: Pipe, shared: SharedMemory, own: SharedMemory) -> None:
+        self._name, self._pipe = name, pipe
+        self._orders, self._reports = order_codec(shared), report_codec(own)
         self._own = own
 
     def serve(self, engine: Engine) -> None:
-        """Until the host ends, or ends this."""
+        """Until the worker ends, or ends this."""
         for packed in self._pipe.received():
             if packed[0] == "free":
                 for place in packed[1]:
                     self._own.give_back(Extent(*place))
             else:
-                engine.do(unpack_order(packed, self._host), self._taken)
+                engine.do(self._orders.unpack(packed))
 
-    def emit(self, event: events.Event) -> None:
-        """Any thread of the engine calls it: the host is told once all of it is in memory.
+    def emit(self, event: events.GroupReport) -> None:
+        """Any thread of the engine calls it: the worker is told once all of it is in memory.
+
+        A device that has failed computes nothing more in this process: the process ends, and the
+        worker starts another.
 
         Raises:
             SharedMemoryFull: There is no room for it.
         """
-        self._pipe.send(pack_report(as_reported(event), self._own))
+        if isinstance(event, events.DeviceFailed) and _breaks_the_process(event.error):
+            self._pipe.send(["gone", str(event.error)])
+            os._exit(ExitCode.FAILED)
+        self._pipe.send(self._reports.pack(without_infinite_sums(event)))
+
+    def prepares(self, text: str) -> None:
+        """Tell the worker how far the preparation of a task is."""
+        self._pipe.send(["preparing", text])
 
     def say(self, text: str) -> None:
-        """To a person, who sees what the host tells."""
+        """To a person, through the worker."""
         self._pipe.send(["say", text])
 
-    def _taken(self) -> None:
-        """The engine needs no more of the host's memory that was given first."""
-        self._pipe.send(["taken"])
 
-
-def main(make: Callable[[str, int | str | None, Callable[[str], None]], Toolbox]) -> None:
+def main(make: Callable[[str, int | str | None, Callable[[str], None]], BackendFactory]) -> None:
     """Entry point of the process; see `worker.shell.device_processes` for its arguments.
 
     Args:
@@ -76,14 +83,15 @@ def main(make: Callable[[str, int | str | None, Callable[[str], None]], Toolbox]
     """
     keep_reporting("worker")
     never_wait_for_readers()
-    pipe_fd, host_fd, own_fd = map(int, sys.argv[1:4])
-    name, backend, wanted, trace = sys.argv[4:8]
-    # The host ends it: a terminal's and a supervisor's word are for the host.
+    pipe_fd, shared_fd, own_fd = map(int, sys.argv[1:4])
+    name, backend, device, trace = sys.argv[4:8]
+    # The worker ends it: signals of a terminal or a supervisor are for the worker.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     keep_freed_memory()
     process = DeviceProcess(
+        name,
         Pipe(socket.socket(fileno=pipe_fd)),
-        SharedMemory(host_fd, writable=False),
+        SharedMemory(shared_fd, writable=False),
         SharedMemory(own_fd),
     )
 
@@ -91,13 +99,19 @@ def main(make: Callable[[str, int | str | None, Callable[[str], None]], Toolbox]
         process.say(f"{name}: {text}")
 
     tracer = Tracer.to_file(Path(trace), name) if trace else None
-    toolbox = make(backend, int(wanted) if wanted.isdecimal() else wanted or None, say)
-    engine = Engine(toolbox, process.emit, tracer)
+    toolbox = make(backend, int(device) if device.isdecimal() else device or None, say)
+    engine = Engine(toolbox, process.emit, tracer, in_group=True, prepares=process.prepares)
     process.serve(engine)
     _end_within(_END_TIMEOUT_S, engine.close)
     if tracer is not None:
         tracer.close()
     os._exit(ExitCode.OK)
+
+
+def _breaks_the_process(error: Exception) -> bool:
+    """Whether a new process may use the device again."""
+    is_repeated = isinstance(error, DeviceOutOfMemory | SubnormalsFlushed)
+    return isinstance(error, DeviceError) and not is_repeated
 
 
 def _end_within(seconds: float, work: Callable[[], None]) -> None:

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from backends.base.interface import DeviceInfo
 from backends.base.quantise import GROUP, STORAGE, stored_bytes
-from protocol.base.byte_size import byte_size
-from protocol.host.memory import Memory, read_memory
-from protocol.spec.run_spec import BaseDtype
+from protocol.base.limits import byte_size
+from protocol.machine.memory import Memory, read_memory
+from protocol.spec.sections.model import BaseDtype
 
 TOLD: Final[tuple[BaseDtype, ...]] = tuple(STORAGE)
 BASE_SHARE: Final = 3 / 4
@@ -94,8 +94,8 @@ def device_document(
         memory_bytes = memory_of(info) if info.usable else info.memory_bytes
         fitting = base_parameters(memory_bytes) if info.usable and memory_bytes else {}
         own = {"own_memory": bool(info.memory_bytes), "base_parameters": fitting}
-        tried = {}
+        results = {}
         if canonical is not None:
-            tried = {"canonical": canonical(info) if info.usable else []}
-        rows.append(asdict(info) | {"memory_bytes": memory_bytes} | own | tried)
+            results = {"canonical": canonical(info) if info.usable else []}
+        rows.append(asdict(info) | {"memory_bytes": memory_bytes} | own | results)
     return {"devices": rows}

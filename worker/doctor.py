@@ -14,14 +14,15 @@ from typing import Final
 
 from backends.device_checks import KernelFiles, device_findings
 from protocol.base import limits
+from protocol.base.address import format_address
 from protocol.base.errors import SamestepError, Unreachable, UsageError
-from protocol.command import host_checks
-from protocol.command.doctor import Finding, failure, ok, warning
-from protocol.host.cache_directory import cache_directory
-from protocol.host.secret_file import state_home
-from worker.joining.credentials import WorkerCredentials, key_fault
-from worker.joining.this_machine import HERE, someone_listens
-from worker.joining.trial_join import trial_join
+from protocol.cli import doctor as machine_checks
+from protocol.cli.doctor import Finding, failure, ok, warning
+from protocol.machine.cache_directory import cache_directory
+from protocol.machine.secret_file import state_home
+from worker.join.address import HERE, find_in_file, has_listener
+from worker.join.credentials import WorkerCredentials, key_fault
+from worker.join.trial_join import trial_join
 
 _LEAST_FREE_BYTES: Final = 5 * 1024 * limits.MIB
 _LEAST_MEMORY_BYTES: Final = 2 * 1024 * limits.MIB
@@ -41,6 +42,7 @@ class WorkerPlan:
         devices: By number or by part of their names.
         token_file: As given to --token-file.
         plaintext: Without TLS.
+        address_file: As given to --address-file; None to look for the coordinator otherwise.
     """
 
     coordinator: tuple[str, int] | None
@@ -50,18 +52,20 @@ class WorkerPlan:
     devices: tuple[int | str, ...]
     token_file: Path | None
     plaintext: bool
+    address_file: Path | None = None
 
 
 def examine(plan: WorkerPlan) -> Iterator[Finding]:
     """All checks; those that may take seconds come last."""
     scripted = plan.backend.startswith("scripted")
-    yield host_checks.release()
-    yield from host_checks.packages(() if scripted else ("worker",), ("hf", "vulkan"))
+    yield machine_checks.release()
+    yield from machine_checks.packages(() if scripted else ("worker",), ("hf", "vulkan"))
+    yield machine_checks.kernels()
     yield from _directories()
-    yield host_checks.open_files(limits.WORKER_FILES, _FILES_ENOUGH)
-    yield host_checks.memory(_LEAST_MEMORY_BYTES)
-    yield host_checks.killed()
-    yield host_checks.clock()
+    yield machine_checks.open_files(limits.WORKER_FILES, _FILES_ENOUGH)
+    yield machine_checks.memory(_LEAST_MEMORY_BYTES)
+    yield machine_checks.killed()
+    yield machine_checks.clock()
     if not scripted:
         yield from device_findings(plan.backend, plan.devices, KernelFiles())
     yield from _keys()
@@ -71,7 +75,9 @@ def examine(plan: WorkerPlan) -> Iterator[Finding]:
         yield failure("token", str(error))
         return
     address = plan.coordinator
-    if address is None:
+    if plan.address_file is not None:
+        address = yield from _found_in_file(plan.address_file)
+    elif address is None:
         address = yield from _found(plan, credentials)
     if address is not None:
         yield from trial_join(*address, plan.name, credentials)
@@ -83,8 +89,8 @@ def _directories() -> Iterator[Finding]:
     except SamestepError as error:
         yield failure("cache", str(error))
     else:
-        yield from host_checks.directory("cache", cache, _LEAST_FREE_BYTES, "SAMESTEP_CACHE=DIR")
-    yield from host_checks.directory(
+        yield from machine_checks.directory("cache", cache, _LEAST_FREE_BYTES, "SAMESTEP_CACHE=DIR")
+    yield from machine_checks.directory(
         "state directory", state_home(), limits.MIB, "SAMESTEP_HOME=DIR keeps keys elsewhere"
     )
 
@@ -109,21 +115,32 @@ def _keys() -> Iterator[Finding]:
     yield ok("keys", f"of {len(files)} coordinators and names" if files else "none yet")
 
 
+def _found_in_file(path: Path) -> Generator[Finding, None, tuple[str, int] | None]:
+    """Read the coordinator's address file once."""
+    try:
+        address = asyncio.run(find_in_file(path, 0.0, lambda _: None))
+    except Unreachable as error:
+        yield failure("coordinator", str(error))
+        return None
+    yield ok("coordinator", f"{format_address(*address)}, by {str(path)!r}")
+    return address
+
+
 def _found(
     plan: WorkerPlan, credentials: WorkerCredentials
 ) -> Generator[Finding, None, tuple[str, int] | None]:
     """Look for the coordinator as a worker does that was given no address; gives where it is."""
-    if not plan.coordinator_name and someone_listens(*HERE):
+    if not plan.coordinator_name and has_listener(*HERE):
         yield ok("coordinator", "no address was given; one may be on this machine")
         return HERE
-    from worker.joining.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
+    from worker.join.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
 
-    def is_ours(certificate: str) -> bool:
+    def has_credentials(certificate: str) -> bool:
         return credentials.is_for(bytes.fromhex(certificate), plan.name)
 
-    told: list[str] = []
+    lines: list[str] = []
     try:
-        address = asyncio.run(find(plan.coordinator_name, is_ours, 0.0, told.append))
+        address = asyncio.run(find(plan.coordinator_name, has_credentials, 0.0, lines.append))
     except Unreachable as error:
         # Not yet a fault: this machine may be looked at before there is a coordinator.
         make = failure if plan.coordinator_name else warning
@@ -132,5 +149,5 @@ def _found(
     except UsageError as error:
         yield failure("coordinator", str(error))
         return None
-    yield ok("coordinator", told[-1])
+    yield ok("coordinator", lines[-1])
     return address

@@ -6,34 +6,35 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from protocol.base import limits
-from protocol.base.duty import Duty
 from protocol.base.errors import ExitCode
-from protocol.command.command_line import end_on_signals, need_open_files
-from protocol.command.output import never_wait_for_readers
-from protocol.command.supervisor import Supervisor
-from protocol.command.system_journal import SystemJournal
-from protocol.command.torchrun import started_by_torchrun
-from protocol.host.allocator import keep_freed_memory
-from protocol.host.event_loop import new_event_loop
-from protocol.host.loop_watch import LoopWatch
-from protocol.host.presence import Presence
-from protocol.host.secret_file import state_home
-from protocol.host.trace import Tracer
-from worker.joining.credentials import WorkerCredentials
-from worker.joining.this_machine import HERE, someone_listens
+from protocol.base.fields import Duty
+from protocol.cli.command_line import end_on_signals, need_open_files, started_by_torchrun
+from protocol.cli.output import never_wait_for_readers
+from protocol.cli.systemd import Supervisor, SystemJournal
+from protocol.exact.kernels.library import why_not_native
+from protocol.machine.allocator import keep_freed_memory
+from protocol.machine.event_loop import LoopWatch, new_event_loop
+from protocol.machine.presence import Presence
+from protocol.machine.secret_file import state_home
+from protocol.machine.trace import Tracer
+from worker.join.address import HERE, find_in_file, has_listener
+from worker.join.credentials import WorkerCredentials
 from worker.local_device import LocalDevice
 from worker.shell.client import Client, FindAgain, Target
 from worker.shell.device_processes import DeviceProcesses
-from worker.shell.host_engine import Several
+from worker.shell.group_engine import DeviceSet
 
 if TYPE_CHECKING:
-    from worker.ranks.leader import LeadingToolbox
+    from worker.torchrun.leader import GroupBackendFactory
+
+_END_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class WorkerOptions:
     Attributes:
         address: Of the coordinator; None to look for it.
         coordinator: Its name, if it is one by name that is looked for.
+        address_file: Where the coordinator publishes its address; None to look for it otherwise.
         name: This worker's.
         devices: Those that were asked for, by number or part of their names; none: the first.
         processes: How many share them, if that is more.
@@ -62,6 +64,7 @@ class WorkerOptions:
     credentials: WorkerCredentials
     duty: Duty = "train"
     shard: bool = False
+    address_file: Path | None = None
 
 
 def main(options: WorkerOptions) -> ExitCode:
@@ -81,14 +84,14 @@ def main(options: WorkerOptions) -> ExitCode:
 
 def _main_of_a_rank(options: WorkerOptions) -> ExitCode:
     """Rank 0 serves, with all ranks behind it; the others do what it tells."""
-    from worker.ranks.follower import Follower  # noqa: PLC0415 -- imports torch: seconds
-    from worker.ranks.group import RankGroup  # noqa: PLC0415
-    from worker.ranks.leader import LeadingToolbox  # noqa: PLC0415
+    from worker.torchrun.follower import Follower  # noqa: PLC0415 -- imports torch: seconds
+    from worker.torchrun.group import RankGroup  # noqa: PLC0415
+    from worker.torchrun.leader import GroupBackendFactory  # noqa: PLC0415
 
-    group = RankGroup(cards=options.backend in ("auto", "cuda"))
-    asked = options.devices[0] if options.devices else None
-    wanted = group.local_rank if group.cards else asked
-    own = LocalDevice(options.backend, wanted, lambda _: None, shard=options.shard)
+    group = RankGroup(cards=options.backend != "cpu")
+    chosen = options.devices[0] if options.devices else None
+    device = group.local_rank if group.cards else chosen
+    own = LocalDevice(options.backend, device, lambda _: None, shard=True)
     try:
         if group.rank:
             # torchrun tells all ranks to end: rank 0 drains, and these end with it.
@@ -96,7 +99,7 @@ def _main_of_a_rank(options: WorkerOptions) -> ExitCode:
                 signal.signal(number, signal.SIG_IGN)
             Follower(group, own).follow()
             return ExitCode.OK
-        leading = LeadingToolbox(group, own, sharded=options.shard)
+        leading = GroupBackendFactory(group, own)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             code = runner.run(_serve(options, leading))
         leading.end()
@@ -105,7 +108,7 @@ def _main_of_a_rank(options: WorkerOptions) -> ExitCode:
         group.close()
 
 
-async def _serve(options: WorkerOptions, group: LeadingToolbox | None = None) -> ExitCode:
+async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = None) -> ExitCode:
     journal = SystemJournal.behind("worker")
 
     def tell(text: str) -> None:
@@ -124,19 +127,24 @@ async def _serve(options: WorkerOptions, group: LeadingToolbox | None = None) ->
 
     client: Client | None = None
     supervisor = Supervisor()
-    supervisor.ready(lambda: client.status() if client else "looking for the coordinator")
+    supervisor.ready(
+        lambda: client.status() if client else "looking for the coordinator",
+        is_alive=lambda: client is None or not client.is_device_hanging,
+    )
     address = options.address or await _find(options, tell)
     target = Target(*address, options.name, options.backend, options.retry_for_s, options.duty)
     tracer = Tracer.to_file(options.trace, options.name) if options.trace else None
     toolbox = group or _devices(options, tell, warn)
+    if reason := why_not_native():
+        tell(reason)
     again = find_again(options)
     client = Client(target, toolbox, options.credentials, tell, tracer, find_again=again)
     _end_on_signals(client, supervisor)
     watch = LoopWatch(lambda held_ms: tell(f"nobody was heard for {held_ms:.0f} ms: network held"))
     watching = asyncio.create_task(watch.run())
     presence = Presence(state_home(), options.name)
-    if told := presence.begin():
-        warn(told)
+    if warning := presence.begin():
+        warn(warning)
     try:
         return await client.serve()
     finally:
@@ -145,6 +153,15 @@ async def _serve(options: WorkerOptions, group: LeadingToolbox | None = None) ->
         supervisor.close()
         if tracer is not None:
             tracer.close()
+        if client.is_device_hanging:
+            _end_whatever_hangs()
+
+
+def _end_whatever_hangs() -> None:
+    """End the process soon, even if the driver's own code at the end of a process hangs, too."""
+    ending = threading.Timer(_END_TIMEOUT_S, os._exit, (ExitCode.FAILED,))
+    ending.daemon = True
+    ending.start()
 
 
 def find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[str, int]:
@@ -154,14 +171,18 @@ def find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[str, int]
 
 async def _find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[str, int]:
     """Where the coordinator is; the network is asked only if none is on this machine."""
-    if not options.coordinator and someone_listens(*HERE):
+    if options.address_file is not None:
+        return await find_in_file(options.address_file, options.retry_for_s, tell)
+    if not options.coordinator and has_listener(*HERE):
         return HERE
     return await _ask_network(options, options.retry_for_s, tell)
 
 
 def find_again(options: WorkerOptions) -> FindAgain | None:
-    """Looks for a coordinator that was found on the network; None for one whose address the user
-    gave."""
+    """Looks again for a coordinator that was found in a file or on the network; None for one whose
+    address the user gave."""
+    if (path := options.address_file) is not None:
+        return lambda: find_in_file(path, 0.0, lambda _: None)
     if options.address is not None:
         return None
     return lambda: _ask_network(options, 0.0, lambda _: None)
@@ -170,12 +191,12 @@ def find_again(options: WorkerOptions) -> FindAgain | None:
 async def _ask_network(
     options: WorkerOptions, retry_for_s: float, tell: Callable[[str], None]
 ) -> tuple[str, int]:
-    from worker.joining.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
+    from worker.join.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
 
-    def is_ours(certificate: str) -> bool:
+    def has_credentials(certificate: str) -> bool:
         return options.credentials.is_for(bytes.fromhex(certificate), options.name)
 
-    return await find(options.coordinator, is_ours, retry_for_s, tell)
+    return await find(options.coordinator, has_credentials, retry_for_s, tell)
 
 
 def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
@@ -193,14 +214,14 @@ def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
 
 def _devices(
     options: WorkerOptions, tell: Callable[[str], None], warn: Callable[[str], None]
-) -> LocalDevice | Several:
+) -> LocalDevice | DeviceSet:
     """One device in this process, or each of several in a process of its own."""
-    wanted: list[int | str | None] = [*options.devices] or [None]
+    selection: list[int | str | None] = [*options.devices] or [None]
     kind = "cpu" if options.backend == "cpu" else "gpu"
     names = [f"{kind}{device}".replace(" ", "-") for device in options.devices]
     if options.processes > len(names):
         names = [f"{options.name}-{number}" for number in range(options.processes)]
     if len(names) < 2:
-        return LocalDevice(options.backend, wanted[0], tell)
-    dealt = {name: wanted[number % len(wanted)] for number, name in enumerate(names)}
-    return Several(names, DeviceProcesses(dealt, options.backend, tell, options.trace), warn)
+        return LocalDevice(options.backend, selection[0], tell)
+    dealt = {name: selection[number % len(selection)] for number, name in enumerate(names)}
+    return DeviceSet(names, DeviceProcesses(dealt, options.backend, tell, options.trace), warn)

@@ -1,4 +1,4 @@
-"""What a device must offer, and what all devices share: sums along the tree, narrow weights.
+"""The interface of backends, and what they share: sums along the tree, narrow weights, checks.
 
-Imports nothing else of `backends`. Start with `interface`.
+Imports no other room of `backends`. Start with `interface`.
 """

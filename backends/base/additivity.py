@@ -1,8 +1,9 @@
-"""Whether a loss is a sum over samples: of a batch, what its parts give must add up to the whole.
+"""Check that a loss is a sum over samples: the losses of a batch's parts add up to the batch's.
 
-Only then does a result not depend on how a step is cut into microbatches. The loss is compared and,
-where asked, each trained tensor's gradient. Draws are steady (`backends.base.steady_draws`).
-Rounding is measured: by how far the whole moves when its operators round otherwise.
+Otherwise results would depend on how a step is divided into microbatches. The check compares the
+loss and, on request, the gradient of each trained tensor. Random draws are replaced by steady ones
+(`backends.base.steady_draws`). The tolerance for rounding is measured: by how far the batch's loss
+moves when its operators round differently.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from backends.base.steady_draws import LEVELS, SteadyDraws, TooManyDrawsError
+from backends.base.trainable_checks import WHOLE_MICROBATCH
 from protocol.base.errors import SamestepError
 
 T = TypeVar("T")
@@ -29,25 +31,25 @@ Gradients = dict[str, torch.Tensor]
 _SPREADS: Final = (11, 12, 13)
 """Seeds of the computations that measure rounding."""
 _TIMES_SPREAD: Final = 64
-"""More than so many times that spread is no rounding."""
+"""Tolerance as a multiple of the measured spread."""
 _SPACINGS: Final = 4
-"""Nor is more than so many spacings of the narrowest type that was computed in."""
+"""Smallest tolerance, in spacings of the narrowest type that was computed in."""
 _NEEDS_GRADIENTS: Final = "does not require grad"
-"""What torch says to a loss that differentiates where no gradients are kept."""
+"""Part of torch's error for a loss that differentiates under no_grad."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a batch gives.
+    """The loss and gradients of a batch.
 
     Attributes:
-        loss: Its value; `requires_grad` says whether it depends on what is trained.
-        gradients: By tensor's name; those that the loss does not reach are left out.
-        sizes: Of each gradient the largest element's.
-        requires_grad: Whether a gradient comes from it.
-        drew: Something was drawn.
-        undecided: And in a way that cannot be made steady.
-        epsilon: Spacing at 1 of the narrowest floating type seen.
+        loss: The loss.
+        gradients: Gradients by tensor name, of those that the loss reaches.
+        sizes: The largest magnitude in each gradient.
+        requires_grad: Whether the loss depends on a trained tensor.
+        drew: Whether anything was drawn at random.
+        undecided: Whether some draws cannot be made steady.
+        epsilon: Machine epsilon of the narrowest floating type seen.
     """
 
     loss: float
@@ -60,29 +62,29 @@ class Computed:
 
     @property
     def counts(self) -> bool:
-        """Whether the batch moves anything."""
+        """Whether any gradient is not zero."""
         return any(self.sizes.values())
 
     @property
     def is_finite(self) -> bool:
-        """Loss and gradients are."""
+        """Whether loss and gradients are finite."""
         return math.isfinite(self.loss) and all(map(math.isfinite, self.sizes.values()))
 
 
 class Parts:
-    """What some parts of a batch give in all; of their gradients only the sum is kept."""
+    """The losses of a batch's parts, and the sum of their gradients."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.gradients: Gradients = {}
         self.sizes: dict[str, float] = {}
-        """The largest elements of each tensor's gradients, added up."""
+        """The sum of the largest magnitudes of each tensor's gradients."""
         self.drew = self.undecided = False
         self.is_finite = True
         self.epsilon = 0.0
 
     def add(self, part: Computed) -> None:
-        """One more; the same one may be added again."""
+        """Add a part; the same part may be added several times."""
         self.losses.append(part.loss)
         self.drew |= part.drew
         self.undecided |= part.undecided
@@ -95,7 +97,7 @@ class Parts:
 
     @staticmethod
     def of(*parts: Computed) -> Parts:
-        """All of these."""
+        """Return the sum of these parts."""
         made = Parts()
         for each in parts:
             made.add(each)
@@ -104,14 +106,14 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A whole that its parts do not add up to.
+    """A batch whose parts do not add up to it.
 
     Attributes:
         whole: The batch's loss.
-        parts: Each part's.
-        tensor: The one whose gradient does not add up, where the loss does.
-        off: The largest difference, of the loss or else of that gradient.
-        near: What would have been rounding.
+        parts: The loss of each part.
+        tensor: The tensor whose gradient does not add up; None if the loss does not.
+        off: The largest difference in the loss or in that gradient.
+        near: The tolerance.
     """
 
     whole: float
@@ -122,24 +124,24 @@ class Apart:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the whole looks like a mean of its parts."""
+        """Whether the batch's loss looks like a mean of its parts' losses."""
         lo, hi = min(self.parts) - self.near, max(self.parts) + self.near
         return self.tensor is None and lo <= self.whole <= hi
 
 
 class LossTrial:
-    """Computes a loss with steady draws, from the same state of all generators each time.
+    """Computes a loss with steady draws, always from the same state of all generators.
 
     Args:
-        module: As it is to be called, in the mode in which it is to be tried.
-        loss: Of it and a batch.
-        trained: What gradients are compared of; empty for the loss alone.
-        level: What is drawn; see `SteadyDraws`.
-        accumulates: Gradients are taken where backward accumulates them, as a device does, so that
-            every hook acts; the module's own gradients are put back.
+        module: The module, in training or evaluation mode.
+        loss: The loss of the module and a batch.
+        trained: Tensors whose gradients to compare; empty to compare only the loss.
+        level: Quantile of the draws; see `SteadyDraws`.
+        accumulates: Compute gradients with backward, as a device does, so that all hooks run; the
+            module's own gradients are restored.
 
     Attributes:
-        given: The arrays of the batch that was computed last.
+        given: The arrays of the last batch.
     """
 
     def __init__(
@@ -159,10 +161,10 @@ class LossTrial:
         self.given: Arrays = {}
 
     def of(self, arrays: Arrays, jitter: int | None = None) -> Computed:
-        """What a batch gives.
+        """Compute the loss and gradients of a batch.
 
         Raises:
-            TooManyDrawsError: It draws on and on.
+            TooManyDrawsError: It draws too often.
             Exception: Whatever the loss or its backward raises.
         """
         mode = SteadyDraws(self._level, jitter)
@@ -198,7 +200,7 @@ class LossTrial:
         }
 
     def apart(self, whole: Arrays, parts: Parts) -> Apart | None:
-        """How a batch differs from the sum of its parts; None if it does not, or cannot be said."""
+        """Compare a batch with the sum of its parts; None if they agree or cannot be compared."""
         together = self.of(whole)
         if any((together.undecided, parts.undecided, not together.is_finite, not parts.is_finite)):
             return None
@@ -214,7 +216,7 @@ class LossTrial:
         return Apart(together.loss, tuple(parts.losses), name, over[name], near[name])
 
     def _spread(self, batch: Arrays, as_it_is: Computed) -> dict[str | None, float]:
-        """How far loss (None) and gradients move when operators round otherwise."""
+        """Return how far the loss (key None) and gradients move with different rounding."""
         most: dict[str | None, float] = {}
         for seed in _SPREADS:
             for name, off in _differences(self.of(batch, seed), Parts.of(as_it_is)).items():
@@ -242,7 +244,7 @@ def _largest(values: torch.Tensor) -> float:
 
 
 def _differences(together: Computed, parts: Parts) -> dict[str | None, float]:
-    """The largest one of the loss (None) and of each gradient."""
+    """Return the largest difference in the loss (key None) and in each gradient."""
     found: dict[str | None, float] = {
         None: abs(math.fsum([together.loss, *(-each for each in parts.losses)]))
     }
@@ -258,21 +260,21 @@ def _differences(together: Computed, parts: Parts) -> dict[str | None, float]:
 
 
 def _rounding(together: Computed, parts: Parts) -> dict[str | None, float]:
-    """What sums of these sizes are rounded by at least."""
+    """Return the smallest tolerance for sums of these sizes."""
     spacing = _SPACINGS * max(together.epsilon, parts.epsilon)
     sizes = dict(parts.sizes)
     for name, size in together.sizes.items():
         sizes[name] = sizes.get(name, 0.0) + size
-    # A gradient that is nothing but rounding is so at the size of what cancels, not at its own.
+    # A gradient that is pure rounding has the size of what cancels, which exceeds its own.
     largest = max(sizes.values(), default=0.0)
     losses = abs(together.loss) + sum(map(abs, parts.losses))
     return {None: spacing * losses, **{n: spacing * (s + largest) for n, s in sizes.items()}}
 
 
 def measured(measure: Callable[[], T]) -> T:
-    """Call this without keeping gradients; with them, if the loss differentiates something itself.
+    """Call `measure` under no_grad, or with gradients if the loss itself differentiates.
 
-    A gradient penalty, a force or a differential equation's residual is a derivative by the inputs.
+    A gradient penalty, a force or a PDE residual is a derivative with respect to inputs.
     """
     try:
         with torch.no_grad():
@@ -290,13 +292,13 @@ def refuse_unlike_halves(
     """Refuse a loss that does not add up over samples.
 
     Args:
-        trial: Computes it.
+        trial: Computes the loss.
         whole: A batch.
-        halves: Both of them.
-        samples: How many the batch has.
+        halves: The batch's two halves.
+        samples: Number of samples in the batch.
 
     Raises:
-        SamestepError: They differ by more than rounding.
+        SamestepError: The losses differ by more than rounding.
     """
     try:
         apart = trial.apart(whole, Parts.of(*map(trial.of, halves)))
@@ -306,14 +308,24 @@ def refuse_unlike_halves(
         raise SamestepError(
             f"expected a loss summed over samples, but {samples} samples give {apart.whole:g} and "
             f"their halves {sum(apart.parts):g}; a mean, a contrastive or a balancing loss cannot "
-            "be split"
+            f"be split: {WHOLE_MICROBATCH}"
         )
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """The global generators, seeded; afterwards as they were."""
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed the global generators, and restore them when the block ends.
+
+    Args:
+        seed: The seed.
+        device: An accelerator whose generator is seeded as well.
+    """
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    on_device: Any = None
+    if device is not None and device.type != "cpu":
+        on_device = torch.get_device_module(device)
+        state = on_device.get_rng_state(device)
+        on_device.manual_seed(seed)
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  (the global generator is what collators draw from)
     random.seed(seed)
@@ -323,3 +335,5 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])  # noqa: NPY002
         random.setstate(before[2])
+        if on_device is not None:
+            on_device.set_rng_state(state, device)

@@ -1,9 +1,9 @@
-"""Numbers that have the same bits on every machine, drawn by hashing integers.
+"""Random numbers with the same bits on every machine, from hashed integers.
 
-Neither numpy nor torch promises its random streams across versions, and torch's draws depend on
-the instruction set. Here a draw is SplitMix64 (Steele, Lea and Flood 2014,
-doi:10.1145/2660193.2660195) of a key and a counter: integer arithmetic, then one exact conversion
-to float32.
+Neither numpy nor torch guarantees its random streams across versions, and torch's draws depend on
+the instruction set. These are SplitMix64 (Steele, Lea and Flood 2014,
+doi:10.1145/2660193.2660195) of a key and a counter: integer arithmetic and one exact conversion to
+float32.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _MASK: Final = 2**64 - 1
 
 
 def key_of(*parts: int | str) -> int:
-    """A 64-bit key from whole numbers and names; any change gives an unrelated key."""
+    """Derive a 64-bit key from integers and names."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(blake3(text.encode()).digest(8), "little")
 
 
 def hashes(key: int, count: int) -> NDArray[np.uint64]:
-    """`count` 64-bit hashes: SplitMix64's stream that starts at `key`."""
+    """Return `count` 64-bit hashes: SplitMix64's stream that starts at `key`."""
     z = np.arange(1, count + 1, dtype=np.uint64)
     z *= np.uint64(_GOLDEN)
     z += np.uint64(key & _MASK)
@@ -39,18 +39,18 @@ def hashes(key: int, count: int) -> NDArray[np.uint64]:
 
 
 def uniforms(key: int, count: int) -> NDArray[np.float32]:
-    """Multiples of 2^-24 in [0, 1), float32 and exact."""
+    """Draw uniform multiples of 2^-24 in [0, 1), exact in float32."""
     return (hashes(key, count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def symmetric(key: int, count: int, bound: float) -> NDArray[np.float32]:
-    """Uniform in [-bound, bound), float32: each value is rounded once."""
+    """Draw uniform float32 values in [-bound, bound), each rounded once."""
     return (uniforms(key, count) * np.float32(2) - np.float32(1)) * np.float32(bound)
 
 
 def with_deviation(key: int, count: int, deviation: float) -> NDArray[np.float32]:
-    """Uniform about zero with that standard deviation.
+    """Draw uniform values around zero with a standard deviation.
 
-    Stands in for a normal draw, whose logarithm and cosine differ between math libraries.
+    A substitute for normal draws, whose logarithm and cosine differ between math libraries.
     """
     return symmetric(key, count, math.sqrt(3.0) * deviation)

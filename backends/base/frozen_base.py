@@ -1,9 +1,8 @@
-"""Which weights of a module are its frozen base, and what they are in fewer bits.
+"""The frozen base of a module, and its weights in fewer bits.
 
-The run spec's `model.base_dtype` stores the frozen base narrower. These are the weights of frozen
-`nn.Linear` layers, which only matrix products read; embeddings, norms and biases stay float32, and
-so does a head that shares its weight with an embedding. What a weight then *is* is the same on
-every backend: the eager one rounds its float32 copy to it, a Vulkan device keeps the few bits.
+`model.base_dtype` stores the frozen base in fewer bits: the weights of frozen `nn.Linear` layers,
+which only matrix products read. Embeddings, norms and biases stay float32, and so does a head that
+shares its weight with an embedding. The values are the same on every backend.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 import torch
 
 from backends.base.quantise import STORAGE, dequantise, group_of, quantise
-from protocol.spec.run_spec import BaseDtype
+from protocol.spec.sections.model import BaseDtype
 
 
 def frozen_base(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Weights that may be stored narrower, by the name they have in `named_parameters`."""
+    """Return the weights that may be stored in fewer bits, named as in `named_parameters`."""
     elsewhere = {
         id(parameter)
         for layer in module.modules()
@@ -33,14 +32,14 @@ def frozen_base(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def widen(module: torch.nn.Module) -> None:
-    """Give every weight that is still as its file has it, in half the bytes, its float32 value."""
+    """Convert weights that are still in their file's 16-bit type to float32."""
     for parameter in module.parameters():
         if parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
 
 
 def round_frozen_base(module: torch.nn.Module, base_dtype: BaseDtype) -> None:
-    """Give every weight of the frozen base the float32 value of its narrow form."""
+    """Round every weight of the frozen base to the values that its storage type can represent."""
     storage = STORAGE[base_dtype]
     if storage == "f32":
         return

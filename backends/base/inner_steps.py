@@ -1,7 +1,7 @@
-"""The inner steps of a stretch: forward, backward and update, with nothing exchanged between them.
+"""The inner steps of an inner phase: forward, backward and update without any exchange.
 
-`HostInnerSteps` works on every device: it computes gradients as for any run, and the host applies
-the exact update. A device that can update its own copy offers `Program.inner_steps` instead.
+`HostInnerSteps` works for every device: the device computes gradients as in any run, and the host
+applies the exact update. A device that can update its own copy offers `inner_steps` instead.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from backends.base.interface import Array, BlockGradient, Leaf, Loss, Program
 from protocol.exact.replica import KINDS, Replica
 from protocol.exact.update import average, global_norm, moment_count, square_sum, step_scalars
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True)
 class InnerState:
-    """What a replica has after some inner steps.
+    """A replica's state between two inner steps.
 
     Attributes:
         parameters: One flat array per block.
-        moments: The same, for each moment of the optimizer.
-        missed: By block, the updates that each tensor has missed (`Replica.missed`); empty: none.
+        moments: The same for each moment of the optimizer.
+        missed: By block, the updates that each tensor has missed (`Replica.missed`); empty if none.
     """
 
     parameters: list[Array]
@@ -35,13 +35,13 @@ class InnerState:
 
 
 @dataclass(frozen=True, slots=True)
-class InnerPlace:
-    """Which inner step it is.
+class SchedulePosition:
+    """The position of an inner step in the schedule.
 
     Attributes:
-        update: Counts the updates since the moments were zeros, with this one, from 1.
-        step: Where the schedule is, from 0.
-        steps: How long the schedule is.
+        update: Number of updates since the moments were zero, including this one, from 1.
+        step: Position in the schedule, from 0.
+        steps: Length of the schedule.
     """
 
     update: int
@@ -50,23 +50,25 @@ class InnerPlace:
 
 
 class InnerSteps(Protocol):
-    """Steps of one replica on one device."""
+    """The inner steps of one replica on one device."""
 
     def begin(self, state: InnerState) -> None:
-        """Go on from this state; it is copied."""
+        """Continue from a copy of this state."""
 
-    def step(self, leaves: Sequence[Leaf], place: InnerPlace) -> Generator[None, None, Loss]:
-        """Take one step on these microbatches; between two pieces it may be closed.
+    def step(
+        self, leaves: Sequence[Leaf], position: SchedulePosition
+    ) -> Generator[None, None, Loss]:
+        """Take one step on these microbatches; the generator may be closed at any yield.
 
         Returns:
             The loss, summed over the batch.
         """
 
     def state(self) -> InnerState:
-        """A copy of what there is now."""
+        """Return a copy of the current state."""
 
     def parameters(self) -> list[Array]:
-        """A copy of the parameters alone."""
+        """Return a copy of the parameters."""
 
 
 @runtime_checkable
@@ -74,16 +76,16 @@ class OffersInnerSteps(Protocol):
     """A program whose device updates its own copy of the parameters."""
 
     def inner_steps(self, optimizer: OptimizerSpec) -> InnerSteps:
-        """They; one at a time is in use, and `load` ends it."""
+        """Return the device's inner steps; only one is in use at a time, and `load` ends it."""
 
 
 class HostInnerSteps:
-    """See the module's text.
+    """Inner steps with the update on the host; see the module's docstring.
 
     Args:
-        program: Computes gradients.
-        blocks: Those of the manifest.
-        optimizer: Of the inner steps.
+        program: Computes the gradients.
+        blocks: The manifest's blocks.
+        optimizer: The inner optimizer.
     """
 
     def __init__(
@@ -104,7 +106,9 @@ class HostInnerSteps:
             np.copyto(mine, given)
         self._program.load(self._replica.parameters)
 
-    def step(self, leaves: Sequence[Leaf], place: InnerPlace) -> Generator[None, None, Loss]:
+    def step(
+        self, leaves: Sequence[Leaf], position: SchedulePosition
+    ) -> Generator[None, None, Loss]:
         """See `InnerSteps`."""
         stream = self._program.gradients(leaves)
         gradients: list[Array] = [np.empty(0, np.float32)] * len(self._blocks)
@@ -122,9 +126,11 @@ class HostInnerSteps:
         for values in gradients:
             average(values, loss.weight, out=values)
         norm = global_norm(square_sum(values) for values in gradients)
-        if np.isfinite(norm):  # else the loss tells, or the parameters at the end do
-            scalars = step_scalars(self._optimizer, place.update, place.step, place.steps, norm)
-            self._replica.optimizer_step = place.update - 1
+        if np.isfinite(norm):  # otherwise the NaN loss reports it
+            scalars = step_scalars(
+                self._optimizer, position.update, position.step, position.steps, norm
+            )
+            self._replica.optimizer_step = position.update - 1
             self._replica.apply(gradients, scalars)
             self._program.load(self._replica.parameters)
             return loss
@@ -141,7 +147,7 @@ class HostInnerSteps:
         return [values.copy() for values in self._replica.parameters]
 
     def _arrays(self) -> list[list[Array]]:
-        """Parameters, then each moment: the replica's own, by block."""
+        """Return the replica's own parameters, then each moment, by block."""
         kinds = KINDS[: 1 + moment_count(self._optimizer)]
         return [self._replica.arrays(kind) for kind in kinds]
 
@@ -149,7 +155,7 @@ class HostInnerSteps:
 def inner_steps(
     program: Program, blocks: tuple[Block, ...], optimizer: OptimizerSpec
 ) -> InnerSteps:
-    """On the device if it can, else with the host's update."""
+    """Return the device's inner steps if it offers them, else those of the host."""
     if isinstance(program, OffersInnerSteps):
         return program.inner_steps(optimizer)
     return HostInnerSteps(program, blocks, optimizer)

@@ -1,9 +1,9 @@
-"""What a device must offer, and what it is given.
+"""The interface between tasks and devices.
 
 A task describes itself as a `Trainable`; a `Backend` compiles it for an example batch into a
-`Program`. For each node of the reduction tree the program gives the gradient *sums* (over samples
-or tokens, never means) of one block after the other in reverse order, while the backward of earlier
-blocks still runs, and then the loss.
+`Program`. For each subtree of the reduction tree the program yields gradient *sums* (over samples
+or tokens, never means), block by block in reverse order while the backward of earlier blocks still
+runs, and then the loss.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.base.errors import DataError
-from protocol.spec.arithmetic_spec import ArithmeticSpec
-from protocol.spec.manifest import Block
-from protocol.spec.run_spec import BaseDtype, ComputePrecision
+from protocol.spec.manifest import Block, EmbeddingLayout
+from protocol.spec.sections.model import ArithmeticSpec, BaseDtype, ComputePrecision
+from protocol.spec.sections.tasks import Unit
 
 if TYPE_CHECKING:
     import torch
 
 NATIVE: Final = ArithmeticSpec()
+EMBEDDING_GRADIENT: Final = "gradient of embeddings "
+PARAMETER_GRADIENT: Final = "gradient of parameter "
+"""Names of the arrays that carry the gradient of a coupled loss begin so."""
 
 Array = NDArray[np.float32]
 Sums = Mapping[str, float]
@@ -34,9 +37,9 @@ class Batch:
     """One microbatch on the host, of the same shapes for every full microbatch of a run.
 
     Attributes:
-        arrays: What the model and the loss read, by name.
-        weight: What the gradient sum is divided by in the end: samples or tokens, or the sum of
-            their weights. Zero is legal.
+        arrays: Inputs of the model and the loss, by name.
+        weight: The batch's part of what the gradient sum is divided by: the number of samples or
+            tokens, or the sum of their weights. Zero is valid.
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -44,11 +47,11 @@ class Batch:
 
 
 class LossRaised(DataError):
-    """The model or its loss raised, or cannot compute with the batch: no fault of the device.
+    """The model or its loss failed on a batch; the device is not at fault.
 
     Attributes:
-        batch: What it was computing.
-        row: Of the batch's arrays, where it is that of one sample and known.
+        batch: The batch.
+        row: The sample's row in the batch's arrays, if it is known.
     """
 
     def __init__(self, text: str, batch: Batch, row: int | None = None) -> None:
@@ -57,13 +60,24 @@ class LossRaised(DataError):
         self.row = row
 
 
+class UnlikeCounters(DataError):
+    """Microbatches of one step have changed a counter by different amounts."""
+
+    def __init__(self, name: str, one: int, other: int) -> None:
+        super().__init__(
+            f"expected all microbatches of a step to change the counter {name!r} alike, got "
+            f"changes by {one} and by {other}; count microbatches, not samples, or keep it out of "
+            "the module"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What one microbatch of a capture gives.
+    """The result of one microbatch of a capture.
 
     Attributes:
-        rows: What is kept of each sample, (samples, bytes of one), uint8.
-        loss_sum: The loss summed over the batch's weight.
+        rows: Captured data, uint8, shape (samples, bytes per sample).
+        loss_sum: The loss, summed over samples or tokens.
     """
 
     rows: NDArray[np.uint8]
@@ -71,23 +85,75 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
+class CoupledLoss:
+    """A loss that couples all samples of a step, through embeddings of each.
+
+    Attributes:
+        embed: Takes the module and a microbatch's arrays as device tensors; returns fields by name,
+            each of shape (samples, ...). Rows depend on their own sample alone.
+        loss: Takes the module and the fields of all samples of the step; returns a loss for each
+            sample, shape (samples,).
+        layout: The fields.
+    """
+
+    embed: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+    loss: Callable[[Any, Mapping[str, Any]], Any]
+    layout: EmbeddingLayout
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """A coupled loss of one step, and its gradients.
+
+    Attributes:
+        losses: One for each sample, float32.
+        embeddings: By field, the gradient by the embeddings: float32, (samples, ...).
+        parameters: By name, the gradient by parameters that the loss itself reads, such as a
+            learned temperature.
+    """
+
+    losses: Array
+    embeddings: Mapping[str, Array]
+    parameters: Mapping[str, Array]
+
+    def carried_by(self, batch: Batch, samples: slice, *, is_first: bool) -> Batch:
+        """Return a microbatch that carries the gradient by its embeddings to its backward.
+
+        Args:
+            batch: The microbatch.
+            samples: The microbatch's among those of the step.
+            is_first: Whether it is the step's first microbatch, which carries the gradient by the
+                loss's own parameters.
+        """
+        arrays = dict(batch.arrays)
+        arrays |= {EMBEDDING_GRADIENT + name: g[samples] for name, g in self.embeddings.items()}
+        if is_first:
+            arrays |= {PARAMETER_GRADIENT + name: g for name, g in self.parameters.items()}
+        return Batch(arrays, batch.weight)
+
+
+@dataclass(frozen=True, slots=True)
 class Trainable:
-    """What a backend compiles.
+    """A task as a backend compiles it.
 
     Attributes:
         blocks: Trainable tensors by block, in forward order; names as in `named_parameters`.
         module: The torch module on the CPU, weights loaded, frozen parameters frozen. None for
             the scripted backend.
-        loss: Takes the module and a batch's arrays as device tensors; gives the loss *summed*
-            over samples or tokens, a scalar tensor.
-        evaluate: Takes the same; gives evaluation sums by name (counts are whole numbers).
-        rows: Of a task that trains nothing: takes the same, gives what is kept.
-        seed: The run's seed; `gradients` is given a seed of its own for each microbatch.
+        loss: Takes the module and a batch's arrays as device tensors; returns the loss *summed*
+            over samples or tokens, a scalar tensor. With `unit` "microbatch" it returns a mean,
+            which the backend multiplies by the batch's weight.
+        unit: What the loss and the changes of buffers depend on: one sample, or the microbatch.
+        evaluate: Takes the same; returns evaluation sums by name (counts are whole numbers).
+        rows: Takes the same; returns captured data. None for a task that trains.
+        coupled: A loss over all samples of a step; then `loss` is that of
+            `backends.base.coupled_loss`, which carries its gradient into each microbatch.
+        seed: The run's seed; `gradients` takes a seed for each microbatch.
         threads: CPU threads.
-        precision: What forward may compute in; parameters, gradients and sums are float32.
-        base_dtype: What frozen weights are stored in; see `backends.base.frozen_base`.
+        precision: Type in which forward may compute; parameters, gradients and sums are float32.
+        base_dtype: Storage type of frozen weights; see `backends.base.frozen_base`.
         arithmetic: By whose rules it is computed; where it is canonical, that and the results of a
-            probe decide the bits, and nothing of `Backend.signature`.
+            probe decide the bits, and nothing of `Backend.numerics_profile`.
         given_back: The module is used after the run, so the host keeps its frozen weights, too.
         in_evaluation: Names of the module's parts that the loss puts into evaluation mode.
     """
@@ -97,6 +163,8 @@ class Trainable:
     loss: Callable[[Any, Mapping[str, Any]], Any] | None = None
     evaluate: Callable[[Any, Mapping[str, Any]], Sums] | None = None
     rows: Callable[[Any, Mapping[str, Any]], Captured] | None = None
+    coupled: CoupledLoss | None = None
+    unit: Unit = "sample"
     seed: int = 0
     threads: int = 1
     precision: ComputePrecision = "float32"
@@ -107,16 +175,15 @@ class Trainable:
 
 
 Leaf = tuple[Batch, int]
-"""A microbatch, and what seeds every random draw (dropout) of it."""
+"""A microbatch and the seed of its random draws (dropout)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGradient:
-    """The gradient sum of one block over a node: flat float32, the manifest's layout.
+    """The gradient sum of one block over a subtree: flat float32, in the manifest's layout.
 
-    That of a tensor that no microbatch of the node has reached is absent.
-
-    The array is the receiver's own: the program does not touch it again.
+    The part of a tensor that no microbatch reached is absent (`protocol.exact.absent`). The
+    receiver owns the array.
     """
 
     block: int
@@ -125,7 +192,7 @@ class BlockGradient:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Last item of a node: the loss summed over its samples or tokens, and its weight."""
+    """The last item of a subtree: its loss, summed over samples or tokens, and its weight."""
 
     loss_sum: float
     weight: float
@@ -133,22 +200,22 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class BlockAdded:
-    """A microbatch's gradient of a block is in its node's sum, which more are to come to."""
+    """A microbatch's gradient of a block was added to the subtree's sum, which is not complete."""
 
     block: int
 
 
-NodeItem = BlockGradient | BlockAdded | Loss
+GradientItem = BlockGradient | BlockAdded | Loss
 
 
-class NodeGradients(Protocol):
-    """What a node gives, as it comes.
+class GradientStream(Protocol):
+    """The results of a subtree, as they become available.
 
-    For each microbatch every block, last block first: `BlockAdded`, or with the node's last
-    microbatch the node's sum as a `BlockGradient`; after them the node's `Loss`.
+    For each microbatch every block, last block first: `BlockAdded`, or for the last microbatch the
+    subtree's sum as a `BlockGradient`; then the subtree's `Loss`.
     """
 
-    def __iter__(self) -> Iterator[NodeItem]: ...
+    def __iter__(self) -> Iterator[GradientItem]: ...
 
     def close(self) -> None:
         """Abandon the rest; the program stays usable. Any thread may call it."""
@@ -158,44 +225,44 @@ class Program(Protocol):
     """A compiled task on one device."""
 
     loss_scale: float
-    """What the loss is multiplied by before backward, and gradients are divided by after it: a
-    power of two, 1 unless the task computes in float16."""
+    """Factor of the loss before backward, by which gradients are divided afterwards: a power of
+    two, 1 unless the task computes in float16."""
 
     @property
     def memory(self) -> str:
-        """What it needs of the device's memory, in words; empty where that is not known."""
+        """A description of the device memory it needs; empty if unknown."""
 
     @property
     def parity(self) -> str:
-        """How far its gradients are from torch's own, in words; empty where torch computes them."""
+        """A description of how far its gradients are from torch's; empty if torch computes them."""
 
     def load(self, parameters: list[Array]) -> None:
-        """Take these values of all trainable tensors: one flat array per block, copied."""
+        """Copy in the values of all trainable tensors: one flat array per block."""
 
-    def gradients(self, leaves: Sequence[Leaf]) -> NodeGradients:
-        """Forward and backward of one node's microbatches, one after the other.
+    def gradients(self, leaves: Sequence[Leaf]) -> GradientStream:
+        """Compute the gradients of one subtree's microbatches in order.
 
-        Their gradients are added in float32 along the tree, wherever that is; losses and weights
-        in float64. The gradient of a tensor that a microbatch does not reach is absent
-        (`protocol.exact.absent`). One node is in work at a time.
+        Gradients are added along the tree in float32, on the device or the host; losses and weights
+        in float64. Gradients of tensors that no microbatch reaches are absent
+        (`protocol.exact.absent`). Only one subtree is computed at a time.
 
         Args:
             leaves: At least one; shapes as in the example batches, or fewer samples.
         """
 
     def evaluate(self, batch: Batch) -> Sums:
-        """Evaluation sums over one batch, in evaluation mode."""
+        """Compute evaluation sums over one batch, in evaluation mode."""
 
     def rows(self, batch: Batch) -> Captured:
-        """What a task that trains nothing keeps of one microbatch, in evaluation mode.
+        """Capture one microbatch, in evaluation mode.
 
         Raises:
             SamestepError: The task captures nothing, or this device cannot.
         """
 
     def keeps_subnormals(self) -> bool:
-        """Whether the threads that compute just now keep subnormal numbers: part of the signature,
-        see `protocol.exact.subnormals`."""
+        """Whether the threads that compute now keep subnormal numbers: part of the numerics
+        profile, see `protocol.exact.subnormals`."""
 
     def close(self) -> None:
         """Free the device's memory and threads."""
@@ -203,11 +270,33 @@ class Program(Protocol):
 
 @runtime_checkable
 class ComputesInPlace(Protocol):
-    """A program whose device reads main memory: it can do without weights of its own."""
+    """A program whose device reads main memory and needs no copy of the parameters."""
 
     def share(self, parameters: list[Array]) -> None:
-        """Compute from now on with the values in these arrays, one for each block, as they are
-        then; `load` copies what cannot be shared. Nobody changes them while a microbatch runs."""
+        """Read parameters from these arrays, one per block, from now on.
+
+        `load` still copies what cannot be shared. The caller must not change the arrays while a
+        microbatch runs.
+        """
+
+
+@runtime_checkable
+class ComputesCoupledLoss(Protocol):
+    """A program that trains a loss over all samples of a step: `Trainable.coupled`."""
+
+    def embed(self, batch: Batch, seed: int) -> NDArray[np.uint8]:
+        """Compute the embeddings of one microbatch, in training mode, with the operations that
+        `gradients` uses for them.
+
+        Returns:
+            Rows, see `protocol.exact.embedding_rows`.
+        """
+
+    def step_loss(self, rows: NDArray[np.uint8], seed: int) -> StepLoss:
+        """Compute the loss of a step and its gradients, from the rows of all its samples."""
+
+    def take_embedded(self) -> list[NDArray[np.uint8]]:
+        """Return the rows of the microbatches that `gradients` has computed since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +305,12 @@ class DeviceInfo:
 
     Attributes:
         backend: The kind of device.
-        name: As its driver calls it.
+        name: The driver's name of it.
         usable: Whether it can be used.
-        reason: Why not.
-        index: Its number among those of its kind.
-        memory_bytes: Its own memory; 0 where it is not known or is the host's.
-        software: Whether it is one in name only and computes on the CPU.
+        reason: Why it cannot be used.
+        index: Its number among devices of its kind.
+        memory_bytes: Its memory; 0 if unknown or shared with the host.
+        software: Whether it is emulated on the CPU.
     """
 
     backend: str
@@ -240,7 +329,7 @@ class Backend(Protocol):
     def info(self) -> DeviceInfo:
         """Which device this is."""
 
-    def signature(self, threads: int) -> Mapping[str, str]:
+    def numerics_profile(self, threads: int) -> Mapping[str, str]:
         """What decides the bits of a gradient here: device kind, library versions, driver, threads,
         instruction set, a card's name. A `processor` is named for people, and decides nothing."""
 
@@ -251,23 +340,22 @@ class Backend(Protocol):
         others: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
-        """Make the task ready on the device.
+        """Compile a task for the device.
 
         Args:
             trainable: The task.
             example: A microbatch.
-            others: Microbatches of other shapes; what takes time for each shape is done now, and
-                what a shape would be refused for is found now.
-            evaluations: Held-out parts, one of each shape.
+            others: Microbatches of other shapes, so that compiling and refusing happen now.
+            evaluations: Evaluation parts, one of each shape.
 
         Raises:
-            SamestepError: It cannot be, with the reason.
+            SamestepError: The device cannot train the task, with the reason.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The registry's answer: a backend, and why it was this one."""
+    """A backend, and why the registry chose it."""
 
     backend: Backend
     reason: str

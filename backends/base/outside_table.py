@@ -1,36 +1,105 @@
-"""Labels and indices that torch's own functions refuse, in the words of the data.
+"""Find labels and indices that are out of range, and name them in terms of the data.
 
-Torch says "Target 7 is out of bounds" or "index out of range in self". What it was looking at is in
-the frames of its functions.
+On the CPU torch raises "Target 7 is out of bounds" or "index out of range in self", and the frames
+of its functions show the tensors (`index_outside`). On a card such a lookup breaks the device for
+the rest of the process. So there `TableLookups` records once which arrays of a batch are looked up
+in which tables, and later batches are checked on the host before they are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 
 class Outside(NamedTuple):
-    """An index that its table has not.
+    """An index that is out of range.
 
     Attributes:
-        text: What came, and what was expected.
-        row: Of the input; None if that is not known.
+        text: The index and the expected range.
+        row: The row of the input; None if unknown.
     """
 
     text: str
     row: int | None
 
 
-def index_outside(error: BaseException, arrays: Mapping[str, torch.Tensor]) -> Outside | None:
-    """What torch has raised this for; None if it was for something else.
+class TableLookup(NamedTuple):
+    """A lookup of an array of the batch in a table.
+
+    Attributes:
+        array: The array's name.
+        rows: Number of rows of the table.
+        ignored: An index that is not looked up; None if there is none.
+    """
+
+    array: str
+    rows: int
+    ignored: int | None
+
+
+class TableLookups(TorchFunctionMode):
+    """A mode that records lookups of a batch's arrays and of views of them.
+
+    A lookup that is out of range raises IndexError, before it breaks the device.
 
     Args:
-        error: As caught: its traceback is looked through.
-        arrays: Of the batch, by the names that the user knows.
+        arrays: The batch's arrays.
+    """
+
+    def __init__(self, arrays: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._arrays = arrays
+        self.found: set[TableLookup] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _LOOKUPS:
+            call = inspect.signature(func).bind(*args, **given)
+            call.apply_defaults()
+            if looked_up := _lookup_of(func.__name__, call.arguments):
+                self._note(*looked_up)
+        return func(*args, **given)
+
+    def _note(self, indices: torch.Tensor, rows: int, ignored: int | None) -> None:
+        if found := _outside(indices, rows, ignored, self._arrays):
+            raise IndexError(found.text)
+        name = _name_of(indices, self._arrays)
+        if name is not None and not indices.is_floating_point():
+            self.found.add(TableLookup(name, rows, ignored))
+
+
+_LOOKUPS: Final = frozenset({functional.embedding, functional.cross_entropy, functional.nll_loss})
+
+
+def outside_any(
+    lookups: Collection[TableLookup], arrays: Mapping[str, torch.Tensor]
+) -> Outside | None:
+    """Return the first index of a batch, on the host, that is out of range."""
+    for lookup in sorted(lookups):
+        if found := _outside(arrays[lookup.array], lookup.rows, lookup.ignored, arrays):
+            return found
+    return None
+
+
+def index_outside(error: BaseException, arrays: Mapping[str, torch.Tensor]) -> Outside | None:
+    """Return the index for which torch raised an error; None if it has another cause.
+
+    Args:
+        error: The error, with its traceback.
+        arrays: The batch's arrays, by the names that the user knows.
     """
     found: Outside | None = None
     trace = error.__traceback__
@@ -42,16 +111,22 @@ def index_outside(error: BaseException, arrays: Mapping[str, torch.Tensor]) -> O
 
 
 def _looked_up(frame: FrameType) -> tuple[torch.Tensor, int, int | None] | None:
-    """Indices, how many rows there are, and the index that is none."""
+    """Return the indices, the number of rows, and the ignored index of a frame's lookup."""
     if frame.f_globals.get("__name__") != "torch.nn.functional":
         return None
-    given: Mapping[str, Any] = frame.f_locals
-    match frame.f_code.co_name:
+    return _lookup_of(frame.f_code.co_name, frame.f_locals)
+
+
+def _lookup_of(
+    function: str, arguments: Mapping[str, Any]
+) -> tuple[torch.Tensor, int, int | None] | None:
+    match function:
         case "cross_entropy" | "nll_loss":
-            classes = given["input"].shape[min(given["input"].dim() - 1, 1)]
-            return given["target"], classes, given["ignore_index"]
+            scores = arguments["input"]
+            classes = scores.shape[min(scores.dim() - 1, 1)]
+            return arguments["target"], classes, arguments["ignore_index"]
         case "embedding":
-            return given["input"], given["weight"].shape[0], None
+            return arguments["input"], arguments["weight"].shape[0], None
     return None
 
 
@@ -77,7 +152,7 @@ def _outside(
 
 
 def _name_of(indices: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> str | None:
-    """The array in whose memory they lie."""
+    """Return the array that the indices are a view of."""
     memory = indices.untyped_storage().data_ptr()
     for name, array in arrays.items():
         if array.untyped_storage().data_ptr() == memory:

@@ -1,14 +1,13 @@
-"""Frozen weights in fewer bits: bf16, f16, or numbers of 8 or 4 bits with scales by group.
+"""Store frozen weights in fewer bits: bf16, f16, or 8 or 4 bits with one scale per group.
 
 int8, int4: symmetric, round to nearest, ties to even (Dettmers et al. 2022, arXiv:2208.07339, with
-groups along a row as in Frantar et al. 2023, arXiv:2210.17323): of a group's `group` neighbours in
-a row, the largest in size becomes 127 or 7. nf4: the nearest of 16 values that part a normal
-distribution into equal shares (Dettmers et al. 2023, arXiv:2305.14314). q8_0, q4_0: llama.cpp's, 32
-to a scale of float16, so what a GGUF file has in them comes back as it was. Plain numpy in a fixed
-order: the same everywhere.
+groups along a row as in Frantar et al. 2023, arXiv:2210.17323): the largest magnitude of a group
+becomes 127 or 7. nf4: the nearest of 16 quantiles of a normal distribution (Dettmers et al. 2023,
+arXiv:2305.14314). q8_0, q4_0: llama.cpp's types, with a float16 scale for every 32 values, so that
+a GGUF file's values are preserved. Plain numpy in a fixed order gives the same bits everywhere.
 
-`dequantise` is the truth for all backends: element (r, c) is its number times its group's scale,
-one float32 product. A device that widens weights as it reads them computes just that.
+`dequantise` is the definition for all backends: element (r, c) is its number times its group's
+scale, one float32 product, which is also what a device computes that widens weights as it reads.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Array
 from protocol.base.errors import DataError
-from protocol.spec.run_spec import BaseDtype
+from protocol.spec.sections.model import BaseDtype
 
 Storage = Literal["f32", "bf16", "f16", "int8", "int4", "nf4", "q8_0", "q4_0"]
 
@@ -48,14 +47,14 @@ NF4: Final = np.array(
     ],
     np.float32,
 )  # fmt: skip
-"""What the numbers 0 to 15 of nf4 stand for."""
+"""The values of nf4's codes 0 to 15."""
 BITS: Final[dict[Storage, int]] = {
     "f32": 32, "bf16": 16, "f16": 16, "int8": 8, "q8_0": 8, "int4": 4, "nf4": 4, "q4_0": 4,
 }  # fmt: skip
 
 _BETWEEN_NF4: Final = (NF4[1:] + NF4[:-1]) / np.float32(2)
 _LEAST_FLOAT16: Final = np.float32(2.0**-25)
-"""What is smaller is zero in float16."""
+"""Smaller magnitudes round to zero in float16."""
 _OF_GGUF: Final = ("q8_0", "q4_0")
 _GROUP_OF_GGUF: Final = 32
 _LARGEST: Final[dict[Storage, int]] = {"int8": 127, "int4": 7}
@@ -67,13 +66,13 @@ class Quantised:
     """A matrix in fewer bits.
 
     Attributes:
-        storage: Which; q8_0 is int8 and q4_0 int4 with groups and scales of their own.
-        rows: Of the matrix.
-        columns: Of the matrix; the contiguous dimension.
-        words: uint32, little-endian: the first element of a row in the lowest bits. int4 holds
-            its number plus 8, nf4 its place in `NF4`.
-        scales: float32, (rows * columns / group); none for bf16 and f16.
-        group: Neighbours in a row that share a scale; 0 for bf16 and f16.
+        storage: The storage type; q8_0 is stored as int8 and q4_0 as int4.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix, the contiguous dimension.
+        words: uint32, little-endian, the first element of a row in the lowest bits. int4 stores
+            its number plus 8, nf4 the index in `NF4`.
+        scales: float32, shape (rows * columns / group,); empty for bf16 and f16.
+        group: Neighbors in a row that share a scale; 0 for bf16 and f16.
     """
 
     storage: Storage
@@ -84,11 +83,11 @@ class Quantised:
     group: int
 
     def packed(self) -> NDArray[np.uint32]:
-        """Words, then scales: one buffer."""
+        """Return words and scales in one buffer."""
         return np.concatenate([self.words, self.scales.view(np.uint32)])
 
     def part(self, first: int, end: int) -> Quantised:
-        """Rows `first` to `end`."""
+        """Return rows `first` to `end` (exclusive)."""
         words, scales = len(self.words) // self.rows, len(self.scales) // self.rows
         return Quantised(
             self.storage,
@@ -101,12 +100,12 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        """Of words and scales together."""
+        """Size of words and scales."""
         return self.words.nbytes + self.scales.nbytes
 
 
 def group_of(columns: int, storage: Storage = "int4") -> int:
-    """The largest power of two that divides a row, at most 64, for GGUF's 32; 0 if below 8."""
+    """Return the largest power of two that divides a row, at most 64 (GGUF: 32); 0 if below 8."""
     group = _GROUP_OF_GGUF if storage in _OF_GGUF else GROUP
     while columns % group:
         group //= 2
@@ -117,15 +116,15 @@ def quantise(values: Array, storage: Storage) -> Quantised:
     """Store a matrix of float32 in fewer bits.
 
     Args:
-        values: (rows, columns); a row is a multiple of 8 elements.
-        storage: Any but f32.
+        values: float32, shape (rows, columns), with a multiple of 8 columns.
+        storage: Any storage type except f32.
 
     Raises:
-        DataError: A value is not finite, or not within float16 for f16.
+        DataError: A value is not finite, or out of range for f16 or bf16.
     """
     rows, columns = values.shape
     group = group_of(columns, storage)
-    assert group, f"{columns} columns are no multiple of {_SMALLEST_GROUP}"
+    assert group, f"expected a multiple of {_SMALLEST_GROUP} columns, got {columns}"
     if not np.isfinite(values).all():
         raise DataError(f"expected finite weights to store in {storage}, got inf or nan")
     none = np.zeros(0, np.float32)
@@ -160,7 +159,7 @@ def _as_whole(grouped: Array, largest: int) -> _Numbers:
 
 
 def _as_nf4(grouped: Array) -> _Numbers:
-    """Less 8, as the other forms of 4 bits are."""
+    """Return codes minus 8, like the other 4-bit types."""
     scales = np.abs(grouped).max(axis=1)
     divisors = np.where(scales > 0, scales, np.float32(1))[:, None]
     places = np.searchsorted(_BETWEEN_NF4, grouped / divisors)
@@ -168,7 +167,7 @@ def _as_nf4(grouped: Array) -> _Numbers:
 
 
 def _as_q8_0(grouped: Array) -> _Numbers:
-    """As `gguf.quants` has it: halves away from zero."""
+    """Round halves away from zero, like `gguf.quants`."""
     scales = np.abs(grouped).max(axis=1) / np.float32(127)
     scaled = grouped * _inverse(scales)
     below = np.floor(np.abs(scaled))
@@ -177,7 +176,7 @@ def _as_q8_0(grouped: Array) -> _Numbers:
 
 
 def _as_q4_0(grouped: Array) -> _Numbers:
-    """As `gguf.quants` has it: the largest in size is -8, whatever its sign."""
+    """Map the largest magnitude to -8, whatever its sign, like `gguf.quants`."""
     at = np.abs(grouped).argmax(axis=1)[:, None]
     scales = (np.take_along_axis(grouped, at, axis=1) / np.float32(-8))[:, 0]
     scaled = np.trunc(grouped.astype(np.float64) * _inverse(scales).astype(np.float64) + 8.5)
@@ -185,7 +184,7 @@ def _as_q4_0(grouped: Array) -> _Numbers:
 
 
 def _inverse(scales: Array) -> Array:
-    """Of each group; 0 where its scale is none in float16, and so all of it zeros."""
+    """Return each group's inverse scale; 0 if the scale is zero in float16."""
     there = np.abs(scales) >= _LEAST_FLOAT16
     divisors = np.where(there, scales, np.float32(1))
     return np.where(there, np.float32(1) / divisors, np.float32(0))[:, None]
@@ -204,7 +203,7 @@ def _nibbles(whole: NDArray[np.int8]) -> NDArray[np.uint32]:
 
 
 def dequantise(stored: Quantised) -> Array:
-    """The values that a stored matrix stands for: (rows, columns), float32."""
+    """Return the float32 values of a stored matrix, shape (rows, columns)."""
     shape = stored.rows, stored.columns
     if stored.storage == "bf16":
         wide = stored.words.view(np.uint16).astype(np.uint32) << np.uint32(16)
@@ -223,7 +222,7 @@ def dequantise(stored: Quantised) -> Array:
 
 
 def stored_bytes(rows: int, columns: int, storage: Storage) -> int:
-    """What `quantise` would give, without doing it."""
+    """Return the size of the result of `quantise` without computing it."""
     words = rows * columns * BITS[storage] // 8
     scaled = BITS[storage] <= 8
     return words + (4 * rows * columns // group_of(columns, storage) if scaled else 0)
@@ -235,13 +234,15 @@ def _bfloat16(values: Array) -> NDArray[np.uint16]:
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
     if (rounded & np.uint32(0x7F80) == np.uint32(0x7F80)).any():
-        raise DataError("expected weights within bfloat16, got larger ones")
+        raise DataError(
+            "expected weights within the range of bfloat16, got larger ones; use float32 or int8"
+        )
     return rounded.astype(np.uint16)
 
 
 def _float16(values: Array) -> NDArray[np.uint16]:
     if np.abs(values).max(initial=0) > float(np.finfo(np.float16).max):
         raise DataError(
-            "expected weights within float16 (65504), got larger ones: use bfloat16 or int8"
+            "expected weights within float16 (65504), got larger ones; use bfloat16 or int8"
         )
     return values.astype(np.float16).view(np.uint16)

@@ -1,11 +1,10 @@
-"""Random operators that give one value for every element: what a loss draws for a sample no longer
-depends on which other samples are in its batch.
+"""Replace random draws by one value for all elements, to compare a batch's loss with its parts'.
 
-A loss is compared between a batch and its parts. With real draws the parts see other noise than the
-batch does, and nothing can be said; with steady ones only what couples samples remains. The same
-mode estimates rounding: it changes the results of operators that round by their last bit, at
-random, so that the spread of a few runs is what rounding does to this computation (discrete
-stochastic arithmetic; Vignes, 1993, doi.org/10.1016/0378-4754(93)90003-D).
+With real draws the parts see different noise than the batch, so they cannot be compared. With
+steady draws only a coupling of samples makes them differ. The same mode estimates rounding: it
+changes results of operators that round in their last bit, at random, so that the spread of a few
+runs shows the effect of rounding (discrete stochastic arithmetic; Vignes, 1993,
+doi.org/10.1016/0378-4754(93)90003-D).
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LEVELS: Final = (0.6, 0.93, 0.06)
-"""Quantiles that draws are replaced by: the usual one, and one near each end, for masks."""
+"""Quantiles that replace draws: the usual one, and one near each end for masks."""
 
 _DRAWS: Final = 4096
-"""In one computation, at most: a sampler that rejects steady draws would never end."""
+"""Most draws of one computation: a rejection sampler with steady draws would never end."""
 
 _ROUNDING: Final = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation",
@@ -46,30 +45,30 @@ _ROUNDING: Final = frozenset({
     "sigmoid", "log_sigmoid_forward", "erf", "erfc", "gelu", "gelu_backward", "silu", "softplus",
     "pow", "sqrt", "rsqrt", "div", "reciprocal", "lgamma", "digamma", "atan2", "acos", "asin",
 })  # fmt: skip
-"""Operators whose results are rounded, in an order or by a kernel that sizes may decide."""
+"""Operators that round in an order, or with a kernel, that may depend on sizes."""
 
 _NEVER_TAGGED: Final = frozenset({
     "random_", "random", "binomial", "_sample_dirichlet", "normal_functional",
 })  # fmt: skip
-"""Random operators that torch does not mark as such."""
+"""Random operators that torch does not tag as such."""
 
 
 class TooManyDrawsError(Exception):
-    """The computation draws on and on."""
+    """The computation draws more often than `_DRAWS`."""
 
 
 class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """While entered, random operators of torch give the quantile `level` of what they draw from.
+    """A mode in which torch's random operators return the quantile `level` of their distribution.
 
     Args:
-        level: In (0, 1).
-        jitter: Seeds changes of rounded results in their last bit; None: there are none.
+        level: The quantile, in (0, 1).
+        jitter: Seed of changes to the last bit of rounded results; None for no changes.
 
     Attributes:
-        drew: Something was drawn.
-        undecided: It draws in a way that cannot be made steady: two computations that differ may
-            have drawn differently.
-        epsilon: Spacing at 1 of the narrowest floating type that a result had.
+        drew: Whether anything was drawn.
+        undecided: Whether some draws cannot be made steady, so that two computations may differ
+            because of them.
+        epsilon: Machine epsilon of the narrowest floating type of a result.
     """
 
     def __init__(self, level: float, jitter: int | None = None) -> None:
@@ -85,7 +84,7 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and torch's way to skip that imports its compiler: 1 s."""
+        """Avoid torch's own check, which imports its compiler and takes a second."""
         return False
 
     def __enter__(self) -> Self:
@@ -128,7 +127,7 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if name == "native_dropout":
             return self._dropout(said, given)
         if steady is None:
-            # Fused attention and recurrent layers draw within, if they drop anything.
+            # Fused attention and recurrent layers draw internally, if they have dropout.
             drops = [said[each] for each in ("dropout_p", "dropout", "p") if each in said]
             self.undecided |= any(drops) if drops else bool(said.get("training", True))
             return given
@@ -242,4 +241,4 @@ _STEADY: Final[Mapping[str, _Steady]] = {
     "_standard_gamma": _of_gamma,
     "_sample_dirichlet": lambda _u, a, _out: a["self"] / a["self"].sum(-1, keepdim=True),
 }
-"""By operator: the value, of the level, the arguments by name, and what was drawn."""
+"""For each operator, the value to return, given the level, arguments by name and real draws."""

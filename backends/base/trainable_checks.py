@@ -1,4 +1,4 @@
-"""What no backend can train exactly, and so refuses."""
+"""Refuse modules that no backend can train exactly."""
 
 from __future__ import annotations
 
@@ -16,18 +16,30 @@ from protocol.spec.manifest import Block
 _WHOLE: Final = {
     1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128
 }  # fmt: skip
-"""A type that numpy has, by the bytes of an element."""
+"""A type that numpy supports, by element size in bytes."""
 _OVERLAP_WORK: Final = 100_000
-"""How long numpy looks for an element that two tensors share; beyond it they count as sharing."""
+"""Bound on numpy's search for a shared element; beyond it, tensors count as overlapping."""
+
+
+WHOLE_MICROBATCH: Final = (
+    'set unit="microbatch" in samestep.Task (batch.unit in a run spec) to train with the whole '
+    "microbatch as the unit"
+)
+"""The remedy for what depends on a whole microbatch."""
+
+
+def trained_blocks(blocks: Sequence[Block]) -> list[Block]:
+    """Return the blocks without those of buffers that forward changes."""
+    return [block for block in blocks if block.is_trained]
 
 
 def trained_parameters(
     module: torch.nn.Module, blocks: Sequence[Block]
 ) -> dict[str, torch.nn.Parameter]:
-    """The blocks' parameters by name.
+    """Return the blocks' parameters by name.
 
     Raises:
-        SamestepError: A tensor is missing, of another shape, not float32, or frozen; or the
+        SamestepError: A tensor is missing, has another shape, is not float32 or is frozen; or the
             module is compiled.
     """
     refuse_scripted(module)
@@ -36,14 +48,19 @@ def trained_parameters(
     for tensor in (tensor for block in blocks for tensor in block.tensors):
         parameter = held.get(tensor.name)
         if parameter is None or tuple(parameter.shape) != tensor.shape:
-            raise SamestepError(f"the module has no {tensor.name!r} of shape {tensor.shape}")
+            raise SamestepError(
+                f"expected a parameter {tensor.name!r} of shape {tensor.shape} in the module, "
+                "found none"
+            )
         if parameter.dtype != torch.float32:
             raise SamestepError(
-                f"expected {tensor.name!r} in float32, got {parameter.dtype}; trainable tensors "
-                "are float32"
+                f"expected {tensor.name!r} in float32, got {parameter.dtype}; convert trainable "
+                "tensors with .float()"
             )
         if not parameter.requires_grad:
-            raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
+            raise SamestepError(
+                f"expected {tensor.name!r}, which is trained, with requires_grad, got it frozen"
+            )
         found[tensor.name] = parameter
     refuse_shared_memory(module, found)
     return found
@@ -54,17 +71,18 @@ def refuse_shared_memory(
     trained: Mapping[str, torch.nn.Parameter],
     others: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """What is trained gets memory of its own, so nothing else may lie in the memory it has.
+    """Refuse trained tensors that share memory with another tensor.
 
-    One parameter by several names is one; two that lie in one memory are updated twice by torch.
+    Trained tensors move to memory of their own, which other tensors would not follow. One parameter
+    with several names is fine; torch would update two parameters in one memory twice.
 
     Args:
-        module: On the CPU; its parameters and buffers are looked at.
-        trained: By name.
-        others: More tensors that code of the model reaches, by what to call them.
+        module: On the CPU; its parameters and buffers are checked.
+        trained: Trained parameters by name.
+        others: More tensors that the model's code uses, by a name for errors.
 
     Raises:
-        SamestepError: A trained tensor shares memory with another, or its elements with each other.
+        SamestepError: A trained tensor shares memory with another, or its elements overlap.
     """
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     known = {id(each) for each in held.values()}
@@ -78,13 +96,13 @@ def refuse_shared_memory(
     for name, parameter in trained.items():
         if torch._debug_has_internal_overlap(parameter) == 1:  # noqa: SLF001
             raise SamestepError(
-                f"expected memory for each element of {name!r}, which is trained, got elements "
-                "that share it, as expand() gives them: write .clone()"
+                f"expected distinct memory for each element of {name!r}, which is trained, got "
+                "overlapping elements, as from expand(); write .clone()"
             )
 
 
 def overlapping(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs of tensors that have an element in common; by name, the one that begins later first."""
+    """Yield the names of tensors that share an element, in pairs; the later one in memory first."""
     near: list[tuple[int, str]] = []
     for start, end, name in sorted(s for n, each in named.items() if (s := _span(n, each))):
         near = [(reach, other) for reach, other in near if reach > start]
@@ -95,7 +113,7 @@ def overlapping(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
 
 
 def _span(name: str, tensor: torch.Tensor) -> tuple[int, int, str] | None:
-    """First byte, and the one behind the last; None of what has no memory here."""
+    """Return a tensor's first byte, the byte after its last, and its name; None if not on CPU."""
     dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not dense or tensor.is_nested or not tensor.numel():
         return None
@@ -106,9 +124,9 @@ def _span(name: str, tensor: torch.Tensor) -> tuple[int, int, str] | None:
 
 
 def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether an element is in both; rows or columns of one matrix share none."""
+    """Whether two tensors share an element; disjoint rows or columns of a matrix do not."""
     first, second = (each.detach().view(_WHOLE[each.element_size()]).numpy() for each in (one, two))
-    shares: Any = np.shares_memory  # its stubs know two bounds alone
+    shares: Any = np.shares_memory  # its type stubs lack other bounds
     try:
         return bool(shares(first, second, max_work=_OVERLAP_WORK))
     except np.exceptions.TooHardError:
@@ -119,76 +137,91 @@ def _refuse_one_memory(trained: str, other: str, named: Mapping[str, torch.Tenso
     one, two = named[trained], named[other]
     if two.requires_grad and isinstance(two, torch.nn.Parameter) and one.shape == two.shape:
         raise SamestepError(
-            f"expected {trained!r} and {other!r} to be one parameter, got two in one memory, which "
-            "torch would update twice in a step: tie them by assigning the parameter itself, as in "
-            "b.weight = a.weight"
+            f"expected {trained!r} and {other!r} to be one parameter, got two that share memory, "
+            "which torch would update twice per step; tie them by assigning the parameter itself, "
+            "as in b.weight = a.weight"
         )
     raise SamestepError(
-        f"expected memory of its own for {trained!r}, which is trained, got {other!r} in the same "
-        "memory, which would not follow it: compute that in forward, or give it a .clone()"
+        f"expected {trained!r}, which is trained, to share memory with no other tensor, got "
+        f"{other!r}, which would not follow its updates; compute that in forward, or .clone() it"
     )
 
 
 def refuse_scripted(module: torch.nn.Module) -> None:
-    """Nothing can be hooked to what torch.jit.script has compiled; to what is traced it can.
+    """Refuse modules compiled by torch.jit.script, which have no hooks; traced ones have.
 
     Raises:
-        SamestepError: The module is, or a part of it that is trained.
+        SamestepError: The module, or a trained part of it, is compiled.
     """
     for name, layer in module.named_modules():
         trained = any(parameter.requires_grad for parameter in layer.parameters())
         if isinstance(layer, RecursiveScriptModule) and (trained or layer is module):
             which = f" as {name!r}" if name else ""
             raise SamestepError(
-                f"expected a plain module, got one that torch.jit.script has compiled{which}: give "
-                "the nn.Module itself"
+                f"expected a plain module, got one compiled by torch.jit.script{which}; pass the "
+                "nn.Module itself"
             )
 
 
-def refuse_running_statistics(module: torch.nn.Module, in_evaluation: Collection[str] = ()) -> None:
-    """No replica could follow them. A layer that stays in evaluation mode only reads its own.
+def refuse_running_statistics(
+    module: torch.nn.Module,
+    in_evaluation: Collection[str] = (),
+    followed: Collection[str] = (),
+) -> None:
+    """Refuse running statistics that replicas do not follow.
+
+    A layer in evaluation mode only reads its statistics.
 
     Args:
-        module: What is trained.
-        in_evaluation: Names of the parts that stay in evaluation mode while it is.
+        module: The module.
+        in_evaluation: Names of the parts that stay in evaluation mode during training.
+        followed: Names of the buffers whose changes the run exchanges.
 
     Raises:
-        SamestepError: A layer in training mode keeps some.
+        SamestepError: A layer in training mode has running statistics.
     """
     for name, layer in module.named_modules():
-        if getattr(layer, "track_running_stats", False) and name not in in_evaluation:
+        keeps = getattr(layer, "track_running_stats", False) and name not in in_evaluation
+        if keeps and not {*own_buffers(name, layer)} <= {*followed}:
             raise SamestepError(
-                f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
-                "could follow; use LayerNorm or GroupNorm, or leave it in evaluation mode inside "
-                "of a module in training mode, where its statistics stay as they are"
+                f"{name!r} ({type(layer).__name__}) keeps running statistics, on which replicas "
+                "would disagree; use LayerNorm or GroupNorm, or keep the layer in evaluation mode "
+                "while the module trains, so that its statistics do not change, or "
+                f"{WHOLE_MICROBATCH}"
             )
+
+
+def own_buffers(name: str, layer: torch.nn.Module) -> list[str]:
+    """Return the names of a submodule's own buffers, given its name in the module."""
+    prefix = f"{name}." if name else ""
+    return [prefix + each for each, _ in layer.named_buffers(recurse=False)]
 
 
 def refuse_gradients_across_samples(module: torch.nn.Module) -> None:
-    """A loss may add up over samples, and its gradients not.
+    """Refuse layers whose gradients do not add up over samples, even if the loss does.
 
     Raises:
-        SamestepError: A layer divides gradients by what else is in the microbatch.
+        SamestepError: A layer scales gradients by the content of the microbatch.
     """
     for name, layer in module.named_modules():
         if getattr(layer, "scale_grad_by_freq", False):
             raise SamestepError(
-                f"{name!r} ({type(layer).__name__}) divides gradients by how often a row is in the "
-                "microbatch, so the result would hang on its size; leave out scale_grad_by_freq"
+                f"{name!r} ({type(layer).__name__}) divides gradients by how often a row occurs in "
+                "the microbatch, so results would depend on its size; remove scale_grad_by_freq"
             )
 
 
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
-    """Whether code of the user's may act on its gradient, or on what holds it, in backward."""
+    """Whether the user's code may run on the parameter's gradient in backward."""
     hooks: Any = parameter._backward_hooks  # noqa: SLF001 -- None of most
     return bool(hooks) or hooks_need_backward(parameter)
 
 
 def hooks_need_backward(parameter: torch.Tensor) -> bool:
-    """Whether some act only where gradients are accumulated, as `torch.autograd.grad` does not.
+    """Whether a hook runs only when gradients accumulate, which `torch.autograd.grad` skips.
 
-    Of hooks on the graph's node that accumulates torch gives no list; such a node is held by
-    whoever has hooked one, for they end with it.
+    torch does not list hooks on the graph's accumulation node. But whoever registers one must hold
+    a reference to the node, since hooks die with it, so its references are counted.
     """
     if has_accumulated_hook(parameter):
         return True
@@ -199,23 +232,23 @@ def hooks_need_backward(parameter: torch.Tensor) -> bool:
 
 
 def has_accumulated_hook(parameter: torch.Tensor) -> bool:
-    """Whether code runs once its gradient is accumulated."""
+    """Whether a hook runs after the gradient is accumulated."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # noqa: SLF001 -- None of most
     return bool(hooks)
 
 
 def _holders(parameter: torch.Tensor) -> int:
-    """Of the node that accumulates; graphs that are kept count no more than this one."""
+    """Count references to the accumulation node; graphs that are kept do not add any."""
     graph = parameter.view_as(parameter).grad_fn
     assert graph is not None
     return sys.getrefcount(graph.next_functions[0][0])
 
 
 def refuse_gradient_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """A captured program has no moment at which a parameter's hook could run.
+    """Refuse hooks on parameters, which a captured program could not run.
 
     Raises:
-        SamestepError: A parameter has one.
+        SamestepError: A parameter has a hook.
     """
     for name, parameter in parameters.items():
         if has_gradient_hook(parameter):

@@ -1,7 +1,7 @@
-"""Collects gradients while backward runs and gives whole blocks away in reverse order.
+"""Collect gradients while backward runs, and emit whole blocks in reverse order.
 
-A parameter's hook fires when its gradient is final. A block is given away once all its tensors
-are there and all later blocks are gone; so the order never depends on the graph.
+A parameter's hook fires when its gradient is final. A block is emitted once all its gradients are
+there and all later blocks are emitted, so the order does not depend on the graph.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from protocol.base.errors import SamestepError
 from protocol.spec.manifest import Block
 
 Emit = Callable[[int, list[torch.Tensor | None]], None]
-"""Takes a block's number and its tensors' gradients: flat float32 on the device, to be read only:
-autograd gives two tensors one memory where nothing but their shapes differs. None: not reached."""
+"""Takes a block's number and its tensors' gradients, flat float32 on the device; None if not
+reached. They are read-only: autograd may share memory between tensors that differ only in shape."""
 
 
 class BlockOrder:
@@ -49,6 +49,11 @@ class BlockOrder:
         self._missing[number] -= name not in self._unused
         if number == self._next:
             self._give()
+
+    @property
+    def has_given(self) -> bool:
+        """Whether a block was given away."""
+        return self._next < len(self._blocks) - 1
 
     def flush(self) -> None:
         """Backward is over: it has not reached what has no gradient."""

@@ -1,4 +1,4 @@
-"""The eager backend: torch's own autograd on a `cpu`, `cuda` or `mps` device.
+"""The eager backend: torch's own autograd on any device of torch's (`torch_devices`).
 
 One persistent device thread runs forward and backward; a hook on every trainable tensor hands
 finished blocks out while earlier blocks are still in backward. What makes the bits repeatable is
@@ -9,68 +9,97 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future, wait
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
+from backends.base import device_errors
 from backends.base.additivity import LossTrial, measured, refuse_unlike_halves
+from backends.base.coupled_loss import embedded_of, rows_of, step_loss, with_backward_loss
 from backends.base.interface import (
     Array,
     Batch,
+    BlockAdded,
     BlockGradient,
     Captured,
     DeviceInfo,
+    Leaf,
     Loss,
     LossRaised,
     Program,
+    StepLoss,
     Sums,
     Trainable,
 )
-from backends.base.node_stream import BlockParts, HostSummedProgram, Microbatch, check_sizes
-from backends.base.outside_table import index_outside
+from backends.base.outside_table import TableLookup, TableLookups, index_outside, outside_any
+from backends.base.step_buffers import StepBuffers
+from backends.base.subtree_gradients import (
+    BlockParts,
+    HostSummedProgram,
+    Microbatch,
+    SubtreeGradients,
+    check_sizes,
+)
 from backends.base.trainable_checks import (
+    WHOLE_MICROBATCH,
     has_accumulated_hook,
     refuse_gradients_across_samples,
     refuse_running_statistics,
+    trained_blocks,
     trained_parameters,
 )
-from backends.eager import numerics
+from backends.eager import numerics, torch_devices
 from backends.eager.block_order import BlockOrder, unused_parameters
+from backends.eager.device_sums import BlockCopier, BlockCopy, SubtreeSums, joined
 from backends.eager.inner_steps import EagerInnerSteps
 from backends.eager.narrow_linear import narrow_frozen_base
-from protocol.base.errors import NO_MEMORY, DataError, SamestepError, in_words, raised_words
-from protocol.exact.absent import absent, mark_absent, present
-from protocol.spec.manifest import Block
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.base.errors import (
+    NO_MEMORY,
+    DataError,
+    SamestepError,
+    describe_error,
+    describe_raised,
+)
+from protocol.exact.absent import absent, present
+from protocol.exact.embedding_rows import Rows
+from protocol.spec.sections.optimizer import OptimizerSpec
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class EagerBackend:
     """One torch device."""
 
-    def __init__(self, kind: Literal["cpu", "cuda", "mps"], index: int = 0) -> None:
+    def __init__(self, kind: str, index: int = 0) -> None:
+        """Take the device of this kind and number.
+
+        Args:
+            kind: A row of `torch_devices.KINDS`.
+            index: Its number among those of its kind.
+        """
         numerics.make_deterministic()
-        self.device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
-        self._index = index
+        self.device = torch_devices.torch_device(kind, index)
+        torch_devices.set_current(self.device)
+        self._kind, self._index = kind, index
 
     @property
     def info(self) -> DeviceInfo:
-        """Name and, for a CUDA device, memory."""
-        memory_bytes = 0
-        if self.device.type == "cuda":
-            memory_bytes = int(torch.cuda.get_device_properties(self.device).total_memory)
-        name = numerics.device_name(self.device)
-        return DeviceInfo(self.device.type, name, True, "", self._index, memory_bytes)
+        """Name and, where it has its own, memory."""
+        name = torch_devices.device_name(self.device)
+        memory = torch_devices.memory_bytes(self.device)
+        return DeviceInfo(self._kind, name, True, "", self._index, memory)
 
-    def signature(self, threads: int) -> Mapping[str, str]:
-        """See `numerics.signature`."""
-        return numerics.signature(self.device, threads)
+    def numerics_profile(self, threads: int) -> Mapping[str, str]:
+        """See `numerics.numerics_profile`."""
+        return numerics.numerics_profile(self.device, threads)
 
     def compile(
         self,
@@ -84,6 +113,7 @@ class EagerBackend:
         Raises:
             SamestepError: A tensor is missing or not float32, a buffer changes in forward, or the
                 loss does not add up over samples.
+            DeviceError: The device fails, or has too little memory.
         """
         del others, evaluations  # a new shape takes no time
         if trainable.arithmetic.is_canonical:
@@ -91,15 +121,16 @@ class EagerBackend:
                 f"the run's arithmetic is canonical, which torch on {self.device.type} does not "
                 "compute; take the card through its Vulkan driver: worker --backend vulkan"
             )
-        program = self._program(trainable)
-        try:
-            if trainable.rows is None:
-                program.check(example)
-            else:
-                program.rows(example)
-        except BaseException:
-            program.close()
-            raise
+        with torch_devices.naming_device_errors(self.device, "the model with one microbatch"):
+            program = self._program(trainable)
+            try:
+                if trainable.rows is None:
+                    program.check(example)
+                else:
+                    program.rows(example)
+            except BaseException:
+                program.close()
+                raise
         return program
 
     def _program(self, trainable: Trainable) -> EagerProgram:
@@ -112,34 +143,49 @@ class EagerProgram(HostSummedProgram):
     _shares = True
 
     def __init__(self, device: torch.device, trainable: Trainable) -> None:
+        trainable = with_backward_loss(trainable, self._observe)
         if trainable.module is None or trainable.loss is None:
             raise SamestepError(f"the {device.type} backend needs a torch module and a loss")
         super().__init__(trainable.blocks)
         self._device = device
         self._module: torch.nn.Module = trainable.module
+        self._coupled = trainable.coupled
+        self._fields: Mapping[str, torch.Tensor] | None = None
+        self._embedded: list[Rows] = []
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = trainable.loss
         self._evaluate = trainable.evaluate
         self._rows = trainable.rows
         self._in_evaluation_mode = trainable.in_evaluation
+        self._unit = trainable.unit
         self._seed = trainable.seed
         self._precision = trainable.precision
-        self._parameters = trained_parameters(self._module, self._blocks)
         self._order: BlockOrder | None = None
         self._abandoned = threading.Event()
         self._find_unused = False
         self._all_keep_subnormals: bool | None = None
         self._keeps_gradients = False
-        self._copies: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lookups: frozenset[TableLookup] = frozenset()
+        self._copier: BlockCopier | None = None
+        if torch_devices.kind_of(device).copies_asynchronously:
+            self._copier = BlockCopier(device, self._blocks)
+        # Before the move, which gives each parameter memory of its own, shared or not.
+        checked = trained_parameters(self._module, trained_blocks(self._blocks))
         narrow_frozen_base(self._module, trainable.base_dtype, device)
+        tied = _names_by_parameter(self._module)
         self._place(self._module)
+        if _names_by_parameter(self._module) != tied:
+            raise SamestepError(
+                f"moving the model to {device} has untied parameters that were one; build it "
+                "without ties, or have it computed by cpu"
+            )
+        # After the move: on some devices it creates new parameters, to which hooks must attach.
+        moved = dict(self._module.named_parameters())
+        self._parameters = {name: moved[name] for name in checked}
+        self._buffers = StepBuffers(self._module, self._blocks)
         self._hooked = [p for p in self._parameters.values() if has_accumulated_hook(p)]
         self._hooks = self._hook()
         numerics.use_threads(trainable.threads)
-        self._thread = ThreadPoolExecutor(
-            1, "device", partial(_enter_device_thread, device, trainable.threads)
-        )
+        self._thread = _DeviceThread(device, trainable.threads)
 
     def _load(self, parameters: list[Array]) -> None:
         self._thread.submit(self._copy_in, parameters).result()
@@ -150,19 +196,33 @@ class EagerProgram(HostSummedProgram):
         if self._device.type == "cpu" and self._shares:
             self._thread.submit(self._share, parameters).result()
 
-    def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
-        del leaf
+    def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
+        """See `Program.gradients`: summed on the device where it can copy beside computing."""
+        if self._copier is None:
+            return super().gradients(leaves)
+        sums = SubtreeSums(len(leaves), len(self._blocks), self._device)
+        return SubtreeGradients(leaves, partial(self._begin, sums=sums))
+
+    def _begin(
+        self, leaf: int, batch: Batch, seed: int, sums: SubtreeSums | None = None
+    ) -> Microbatch:
         abandoned = threading.Event()
         out: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        running = self._thread.submit(self._microbatch, batch, seed, out.put, abandoned)
+        work = _Work(leaf, batch, seed, out.put, abandoned, sums)
+        running = self._thread.submit(self._microbatch, work)
         running.add_done_callback(out.put)
+        copier = self._copier
 
         def stop() -> None:
             abandoned.set()
             running.cancel()
+            if copier is not None:
+                copier.staging.wake()
             wait([running])
+            if copier is not None:
+                copier.staging.release_all()
 
-        return Microbatch(_items(out, abandoned), stop)
+        return Microbatch(_items(out, abandoned, copier), stop)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums of one batch.
@@ -184,6 +244,19 @@ class EagerProgram(HostSummedProgram):
             raise SamestepError("this task captures nothing")
         return self._thread.submit(self._in_evaluation, self._rows, batch).result()
 
+    def embed(self, batch: Batch, seed: int) -> Rows:
+        """See `backends.base.interface.ComputesCoupledLoss`."""
+        return self._thread.submit(self._embed, batch, seed).result()
+
+    def step_loss(self, rows: Rows, seed: int) -> StepLoss:
+        """See `backends.base.interface.ComputesCoupledLoss`."""
+        return self._thread.submit(self._step_loss, rows, seed).result()
+
+    def take_embedded(self) -> list[Rows]:
+        """See `backends.base.interface.ComputesCoupledLoss`."""
+        embedded, self._embedded = self._embedded, []
+        return embedded
+
     def keeps_subnormals(self) -> bool:
         """In the device thread; in those that share its loops, as it was at the start."""
         return self._thread.submit(self._keeps_subnormals).result()
@@ -195,7 +268,7 @@ class EagerProgram(HostSummedProgram):
     def close(self) -> None:
         """End the device thread and let go of the module."""
         self._abandoned.set()
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -209,7 +282,7 @@ class EagerProgram(HostSummedProgram):
     def _hook(self) -> list[torch.utils.hooks.RemovableHandle]:
         hooks = []
         for number, block in enumerate(self._blocks):
-            for tensor in block.tensors:
+            for tensor in block.tensors if block.is_trained else ():
                 hook = partial(self._gradient_ready, number, tensor.name)
                 register = self._parameters[tensor.name].register_post_accumulate_grad_hook
                 hooks.append(register(hook))  # type: ignore[no-untyped-call]
@@ -231,10 +304,10 @@ class EagerProgram(HostSummedProgram):
         """See `backends.eager.inner_steps.Accumulates`."""
         self._abandoned = threading.Event()
         self._module.train()
-        numerics.seed_everything(seed)
+        numerics.seed_everything(seed, self._device)
         self._keeps_gradients = True
         try:
-            loss = self._loss_of(self._on_device(batch))
+            loss = self._in_sum(self._loss_of(self._on_device(batch)), batch)
             if loss.requires_grad:  # not so for a microbatch without tokens
                 with self._each_microbatch_alone():
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -294,6 +367,7 @@ class EagerProgram(HostSummedProgram):
                     increment_version(target)  # what keeps something that follows from it sees it
                 else:
                     target.copy_(source)
+        self._buffers.load(parameters)
 
     def _share(self, parameters: list[Array]) -> None:
         for target, source in self._pairs(parameters):
@@ -304,77 +378,151 @@ class EagerProgram(HostSummedProgram):
     def _pairs(self, parameters: list[Array]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each trainable tensor, and what is given for it."""
         for block, values in zip(self._blocks, parameters, strict=True):
-            for tensor, place in block.slices():
-                source = torch.from_numpy(values[place].reshape(tensor.shape))
+            for tensor, place in block.slices() if block.is_trained else ():
+                source = _tensor_of(values[place].reshape(tensor.shape))
                 yield self._parameters[tensor.name], source
 
-    def _microbatch(
-        self, batch: Batch, seed: int, put: Callable[[_Item], None], abandoned: threading.Event
-    ) -> Loss:
-        self._abandoned = abandoned
+    def _microbatch(self, work: _Work) -> Loss | None:
+        self._abandoned = work.abandoned
+        can_retry = True
+        with torch_devices.naming_device_errors(self._device, "one microbatch"):
+            while True:
+                try:
+                    with self._buffers.restored():
+                        return self._forward_and_backward(work)
+                except RuntimeError as error:
+                    begun = self._order is not None and self._order.has_given
+                    if begun or not can_retry or not device_errors.is_out_of_memory(error):
+                        raise
+                finally:
+                    self._order = self._fields = None
+                    for parameter in self._parameters.values():
+                        parameter.grad = None
+                # Another program's memory, or holes between what torch keeps: it may fit now.
+                torch_devices.release_cached_memory(self._device)
+                can_retry = False
+
+    def _forward_and_backward(self, work: _Work) -> Loss | None:
+        """One microbatch; its loss, unless that is summed on the device."""
         self._module.train()
-        numerics.seed_everything(seed)
-        try:
-            loss = self._users_loss(batch)
-            if loss.dim():
-                raise SamestepError(f"expected a loss that is one sum, got shape {loss.shape}")
-            unused: frozenset[str] = frozenset()
-            if self._find_unused:
-                unused = unused_parameters(loss, self._parameters)
-            self._order = BlockOrder(self._blocks, partial(self._emit, put), unused)
-            if loss.requires_grad:  # not so for a microbatch without tokens
-                scaled = loss if self.loss_scale == 1.0 else loss * self.loss_scale
-                scaled.backward()  # type: ignore[no-untyped-call]
-            self._order.flush()
-            return Loss(float(loss.detach()), batch.weight)
-        finally:
-            self._order = None
-            for parameter in self._parameters.values():
-                parameter.grad = None
+        numerics.seed_everything(work.seed, self._device)
+        loss = self._users_loss(work.batch)
+        if loss.dim():
+            raise SamestepError(f"expected a loss that is one sum, got shape {loss.shape}")
+        loss = self._in_sum(loss, work.batch)
+        unused: frozenset[str] = frozenset()
+        if self._find_unused:
+            unused = unused_parameters(loss, self._parameters)
+        if work.sums is not None:
+            work.sums.set_loss(work.leaf, loss, work.batch.weight)
+        self._order = BlockOrder(self._blocks, partial(self._emit, work), unused)
+        if loss.requires_grad:  # not so for a microbatch without tokens
+            scaled = loss if self.loss_scale == 1.0 else loss * self.loss_scale
+            scaled.backward()  # type: ignore[no-untyped-call]
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:  # else zeros would be sent for it
+                raise SamestepError(
+                    f"the gradient of {name!r} did not pass the hook on it: the model's code, or "
+                    f"moving it to {self._device}, has put another tensor in its place"
+                )
+        for number, name, change in self._buffers.changes(work.batch.weight):
+            self._order.add(number, name, change)
+        self._order.flush()
+        if self._fields is not None:
+            assert self._coupled is not None
+            self._embedded.append(rows_of(self._coupled, self._fields))
+        return None if work.sums is not None else Loss(float(loss.detach()), work.batch.weight)
+
+    def _in_sum(self, loss: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """A microbatch's part of the sum that the step divides by its weight."""
+        is_sum = self._unit == "sample" or self._coupled is not None
+        return loss if is_sum else loss * batch.weight
+
+    def _observe(self, fields: Mapping[str, torch.Tensor]) -> None:
+        self._fields = fields
+
+    def _embed(self, batch: Batch, seed: int) -> Rows:
+        """The embeddings of one microbatch. The graph is built and dropped: without one torch may
+        choose other kernels, and so other bits, than where gradients are computed."""
+        coupled = self._coupled
+        assert coupled is not None, "the engine asks for embeddings of a coupled loss alone"
+        self._abandoned = threading.Event()
+        with (
+            torch_devices.naming_device_errors(self._device, "one microbatch"),
+            self._buffers.restored(),
+        ):
+            self._module.train()
+            numerics.seed_everything(seed, self._device)
+            return rows_of(coupled, self._users(batch, self._embedded_of))
+
+    def _embedded_of(self, arrays: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        assert self._coupled is not None
+        with self._computing():
+            return embedded_of(self._coupled, self._module, arrays)
+
+    def _step_loss(self, rows: Rows, seed: int) -> StepLoss:
+        coupled = self._coupled
+        assert coupled is not None, "see _embed"
+        self._abandoned = threading.Event()
+        with (
+            torch_devices.naming_device_errors(self._device, "the loss over a step"),
+            self._buffers.restored(),
+        ):
+            self._module.train()
+            numerics.seed_everything(seed, self._device)
+            try:
+                return step_loss(coupled, self._module, self._parameters, rows, self._device)
+            except (SamestepError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if describe_error(error) == NO_MEMORY or device_errors.concerns_device(error):
+                    raise
+                raise DataError(f"batch_loss raised {describe_raised(error)}") from error
 
     def _users_loss(self, batch: Batch) -> torch.Tensor:
+        return self._users(batch, self._loss_of)
+
+    def _users(self, batch: Batch, function: Callable[[dict[str, torch.Tensor]], T]) -> T:
+        """Call the user's model or loss on a batch; its errors name the batch."""
         arrays = self._on_device(batch)
         try:
-            return self._loss_of(arrays)
+            return function(arrays)
         except (SamestepError, _Abandoned, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if in_words(error) == NO_MEMORY or "CUDA" in str(error):
+            if device_errors.is_bad_index(error):
+                raise LossRaised(
+                    "the model, or its loss, looks up an index that its table does not have, which "
+                    f"breaks {self._device} for this process; --backend cpu names the index",
+                    batch,
+                ) from error
+            if describe_error(error) == NO_MEMORY or device_errors.concerns_device(error):
                 raise  # the device's own
             if outside := index_outside(error, arrays):
                 raise LossRaised(outside.text, batch, outside.row) from error
             raise LossRaised(
-                f"the model or its loss raised {raised_words(error)}", batch
+                f"the model or its loss raised {describe_raised(error)}", batch
             ) from error
 
-    def _emit(
-        self, put: Callable[[_Item], None], number: int, parts: list[torch.Tensor | None]
-    ) -> None:
-        """Hand a block to the receiver; from CUDA it is copied beside the running backward."""
-        block = self._blocks[number]
-        sized = list(zip(block.tensors, parts, strict=True))
-        if self._copies is None:
+    def _emit(self, work: _Work, number: int, parts: list[torch.Tensor | None]) -> None:
+        """Hand a block to the receiver, or add it to the sums on the device."""
+        block, sums = self._blocks[number], work.sums
+        if sums is None or self._copier is None:
             host_parts = (
                 absent(tensor.elements) if part is None else present(part.cpu().numpy())
-                for tensor, part in sized
+                for tensor, part in zip(block.tensors, parts, strict=True)
             )
-            put(BlockParts(number, tuple(host_parts)))
+            work.put(BlockParts(number, tuple(host_parts)))
             return
-        unreached = frozenset(tensor.name for tensor, part in sized if part is None)
-        flat = torch.cat(
-            [
-                torch.zeros(tensor.elements, device=self._device) if part is None else part
-                for tensor, part in sized
-            ]
-        )
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copies):
-            host.copy_(flat, non_blocking=True)
-            flat.record_stream(self._copies)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._copies)
-        put(_Copied(number, block, unreached, host, copied))
+        total = sums.add(work.leaf, number, joined(block, parts, self._device))
+        if total is None:
+            work.put(BlockAdded(number))
+            return
+        is_last = number == 0
+        values = sums.with_losses(total) if is_last else total
+        copy = self._copier.copy(number, values, sums if is_last else None, work.abandoned.is_set)
+        if copy is not None:
+            work.put(copy)
 
     def _in_evaluation(self, measure: Callable[[Any, Any], T], batch: Batch) -> T:
         self._abandoned = threading.Event()
@@ -382,16 +530,22 @@ class EagerProgram(HostSummedProgram):
         arrays = self._on_device(batch)
 
         def once() -> T:
-            numerics.seed_everything(self._seed)
+            numerics.seed_everything(self._seed, self._device)
             with self._computing():
                 return measure(self._module, arrays)
 
-        try:
-            return measured(once)
-        except (IndexError, RuntimeError) as error:
-            if "CUDA" in str(error) or (outside := index_outside(error, arrays)) is None:
-                raise
-            raise DataError(outside.text) from error
+        with (
+            torch_devices.naming_device_errors(self._device, "one microbatch of evaluation"),
+            self._buffers.restored(),
+        ):
+            try:
+                return measured(once)
+            except (IndexError, RuntimeError) as error:
+                if device_errors.concerns_device(error):
+                    raise
+                if (outside := index_outside(error, arrays)) is None:
+                    raise
+                raise DataError(outside.text) from error
 
     def _loss_of(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss's sum in float32; backward computes in the types that forward used."""
@@ -420,28 +574,64 @@ class EagerProgram(HostSummedProgram):
 
     def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The arrays as tensors with aligned storage of their own."""
-        return {name: torch.tensor(a, device=self._device) for name, a in batch.arrays.items()}
+        if self._copier is None:
+            return {name: torch.tensor(a, device=self._device) for name, a in batch.arrays.items()}
+        host = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+        if outside := outside_any(self._lookups, host):
+            raise LossRaised(outside.text, batch, outside.row)
+        return {
+            name: values.pin_memory().to(self._device, non_blocking=True)
+            for name, values in host.items()
+        }
 
     def _check(self, example: Batch) -> None:
-        refuse_running_statistics(self._module, self._in_evaluation_mode)
-        refuse_gradients_across_samples(self._module)
+        with self._buffers.restored():
+            self._check_restored(example)
+
+    def _check_restored(self, example: Batch) -> None:
+        followed = {t.name for b in self._blocks if not b.is_trained for t in b.tensors}
+        refuse_running_statistics(self._module, self._in_evaluation_mode, followed)
+        if self._unit == "sample":
+            refuse_gradients_across_samples(self._module)
         before = {name: value.clone() for name, value in self._module.named_buffers()}
         trained = {name: _sum_of_bits(value) for name, value in self._parameters.items()}
         self._module.train()
-        numerics.seed_everything(self._seed)
-        loss = self._loss_of(self._on_device(example))
-        self._find_unused = bool(unused_parameters(loss, self._parameters))
+        numerics.seed_everything(self._seed, self._device)
+        arrays = self._on_device(example)
+        with TableLookups(arrays) if self._copier is not None else nullcontext() as lookups:
+            loss = self._loss_of(arrays)
+        if lookups is not None:
+            self._lookups = frozenset(lookups.found)
+        unused = unused_parameters(loss, self._parameters)
+        self._find_unused = bool(unused)
+        if len(unused) == len(self._parameters) and example.weight:
+            raise SamestepError(
+                "expected a loss that depends on what is trained, got one that reaches no trained "
+                "tensor; compute it from the module that is passed to it"
+            )
+        self._try_backward(loss)
         for name, weights in self._parameters.items():
             if _sum_of_bits(weights) != trained[name]:  # by `.data`, which has no version
                 raise _changed_in_forward(name)
         for name, value in self._module.named_buffers():
-            if name not in before or not torch.equal(before[name], value):
+            if name not in followed and not (name in before and torch.equal(before[name], value)):
                 raise SamestepError(
                     f"the buffer {name!r} changes in forward, which no replica could follow; "
                     "use a layer without running state, an embedding without max_norm, or a plain "
-                    "attribute for what follows from shapes alone"
+                    f"attribute for what follows from shapes alone, or {WHOLE_MICROBATCH}"
                 )
-        self._refuse_loss_that_does_not_add_up(example)
+        if self._unit == "sample":
+            self._refuse_loss_that_does_not_add_up(example)
+
+    def _try_backward(self, loss: torch.Tensor) -> None:
+        """Torch refuses operators that a card adds in no fixed order, some in backward alone."""
+        if self._copier is None or not loss.requires_grad:
+            return
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            for parameter in self._parameters.values():
+                parameter.grad = None
 
     def _refuse_loss_that_does_not_add_up(self, example: Batch) -> None:
         """Where all arrays have samples first, the loss of halves must add to the whole."""
@@ -479,46 +669,112 @@ class _Abandoned(Exception):
     """Ends forward or backward of a microbatch that nobody wants any more."""
 
 
-class _Copied(NamedTuple):
-    """A block on its way from a card to the host.
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A microbatch to compute.
 
     Attributes:
-        number: The block's.
-        block: Of the manifest.
-        unreached: Its tensors without a gradient.
-        host: All gradients, flat, once `copied` has happened.
+        leaf: Its number in the subtree.
+        batch: Its samples.
+        seed: Of its random draws.
+        put: Takes what it gives.
+        abandoned: Set once nobody wants it any more.
+        sums: Where its gradients are added; None: on the host.
     """
 
-    number: int
-    block: Block
-    unreached: frozenset[str]
-    host: torch.Tensor
-    copied: torch.cuda.Event
+    leaf: int
+    batch: Batch
+    seed: int
+    put: Callable[[_Item], None]
+    abandoned: threading.Event
+    sums: SubtreeSums | None
 
 
-_Item = BlockParts | _Copied | Future[Loss]
+_Item = BlockParts | BlockAdded | BlockCopy | Future[Loss | None]
 
 
 def _items(
-    out: queue.SimpleQueue[_Item], abandoned: threading.Event
-) -> Iterator[BlockParts | BlockGradient | Loss]:
+    out: queue.SimpleQueue[_Item], abandoned: threading.Event, copier: BlockCopier | None
+) -> Iterator[BlockParts | BlockAdded | BlockGradient | Loss]:
     """What the device thread puts out; its errors are raised here."""
     while not abandoned.is_set():
         item = out.get()
         if abandoned.is_set():
             return
         if isinstance(item, Future):
-            yield item.result()
+            if (loss := item.result()) is not None:
+                yield loss
             return
-        if isinstance(item, BlockParts):
+        if isinstance(item, BlockParts | BlockAdded):
             yield item
-        else:
-            item.copied.synchronize()
-            gradient = mark_absent(item.block, item.host.numpy(), item.unreached)
-            yield BlockGradient(item.number, gradient)
+            continue
+        assert copier is not None
+        with torch_devices.naming_device_errors(copier.device):
+            values, summed_loss = item.finish(copier.staging)
+        if abandoned.is_set():
+            return
+        yield BlockGradient(item.block, values)
+        if summed_loss is not None:
+            yield summed_loss
 
 
-def _enter_device_thread(device: torch.device, threads: int) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    numerics.use_threads(threads)
+def _names_by_parameter(module: torch.nn.Module) -> set[frozenset[str]]:
+    """Which names are of one parameter."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return {frozenset(group) for group in names.values()}
+
+
+class _DeviceThread(Executor):
+    """The one thread that gives the device work; what the device raises there is `DeviceError`.
+
+    A daemon: a call that hangs in a driver must not hold up the end of the process.
+    """
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self._device = device
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._work = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(threads,), daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        self._work.put((future, partial(function, *args, **kwargs)))
+        return future
+
+    def close(self) -> None:
+        """End after the work in progress, without what is queued."""
+        with suppress(queue.Empty):
+            while True:
+                if (item := self._work.get_nowait()) is not None:
+                    item[0].cancel()
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self, threads: int) -> None:
+        torch_devices.set_current(self._device)
+        numerics.use_threads(threads)
+        while (item := self._work.get()) is not None:
+            future, function = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                with torch_devices.naming_device_errors(self._device):
+                    result = function()
+            except BaseException as error:  # noqa: BLE001 -- the future's, as in every executor
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del item, future, function
+
+
+def _tensor_of(values: Array) -> torch.Tensor:
+    """Return a tensor in the memory of an array, which is read-only where devices share it."""
+    if values.flags.writeable:
+        return torch.from_numpy(values)
+    with warnings.catch_warnings():
+        # torch warns of writes, and nothing writes to it.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(values)

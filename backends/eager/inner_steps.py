@@ -1,8 +1,8 @@
-"""Inner steps on torch's device: parameters and moments stay there from one step to the next.
+"""Inner steps on a torch device, where parameters and moments stay from step to step.
 
-The rules are those of `protocol.exact.update`, with torch's operations: elementwise ones and sums
-in a fixed order, so the same on like machines. They are not the exact update's bits, and need not
-be: a stretch is one machine's work, as a gradient is.
+The rules are those of `protocol.exact.update` in torch's operations: elementwise ones, and sums in
+a fixed order, so machines with equal numerics profiles agree. The bits differ from those of the
+exact update, which is fine: like a gradient, an inner phase is computed by one machine.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from backends.base.inner_steps import InnerPlace, InnerState
+from backends.base.inner_steps import InnerState, SchedulePosition
 from backends.base.interface import Array, Batch, Leaf, Loss
+from protocol.exact.parameter_groups import TensorRule, tensor_rule
 from protocol.exact.update import (
     StepScalars,
     counts_updates,
-    decays,
     moment_count,
     scalars_after,
     step_scalars,
 )
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import OptimizerSpec
 
 Tensors = list[torch.Tensor]
 
 
 class Accumulates(Protocol):
-    """What of an eager program the steps take; both run in the device's thread."""
+    """The part of an eager program that inner steps use, in the device's thread."""
 
     def load_blocks(self, parameters: list[Array]) -> None:
         """Copy values into the parameters."""
 
     def accumulate(self, batch: Batch, seed: int) -> torch.Tensor:
-        """Forward and backward; gradients are added to those that are there. Gives the loss."""
+        """Run forward and backward, add to the accumulated gradients, and return the loss."""
 
 
 class _Chosen(NamedTuple):
-    """Tensors that are updated alike: values, gradients, each moment, and which of them decay."""
+    """Tensors with the same scalars: values, gradients, each moment, and whether they decay."""
 
     parameters: Tensors
     gradients: Tensors
     moments: list[Tensors]
-    decayed: list[int]
+    decays: bool
 
 
 class EagerInnerSteps:
-    """See the module's text, and `backends.base.inner_steps.InnerSteps`.
+    """Implements `backends.base.inner_steps.InnerSteps`; see the module's docstring.
 
     Args:
-        program: Computes gradients.
-        parameters: By tensor's name.
-        blocks: Those of the manifest.
-        optimizer: Of the inner steps.
-        thread: The device's.
+        program: Computes the gradients.
+        parameters: Trained parameters by tensor name.
+        blocks: The manifest's blocks.
+        optimizer: The inner optimizer.
+        thread: The device's thread.
     """
 
     def __init__(
@@ -75,16 +75,18 @@ class EagerInnerSteps:
         self._thread = thread
         names = [tensor.name for block in blocks for tensor in block.tensors]
         self._parameters = [parameters[name] for name in names]
-        self._decays = [decays(name, optimizer) for name in names]
+        self._rules = [tensor_rule(name, optimizer) for name in names]
         self._moments: list[Tensors] = []
         self._missed: list[int] = []
-        """By tensor, as `Replica.missed`."""
+        """Missed updates by tensor, as in `Replica.missed`."""
 
     def begin(self, state: InnerState) -> None:
         """See `InnerSteps`."""
         self._thread.submit(self._begin, state).result()
 
-    def step(self, leaves: Sequence[Leaf], place: InnerPlace) -> Generator[None, None, Loss]:
+    def step(
+        self, leaves: Sequence[Leaf], position: SchedulePosition
+    ) -> Generator[None, None, Loss]:
         """See `InnerSteps`."""
         losses = []
         try:
@@ -95,7 +97,7 @@ class EagerInnerSteps:
             self._thread.submit(self._clear).result()
             raise
         weight = sum(batch.weight for batch, _ in leaves)
-        total = self._thread.submit(self._update, losses, weight, place).result()
+        total = self._thread.submit(self._update, losses, weight, position).result()
         return Loss(total, weight)
 
     def state(self) -> InnerState:
@@ -106,7 +108,7 @@ class EagerInnerSteps:
         """See `InnerSteps`."""
         return self._thread.submit(self._flat, [p.data for p in self._parameters]).result()
 
-    # In the device's thread.
+    # The following methods run in the device's thread.
 
     def _begin(self, state: InnerState) -> None:
         self._program.load_blocks(state.parameters)
@@ -122,9 +124,9 @@ class EagerInnerSteps:
     def _tensors(self, arrays: Sequence[Array]) -> Tensors:
         device = self._parameters[0].device
         return [
-            torch.tensor(values[place].reshape(tensor.shape), device=device)
+            torch.tensor(values[part].reshape(tensor.shape), device=device)
             for block, values in zip(self._blocks, arrays, strict=True)
-            for tensor, place in block.slices()
+            for tensor, part in block.slices()
         ]
 
     def _flat(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
@@ -132,8 +134,8 @@ class EagerInnerSteps:
         found = []
         for block in self._blocks:
             values = np.empty(block.elements, np.float32)
-            for _, place in block.slices():
-                values[place] = next(left).detach().reshape(-1).cpu().numpy()
+            for _, part in block.slices():
+                values[part] = next(left).detach().reshape(-1).cpu().numpy()
             found.append(values)
         return found
 
@@ -149,7 +151,7 @@ class EagerInnerSteps:
         return [np.array([next(left) for _ in b.tensors], np.float32) for b in self._blocks]
 
     @torch.no_grad()
-    def _update(self, losses: Tensors, weight: float, place: InnerPlace) -> float:
+    def _update(self, losses: Tensors, weight: float, position: SchedulePosition) -> float:
         spec = self._optimizer
         assert len(self._moments) == moment_count(spec)
         reached = {n: p.grad for n, p in enumerate(self._parameters) if p.grad is not None}
@@ -161,51 +163,57 @@ class EagerInnerSteps:
             norm = squares.sum().sqrt()
             clip = torch.clamp(spec.clip_norm / (norm + 1e-6), max=1.0).float()
             torch._foreach_mul_(gradients, clip)
-        # The clip is taken above, on the device: none is left.
+        # Clipping is done above, on the device.
         scalars = step_scalars(
-            spec.model_copy(update={"clip_norm": None}), place.update, place.step, place.steps, 0.0
+            spec.model_copy(update={"clip_norm": None}),
+            position.update,
+            position.step,
+            position.steps,
+            0.0,
         )
-        for chosen, own_scalars in self._updates(reached, scalars, place.update):
+        for chosen, own_scalars in self._updates(reached, scalars, position.update):
             match spec.name:
                 case "sgd":
                     self._sgd(chosen, own_scalars)
                 case "momentum" | "nesterov":
                     self._momentum(chosen, own_scalars)
-                case "adamw":
-                    self._adamw(chosen, own_scalars)
+                case "adam" | "adamw":
+                    self._adam(chosen, own_scalars)
+                case "rmsprop" | "adagrad":
+                    self._by_root(chosen, own_scalars)
+                case "lion":
+                    self._lion(chosen, own_scalars)
+                case _:
+                    raise AssertionError(f"no inner step of {spec.name}")
         total = float(torch.stack(losses).double().sum())
         return total if math.isfinite(total) else math.nan
 
     def _updates(
         self, reached: dict[int, torch.Tensor], scalars: StepScalars, update: int
     ) -> list[tuple[_Chosen, StepScalars]]:
-        """The tensors that have a gradient, those together that have missed as many updates."""
-        by_count: dict[int, list[int]] = {}
-        for number in range(len(self._parameters)):
+        """Group the tensors with gradients by rule and by the number of updates missed."""
+        groups: dict[tuple[TensorRule, int], list[int]] = {}
+        for number, rule in enumerate(self._rules):
             if number in reached:
-                by_count.setdefault(self._missed[number], []).append(number)
+                groups.setdefault((rule, self._missed[number]), []).append(number)
             elif counts_updates(self._optimizer):
                 self._missed[number] += 1
-        return [
-            (
-                self._chosen(numbers, reached),
-                scalars_after(self._optimizer, scalars, update - missed) if missed else scalars,
-            )
-            for missed, numbers in by_count.items()
-        ]
+        found = []
+        for (rule, missed), numbers in groups.items():
+            own = scalars_after(self._optimizer, scalars, update - missed) if missed else scalars
+            found.append((self._chosen(numbers, reached, rule), rule.scalars(own)))
+        return found
 
-    def _chosen(self, numbers: list[int], reached: dict[int, torch.Tensor]) -> _Chosen:
+    def _chosen(
+        self, numbers: list[int], reached: dict[int, torch.Tensor], rule: TensorRule
+    ) -> _Chosen:
         parameters = [self._parameters[n].data for n in numbers]
-        decayed = [i for i, n in enumerate(numbers) if self._decays[n]]
         moments = [[moment[n] for n in numbers] for moment in self._moments]
-        return _Chosen(parameters, [reached[n] for n in numbers], moments, decayed)
+        return _Chosen(parameters, [reached[n] for n in numbers], moments, rule.decays)
 
     def _with_decay(self, chosen: _Chosen, weight_decay: float) -> None:
-        if not weight_decay or not chosen.decayed:
-            return
-        gradients = [chosen.gradients[i] for i in chosen.decayed]
-        parameters = [chosen.parameters[i] for i in chosen.decayed]
-        torch._foreach_add_(gradients, parameters, alpha=weight_decay)
+        if chosen.decays:
+            torch._foreach_add_(chosen.gradients, chosen.parameters, alpha=weight_decay)
 
     def _sgd(self, chosen: _Chosen, scalars: StepScalars) -> None:
         self._with_decay(chosen, scalars.weight_decay)
@@ -221,10 +229,12 @@ class EagerInnerSteps:
             velocity = gradients
         torch._foreach_add_(chosen.parameters, velocity, alpha=-scalars.learning_rate)
 
-    def _adamw(self, chosen: _Chosen, scalars: StepScalars) -> None:
+    def _adam(self, chosen: _Chosen, scalars: StepScalars) -> None:
         (first, second), gradients = chosen.moments, chosen.gradients
-        if decayed := [chosen.parameters[i] for i in chosen.decayed]:
-            torch._foreach_mul_(decayed, scalars.decay_factor)
+        if self._optimizer.name == "adam":
+            self._with_decay(chosen, scalars.weight_decay)
+        elif chosen.decays:
+            torch._foreach_mul_(chosen.parameters, scalars.decay_factor)
         torch._foreach_lerp_(first, gradients, scalars.one_minus_beta1)
         torch._foreach_mul_(second, scalars.beta2)
         torch._foreach_addcmul_(second, gradients, gradients, scalars.one_minus_beta2)
@@ -232,3 +242,26 @@ class EagerInnerSteps:
         torch._foreach_mul_(roots, scalars.root_correction)
         torch._foreach_add_(roots, scalars.epsilon)
         torch._foreach_addcdiv_(chosen.parameters, first, roots, -scalars.step_size)
+
+    def _by_root(self, chosen: _Chosen, scalars: StepScalars) -> None:
+        (squares,), gradients = chosen.moments, chosen.gradients
+        self._with_decay(chosen, scalars.weight_decay)
+        share = 1.0
+        if self._optimizer.name == "rmsprop":
+            torch._foreach_mul_(squares, scalars.beta2)
+            share = scalars.one_minus_beta2
+        torch._foreach_addcmul_(squares, gradients, gradients, share)
+        roots = [values.sqrt() for values in squares]
+        torch._foreach_add_(roots, scalars.epsilon)
+        torch._foreach_addcdiv_(chosen.parameters, gradients, roots, -scalars.learning_rate)
+
+    def _lion(self, chosen: _Chosen, scalars: StepScalars) -> None:
+        (moment,), gradients = chosen.moments, chosen.gradients
+        if chosen.decays:
+            torch._foreach_mul_(chosen.parameters, scalars.decay_factor)
+        mixed = [values * scalars.beta1 for values in moment]
+        torch._foreach_add_(mixed, gradients, alpha=scalars.one_minus_beta1)
+        signs = [values.sign() for values in mixed]
+        torch._foreach_add_(chosen.parameters, signs, alpha=-scalars.learning_rate)
+        torch._foreach_mul_(moment, scalars.beta2)
+        torch._foreach_add_(moment, gradients, alpha=scalars.one_minus_beta2)

@@ -1,8 +1,8 @@
-"""Frozen layers that keep their weights in few bits, and widen them while they compute.
+"""Frozen linear layers that store their weights in few bits and widen them to compute.
 
-A weight is widened for its layer's product in forward and once more for that of backward, so at any
-time a single one is there in float32. The products are torch's own on the same values in the same
-layout, so the bits are those of a layer that is kept wide.
+A weight is widened for its product in forward and again in backward, so only one is in float32 at
+any time. The products are torch's, on the same values in the same layout, so the bits are those of
+a layer with float32 weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from backends.base.frozen_base import frozen_base, widen
+from backends.base.progress import Meter
 from backends.base.quantise import (
     NF4,
     STORAGE,
@@ -24,8 +25,8 @@ from backends.base.quantise import (
     quantise,
     stored_bytes,
 )
-from protocol.host.allocator import give_back_freed_memory
-from protocol.spec.run_spec import BaseDtype
+from protocol.machine.allocator import give_back_freed_memory
+from protocol.spec.sections.model import BaseDtype
 
 _ELEMENTS_AT_ONCE: Final = 1 << 18
 _PLACES_AT_ONCE: Final = 1 << 16
@@ -148,7 +149,9 @@ def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.d
         return
     base = frozen_base(module).values()
     bench = Bench(max((parameter.numel() for parameter in base), default=0), device)
+    meter = Meter(f"stored in {base_dtype}", sum(each.nbytes for each in base))
     for parameter in base:
+        meter.add(parameter.nbytes)
         layers = [layer for layer in module.modules() if _reads(layer, parameter)]
         stored = _quantised(parameter.detach(), storage)
         if not all(_is_plain(layer) for layer in layers):

@@ -1,4 +1,4 @@
-"""Settings of torch that decide the bits of a gradient, and their names for the signature.
+"""Settings of torch that decide the bits of a gradient, and their names for the numerics profile.
 
 See exactness in the architecture page: two machines give the same bits only if library versions,
 thread count, instruction set and memory alignment agree.
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from backends.eager import torch_devices
 from protocol.exact.subnormals import EXPECTED_BITS, FACTORS, GIVEN_BITS
-from protocol.host.processor import processor_name
 
 ALIGNMENT_BYTES: Final = 64
 """Kernels choose their path by it; tensors mapped from a file are aligned to 8 only."""
@@ -33,6 +33,19 @@ _BIT_DECIDING_VARIABLES: Final = (
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_MAX_CPU_ISA",
+)
+_BIT_DECIDING_VARIABLES_OF_CARDS: Final = (
+    "CUBLASLT_WORKSPACE_SIZE",
+    "MIOPEN_DEBUG_CONV_DIRECT",
+    "MIOPEN_DEBUG_CONV_GEMM",
+    "MIOPEN_DEBUG_CONV_WINOGRAD",
+    "MIOPEN_FIND_ENFORCE",
+    "MIOPEN_FIND_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_TUNABLEOP_ENABLED",
+    "ROCBLAS_LAYER",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_BLAS_PREFER_HIPBLASLT",
 )
 
 
@@ -65,12 +78,11 @@ def use_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed every generator that a model's forward may draw from."""
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed every generator that a model's forward may draw from, on the host and the device."""
     # torch.manual_seed looks at every kind of device there may be, at each microbatch.
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
+    torch_devices.seed(device, seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  (the global generator is what models draw from)
     random.seed(seed)
 
@@ -80,24 +92,34 @@ def own_storage(module: torch.nn.Module, device: torch.device) -> None:
 
     Tied parameters stay tied: they are one object.
     """
-    module.to(device)
+    tensors = (*module.parameters(), *module.buffers())
+    if any(tensor.device != device for tensor in tensors):
+        module.to(device)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        # On a Mac's GPU it is no address.
-        assert device.type == "mps" or tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        has_address = torch_devices.kind_of(device).keeps_alignment
+        assert not has_address or tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
-def signature(device: torch.device, threads: int) -> Mapping[str, str]:
+def numerics_profile(device: torch.device, threads: int) -> Mapping[str, str]:
     """What decides the bits here, by name."""
     facts = {
         "device": device.type,
-        "processor" if device.type == "cpu" else "name": device_name(device),
+        "processor" if device.type == "cpu" else "name": torch_devices.device_name(device),
         "torch": str(torch.__version__),
         "torch_build": blake3(torch.__config__.show().encode()).hexdigest(16),
         "numpy": np.__version__,
-        "threads": str(threads),
-        "isa": torch.backends.cpu.get_cpu_capability(),
     }
+    # A card's bits do not depend on its host's processor: sums of microbatches are the card's too.
+    if not torch_devices.kind_of(device).copies_asynchronously:
+        facts["threads"] = str(threads)
+        facts["isa"] = torch.backends.cpu.get_cpu_capability()
+    else:
+        # Libraries choose their kernels by them: cards of one name can differ.
+        facts["memory"] = str(torch_devices.memory_bytes(device))
+        facts["multiprocessors"] = str(torch_devices.multiprocessors(device))
+    if device.type == "xpu":
+        facts["driver"] = str(torch.xpu.get_device_properties(device).driver_version)
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         facts["cublas_workspace"] = os.environ["CUBLAS_WORKSPACE_CONFIG"]
@@ -113,7 +135,8 @@ def signature(device: torch.device, threads: int) -> Mapping[str, str]:
             facts["driver"] = f"{platform.system()} {platform.release()}"
     if device.type == "mps":
         facts["driver"] = f"macOS {platform.mac_ver()[0]}"
-    for variable in _BIT_DECIDING_VARIABLES:
+    deciding = (*_BIT_DECIDING_VARIABLES, *_BIT_DECIDING_VARIABLES_OF_CARDS)
+    for variable in deciding if device.type != "cpu" else _BIT_DECIDING_VARIABLES:
         if variable in os.environ:
             facts[variable] = os.environ[variable]
     return facts
@@ -133,13 +156,6 @@ def keeps_subnormals(device: torch.device, *, in_every_thread: bool) -> bool:
     return bool(torch.equal(product.cpu().view(torch.int32), expected))
 
 
-def device_name(device: torch.device) -> str:
-    """The device's model name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor_name()
-
-
 def _cuda_driver() -> str:
     """The release of NVIDIA's driver, as far as the kernel tells it."""
     try:
@@ -150,10 +166,10 @@ def _cuda_driver() -> str:
 
 
 def _cuda_libraries() -> str:
-    """NVIDIA's libraries that are installed beside torch, with their versions, in one digest."""
+    """NVIDIA's libraries that compute, as installed beside torch, in one digest."""
     found = {
         f"{each.name} {each.version}"
         for each in importlib.metadata.distributions()
-        if (each.name or "").startswith("nvidia-")
+        if (each.name or "").startswith("nvidia-") and each.name != "nvidia-ml-py"
     }
     return blake3("\n".join(sorted(found)).encode()).hexdigest(16)

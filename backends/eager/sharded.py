@@ -1,16 +1,19 @@
-"""The eager backend with the frozen base lying across the ranks of a group (torch's FSDP2).
+"""The eager backend with the frozen base sharded across the ranks of a group (torch's FSDP2).
 
-Each rank holds a part of every frozen layer and gathers the rest when forward or backward reaches
-it. What is trained is whole on every rank, so each rank's gradient of a microbatch is its own, and
-sums are taken along the tree as ever. All ranks have to compute at the same time.
+Each rank holds a shard of every frozen layer and gathers the rest when forward or backward reaches
+it. Trained tensors are whole on every rank, so each rank computes gradients of its own microbatches
+and sums are taken along the tree as usual. All ranks must compute at the same time.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Final
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from backends.base.interface import Trainable
@@ -18,30 +21,48 @@ from backends.eager import numerics
 from backends.eager.eager import EagerBackend, EagerProgram
 from protocol.base.errors import SamestepError
 
+_COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
+"""For a rank whose peers do not come to a collective: the group is torn down, and its worker ends.
+The ranks' own connection waits for a run, which may take any time."""
+
 
 class ShardedBackend(EagerBackend):
-    """One rank's device; torch.distributed is initialised."""
+    """One rank's device; torch.distributed is initialized, and all ranks call this at once."""
+
+    def __init__(self, kind: str, index: int) -> None:
+        super().__init__(kind, index)
+        collectives = dist.Backend.default_device_backend_map.get(self.device.type)
+        if collectives is None:
+            raise SamestepError(
+                f"torch has no collectives for {self.device.type}, which --shard needs"
+            )
+        self._group = dist.new_group(backend=collectives, timeout=_COLLECTIVE_TIMEOUT)
 
     def _program(self, trainable: Trainable) -> EagerProgram:
         if trainable.base_dtype != "float32":
             raise SamestepError(
-                f"--shard lays a base in float32 across the ranks, not one in "
-                f"{trainable.base_dtype}: leave out model.base_dtype, or --shard"
+                f"expected a float32 base with --shard, got {trainable.base_dtype}; remove "
+                "model.base_dtype or --shard"
             )
-        return ShardedProgram(self.device, trainable)
+        mesh = DeviceMesh.from_group(self._group, self.device.type)
+        return ShardedProgram(self.device, trainable, mesh)
 
 
 class ShardedProgram(EagerProgram):
-    """This rank's part of a module, with its device thread."""
+    """This rank's shard of a module, with its device thread."""
 
     _shares = False
 
+    def __init__(self, device: torch.device, trainable: Trainable, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        super().__init__(device, trainable)
+
     def _place(self, module: nn.Module) -> None:
-        shard_frozen(module, self._device)
+        shard_frozen(module, self._device, self._mesh)
 
 
-def shard_frozen(module: nn.Module, device: torch.device) -> None:
-    """Give this rank its part of what is frozen, layer by layer, and all of what is trained.
+def shard_frozen(module: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
+    """Shard the frozen parameters layer by layer; trained ones stay whole on every rank.
 
     Raises:
         SamestepError: Nothing is frozen.
@@ -49,10 +70,9 @@ def shard_frozen(module: nn.Module, device: torch.device) -> None:
     trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
     if len(trained) == len(list(module.parameters())):
         raise SamestepError(
-            "--shard lays a frozen base across the ranks, and this model has none: train it with "
-            "lora, or leave out --shard"
+            "expected a frozen base to shard with --shard, found none; train with lora, or remove "
+            "--shard"
         )
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in (*_layers(module), module):
         own = {parameter for parameter in layer.parameters() if parameter in trained}
         fully_shard(layer, mesh=mesh, ignored_params=own)
@@ -62,7 +82,7 @@ def shard_frozen(module: nn.Module, device: torch.device) -> None:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """What is gathered at once: the layers of each list of layers, innermost first."""
+    """Return the units of gathering: the layers of each list of layers, innermost first."""
     found = [
         layer
         for stack in module.modules()

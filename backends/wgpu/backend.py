@@ -10,9 +10,8 @@ from backends.base.interface import Batch, DeviceInfo, Trainable
 from backends.wgpu.canonical_programs import canonical_on_device
 from backends.wgpu.compiled import compiled_program
 from backends.wgpu.device.adapters import Adapter, adapters
-from backends.wgpu.device.additions import differing_additions
+from backends.wgpu.device.arithmetic import changed_halves, differing_additions
 from backends.wgpu.device.device import Device
-from backends.wgpu.device.halves import changed_halves
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
@@ -56,7 +55,7 @@ class VulkanBackend:
 
     @cached_property
     def exact_additions(self) -> bool:
-        """Whether the device may add node sums: see `backends.wgpu.device.additions`."""
+        """Whether the device may add subtree sums: see `backends.wgpu.device.arithmetic`."""
         return differing_additions(self.device) == 0
 
     @cached_property
@@ -68,7 +67,7 @@ class VulkanBackend:
             return f"{self.adapter.name!r} changes {changed} of the 65,536 numbers of float16"
         return ""
 
-    def signature(self, threads: int) -> Mapping[str, str]:
+    def numerics_profile(self, threads: int) -> Mapping[str, str]:
         """Adapter, driver and compiler: what decides the bits of a shader's results."""
         del threads  # the device has its own
         return {

@@ -15,7 +15,7 @@ from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import SamestepError
 from protocol.base.limits import MICROBATCHES_PER_DISPATCH
-from protocol.spec.arithmetic_spec import ArithmeticSpec
+from protocol.spec.sections.model import ArithmeticSpec
 
 if TYPE_CHECKING:
     from backends.wgpu.device.device import Device
@@ -37,7 +37,7 @@ def canonical_on_host(
     """
     host = CpuTarget(convention_of(trainable.arithmetic), trainable.threads)
     template = Templates(cooperative=True, matmul=product_shader, canonical=True)
-    # Where subnormals count as zeros, node sums are the host's, whose additions keep them.
+    # Where subnormals count as zeros, subtree sums are the host's, whose additions keep them.
     adds = not host.convention.flushes
     with _in_its_words("arithmetic: native"):
         return compiled_program(host, trainable, template, batches, evaluations, adds=adds)

@@ -13,7 +13,7 @@ from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.parity import Parity
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import SamestepError
-from protocol.spec.run_spec import ComputePrecision
+from protocol.spec.sections.model import ComputePrecision
 
 _FLOAT32_ONLY: Final = "canonical arithmetic is that of float32"
 
@@ -36,13 +36,18 @@ def compiled_program(
         template: How kernels are written for the target.
         batches: At least one: microbatches of each shape.
         evaluations: Held-out parts, one of each shape.
-        adds: Whether node sums may be added there.
+        adds: Whether subtree sums may be added there.
         no_halves: Why there is no float16; empty where there is.
 
     Raises:
         SamestepError: The precision is not to be had, the step or an evaluation cannot be
             captured, or an operator has no rule.
     """
+    if trainable.unit == "microbatch":
+        raise SamestepError(
+            "expected a loss that is a sum over samples, got one of a whole microbatch (unit), "
+            "whose buffers no compiled program can follow; have it computed by cpu or cuda"
+        )
     _refuse_precision(trainable.precision, no_halves)
     template = replace(template, halves=trainable.precision == "float16")
     if trainable.module is not None:

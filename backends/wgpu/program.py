@@ -25,8 +25,8 @@ from backends.base.interface import (
     Sums,
     Trainable,
 )
-from backends.base.node_stream import Microbatch, NodeStream, added_on_host
 from backends.base.outside_table import index_outside
+from backends.base.subtree_gradients import Microbatch, SubtreeGradients, added_on_host
 from backends.base.trainable_checks import (
     refuse_gradient_hooks,
     refuse_gradients_across_samples,
@@ -55,14 +55,13 @@ from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.lowering.several import several
-from backends.wgpu.node_sum import added_on_device
+from backends.wgpu.subtree_sum import added_on_device
 from backends.wgpu.weights.split_tables import split_tables
-from protocol.base.byte_size import byte_size
 from protocol.base.errors import DataError, DeviceError, SamestepError
-from protocol.base.limits import MICROBATCHES_PER_STEP
+from protocol.base.limits import MICROBATCHES_PER_STEP, byte_size
 from protocol.exact.absent import absent, mark_absent
 from protocol.exact.subnormals import subnormals_are_kept
-from protocol.host.allocator import give_back_freed_memory
+from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.manifest import Block
 
 T = TypeVar("T")
@@ -80,7 +79,7 @@ class VulkanProgram:
         device: Where it runs.
         trainable: The task.
         template: How kernels are written for the device.
-        adds: Whether node sums may be added on the device: its additions are exact.
+        adds: Whether subtree sums may be added on the device: its additions are exact.
         largest_bytes: Of a buffer; by default what the device allows.
 
     Attributes:
@@ -116,7 +115,7 @@ class VulkanProgram:
         self._summing: dict[Any, tuple[Submission, ...]] = {}
         self._absent_gradient: Buffer | None = None
         self._adding = False
-        """Whether a node is in work whose sums are on the device."""
+        """Whether a subtree is in work whose sums are on the device."""
         self._plans: dict[Any, PlacedPlan] = {}
         self._captures: dict[Any, Capture] = {}
         """Those that no plan was made of yet."""
@@ -230,8 +229,8 @@ class VulkanProgram:
         with self._lock:
             self._weights.load(parameters)
 
-    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
-        """One node, added on the device if its additions are exact and it has room."""
+    def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
+        """One subtree, added on the device if its additions are exact and it has room."""
         self._adding = False
         if self._sums is None or len(leaves) == 1:
             return self.added_on_host(leaves)
@@ -246,8 +245,8 @@ class VulkanProgram:
         marked = partial(self._marked, list(shapes.values()))
         return added_on_device(leaves, self._at_once(leaves), start, marked, len(self._blocks))
 
-    def added_on_host(self, leaves: Sequence[Leaf]) -> NodeStream:
-        """One node, whatever the device can do."""
+    def added_on_host(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
+        """One subtree, whatever the device can do."""
         return added_on_host(leaves, self._begin, len(self._blocks))
 
     def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
@@ -337,8 +336,8 @@ class VulkanProgram:
             self._weights.forget()
 
     def _at_once(self, leaves: Sequence[Leaf]) -> list[range]:
-        """A node's microbatches, in groups that are computed at once: neighbours of one shape, as
-        many as its plan has room for."""
+        """A subtree's microbatches, in groups that are computed at once: neighbours of one shape,
+        as many as its plan has room for."""
         groups: list[range] = []
         for leaf, (batch, _) in enumerate(leaves):
             known = self._plans.get(_shapes(batch))
@@ -351,7 +350,7 @@ class VulkanProgram:
         return groups
 
     def _start(self, sums: SumStack, leaves: Sequence[Leaf], group: range) -> Running:
-        """Microbatches of a node, computed at once and added to its sums one after the other."""
+        """Microbatches of a subtree, computed at once and added to its sums one after the other."""
         first = leaves[group.start][0]
         with self._lock:
             ready = None if _is_empty(first) else self._step(first)
@@ -433,8 +432,8 @@ class VulkanProgram:
         return mark_absent(self._blocks[number], values, self._unreached(plan, number))
 
     def _marked(self, batches: Sequence[Batch], number: int, values: Array) -> Array:
-        """The block's sum over a node, of batches one of each shape; of tensors that none of them
-        reaches it is absent."""
+        """The block's sum over a subtree, of batches one of each shape; of tensors that none of
+        them reaches it is absent."""
         block = self._blocks[number]
         unreached = {tensor.name for tensor in block.tensors}
         for batch in batches:
@@ -473,7 +472,7 @@ class VulkanProgram:
         yield Loss(0.0, batch.weight)
 
     def _uploaded(self, ready: PlacedPlan, batch: Batch, seed: int) -> NDArray[np.uint32]:
-        """What is uploaded for a microbatch of a node.
+        """What is uploaded for a microbatch of a subtree.
 
         Raises:
             LossRaised: The device cannot compute with its values.
@@ -551,15 +550,15 @@ class VulkanProgram:
         return largest <= self._largest_bytes and has_room([needed], sums, memory_bytes)
 
     def _make_room(self) -> None:
-        """Memory that is held for node sums gives way to a new plan."""
+        """Memory that is held for subtree sums gives way to a new plan."""
         adapter, held = self._device.adapter, self._sums.held_bytes if self._sums else 0
         if self._sums is None or has_room(self.estimates, held, adapter.memory_bytes):
             return
         if self._adding:
             raise DeviceError(
                 adapter.name,
-                "a microbatch of a new shape needs the memory that holds the sums of the node in "
-                "work; lower batch.microbatch or data.max_tokens",
+                "a microbatch of a new shape needs the memory that holds the sums of the current "
+                "subtree; lower batch.microbatch or data.max_tokens",
             )
         self._sums.release()
         self._summing.clear()

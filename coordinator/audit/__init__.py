@@ -1,4 +1,4 @@
 """Afterwards: what a run's files prove, and its report.
 
-Imports `run` and `storage`. Start with `audit`.
+Imports `coordinator.run.outputs` and `coordinator.storage`. Start with `audit`.
 """

@@ -1,8 +1,8 @@
-"""The audit of a run's directory: what can be proved from what was kept, and what not.
+"""The audit of a run's directory: what its files prove, and what they do not.
 
-It only reads. It needs no run in progress, no worker, no model and no data: the journal, the
-checkpoints, the log that is left and the result are held against each other, and every step whose
-gradients are still there is taken again.
+It only reads. It needs no run in progress, no worker, no model and no data: journal, checkpoints,
+log and result are compared with each other, and every step whose gradients are in the log is
+applied again.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import History, read_history
-from coordinator.audit.recomputed import Asked, Recomputed
+from coordinator.audit.recomputed import Recomputed, RecomputeRequest
 from coordinator.audit.state_proof import Progress, StateProof
 from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
-from coordinator.disk.claim import EPOCH_FILE, stored_epoch
-from coordinator.run.outputs.own_state import own_state_lengths
+from coordinator.disk.directory_lock import EPOCH_FILE, stored_epoch
+from coordinator.run.outputs.side_outputs import replica_state_sizes
 from coordinator.storage.directory.journal import Verified, verify_journal
 from coordinator.storage.directory.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
-from coordinator.storage.kept_files import changed_files, check_bound, file_digest, known_epoch
+from coordinator.storage.file_digests import changed_files, check_journal, file_digest, known_epoch
 from coordinator.storage.states.checkpoint import (
     Checkpoint,
     checkpoint_steps,
@@ -29,7 +29,7 @@ from coordinator.storage.states.checkpoint import (
     load_tensors,
     read_metrics,
 )
-from coordinator.storage.states.own_files import own_fault, own_steps
+from coordinator.storage.states.replica_states import replica_state_steps, state_fault
 from protocol.base.errors import SamestepError, StorageFailed, UsageError
 from protocol.exact.digest import weights_digest
 from protocol.spec.manifest import RESERVED, Manifest
@@ -42,7 +42,7 @@ Check = Literal[
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """One thing that was looked at, and what came of it."""
+    """The result of one check."""
 
     check: Check
     ok: bool
@@ -54,18 +54,18 @@ class AuditFinding:
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """All findings, in the order in which they were made."""
+    """All findings, in order."""
 
     directory: Path
     findings: tuple[AuditFinding, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing bad was found."""
+        """Whether every check passed."""
         return all(finding.ok for finding in self.findings)
 
     def lines(self) -> list[str]:
-        """For people: one line for each finding, and a last one that sums up."""
+        """Return a line for each finding, and a summary."""
         bad = sum(not finding.ok for finding in self.findings)
         verdict = "sound" if self.ok else f"{bad} of {len(self.findings)} findings are bad"
         return [*(str(f) for f in self.findings), f"{str(self.directory)!r}: {verdict}"]
@@ -73,7 +73,7 @@ class AuditResult:
 
 @dataclass(slots=True)
 class _Evidence:
-    """What the checks look at."""
+    """What the checks read, and their findings."""
 
     directory: RunDirectory
     verified: Verified
@@ -87,28 +87,31 @@ class _Evidence:
         self.findings.append(AuditFinding(check, ok, text))
 
 
-def _silent(done: int, total: int) -> None:
-    """Nobody looks on."""
+def _silent(completed: int, total: int) -> None:
+    """Show no progress."""
 
 
-def audit(path: Path, progress: Progress = _silent, asked: Asked | None = None) -> AuditResult:
+def audit(
+    path: Path, progress: Progress = _silent, request: RecomputeRequest | None = None
+) -> AuditResult:
     """Audit the run in a directory.
 
     Args:
         path: The directory.
-        progress: Hears how many steps were taken again, of how many.
-        asked: Which steps to compute again, and how.
+        progress: Called with the number of repeated steps, and the total.
+        request: Which steps to recompute, and how.
 
     Raises:
-        UsageError: There is no run there, or it has not begun.
+        UsageError: There is no run, or it has not begun.
         StorageFailed: A file cannot be read.
-        StorageDamaged: `run.json`, the manifest or `result.json` is none, or there is no journal.
+        StorageDamaged: `run.json`, the manifest or `result.json` is damaged, or the journal is
+            missing.
     """
     directory = RunDirectory(path)
     run = directory.read_run()
     if run is None:
         raise UsageError(f"expected a run in {str(path)!r}, found no run.json")
-    check_bound(directory)
+    check_journal(directory)
     if not directory.journal.exists():
         raise UsageError(f"the run in {str(path)!r} has not begun: there is nothing to audit yet")
     verified = verify_journal(directory.journal)
@@ -129,7 +132,7 @@ def audit(path: Path, progress: Progress = _silent, asked: Asked | None = None) 
         if evidence.manifest.capture is not None:
             _check_captured(evidence, evidence.manifest)
         _check_coverage(evidence, evidence.manifest)
-        proof = _check_states(evidence, evidence.manifest, progress, asked)
+        proof = _check_states(evidence, evidence.manifest, progress, request)
         _check_result(evidence, evidence.manifest, proof)
     return AuditResult(path, tuple(evidence.findings))
 
@@ -138,106 +141,110 @@ def _check_journal(evidence: _Evidence) -> None:
     verified, history = evidence.verified, evidence.history
     if verified.bad_line is not None:
         text = (
-            f"journal.jsonl: line {verified.bad_line} is bad: {verified.reason}; what follows it "
-            "is not used; bring it back from a copy"
+            f"journal.jsonl: line {verified.bad_line} is bad: {verified.reason}; later lines "
+            "are not used; restore it from a copy"
         )
         evidence.note("journal", ok=False, text=text)
     else:
-        text = f"{len(verified.entries)} lines, each bound to the one before, head {verified.head}"
+        text = (
+            f"{len(verified.entries)} lines, each chained to the one before, head {verified.head}"
+        )
         evidence.note("journal", ok=True, text=text)
     for fault in history.faults:
         evidence.note("journal", ok=False, text=fault)
     if history.resumed:
-        text = f"resumed {history.resumed} times; {history.void} commits were taken back and redone"
+        text = f"resumed {history.resumed} times; {history.void} commits were voided and redone"
         evidence.note("journal", ok=True, text=text)
 
 
 def _check_head(evidence: _Evidence) -> None:
-    """A chain cannot show that its end was cut off; the result can."""
+    """Compare the journal's last line with the result: a chain cannot show that its end was cut."""
     result, history = evidence.result, evidence.history
     if evidence.verified.bad_line is not None:
         return
     if result is None:
-        ended = history.end is not None
-        text = "the run has not ended: nothing shows yet whether the journal's end is there"
-        if ended:
+        has_ended = history.end is not None
+        text = "the run has not ended: nothing proves yet that the journal's end is complete"
+        if has_ended:
             text = "the journal says the run ended, and there is no result.json; "
-            text += "bring it back from a copy, or --resume: it is written anew"
-        evidence.note("head", ok=not ended, text=text)
+            text += "restore it from a copy, or --resume: it is written again"
+        evidence.note("head", ok=not has_ended, text=text)
         return
-    named = result.get("journal_head")
-    if named == evidence.verified.head:
+    result_head = result.get("journal_head")
+    if result_head == evidence.verified.head:
         evidence.note("head", ok=True, text="result.json names the journal's last line")
-    elif any(entry.hash == named for entry in evidence.verified.entries):
-        text = "the journal goes on after the line that result.json names as its last"
+    elif any(entry.hash == result_head for entry in evidence.verified.entries):
+        text = "the journal continues after the line that result.json names as its last"
         evidence.note("head", ok=False, text=text)
     else:
-        text = f"result.json names a last line {named!r} that is not there: the end was cut off"
+        text = f"result.json names a last line {result_head!r} that is missing: the end was cut off"
         evidence.note("head", ok=False, text=text)
 
 
 def _check_files(evidence: _Evidence) -> None:
-    """The small files that a restart reads, the epoch, and whatever else lies there."""
-    directory, told = evidence.directory, evidence.history.files
-    if told is None and evidence.verified.bad_line is not None:
-        return  # what the journal would say of them is lost
+    """Check the small files that a restart reads, the epoch, and list other files."""
+    directory, recorded = evidence.directory, evidence.history.files
+    if recorded is None and evidence.verified.bad_line is not None:
+        return  # the journal's record of them is lost
     try:
-        changed = changed_files(directory, told)
+        changes = changed_files(directory, recorded)
     except StorageFailed as error:
-        changed = [(Path(error.path), f"it cannot be read: {error.reason}")]
-    listed = directory.files_file
-    was_there = told is not None and None not in told.digests.get(listed.name, (None,))
-    if was_there and not listed.exists():
-        changed.append((listed, "it is missing; a resumed run finds the files anew"))
-    for path, reason in changed:
+        changes = [(Path(error.path), f"it cannot be read: {error.reason}")]
+    list_file = directory.files_file
+    was_there = recorded is not None and None not in recorded.digests.get(list_file.name, (None,))
+    if was_there and not list_file.exists():
+        changes.append((list_file, "it is missing; a resumed run hashes the files again"))
+    for path, reason in changes:
         evidence.note("files", ok=False, text=f"{str(path)!r}: {reason}")
-    if not changed:
-        named = ", ".join(sorted(told.digests)) if told is not None else "run.json, manifest.json"
-        older = "" if told is not None else " (of an older release: it tells of no others)"
-        evidence.note("files", ok=True, text=f"{named} are what the journal says{older}")
+    if not changes:
+        file_names = (
+            ", ".join(sorted(recorded.digests))
+            if recorded is not None
+            else "run.json, manifest.json"
+        )
+        older = "" if recorded is not None else " (an older release recorded no others)"
+        evidence.note("files", ok=True, text=f"{file_names} are as recorded in the journal{older}")
     try:
-        epoch, known = stored_epoch(directory.path), known_epoch(directory)
-        text = f"{EPOCH_FILE} says {epoch}, journal and log tell of {known}"
-        if epoch < known:
-            text += "; the next start writes it anew"
-        evidence.note("files", ok=epoch >= known, text=text)
+        epoch, newest_epoch = stored_epoch(directory.path), known_epoch(directory)
+        text = f"{EPOCH_FILE} has epoch {epoch}, journal and log {newest_epoch}"
+        if epoch < newest_epoch:
+            text += "; the next start writes it again"
+        evidence.note("files", ok=epoch >= newest_epoch, text=text)
     except SamestepError as error:
         evidence.note("files", ok=False, text=str(error))
     if directory.set_aside.exists():
-        text = (
-            "set-aside holds what came after checkpoints that the run went back to: not looked at"
-        )
+        text = "set-aside holds what rollbacks removed from the run: not checked"
         evidence.note("files", ok=True, text=text)
     export = evidence.manifest.export.directory if evidence.manifest is not None else ""
     others = [p.name for p in directory.path.iterdir() if p.name not in RESERVED | {export}]
     if others:
-        text = f"not the run's, and not looked at: {', '.join(sorted(others))}"
+        text = f"not files of the run, and not checked: {', '.join(sorted(others))}"
         evidence.note("files", ok=True, text=text)
 
 
 def _check_captured(evidence: _Evidence, manifest: Manifest) -> None:
-    """Rows are durable before their commit: none may be missing, finished or not."""
-    committed = len(evidence.history.commits)
+    """Check that no captured rows are missing: they are durable before their commit."""
+    commit_count = len(evidence.history.commits)
     directory = evidence.directory.path
     try:
-        lost = first_lost_step(directory, manifest, evidence.run.spec, committed)
+        first_lost = first_lost_step(directory, manifest, evidence.run.spec, commit_count)
     except StorageFailed as error:
         evidence.note("files", ok=False, text=str(error))
         return
-    text = f"the logits of all {committed} committed steps are there"
-    if lost < committed:
+    text = f"the logits of all {commit_count} committed steps exist"
+    if first_lost < commit_count:
         text = (
-            f"of {committed} committed steps the logits of step {lost} are in no file: bring the "
-            "files back from a copy, or capture anew into a new directory"
+            f"of {commit_count} committed steps, the logits of step {first_lost} are missing: "
+            "restore the files from a copy, or capture again into a new directory"
         )
-    evidence.note("files", ok=lost == committed, text=text)
+    evidence.note("files", ok=first_lost == commit_count, text=text)
 
 
 def _check_inputs(evidence: _Evidence) -> None:
     history, run, manifest = evidence.history, evidence.run, evidence.manifest
-    told = history.run
-    same = told is not None and told.spec == run.document and told.run_id == run.run_id
-    text = "run.json is what the journal says" if same else "run.json is not what the journal says"
+    recorded = history.run
+    same = recorded is not None and recorded.spec == run.document and recorded.run_id == run.run_id
+    text = "run.json is as recorded in the journal" if same else "run.json differs from the journal"
     evidence.note("inputs", ok=same, text=text)
     if manifest is None and history.manifest is None:
         evidence.note("inputs", ok=True, text="no worker was ever ready: there is no manifest")
@@ -245,36 +252,40 @@ def _check_inputs(evidence: _Evidence) -> None:
     digest = manifest.digest() if manifest is not None else None
     settled = history.manifest.manifest_digest if history.manifest is not None else None
     if digest != settled or manifest is None:
-        text = "manifest.json is not the one that the journal names"
+        text = "manifest.json differs from the journal's digest"
         evidence.note("inputs", ok=False, text=text)
         return
     digests = ", ".join(f"{name} {value}" for name, value in sorted(manifest.digests.items()))
-    evidence.note("inputs", ok=True, text=f"data and model as the manifest has them: {digests}")
+    evidence.note("inputs", ok=True, text=f"data and model according to the manifest: {digests}")
 
 
 def _check_coverage(evidence: _Evidence, manifest: Manifest) -> None:
     history = evidence.history
+    sampling = manifest.sampling
     coverage = cover_samples(
-        history, evidence.run.spec, manifest.train_samples, manifest.row_groups
+        history, evidence.run.spec, manifest.train_samples, manifest.row_groups, sampling
     )
     for fault in coverage.faults:
         evidence.note("coverage", ok=False, text=fault)
-    for number, (covered, samples, skipped) in enumerate(coverage.epochs):
-        text = f"epoch {number}: {covered} of {samples} samples covered exactly once"
+    for number, (used_once, samples, skipped) in enumerate(coverage.epochs):
+        text = f"epoch {number}: {used_once} of {samples} samples covered exactly once"
+        if sampling is not None:
+            text = f"epoch {number}: {used_once} of {samples} draws {sampling} used exactly once, "
+            text += "as repeated from the seed"
         if skipped:
             text += f", {skipped} of them in steps that were skipped"
-        ok = covered == samples or number == len(coverage.epochs) - 1
+        ok = used_once == samples or number == len(coverage.epochs) - 1
         evidence.note("coverage", ok=ok, text=text)
     if coverage.unplanned:
-        text = f"{coverage.unplanned} commits were taken over from the gradient log after a crash"
+        text = f"{coverage.unplanned} commits were recovered from the gradient log after a crash"
         evidence.note("coverage", ok=True, text=f"{text}, without their plans")
 
 
 def _check_states(
-    evidence: _Evidence, manifest: Manifest, progress: Progress, asked: Asked | None
+    evidence: _Evidence, manifest: Manifest, progress: Progress, request: RecomputeRequest | None
 ) -> StateProof:
     root, run_id = evidence.directory.checkpoints, evidence.run.run_id
-    whole: list[Checkpoint] = []
+    intact: list[Checkpoint] = []
     for step in checkpoint_steps(root):
         try:
             checkpoint = find_checkpoint(root, step, run_id, manifest)
@@ -282,92 +293,98 @@ def _check_states(
             evidence.note("checkpoints", ok=False, text=str(error))
             continue
         _check_checkpoint(evidence, checkpoint)
-        whole.append(checkpoint)
-    if not whole and evidence.history.commits:
-        text = f"expected a whole checkpoint in {str(root)!r}, found none"
-        evidence.note("checkpoints", ok=False, text=f"{text}; bring one back from a copy")
+        intact.append(checkpoint)
+    if not intact and evidence.history.commits:
+        text = f"expected an intact checkpoint in {str(root)!r}, found none"
+        evidence.note("checkpoints", ok=False, text=f"{text}; restore one from a copy")
     _check_own_states(evidence, manifest)
     proof = StateProof(evidence.directory, evidence.run, manifest, evidence.history, progress)
-    proof.replay(whole)
+    proof.replay(intact)
     for fault in proof.faults:
         evidence.note("digests", ok=False, text=fault)
     total = len(evidence.history.commits)
-    text = f"{proof.steps} of {total} steps taken again from the log, every digest compared"
+    text = f"{proof.steps} of {total} steps repeated from the log, every digest compared"
     if proof.steps < total:
-        text += "; of the others no gradients are kept"
+        text += "; the gradients of the others are not kept"
     evidence.note("digests", ok=not proof.faults, text=text)
-    if asked is not None:
-        recomputed = Recomputed(evidence.directory, evidence.run, manifest, whole, proof)
-        _check_recomputed(evidence, recomputed, asked)
+    if request is not None:
+        recomputed = Recomputed(evidence.directory, evidence.run, manifest, intact, proof)
+        _check_recomputed(evidence, recomputed, request)
     return proof
 
 
-def _check_recomputed(evidence: _Evidence, recomputed: Recomputed, asked: Asked) -> None:
-    """What is recomputed from the state before a step is what was committed."""
-    recomputed.compare(asked)
+def _check_recomputed(
+    evidence: _Evidence, recomputed: Recomputed, request: RecomputeRequest
+) -> None:
+    """Check that recomputed steps equal the committed ones."""
+    recomputed.compare(request)
     for fault in recomputed.faults:
         evidence.note("recomputed", ok=False, text=fault)
-    total, could, done = len(evidence.history.commits), recomputed.could, recomputed.steps
-    text = f"{len(done)} of {total} steps computed again on this CPU, every bit compared: "
-    text += ", ".join(map(str, done)) or "none"
-    if len(done) < asked.steps and len(could) < total:
-        text += "; before the others no state is kept (checkpoint.keep_log=true keeps them all)"
-    evidence.note("recomputed", ok=bool(done) and not recomputed.faults, text=text)
+    total, candidates, steps = (
+        len(evidence.history.commits),
+        recomputed.candidates,
+        recomputed.steps,
+    )
+    text = f"{len(steps)} of {total} steps recomputed on this CPU, every bit compared: "
+    text += ", ".join(map(str, steps)) or "none"
+    if len(steps) < request.steps and len(candidates) < total:
+        text += "; the states before the others are not kept (checkpoint.keep_log=true keeps all)"
+    evidence.note("recomputed", ok=bool(steps) and not recomputed.faults, text=text)
 
 
 def _check_own_states(evidence: _Evidence, manifest: Manifest) -> None:
-    """What replicas have of their own is what the commit that led there names."""
+    """Check the per-replica state of each round against the digest in its commit."""
     directory, spec = evidence.directory, evidence.run.spec
-    lengths, commits = own_state_lengths(spec, manifest), evidence.history.commits
+    lengths, commits = replica_state_sizes(spec, manifest), evidence.history.commits
     if not lengths:
         return
-    there = own_steps(directory.replicas)
+    present = replica_state_steps(directory.replicas)
     every, newest = spec.checkpoint.every, len(commits)
     saved = {s for s in checkpoint_steps(directory.checkpoints) if every and s % every == 0}
-    for step in sorted({*there, *saved, newest} - {0}):
+    for step in sorted({*present, *saved, newest} - {0}):
         if step > newest:
-            text = f"{directory.own_file(step).name}: no line of the journal leads there: "
-            evidence.note("replicas", ok=True, text=f"{text}not looked at")
+            text = f"{directory.own_file(step).name}: the journal has no such round: "
+            evidence.note("replicas", ok=True, text=f"{text}not checked")
             continue
-        told = commits[step - 1][1].own_digest
+        recorded = commits[step - 1][1].own_digest
         try:
-            fault = own_fault(directory.own_file(step), lengths, told)
+            fault = state_fault(directory.own_file(step), lengths, recorded)
         except StorageFailed as error:
             fault = str(error)
-        text = f"step {step}: the replicas' own states are those that its commit names, {told}"
+        text = f"step {step}: the per-replica state has the digest in its commit, {recorded}"
         if fault:
-            text = f"{str(directory.own_file(step))!r}: {fault}; bring it back from a copy"
+            text = f"{str(directory.own_file(step))!r}: {fault}; restore it from a copy"
         evidence.note("replicas", ok=not fault, text=text)
-    others = [step for step in range(1, newest) if step not in {*there, *saved}]
+    others = [step for step in range(1, newest) if step not in {*present, *saved}]
     if others:
-        text = f"of {len(others)} of {newest} rounds no own states are kept: not looked at"
+        text = f"the per-replica state of {len(others)} of {newest} rounds is not kept: not checked"
         evidence.note("replicas", ok=True, text=text)
 
 
 def _check_checkpoint(evidence: _Evidence, checkpoint: Checkpoint) -> None:
-    """Its state and its figures are those in the journal."""
+    """Check a checkpoint's state and metrics against the journal."""
     history, info = evidence.history, checkpoint.info
-    told, step = history.checkpoints.get(info.step), info.step
-    text, ok = f"step {step}: files whole, state {info.state_digest}", True
-    if told is None and history.end is None and step > max(history.checkpoints, default=-1):
+    recorded, step = history.checkpoints.get(info.step), info.step
+    text, ok = f"step {step}: files intact, state {info.state_digest}", True
+    if recorded is None and history.end is None and step > max(history.checkpoints, default=-1):
         text += "; the journal has no line of it yet: the coordinator ended in between"
-    elif told is None or told.state_digest != info.state_digest:
+    elif recorded is None or recorded.state_digest != info.state_digest:
         text, ok = (
-            f"step {step}: its state {info.state_digest} is not the one in the journal",
+            f"step {step}: its state {info.state_digest} differs from the journal's",
             False,
         )
     evidence.note("checkpoints", ok=ok, text=text)
     try:
-        kept = read_metrics(evidence.directory.checkpoints, step)
+        metrics = read_metrics(evidence.directory.checkpoints, step)
     except SamestepError as error:
         evidence.note("checkpoints", ok=False, text=str(error))
         return
     figures = history.figures.get(step)
-    if kept is None or (figures is None and history.end is None):
+    if metrics is None or (figures is None and history.end is None):
         return
     told_figures = {} if figures is None else figures.metrics
-    if kept.figures != {name: v for name, v in told_figures.items() if v is not None}:
-        text = f"step {step}: its figures {kept.figures} are not those in the journal"
+    if metrics.figures != {name: v for name, v in told_figures.items() if v is not None}:
+        text = f"step {step}: its metrics {metrics.figures} differ from the journal's"
         evidence.note("checkpoints", ok=False, text=text)
 
 
@@ -385,17 +402,19 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
         claims["weights_digest"] = (digest, end.weights_digest)
         claims["outcome"] = (result.get("outcome"), end.outcome)
         if end.result_digest is not None:
-            said = {name: value for name, value in result.items() if name != "journal_head"}
-            claims["content of digest"] = (json_digest(said), end.result_digest)
-    for name, (claimed, told) in claims.items():
-        if claimed != told:
-            text = f"result.json says {name} {claimed!r:.80}, the journal {told!r:.80}"
+            result_fields = {
+                name: value for name, value in result.items() if name != "journal_head"
+            }
+            claims["content of digest"] = (json_digest(result_fields), end.result_digest)
+    for name, (claimed, recorded) in claims.items():
+        if claimed != recorded:
+            text = f"result.json says {name} {claimed!r:.80}, the journal {recorded!r:.80}"
             evidence.note("result", ok=False, text=text)
     if proof.replica is not None and proof.reached_end:
         reached = proof.replica.weights_digest()
         same = reached == digest
-        way = "reached by replay" if proof.since else "are those of the last checkpoint"
-        text = f"weights {reached} {way}"
+        how = "reached by replay" if proof.since else "are those of the last checkpoint"
+        text = f"weights {reached} {how}"
         if not same:
             text += f", but result.json says {digest}"
         evidence.note("result", ok=same, text=text)
@@ -405,26 +424,26 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
 
 
 def _check_exported_files(evidence: _Evidence, exported: object) -> None:
-    """Labels, tokenizer and configuration decide what the trained tensors are good for."""
+    """Check labels, tokenizer and configuration, which decide what the weights mean."""
     if not isinstance(exported, dict):
-        text = "of what was exported only the weights are looked at: an older release wrote it"
+        text = "only the weights of the exported files are checked: an older release wrote them"
         evidence.note("result", ok=True, text=text)
         return
-    changed = 0
-    for name, told in sorted(exported.items()):
+    bad_files = 0
+    for name, recorded in sorted(exported.items()):
         path, text = evidence.directory.path / str(name), ""
         try:
-            found = file_digest(path) if path.is_file() else None
+            digest = file_digest(path) if path.is_file() else None
         except StorageFailed as error:
             text = str(error)
         else:
-            what = "is missing" if found is None else "is not what was written"
-            text = f"{str(path)!r} {what}; {RESULT_REMEDY}" if found != told else ""
+            what = "is missing" if digest is None else "was changed"
+            text = f"{str(path)!r} {what}; {RESULT_REMEDY}" if digest != recorded else ""
         if text:
-            changed += 1
+            bad_files += 1
             evidence.note("result", ok=False, text=text)
-    if not changed:
-        text = f"{len(exported)} exported files are as they were written"
+    if not bad_files:
+        text = f"{len(exported)} exported files are unchanged"
         evidence.note("result", ok=True, text=text)
 
 
@@ -438,13 +457,13 @@ def _check_export(evidence: _Evidence, manifest: Manifest, digest: object) -> No
     }
     try:
         tensors = load_tensors(path)
-        found = weights_digest({names[name]: values for name, values in tensors.items()})
+        export_digest = weights_digest({names[name]: values for name, values in tensors.items()})
     except (SamestepError, KeyError, AssertionError) as error:
         text = f"{str(path)!r} is not the trained model: {error}; {RESULT_REMEDY}"
         evidence.note("result", ok=False, text=text)
         return
-    same = found == digest
-    text = f"{export.directory}/{export.weights_file} has the digest {found}"
+    same = export_digest == digest
+    text = f"{export.directory}/{export.weights_file} has the digest {export_digest}"
     if not same:
         text += f", but result.json says {digest}"
     evidence.note("result", ok=same, text=text)

@@ -1,11 +1,11 @@
-"""Whether every sample of each epoch was covered exactly once, from plans and commits alone.
+"""Whether every sample of each epoch was used exactly once, from plans and commits alone.
 
-Which samples a step has follows from the seed; where a run has replicas, which samples each inner
-step of each of them has, and all of their batches together are one order. A commit says whose nodes
-make up its sums: each way must hold every microbatch once, of workers that were given them. Where
-it does not say so, it counts if its plans gave every microbatch to someone, along nodes of the tree
-(a sum over the tree counts each leaf once, however often one was computed). A skipped step covers
-its samples too.
+The samples of a step follow from the seed; in a run with replicas, so do those of each inner step
+of each replica, and all of their batches together are one order. A commit lists whose subtrees are
+in its sums: each combination must hold every microbatch once, of workers that had been assigned
+them. A commit without a list counts if its plans assign every microbatch to a worker, along
+subtrees of the tree (a sum over the tree counts each leaf once, however often one was computed). A
+skipped step uses its samples too.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.audit.history import Attempt, History
-from coordinator.storage.directory.journal_records import Committed, Nodes, Planned
+from coordinator.run.outputs.events import Committed, Planned, Subtrees
+from protocol.exact.inner_phases import InnerPhaseOrder, order_of_steps
 from protocol.exact.samples import RowGroups, SampleOrder
-from protocol.exact.stretches import StretchOrder, order_of_steps
-from protocol.exact.tree import Node, is_node
+from protocol.exact.tree import Subtree, is_subtree
 from protocol.spec.run_spec import RunSpec
+from protocol.spec.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What was covered.
+    """Which samples were used.
 
     Attributes:
-        epochs: For each epoch begun: samples covered once, samples there are, samples of skipped
-            steps among those covered.
-        unplanned: Steps taken over from the gradient log after a crash, of which no plan is left.
+        epochs: For each epoch begun: samples (or draws) used once, all of them, and those of
+            skipped steps among the used ones.
+        unplanned: Steps recovered from the gradient log after a crash, whose plan is lost.
         faults: Where the proof fails.
     """
 
@@ -40,10 +41,17 @@ class Coverage:
 
 
 def cover_samples(
-    history: History, spec: RunSpec, train_samples: int, row_groups: RowGroups = ()
+    history: History,
+    spec: RunSpec,
+    train_samples: int,
+    row_groups: RowGroups = (),
+    sampling: Sampling | None = None,
 ) -> Coverage:
-    """Count how often each sample was covered, and see that plans account for every commit."""
-    order = order_of_steps(spec, train_samples, row_groups)
+    """Count how often each sample was used, and check that plans account for every commit.
+
+    Draws with replacement may use a sample often: then each draw must be used once.
+    """
+    order = order_of_steps(spec, train_samples, row_groups, sampling)
     faults: list[str] = []
     unplanned = 0
     for number, commit in history.commits:
@@ -53,76 +61,116 @@ def cover_samples(
         elif problem:
             faults.append(f"line {number}, step {commit.step}: {problem}")
     epochs: list[tuple[int, int, int]] = []
-    a_step = order.replicas * order.inner_steps if isinstance(order, StretchOrder) else 1
-    batches = order.order if isinstance(order, StretchOrder) else order
-    taken = len(history.commits) * a_step
-    for first in range(0, taken, batches.steps_per_epoch):
-        part = range(first, min(first + batches.steps_per_epoch, taken))
-        times, skipped = _count(history, batches, part, train_samples, a_step)
-        whole = len(part) == batches.steps_per_epoch
-        if times.max() > 1 or (whole and times.min() < 1):
-            faults.append(
-                f"epoch {len(epochs)}: {int((times > 1).sum())} samples more than once, "
-                f"{int((times < 1).sum())} never"
-            )
-        epochs.append((int((times == 1).sum()), train_samples, skipped))
+    batches_per_step = (
+        order.replicas * order.inner_steps if isinstance(order, InnerPhaseOrder) else 1
+    )
+    batches = order.order if isinstance(order, InnerPhaseOrder) else order
+    batches_used = len(history.commits) * batches_per_step
+    for first in range(0, batches_used, batches.steps_per_epoch):
+        part = range(first, min(first + batches.steps_per_epoch, batches_used))
+        times, skipped = _count(history, batches, part, train_samples, batches_per_step)
+        is_whole_epoch = len(part) == batches.steps_per_epoch
+        if sampling is not None:
+            problem = _check_draws(times, sampling, is_whole_epoch=is_whole_epoch)
+            epochs.append((int(times.sum()), sampling.draws, skipped))
+        else:
+            problem = _check_once(times, is_whole_epoch=is_whole_epoch)
+            epochs.append((int((times == 1).sum()), train_samples, skipped))
+        if problem:
+            faults.append(f"epoch {len(epochs) - 1}: {problem}")
     return Coverage(tuple(epochs), unplanned, tuple(faults))
 
 
+def _check_once(times: np.ndarray, *, is_whole_epoch: bool) -> str:
+    """Describe the samples of an epoch that were not used once; empty if there are none."""
+    if times.max() > 1 or (is_whole_epoch and times.min() < 1):
+        return f"{int((times > 1).sum())} samples more than once, {int((times < 1).sum())} never"
+    return ""
+
+
+def _check_draws(times: np.ndarray, sampling: Sampling, *, is_whole_epoch: bool) -> str:
+    """Describe what is wrong with an epoch's draws; empty if nothing is."""
+    total, weights = int(times.sum()), sampling.weights
+    if total > sampling.draws or (is_whole_epoch and total < sampling.draws):
+        return f"{total} samples instead of {sampling.draws} draws"
+    if weights is not None and times[weights == 0].any():
+        return "a sample of weight 0 was used"
+    if not sampling.replacement and times.max() > 1:
+        return f"{int((times > 1).sum())} samples more than once"
+    return ""
+
+
 def _count(
-    history: History, order: SampleOrder, batches: range, train_samples: int, a_step: int
+    history: History, order: SampleOrder, batches: range, train_samples: int, batches_per_step: int
 ) -> tuple[np.ndarray, int]:
-    """How often each sample is in these batches, of which a step has so many; and how many
-    samples are in steps that were skipped."""
+    """Count how often each sample is in these batches, and the samples of skipped steps."""
     times = np.zeros(train_samples, np.int64)
     skipped = 0
     for batch in batches:
         samples = [sample for part in order.microbatches(batch) for sample in part]
         np.add.at(times, samples, 1)
-        commit = history.commit_of(batch // a_step)
+        commit = history.commit_of(batch // batches_per_step)
         skipped += len(samples) if commit is not None and commit.skipped else 0
     return times, skipped
 
 
 def _account_for(history: History, commit: Committed, microbatches: int) -> str | None:
-    """What is wrong with a commit's plans, empty if nothing is; None if there are none to see."""
+    """Describe what is wrong with a commit's plans; empty if nothing, None if there are no
+    plans."""
     if commit.skipped:
         return ""
     plans = history.plans.get(Attempt(commit.epoch, commit.step, commit.attempt), [])
     if any(plan.microbatches != microbatches for plan in plans):
         return f"planned for another number of microbatches than {microbatches}"
-    planned = {node for plan in plans for node in plan.planned()}
-    counted = {node for way in commit.counted or () for node in _nodes(way)}
-    odd = next((n for n in (*planned, *counted) if not is_node(n, microbatches)), None)
+    planned_subtrees = {subtree for plan in plans for subtree in plan.planned()}
+    counted_subtrees = {
+        subtree for combination in commit.counted or () for subtree in _subtrees(combination)
+    }
+    odd = next(
+        (n for n in (*planned_subtrees, *counted_subtrees) if not is_subtree(n, microbatches)), None
+    )
     if odd is not None:
-        return f"{odd} is no node of a tree over {microbatches} microbatches"
-    for way in commit.counted or ():
-        leaves = sorted(leaf for node in _nodes(way) for leaf in range(node.lo, node.hi))
+        return f"{odd} is not a subtree over {microbatches} microbatches"
+    embedded = () if commit.embedded is None else (commit.embedded.of,)
+    for combination in (*(commit.counted or ()), *embedded):
+        leaves = sorted(
+            leaf for subtree in _subtrees(combination) for leaf in range(subtree.lo, subtree.hi)
+        )
         if leaves != list(range(microbatches)):
             return "the sums that were counted do not hold every microbatch once"
     if not plans:
-        known = "" if commit.counted else None
-        return known if commit.recovered else "committed without a plan"
-    missing = set(range(microbatches)).difference(*(range(node.lo, node.hi) for node in planned))
+        verdict = "" if commit.counted else None
+        return verdict if commit.recovered else "committed without a plan"
+    missing = set(range(microbatches)).difference(
+        *(range(subtree.lo, subtree.hi) for subtree in planned_subtrees)
+    )
     if missing:
-        return f"microbatches {', '.join(map(str, sorted(missing)))} were given to nobody"
-    return "" if commit.recovered else _strays(commit, plans)
+        return f"microbatches {', '.join(map(str, sorted(missing)))} were not assigned"
+    if commit.recovered:
+        return ""
+    stray = _strays(commit.counted or (), plans)
+    if stray or commit.embedded is None:
+        return stray
+    # Embeddings are collected by the attempt before that of the gradients.
+    before = Attempt(commit.epoch, commit.step, commit.attempt - 1)
+    stray = _strays((commit.embedded.of,), history.plans.get(before, []))
+    return f"embeddings: {stray}" if stray else ""
 
 
-def _strays(commit: Committed, plans: list[Planned]) -> str:
-    """Nodes that were counted of a worker that had never been given them."""
-    given = {(name, node) for plan in plans for name, mine in plan.nodes.items() for node in mine}
-    for way in commit.counted or ():
-        for name, nodes in way.items():
-            for lo, hi in nodes:
-                if (name, (lo, hi)) not in given:
-                    return (
-                        f"node [{lo},{hi}) of worker {name!r} is counted, and was not given to it"
-                    )
+def _strays(combinations: tuple[Subtrees, ...], plans: list[Planned]) -> str:
+    """Describe a subtree that was counted for a worker that had not been assigned it."""
+    assigned = {
+        (name, subtree) for plan in plans for name, mine in plan.nodes.items() for subtree in mine
+    }
+    for combination in combinations:
+        for name, subtrees in combination.items():
+            for lo, hi in subtrees:
+                if (name, (lo, hi)) not in assigned:
+                    return f"subtree [{lo},{hi}) of {name!r} is counted, and was not assigned to it"
     return ""
 
 
-def _nodes(way: Nodes) -> Iterator[Node]:
-    for nodes in way.values():
-        for lo, hi in nodes:
-            yield Node(lo, hi)
+def _subtrees(combination: Subtrees) -> Iterator[Subtree]:
+    for subtrees in combination.values():
+        for lo, hi in subtrees:
+            yield Subtree(lo, hi)

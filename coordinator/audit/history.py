@@ -1,7 +1,6 @@
-"""A run's journal put in order: which commits count, and what was planned for them.
+"""A run's journal in order: which commits count, and what was planned for them.
 
-A restart may take commits back (`Resumed.step`); those steps are done again, and their first
-commits are void.
+A restart may void commits (`Resumed.step`); those steps are done again.
 """
 
 from __future__ import annotations
@@ -10,25 +9,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from coordinator.storage.directory.journal import Entry
-from coordinator.storage.directory.journal_records import (
+from coordinator.run.outputs.events import (
     Checkpointed,
     Committed,
-    Ended,
     Evaluated,
-    FilesKept,
     ManifestSettled,
     Planned,
     Record,
-    Resumed,
-    RunBegins,
 )
+from coordinator.storage.directory.journal import Entry
+from coordinator.storage.directory.journal_records import Ended, FileDigests, Resumed, RunStarted
 
 T = TypeVar("T", bound=Record)
 
 
 class Attempt(NamedTuple):
-    """One try at a step, by one coordinator."""
+    """One attempt at a step, by one coordinator."""
 
     epoch: int
     step: int
@@ -37,53 +33,53 @@ class Attempt(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """What counts of a journal.
+    """The records of a journal that count.
 
     Attributes:
-        run: How it began.
-        manifest: What was settled.
+        run: How the run began.
+        manifest: The run's manifest.
         commits: The commits that count, in order, each with its line.
-        plans: What was planned, by attempt.
+        plans: The plans, by attempt.
         checkpoints: The newest record of each checkpoint, by step.
-        figures: The newest on held-out data, by step.
-        files: The newest record of the run's small files.
-        resumed: How often a coordinator took the run up again.
-        void: How many commits a restart took back.
-        end: How it ended, with its line; None while it has not, or goes on after that.
+        figures: The newest evaluation of each step.
+        files: The newest digests of the run's small files.
+        resumed: How often a coordinator resumed the run.
+        void: How many commits restarts have voided.
+        end: How the run ended, with its line; None if it has not, or was resumed after that.
         faults: What is wrong with the order of lines.
     """
 
-    run: RunBegins | None = None
+    run: RunStarted | None = None
     manifest: ManifestSettled | None = None
     commits: list[tuple[int, Committed]] = field(default_factory=list)
     plans: dict[Attempt, list[Planned]] = field(default_factory=dict)
     checkpoints: dict[int, Checkpointed] = field(default_factory=dict)
     figures: dict[int, Evaluated] = field(default_factory=dict)
-    files: FilesKept | None = None
+    files: FileDigests | None = None
     resumed: int = 0
     void: int = 0
     end: tuple[int, Ended] | None = None
     faults: list[str] = field(default_factory=list)
 
     def commit_of(self, step: int) -> Committed | None:
-        """The commit of a step that counts."""
+        """Return the commit of a step that counts."""
         return self.commits[step][1] if step < len(self.commits) else None
 
 
 def read_history(entries: Iterable[Entry]) -> History:
-    """Go through the lines of a journal in order."""
+    """Read the lines of a journal in order."""
     history = History()
     for entry in entries:
         if not isinstance(entry.record, Ended):
             history.end = None
         match entry.record:
-            case RunBegins() as record:
+            case RunStarted() as record:
                 history.run = _only(history, history.run, record, entry.number)
             case ManifestSettled() as record:
                 history.manifest = _only(history, history.manifest, record, entry.number)
             case Planned() as record:
-                place = Attempt(record.epoch, record.step, record.attempt)
-                history.plans.setdefault(place, []).append(record)
+                attempt = Attempt(record.epoch, record.step, record.attempt)
+                history.plans.setdefault(attempt, []).append(record)
             case Resumed() as record:
                 _resume(history, record, entry.number)
             case Committed() as record:
@@ -92,31 +88,31 @@ def read_history(entries: Iterable[Entry]) -> History:
                 history.checkpoints[record.step] = record
             case Evaluated() as record:
                 history.figures[record.step] = record
-            case FilesKept() as record:
+            case FileDigests() as record:
                 history.files = record
             case Ended() as record:
                 history.end = entry.number, record
     return history
 
 
-def _only(history: History, known: T | None, record: T, number: int) -> T:
-    if known is not None and known != record:
+def _only(history: History, earlier: T | None, record: T, number: int) -> T:
+    if earlier is not None and earlier != record:
         history.faults.append(f"line {number}: another {type(record).__name__} than before")
-    return known or record
+    return earlier or record
 
 
 def _resume(history: History, record: Resumed, number: int) -> None:
     history.resumed += 1
     if record.step > len(history.commits):
         history.faults.append(
-            f"line {number}: resumed after {record.step} steps, but the lines before hold "
+            f"line {number}: resumed after {record.step} steps, but the lines before have "
             f"{len(history.commits)} commits"
         )
     history.void += len(history.commits[record.step :])
     del history.commits[record.step :]
-    for told in (history.checkpoints, history.figures):
-        for step in [step for step in told if step > record.step]:
-            del told[step]
+    for records in (history.checkpoints, history.figures):
+        for step in [step for step in records if step > record.step]:
+            del records[step]
 
 
 def _commit(history: History, record: Committed, number: int) -> None:

@@ -1,7 +1,7 @@
-"""A few steps of a run computed again from the state before them, and compared bit for bit.
+"""Recompute a few steps of a run from the state before them, and compare them bit for bit.
 
-Digests prove that what was kept fits together; that a gradient is that of the model on its samples,
-nobody can tell from what was kept. What computes is given: this room knows no model.
+Digests prove that the files are consistent; only recomputing proves that a gradient is that of the
+model on its samples. The function that computes is an argument: this room knows no model.
 """
 
 from __future__ import annotations
@@ -14,51 +14,52 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from coordinator.audit.state_proof import StateProof
-from coordinator.storage.directory.journal_records import Committed
+from coordinator.run.outputs.events import Committed
 from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
-from coordinator.storage.log.log_index import LogIndex, read_averages
+from coordinator.storage.log.log_index import LogIndex, apply_logged_step, read_averages
 from coordinator.storage.log.log_reader import scan_log
 from coordinator.storage.log.log_records import Array
-from coordinator.storage.log.replay import take
 from coordinator.storage.states.checkpoint import Checkpoint
-from coordinator.storage.states.saved_state import load_replica
+from coordinator.storage.states.checkpoint_state import load_replica
 from protocol.base.errors import StorageDamaged, StorageFailed
 from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Block, Manifest
 
 
-class StepFound(NamedTuple):
-    """A step that was computed again: mean loss, and averages block by block."""
+class RecomputedStep(NamedTuple):
+    """A recomputed step: mean loss, and averages block by block."""
 
     loss: float
     averages: list[Array]
 
 
 class Recompute(Protocol):
-    """What computes steps; see `coordinator.recomputing`."""
+    """Recomputes a step; see `coordinator.recomputing`."""
 
-    def __call__(self, step: int, loss_scale: float, parameters: Sequence[Array]) -> StepFound: ...
+    def __call__(
+        self, step: int, loss_scale: float, parameters: Sequence[Array]
+    ) -> RecomputedStep: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """How many steps, drawn at random, are computed again, and by what."""
+class RecomputeRequest:
+    """How many random steps to recompute, and how."""
 
     steps: int
     compute: Recompute
 
 
 class Recomputed:
-    """The comparison.
+    """The comparison of recomputed steps.
 
-    A step can be computed again where the state before it can be had: at a checkpoint, or by the
-    gradients that are kept since one.
+    A step can be recomputed if the state before it is available: at a checkpoint, or by the
+    gradients in the log after one.
 
     Attributes:
-        steps: Those that were computed again.
-        could: Those that could be.
-        faults: What differs, step by step.
+        steps: The recomputed steps.
+        candidates: The steps that can be recomputed.
+        faults: The differences, step by step.
     """
 
     def __init__(
@@ -74,21 +75,23 @@ class Recomputed:
         self._directory, self._run, self._manifest = directory, run, manifest
         self._checkpoints, self._history = checkpoints, proof.history
         starts = (checkpoint.info.step for checkpoint in checkpoints)
-        known = ((step, self._history.commit_of(step)) for step in {*proof.taken, *starts})
-        self.could = sorted(step for step, told in known if told is not None and not told.skipped)
+        commits = ((step, self._history.commit_of(step)) for step in {*proof.repeated, *starts})
+        self.candidates = sorted(
+            step for step, commit in commits if commit is not None and not commit.skipped
+        )
 
-    def compare(self, asked: Asked) -> None:
-        """Draw steps, compute them and compare.
+    def compare(self, request: RecomputeRequest) -> None:
+        """Draw steps, recompute them and compare.
 
-        Nobody can know beforehand which: whoever forges a step runs the risk.
+        Nobody can know beforehand which: that deters forging steps.
 
         Raises:
-            SamestepError: One cannot be computed on this machine.
+            SamestepError: A step cannot be recomputed on this machine.
         """
-        count = min(asked.steps, len(self.could))
-        self.steps = sorted(random.SystemRandom().sample(self.could, count))
+        count = min(request.steps, len(self.candidates))
+        self.steps = sorted(random.SystemRandom().sample(self.candidates, count))
         try:
-            self._compare(asked.compute)
+            self._compare(request.compute)
         except (StorageDamaged, StorageFailed) as error:
             self.faults.append(str(error))
 
@@ -97,17 +100,20 @@ class Recomputed:
         replica: Replica | None = None
         for step in self.steps:
             replica = self._before(step, replica, index)
-            told = self._history.commit_of(step)
-            assert told is not None
-            found = compute(step, told.loss_scale or 1.0, replica.parameters)
+            commit = self._history.commit_of(step)
+            assert commit is not None
+            recomputed = compute(step, commit.loss_scale or 1.0, replica.parameters)
             logged = next((each for each in index.following(step) if each.step == step), None)
-            kept = None if logged is None else read_averages(logged, self._manifest.blocks)
+            logged_averages = (
+                None if logged is None else read_averages(logged, self._manifest.blocks)
+            )
             self.faults += [
-                f"step {step}: recomputed, {what}" for what in self._differing(told, kept, found)
+                f"step {step}: recomputed, {what}"
+                for what in self._differing(commit, logged_averages, recomputed)
             ]
 
     def _before(self, step: int, replica: Replica | None, index: LogIndex) -> Replica:
-        """The state before a step, going on from a replica if none nearer was saved."""
+        """Return the state before a step, continuing from `replica` if no checkpoint is nearer."""
         until = [each for each in self._checkpoints if each.info.step <= step]
         nearest = max(until, key=lambda each: each.info.step)
         if replica is None or replica.step < nearest.info.step:
@@ -115,36 +121,36 @@ class Recomputed:
         for logged in index.following(replica.step):
             if logged.step == step:
                 break
-            take(replica, logged.record, read_averages(logged, self._manifest.blocks))
-        assert replica.step == step, "the proof took all before it"
+            apply_logged_step(replica, logged.record, read_averages(logged, self._manifest.blocks))
+        assert replica.step == step, "the proof repeated all steps before"
         return replica
 
     def _differing(
-        self, told: Committed, kept: Sequence[Array] | None, found: StepFound
+        self, commit: Committed, logged_averages: Sequence[Array] | None, recomputed: RecomputedStep
     ) -> Iterator[str]:
         blocks = self._manifest.blocks
-        if found.loss != told.loss:
-            yield f"its loss is {found.loss}, in the journal {told.loss}"
-        each = zip(blocks, found.averages, strict=True)
+        if recomputed.loss != commit.loss:
+            yield f"its loss is {recomputed.loss}, in the journal {commit.loss}"
+        each = zip(blocks, recomputed.averages, strict=True)
         digest = averages_digest(block_digest(block, values) for block, values in each)
-        if digest != told.averages_digest:
-            yield f"its gradients have digest {digest}, in the journal {told.averages_digest}"
-        if kept is not None:
-            yield from _differing_elements(blocks, kept, found.averages)
+        if digest != commit.averages_digest:
+            yield f"its gradients have digest {digest}, in the journal {commit.averages_digest}"
+        if logged_averages is not None:
+            yield from _differing_elements(blocks, logged_averages, recomputed.averages)
 
 
 def _differing_elements(
-    blocks: Sequence[Block], kept: Sequence[Array], found: Sequence[Array]
+    blocks: Sequence[Block], logged_averages: Sequence[Array], recomputed: Sequence[Array]
 ) -> Iterator[str]:
-    for block, mine, theirs in zip(blocks, kept, found, strict=True):
+    for block, mine, theirs in zip(blocks, logged_averages, recomputed, strict=True):
         bits, others = mine.view(np.uint32), theirs.view(np.uint32)
-        places = np.flatnonzero(bits != others)
-        if not places.size:
+        positions = np.flatnonzero(bits != others)
+        if not positions.size:
             continue
-        first = int(places[0])
+        first = int(positions[0])
         tensor, part = next((t, p) for t, p in block.slices() if p.start <= first < p.stop)
         yield (
             f"block {block.name!r}, tensor {tensor.name!r}, element {first - part.start} is "
             f"{theirs[first]} (0x{others[first]:08x}), in the log {mine[first]} "
-            f"(0x{bits[first]:08x}); of {mine.size} elements {places.size} differ"
+            f"(0x{bits[first]:08x}); of {mine.size} elements {positions.size} differ"
         )

@@ -1,6 +1,6 @@
-"""The report of a run: one HTML page that says what happened, from the journal alone.
+"""The report of a run: one HTML page about what happened, from the journal alone.
 
-It loads nothing and runs nothing. Every text from outside is escaped.
+It loads nothing and executes nothing. Every text from outside is escaped.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from typing import Any, Final
 from coordinator.audit.audit import AuditResult
 from coordinator.audit.history import History, read_history
 from coordinator.audit.svg_chart import Point, line_chart
+from coordinator.run.outputs.events import Halted, ViewChanged
 from coordinator.storage.directory.journal import Entry, Verified, verify_journal
 from coordinator.storage.directory.journal_records import (
     RECORDS,
-    Commanded,
+    CommandReceived,
     Ended,
     Fault,
-    Halted,
     Resumed,
-    ViewChanged,
     kind_of,
 )
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import UsageError
-from protocol.spec.idle_keys import OWN_SECTIONS, TASK_SECTIONS
+from protocol.spec.run_spec import used_sections
 
 _MOST_ROWS: Final = 2_000
 _MOST_CHARTS: Final = 4
-"""Of held-out figures; the table has more."""
+"""The most metrics with a chart; the table has more."""
 _MOST_COLUMNS: Final = 8
 _ARTICLES: Final = {
     10: "data and data governance",
@@ -80,16 +79,16 @@ _CELL: Final = re.compile(r"confusion\[(.*)\]\[(.*)\]")
 
 
 def report(path: Path, audited: AuditResult | None = None) -> str:
-    """The page for the run in a directory.
+    """Return the page for the run in a directory.
 
     Args:
-        path: The run's directory.
-        audited: What an audit found, to be shown as well.
+        path: Of the run.
+        audited: The result of an audit, to be included.
 
     Raises:
-        UsageError: There is no run there.
+        UsageError: There is no run.
         StorageFailed: A file cannot be read.
-        StorageDamaged: A file is not what it should be; a bad line of the journal is only noted.
+        StorageDamaged: A file is damaged; a bad line of the journal is only noted.
     """
     directory = RunDirectory(path)
     run = directory.read_run()
@@ -127,7 +126,7 @@ def _page(title: str, sections: Iterable[str]) -> str:
 
 
 def _epochs(history: History) -> list[tuple[str, object]]:
-    """How far it came, where the run spec speaks of epochs."""
+    """Return how many epochs were done, if the run spec counts epochs."""
     if history.run is None or history.manifest is None or not history.run.spec.get("epochs"):
         return []
     samples = history.run.spec["batch"]["samples"]
@@ -143,9 +142,9 @@ def _summary(verified: Verified, history: History) -> str:
         ("outcome", f"{end.outcome}: {end.reason}" if end else "not ended"),
         ("steps committed", len(history.commits)),
         *_epochs(history),
-        ("of them skipped", sum(commit.skipped for _, commit in history.commits)),
+        ("skipped steps", sum(commit.skipped for _, commit in history.commits)),
         ("last loss", f"{losses[-1]:.6g}" if losses else "-"),
-        ("taken up again after a stop", history.resumed),
+        ("resumed", history.resumed),
         ("from", _moment(entries[0]) if entries else "-"),
         ("to", _moment(entries[-1]) if entries else "-"),
         ("lines in the journal", len(entries)),
@@ -154,7 +153,7 @@ def _summary(verified: Verified, history: History) -> str:
     body = _table((), rows)
     if verified.bad_line is not None:
         text = f"line {verified.bad_line} of the journal is bad ({verified.reason}); "
-        body += f'<p class="bad">{escape(text)}this page tells of the lines before it.</p>'
+        body += f'<p class="bad">{escape(text)}this page covers the lines before it.</p>'
     return body
 
 
@@ -194,7 +193,7 @@ def _side_by_side(figures: Iterable[str]) -> str:
 
 
 def _step_times(entries: Sequence[Entry], history: History) -> list[Point]:
-    """From one commit to the next, as long as one coordinator made both."""
+    """Return the times between commits of the same coordinator."""
     at = {entry.number: datetime.fromisoformat(entry.time) for entry in entries}
     return [
         (float(commit.step + 1), (at[number] - at[before]).total_seconds())
@@ -222,12 +221,12 @@ def _workers_over_time(entries: Sequence[Entry]) -> list[tuple[float, float]]:
 
 
 def _evaluations(history: History) -> str:
-    """Those that count: of steps that were taken back, what was measured anew."""
+    """Show the metrics of steps that no rollback has voided."""
     figures = [history.figures[step] for step in sorted(history.figures)]
     if not any(each.metrics for each in figures):
         return ""
-    named = dict.fromkeys(name for each in figures for name in each.metrics)
-    names = [name for name in named if not _CELL.fullmatch(name)]
+    metric_names = dict.fromkeys(name for each in figures for name in each.metrics)
+    names = [name for name in metric_names if not _CELL.fullmatch(name)]
     charts = [
         _figure(
             name,
@@ -244,9 +243,9 @@ def _evaluations(history: History) -> str:
     ]
     table = _table(("after step", *names[:_MOST_COLUMNS]), rows)
     rest = [(name, _shown(figures[-1].metrics.get(name))) for name in names[_MOST_COLUMNS:]]
-    others = _table(("figure, at the end", "value"), rest) if rest else ""
+    others = _table(("metric, at the end", "value"), rest) if rest else ""
     return (
-        f"<h2>Held-out figures</h2>{_side_by_side(charts)}{table}{others}"
+        f"<h2>Evaluation metrics</h2>{_side_by_side(charts)}{table}{others}"
         f"{_confusion(figures[-1].step, figures[-1].metrics)}"
     )
 
@@ -256,24 +255,24 @@ def _shown(value: float | None) -> str:
 
 
 def _confusion(step: int, metrics: Mapping[str, float | None]) -> str:
-    """Counts by what a sample is and what was said, each shaded by its share of the row."""
+    """Show counts by true and predicted label, shaded by their share of the row."""
     cells = {
-        (found[1], found[2]): value or 0.0
+        (match[1], match[2]): value or 0.0
         for name, value in metrics.items()
-        if (found := _CELL.fullmatch(name))
+        if (match := _CELL.fullmatch(name))
     }
     if not cells:
         return ""
     labels = [*dict.fromkeys(true for true, _ in cells)]
     rows = []
     for true in labels:
-        whole = sum(cells.get((true, said), 0.0) for said in labels) or 1.0
-        shaded = "".join(_cell_of(cells.get((true, said), 0.0), whole) for said in labels)
+        whole = sum(cells.get((true, predicted), 0.0) for predicted in labels) or 1.0
+        shaded = "".join(_cell_of(cells.get((true, predicted), 0.0), whole) for predicted in labels)
         rows.append(f'<tr><th scope="row">{escape(true)}</th>{shaded}</tr>')
-    heads = "".join(f'<th scope="col">{escape(said)}</th>' for said in labels)
+    heads = "".join(f'<th scope="col">{escape(predicted)}</th>' for predicted in labels)
     return (
-        f"<h2>Confusion after step {step}</h2><p>Rows: what a sample is. Columns: what was said of "
-        f'it.</p><table class="cells"><tr><td></td>{heads}</tr>{"".join(rows)}</table>'
+        f"<h2>Confusion after step {step}</h2><p>Rows: true label. Columns: predicted "
+        f'label.</p><table class="cells"><tr><td></td>{heads}</tr>{"".join(rows)}</table>'
     )
 
 
@@ -291,12 +290,12 @@ def _number(value: float | None) -> float:
 
 def _faults(entries: Sequence[Entry]) -> str:
     rows = [row for entry in entries if (row := _fault_row(entry)) is not None]
-    body = _table(("time", "step", "what", "worker", "why, and what was done"), rows)
-    return "<h2>Faults, interventions, and what was done</h2>" + (body if rows else "<p>None.</p>")
+    body = _table(("time", "step", "what", "worker", "reason and response"), rows)
+    return "<h2>Faults, commands and responses</h2>" + (body if rows else "<p>None.</p>")
 
 
 def _moment(entry: Entry) -> str:
-    """To the second, for eyes; the journal has it finer."""
+    """Format a line's time to the second; the journal has more digits."""
     return datetime.fromisoformat(entry.time).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
@@ -308,14 +307,14 @@ def _fault_row(entry: Entry) -> tuple[object, ...] | None:
         case Fault() as fault:
             done = f"{fault.reason}; {fault.response}".strip("; ")
             return at, fault.step, fault.what, fault.worker or "", done
-        case Commanded() as command:
+        case CommandReceived() as command:
             return at, command.step, "command", "", f"{command.command} {command.source}"
         case Resumed() as resumed:
             notes = "; ".join(resumed.notes)
             why = f"coordinator of epoch {resumed.epoch}; {notes}".strip("; ")
             return at, resumed.step, "resumed", "", why
         case ViewChanged(change="lost" | "joined" | "late" | "drained" | "reseeded") as view:
-            who = f"{len(view.members)} workers from here on"
+            who = f"{len(view.members)} workers from now on"
             why = f"{view.reason}; {who}".strip("; ")
             return at, view.step, view.change, view.worker or "", why
         case Ended(outcome="failed") as end:
@@ -334,15 +333,8 @@ def _inputs(history: History) -> str:
     if history.run is not None:
         rows.append(("run spec", history.run.spec_digest))
         rows += sorted(history.run.versions.items())
-        rows += [(f"spec: {key}", value) for key, value in _flat(_used(history.run.spec))]
+        rows += [(f"spec: {key}", value) for key, value in _flat(used_sections(history.run.spec))]
     return "<h2>Data, model and settings</h2>" + _table((), rows)
-
-
-def _used(spec: dict[str, Any]) -> dict[str, Any]:
-    """Less the sections that the run's task has no use for."""
-    own = OWN_SECTIONS - TASK_SECTIONS.keys()
-    unused = OWN_SECTIONS - set(TASK_SECTIONS.get(str(spec.get("task")), own))
-    return {key: value for key, value in spec.items() if key not in unused}
 
 
 def _digests(history: History) -> str:

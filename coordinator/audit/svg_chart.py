@@ -55,27 +55,27 @@ def line_chart(
         f"<title>{title}</title>",
         *_grid(x_axis, y_axis),
     ]
-    shown = points if stairs else _thinned(points)
-    corners = (_stairs(run) if stairs else run for run in _runs(shown))
+    visible = points if stairs else _thinned(points)
+    corners = (_stairs(run) if stairs else run for run in _runs(visible))
     parts += [_line(each, x_axis, y_axis, "line") for each in corners]
     if smooth and len(finite) > _SMOOTHED_FROM:
         parts.append(_line(_thinned(_smoothed(finite)), x_axis, y_axis, "smooth"))
-    place = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)"'
+    rotation = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)"'
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     parts += [
         f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>',
-        f'<text {place} text-anchor="middle">{escape(y_label)}</text>',
+        f'<text {rotation} text-anchor="middle">{escape(y_label)}</text>',
         "</svg>",
     ]
     return "\n".join(parts)
 
 
 def _line(points: Sequence[Point], x_axis: _Axis, y_axis: _Axis, kind: str) -> str:
-    places = [f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in points]
-    if len(places) == 1:
-        x, y = places[0].split(",")
+    corners = [f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in points]
+    if len(corners) == 1:
+        x, y = corners[0].split(",")
         return f'<circle class="{kind}" cx="{x}" cy="{y}" r="2"/>'
-    return f'<polyline class="{kind}" points="{" ".join(places)}"/>'
+    return f'<polyline class="{kind}" points="{" ".join(corners)}"/>'
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
@@ -163,10 +163,10 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     if len(points) <= _MOST_POINTS:
         return points
     size = -(-len(points) // _COLUMNS)
-    kept: list[Point] = []
+    outline: list[Point] = []
     for at in range(0, len(points), size):
-        stretch = [point for point in points[at : at + size] if math.isfinite(point[1])]
-        if stretch:
-            ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-            kept += sorted(ends)
-    return kept
+        part = [point for point in points[at : at + size] if math.isfinite(point[1])]
+        if part:
+            ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+            outline += sorted(ends)
+    return outline

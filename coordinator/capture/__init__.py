@@ -1,4 +1,4 @@
-"""What a capture of a teacher's logits keeps on disk: each step's rows at once, files in the end.
+"""Captured logits of a teacher on disk: each step's rows at once, files in the end.
 
-Imports `coordinator.disk` and `protocol.data`. Start with `captured_files`.
+Imports `coordinator.disk` and `protocol.datasets`. Start with `captured_files`.
 """

@@ -1,11 +1,11 @@
-"""A capture on disk: steps are kept as they are committed, and become files of logits.
+"""A capture on disk: rows are stored as steps are committed, and become files of logits.
 
-    capture/00003.rows     the rows of steps that are in no file of logits yet (`spool`)
-    logits/00003.parquet   a file of logits (`protocol.data.logits_file`), never changed again
-    logits/capture.json    all of them, once the capture is whole (`protocol.data.capture_index`)
+    capture/00003.rows     the rows of steps that are not yet in a file of logits (`spool`)
+    logits/00003.parquet   a file of logits (`protocol.datasets.logits_file`), never changed again
+    logits/capture.json    all of them, once the capture is complete (`datasets.capture_index`)
 
-A file holds so many whole steps, and a row group so many whole microbatches, as follow from run
-spec and layout: neither crashes nor workers can show in them.
+The number of whole steps in a file, and of whole microbatches in a row group, follow from run spec
+and layout: neither crashes nor workers can affect them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ from coordinator.disk.durable_file import (
 )
 from protocol.base import limits
 from protocol.base.errors import StorageDamaged, UsageError
-from protocol.data.capture_index import INDEX, SUFFIX, CapturedFile, CaptureIndex
-from protocol.data.captured_rows import Records, records_of
-from protocol.data.logits_file import CaptureFacts, LogitsFile, write_logits
-from protocol.spec.capture_layout import CaptureLayout
-from protocol.spec.file_digest import open_file_digest, open_plain
-from protocol.spec.manifest import Manifest
+from protocol.datasets.capture_index import INDEX, SUFFIX, CapturedFile, CaptureIndex
+from protocol.datasets.logits_file import (
+    CaptureFacts,
+    LogitsFile,
+    Records,
+    records_of,
+    write_logits,
+)
+from protocol.spec.files.file_digest import open_file_digest, open_plain
+from protocol.spec.manifest import CaptureLayout, Manifest
 from protocol.spec.run_spec import RunSpec
 
 DIRECTORY: Final = "capture"
@@ -40,14 +44,14 @@ _ROWS: Final = ".rows"
 
 
 class CapturedFiles:
-    """What one capture keeps; one thread at a time.
+    """The files of one capture; one thread at a time.
 
     Args:
-        directory: The run's.
-        manifest: The run's; it has a layout.
-        spec: The run's.
+        directory: Of the run.
+        manifest: The run's manifest, with a layout.
+        spec: The run spec.
         committed: Steps committed.
-        guard: Raises if the directory is not this coordinator's any more.
+        guard: Raises if this coordinator does not own the directory any more.
     """
 
     def __init__(
@@ -79,8 +83,8 @@ class CapturedFiles:
         """Make the rows of a step durable; its commit follows.
 
         Raises:
-            StorageDamaged: Rows of a step that was committed before are not there.
-            StorageFailed: The disk refuses.
+            StorageDamaged: Rows of an earlier committed step are missing.
+            StorageFailed: A write failed.
         """
         self._guard()
         self._committed = min(self._committed, step)
@@ -90,23 +94,23 @@ class CapturedFiles:
         self._committed = step + 1
 
     def finish(self, *, whole: bool) -> dict[str, str]:
-        """All steps are committed, or the run ends early: write what can be written.
+        """Write the files that can be written: all steps are committed, or the run ends early.
 
         Args:
-            whole: Whether nothing more is to come.
+            whole: Whether no more steps follow.
 
         Returns:
             BLAKE3 of each file, by its path below the run's directory.
 
         Raises:
-            StorageDamaged: Rows of a committed step are not there, or not what was written.
-            StorageFailed: The disk refuses.
+            StorageDamaged: Rows of a committed step are missing or damaged.
+            StorageFailed: A write failed.
         """
         self._guard()
         count = -(-self._committed // self._steps) if whole else self._committed // self._steps
         self._finish_before(count)
-        listed = map(self._listed, range(count))
-        files = tuple(file for file in listed if file is not None)
+        descriptions = map(self._listed, range(count))
+        files = tuple(file for file in descriptions if file is not None)
         digests = {file.name: file.digest for file in files}
         if whole and files:
             for name, text in self._export.files.items():
@@ -132,7 +136,7 @@ class CapturedFiles:
         return self._spool[1]
 
     def _finish_before(self, count: int) -> None:
-        """All files below this number are written; those that a crash has left open, too."""
+        """Write all files below this number, including those that a crash left open."""
         for number in range(count):
             path, rows = self._path(number), self._spool_directory / f"{number:05}{_ROWS}"
             if not path.exists():
@@ -144,7 +148,7 @@ class CapturedFiles:
                     sync_directory(rows.parent)
 
     def _write(self, path: Path, spool: Spool) -> None:
-        """One file of logits, durable before it has its name."""
+        """Write one file of logits, durable before it gets its name."""
         with storing("write", path):
             make_below(self._run_directory, path.parent)
             temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -159,26 +163,27 @@ class CapturedFiles:
             sync_directory(path.parent)
 
     def _groups(self, spool: Spool) -> Iterator[Records]:
-        """The rows in groups of whole microbatches; no more than a step and a group in memory."""
-        left = records_of(b"", self._layout)
+        """Yield the rows in groups of whole microbatches; at most a step and a group are in
+        memory."""
+        rest = records_of(b"", self._layout)
         for content in spool.contents():
             records = records_of(content, self._layout)
-            joined = np.concatenate([left, records]) if len(left) else records
-            whole = len(joined) - len(joined) % self._group
+            rows = np.concatenate([rest, records]) if len(rest) else records
+            whole = len(rows) - len(rows) % self._group
             for at in range(0, whole, self._group):
-                yield joined[at : at + self._group]
-            left = joined[whole:]
-        if len(left):
-            yield left
+                yield rows[at : at + self._group]
+            rest = rows[whole:]
+        if len(rest):
+            yield rest
 
     def _listed(self, number: int) -> CapturedFile | None:
-        """None for a file without rows: every one of its steps was skipped."""
+        """Describe a file; None if it has no rows because all its steps were skipped."""
         path = self._path(number)
         with storing("read", path), open_plain(path) as file:
             size, digest = open_file_digest(file)
         logits = LogitsFile(path)
         if logits.facts != self._facts:
-            raise StorageDamaged(str(path), "", "it is a file of another capture")
+            raise StorageDamaged(str(path), "", "it belongs to another capture")
         groups = logits.row_groups
         logits.close()
         if not groups:
@@ -190,12 +195,12 @@ class CapturedFiles:
 
 
 def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committed: int) -> int:
-    """The first of the committed steps whose rows are in no file; `committed` if there is none.
+    """Return the first committed step without rows in any file; `committed` if there is none.
 
     Args:
-        directory: The run's; it is only read.
-        manifest: The run's; it has a layout.
-        spec: The run's.
+        directory: Of the run; only read.
+        manifest: The run's manifest, with a layout.
+        spec: The run spec.
         committed: Steps committed.
 
     Raises:
@@ -204,53 +209,58 @@ def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committe
     assert manifest.capture is not None
     each = steps_of_a_file(spec, manifest.capture)
     for first in range(0, committed, each):
-        wanted = set(range(first, min(first + each, committed)))
+        expected_steps = set(range(first, min(first + each, committed)))
         path = directory / manifest.export.directory / f"{first // each:05}{SUFFIX}"
         if path.exists():
             continue
-        lost = wanted - set(kept_steps(directory / DIRECTORY / f"{first // each:05}{_ROWS}"))
-        if lost and not path.exists():  # (a capture that goes on may have written it just now)
-            return min(lost)
+        missing_steps = expected_steps - set(
+            kept_steps(directory / DIRECTORY / f"{first // each:05}{_ROWS}")
+        )
+        if missing_steps and not path.exists():  # (a running capture may have written it just now)
+            return min(missing_steps)
     return committed
 
 
 def files_from(directory: Path, manifest: Manifest, spec: RunSpec, step: int) -> list[Path]:
-    """What the result holds that is not of the steps before this one alone.
+    """Return the result files that hold more than the steps before this one.
 
     Raises:
-        UsageError: Rows before this step are lost, or only in a file that would have to grow.
+        UsageError: Rows before this step are lost, or in a file that would have to grow.
         StorageFailed: A file cannot be read.
     """
     assert manifest.capture is not None
     logits = directory / manifest.export.directory
     number, part = divmod(step, steps_of_a_file(spec, manifest.capture))
-    wanted = set(range(step - part, step))
-    kept = set(kept_steps(directory / DIRECTORY / f"{number:05}{_ROWS}"))
-    if wanted - kept or first_lost_step(directory, manifest, spec, step - part) < step - part:
+    expected_steps = set(range(step - part, step))
+    present = set(kept_steps(directory / DIRECTORY / f"{number:05}{_ROWS}"))
+    if (
+        expected_steps - present
+        or first_lost_step(directory, manifest, spec, step - part) < step - part
+    ):
         raise UsageError(
-            f"--from-step {step}: a capture goes back only as far as its rows are in no finished "
-            f"file of logits, and these are; nothing was changed, and the files in {str(logits)!r} "
-            "stay as good as they were: capture anew into a new directory"
+            f"--from-step {step}: a capture can only roll back to steps after its finished files "
+            f"of logits; nothing was changed, and the files in {str(logits)!r} stay valid: capture "
+            "again into a new directory"
         )
     stays = {f"{before:05}{SUFFIX}" for before in range(number)}
-    found = sorted(logits.iterdir()) if logits.is_dir() else []
-    return [path for path in found if path.name not in stays]
+    paths = sorted(logits.iterdir()) if logits.is_dir() else []
+    return [path for path in paths if path.name not in stays]
 
 
 def steps_of_a_file(spec: RunSpec, layout: CaptureLayout) -> int:
-    """How many steps a file of logits holds: their rows are less than it may have bytes."""
+    """Return how many steps a file of logits holds, limited by its bytes."""
     step_bytes = spec.batch.samples * layout.sample_bytes
     return max(1, limits.LOGITS_FILE_BYTES // step_bytes)
 
 
 def samples_of_a_group(spec: RunSpec, layout: CaptureLayout) -> int:
-    """How many samples are read at once: whole microbatches."""
+    """Return how many samples are read at once: whole microbatches."""
     microbatch = spec.batch.microbatch
     return microbatch * max(1, limits.ROW_GROUP_BYTES // (microbatch * layout.sample_bytes))
 
 
 def result_bytes(spec: RunSpec, manifest: Manifest) -> int:
-    """At most so many bytes all files of logits have, but for what zstd cannot make smaller."""
+    """Return the most bytes of all files of logits, apart from incompressible overhead of zstd."""
     assert manifest.capture is not None
     samples = min(manifest.train_samples, spec.steps * spec.batch.samples)
     return samples * manifest.capture.sample_bytes

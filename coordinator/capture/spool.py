@@ -1,14 +1,14 @@
-"""The rows of the last steps, as they came: a file that only grows, until it becomes a file of
+"""The rows of the last steps, as they arrived: an append-only file, until it becomes a file of
 logits.
 
     frame     4 bytes   magic "SSCR"
               u64       step
               u64       content bytes
               32 bytes  BLAKE3 of step and content
-    content   records (`protocol.data.captured_rows`)
+    content   records (`protocol.datasets.logits_file`)
 
-Parquet needs its end to be read, so a crash would cost all of a file that is being written. Here it
-costs what was not committed.
+Parquet is unreadable without its end, so a crash would cost a whole file that is being written.
+Here it costs only what was not committed.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class _Frame(NamedTuple):
 
 
 class Spool:
-    """The rows of the steps from `first` on that come before `committed`; what follows is cut off.
+    """The rows of the committed steps from `first` on; later rows are cut off.
 
     Args:
-        path: The file; made if it is not there.
-        first: The first step that belongs here.
-        committed: Steps committed: those of them that belong here must be there.
+        path: The file; made if missing.
+        first: The first step in the file.
+        committed: Steps committed: all of them from `first` on must be there.
 
     Raises:
-        StorageDamaged: A committed step's rows are missing or are not what was written.
-        StorageFailed: The disk refuses.
+        StorageDamaged: A committed step's rows are missing or damaged.
+        StorageFailed: A read or write failed.
     """
 
     def __init__(self, path: Path, first: int, committed: int) -> None:
@@ -68,22 +68,22 @@ class Spool:
                 path.touch()
                 sync_directory(path.parent)
             self._frames = [f for f in _scan(path) if first <= f.step < committed]
-        there = [frame.step for frame in self._frames]
-        if there != list(range(first, max(first, committed))):
+        present = [frame.step for frame in self._frames]
+        if present != list(range(first, max(first, committed))):
             reason = (
-                f"the logits of steps {first} to {committed - 1} are committed, and of "
-                f"{committed - first - len(there)} of them not there; bring the file back from a "
-                "copy, or capture anew"
+                f"expected the logits of steps {first} to {committed - 1}, which are committed; "
+                f"those of {committed - first - len(present)} are missing; restore the file from a "
+                "copy, or capture again"
             )
             raise StorageDamaged(str(path), "", reason)
         with storing("open", path):
             self._file = self._cut(self._frames[-1].end if self._frames else 0)
 
     def append(self, step: int, content: Sequence[Bytes]) -> None:
-        """Make a step's rows durable; in place of those that an attempt before has left.
+        """Make a step's rows durable, replacing those of an earlier attempt.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: A write failed.
         """
         with storing("keep logits in", self.path):
             while self._frames and self._frames[-1].step >= step:
@@ -98,10 +98,10 @@ class Spool:
         self._frames.append(_Frame(step, offset, nbytes))
 
     def contents(self) -> Iterator[Bytes]:
-        """Each step's rows, in order, compared with their digest; mapped, not read at once.
+        """Yield each step's rows, in order, compared with their digest; mapped, not read at once.
 
         Raises:
-            StorageDamaged: They are not what was written.
+            StorageDamaged: They are damaged.
             StorageFailed: They cannot be read.
         """
         if not self._frames:
@@ -113,7 +113,7 @@ class Spool:
             if bytes(mapped[frame.offset : frame.offset + _HEAD.size]) != _HEAD.pack(
                 _MAGIC, frame.step, frame.nbytes, _digest(frame.step, [content])
             ):
-                reason = f"the logits of step {frame.step} are not what was written"
+                reason = f"the logits of step {frame.step} do not match their digest"
                 raise StorageDamaged(str(self.path), "", reason)
             yield content
 
@@ -127,17 +127,17 @@ class Spool:
 
 
 def kept_steps(path: Path) -> list[int]:
-    """Steps whose rows are whole in a spool; it is only read.
+    """Return the steps with intact rows in a spool, which is only read.
 
     Raises:
-        StorageFailed: It cannot be.
+        StorageFailed: It cannot be read.
     """
     with storing("read", path):
         return [frame.step for frame in _scan(path)] if path.exists() else []
 
 
 def _scan(path: Path) -> Iterator[_Frame]:
-    """Whole frames from the beginning on."""
+    """Yield intact frames from the beginning on."""
     size = path.stat().st_size
     with path.open("rb") as file:
         at = 0

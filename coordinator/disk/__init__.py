@@ -1,4 +1,4 @@
-"""Files that are still there after a crash, and belong to one coordinator at a time.
+"""Files that survive a crash, and belong to one coordinator at a time.
 
 Imports nothing else of the coordinator. Start with `durable_file`.
 """

@@ -1,8 +1,8 @@
-"""A file that only grows, and how it gets over a disk that refuses.
+"""A file that grows at its end, and recovers from failed writes.
 
-After any failure nothing since the last `confirm` is trusted: after a failed sync the system may
-have dropped what it could not write, and may say that the next sync went well. So the next use
-opens the file anew, cuts it to what was confirmed, and has its owner write the rest again.
+After any error nothing since the last `confirm` is trusted: after a failed sync the system may have
+dropped data, and may report that the next sync succeeded. So the next use reopens the file, cuts it
+to what was confirmed, and has its owner write the rest again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class AppendFile:
 
     Attributes:
         path: Its name.
-        end: Where the next write goes.
-        broken: Whether it has to be mended before it is used.
+        end: The offset of the next write.
+        broken: Whether it must be repaired before its next use.
 
     Args:
         path: Its name.
         fd: The file, open for writing; closed by `close`.
-        end: How much of it is durable; what is written goes there.
+        end: How much of it is durable; writes begin there.
         rewrite: Called when the file was cut to what was confirmed: writes the rest again.
     """
 
@@ -39,35 +39,35 @@ class AppendFile:
         self.broken = False
         self._fd = fd
         self._synced = end
-        self._on_its_way = end
+        self._written_back = end
         self._cached_from = self._freed = end
         self._rewrite = rewrite
         os.lseek(fd, end, os.SEEK_SET)
 
     @contextmanager
     def use(self, doing: str) -> Iterator[None]:
-        """Around every use: mend the file first if need be; notice if this use fails.
+        """Wrap every use: repair the file first if needed; notice if this use fails.
 
         Raises:
-            StorageFailed: The disk refuses; the use can be made again.
+            StorageFailed: A read or write failed; the use can be repeated.
         """
         try:
             with storing(doing, self.path):
                 if self.broken:
-                    self._mend()
+                    self._repair()
                 yield
         except BaseException:
             self.broken = True
             raise
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Write at the end; inside `use`. Much at once is on its way to the disk from then on: the
+        """Write at the end, inside `use`. Large amounts are sent to the disk at once, so that the
         sync has less to wait for."""
         write_all(self._fd, buffers)
         self.end += sum(buffer.nbytes for buffer in buffers)
-        if self.end - self._on_its_way >= limits.WRITTEN_BACK_BYTES:
-            self._not_read_soon(self._on_its_way, self.end)  # errors come at the sync
-            self._on_its_way = self.end
+        if self.end - self._written_back >= limits.WRITEBACK_BYTES:
+            self._not_read_soon(self._written_back, self.end)  # errors come at the sync
+            self._written_back = self.end
             self._freed = self._free_from(self._freed)
 
     def sync(self) -> None:
@@ -75,41 +75,41 @@ class AppendFile:
         os.fdatasync(self._fd)
         if not is_same_file(self._fd, self.path):
             raise FileNotFoundError(errno.ENOENT, "the file was removed or moved")
-        # What was still on its way when it was to be freed has stayed.
+        # Pages that were not yet written could not be freed before.
         self._cached_from = self._freed = self._free_from(self._cached_from)
 
     def _free_from(self, start: int) -> int:
-        """From there on keep no more than the end in memory; gives from where on that is kept."""
-        kept = self.end - limits.CACHED_TAIL_BYTES
-        if kept - start < limits.WRITTEN_BACK_BYTES:
+        """Drop the page cache from `start` on, except the end; return where the rest begins."""
+        start_of_tail = self.end - limits.PAGE_CACHE_TAIL_BYTES
+        if start_of_tail - start < limits.WRITEBACK_BYTES:
             return start
-        self._not_read_soon(start, kept)
-        return kept
+        self._not_read_soon(start, start_of_tail)
+        return start_of_tail
 
     def _not_read_soon(self, start: int, end: int) -> None:
-        """Linux begins to write what it is told this of, and frees what is written already."""
+        """Make Linux write this range, and free what is written already."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
     def confirm(self) -> None:
-        """What was written and synced is final."""
+        """Make everything written and synced final."""
         self._synced = self.end
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         if not is_same_file(self._fd, self.path):
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             os.close(self._fd)
             self._fd = fd
         size = os.fstat(self._fd).st_size
         if size < self._synced:
-            reason = f"it has {size} of the {self._synced} bytes that were synced; resume the run"
+            reason = f"expected {self._synced} synced bytes, got {size}; resume the run"
             raise StorageFailed("go on with", str(self.path), reason)
         os.ftruncate(self._fd, self._synced)
         os.lseek(self._fd, self._synced, os.SEEK_SET)
-        self.end = self._on_its_way = self._synced
+        self.end = self._written_back = self._synced
         self._cached_from = self._freed = min(self._cached_from, self.end)
         self._rewrite()
         self.broken = False

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the trained tensors in the manifest's layout, and result.json.
+"""The result files of a run: the trained tensors in the manifest's layout, and result.json.
 
 Everything is written under a temporary name, synced and renamed: a reader never sees half a file.
 """
@@ -15,23 +15,23 @@ from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
 from protocol.exact.update import Array
+from protocol.spec.files.sources import model_source
 from protocol.spec.manifest import ADAPTER_CONFIG, Manifest
-from protocol.spec.sources import model_source
 
 
 def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[str, str]:
     """Save the trained tensors as the manifest says.
 
     Args:
-        directory: The run's output directory; the export's own is made below it.
-        manifest: Gives file names, tensor names and the text files that go along.
+        directory: The run's output directory; the export has its own below.
+        manifest: Has file names, tensor names and the text files beside the tensors.
         replica: The trained state.
 
     Returns:
         BLAKE3 of each file, by its path below `directory`.
 
     Raises:
-        StorageFailed: The disk refuses.
+        StorageFailed: A write failed.
     """
     with ExitStack() as stack:
         files = begin_model(stack, directory, manifest, replica.trained_tensors())
@@ -41,16 +41,16 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[s
 def begin_model(
     stack: ExitStack, directory: Path, manifest: Manifest, named: Mapping[str, Array]
 ) -> dict[str, NewFile]:
-    """Write the files of `write_model`, not durable yet: the replica may change from then on.
+    """Write the files of `write_model`, not yet durable: the replica may change from then on.
 
     Args:
-        stack: Closes them.
+        stack: Closes the files.
         directory: As for `write_model`.
-        manifest: As there.
-        named: The tensors.
+        manifest: As for `write_model`.
+        named: The tensors by name.
 
     Returns:
-        Each by its path below `directory`, to be confirmed in this order.
+        Each file by its path below `directory`, to be confirmed in this order.
     """
     export = manifest.export
     target = directory / export.directory
@@ -61,33 +61,39 @@ def begin_model(
         export.weights_file: safetensors_pieces(tensors, {"format": "pt"})
     }
     for name, text in export.files.items():
-        written = _with_place_of_base(text) if name == ADAPTER_CONFIG else text
-        contents[name] = written.encode()
+        text_as_written = _with_base_path(text) if name == ADAPTER_CONFIG else text
+        contents[name] = text_as_written.encode()
     files = {}
     for name, content in contents.items():
+        if "/" in name:
+            with storing("make", (target / name).parent):
+                make_below(directory, (target / name).parent)
         file = files[f"{export.directory}/{name}"] = stack.enter_context(NewFile(target / name))
         file.write(content)
     return files
 
 
-def _with_place_of_base(text: str) -> str:
-    """PEFT itself looks for an adapter's base in a directory or on the hub: no other words do."""
+def _with_base_path(text: str) -> str:
+    """Make an adapter's base an absolute path, if it is a directory.
+
+    PEFT accepts only a directory or a hub name there.
+    """
     try:
         config = json.loads(text)
-        found = Path(model_source(str(config["base_model_name_or_path"])))
+        base_path = Path(model_source(str(config["base_model_name_or_path"])))
     except (DataError, ValueError, KeyError, TypeError):
         return text
-    if not found.is_dir():
+    if not base_path.is_dir():
         return text
-    config["base_model_name_or_path"] = str(found.absolute())
+    config["base_model_name_or_path"] = str(base_path.absolute())
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:
-    """Save a JSON document as of `json_text`."""
+    """Save a JSON document in the format of `json_text`."""
     replace_file(path, json_text(document))
 
 
 def json_text(document: dict[str, object]) -> bytes:
-    """A JSON document, two spaces deep; non-finite numbers are not JSON and not accepted."""
+    """Encode a JSON document with two spaces of indentation; non-finite numbers are refused."""
     return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()

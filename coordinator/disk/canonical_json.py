@@ -1,8 +1,8 @@
-r"""One encoding for each JSON value, so that hashes can be taken of it.
+r"""One encoding for each JSON value, so that it can be hashed.
 
-Keys sorted by code point, no space between tokens, ASCII alone (all else as \u escapes, in lower
-case), numbers as Python writes them (the shortest text that reads back the same), no NaN and no
-infinity.
+Keys sorted by code point, no space between tokens, ASCII only (other characters as \u escapes, in
+lower case), numbers as Python writes them (the shortest text that reads back the same), no NaN and
+no infinity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=Fal
 
 
 def canonical_json(value: Any) -> bytes:
-    """The encoding of a value made of dicts, lists, strings, numbers, booleans and None.
+    """Encode a value of dicts, lists, strings, numbers, booleans and None.
 
     Raises:
         ValueError: A number is not finite.
@@ -25,5 +25,5 @@ def canonical_json(value: Any) -> bytes:
 
 
 def json_digest(value: Any) -> str:
-    """BLAKE3 of the canonical encoding, 64 hex digits."""
+    """Return the BLAKE3 of the canonical encoding, 64 hex digits."""
     return blake3(canonical_json(value)).hexdigest()

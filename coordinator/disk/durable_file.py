@@ -1,4 +1,4 @@
-"""Writing so that it is still there after a crash; what the disk refuses is one typed error.
+"""Write files so that they survive a crash; every failure is one typed error.
 
 A new file is written under a temporary name, synced and renamed, and its directory is synced: a
 reader sees the old content or the new, never half of it.
@@ -23,30 +23,32 @@ from protocol.base.regular_file import check_regular, read_regular
 TEMPORARY_SUFFIX: Final = ".part"
 _PIECE_BYTES: Final = 1 << 24
 _MOST_LINKS: Final = 40
-"""One to the next, as Linux has it."""
+"""The longest chain of symbolic links, as on Linux."""
 
-MISSING: Final = "No such file or directory; bring back what is missing, then go on"
+MISSING: Final = "No such file or directory; restore what is missing, then continue"
 _REMEDIES: Final = {
-    errno.ENOSPC: "make room, then go on",
-    errno.EDQUOT: "raise the quota or make room, then go on",
-    errno.EROFS: "mount it writable, then go on",
-    errno.ENOENT: "bring back what is missing, then go on",
-    errno.ESTALE: "bring the file system back, then go on",
-    errno.EACCES: "let this user read and write it, then go on",
-    errno.EPERM: "let this user read and write it, then go on",
-    errno.EIO: "look after the disk, then go on",
-    errno.ENXIO: "start what reads from the pipe, then go on",
-    errno.EPIPE: "keep what reads from the pipe running, then go on",
-    errno.EEXIST: "expected a directory, got a file; remove it, then go on",
-    errno.EISDIR: "expected a file there; bring it back from a copy",
-    errno.ENOTDIR: "expected a directory there; bring it back from a copy",
+    errno.ENOSPC: "make room, then continue",
+    errno.EDQUOT: "raise the quota or make room, then continue",
+    errno.EROFS: "mount it writable, then continue",
+    errno.ENOENT: "restore what is missing, then continue",
+    errno.ESTALE: "restore the file system, then continue",
+    errno.EACCES: "give this user read and write permission, then continue",
+    errno.EPERM: "give this user read and write permission, then continue",
+    errno.EIO: "check the disk, then continue",
+    errno.ENXIO: "start what reads from the pipe, then continue",
+    errno.EPIPE: "keep what reads from the pipe running, then continue",
+    errno.EEXIST: "expected a directory, got a file; remove it, then continue",
+    errno.EISDIR: "expected a file there; restore it from a copy",
+    errno.ENOTDIR: "expected a directory there; restore it from a copy",
 }
 
 
 @contextmanager
 def storing(doing: str, path: Path) -> Iterator[None]:
-    """Turn every OSError inside into a StorageFailed that names the file and the remedy; that of a
-    name which is too long for any disk into a UsageError."""
+    """Turn every OSError inside into a StorageFailed that names file and remedy.
+
+    A name that is too long for any disk is a UsageError.
+    """
     try:
         yield
     except OSError as error:
@@ -61,7 +63,7 @@ def storing(doing: str, path: Path) -> Iterator[None]:
 
 
 def read_if_there(path: Path) -> bytes | None:
-    """What a file holds; None if there is none.
+    """Return the content of a file; None if it is missing.
 
     Raises:
         StorageFailed: It cannot be read.
@@ -74,41 +76,41 @@ def open_to_read(path: Path) -> int:
     """Open a regular file for reading.
 
     Raises:
-        OSError: It cannot be opened, or is another kind of thing.
+        OSError: It cannot be opened, or is not a regular file.
     """
     check_regular(path.stat().st_mode, path)
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def write_all(fd: int, buffers: Sequence[memoryview]) -> None:
-    """Write every byte of the buffers at the descriptor's place, without joining them.
+    """Write all buffers at the descriptor's offset, without joining them.
 
     Raises:
-        OSError: The disk took a part of them or nothing.
+        OSError: Not everything was written.
     """
-    left = [buffer for buffer in buffers if buffer.nbytes]
-    while left:
-        written = os.writev(fd, left)
-        while left and written >= left[0].nbytes:
-            written -= left.pop(0).nbytes
-        if left:
-            left[0] = left[0][written:]
+    remaining = [buffer for buffer in buffers if buffer.nbytes]
+    while remaining:
+        count = os.writev(fd, remaining)
+        while remaining and count >= remaining[0].nbytes:
+            count -= remaining.pop(0).nbytes
+        if remaining:
+            remaining[0] = remaining[0][count:]
 
 
 def write_again(fd: int, start: int, end: int) -> None:
-    """Write what a file holds from `start` to `end` once more, in place, and sync the file.
+    """Rewrite the bytes of a file from `start` to `end` in place, and sync it.
 
-    After a sync that failed, bytes can be read that never got to the disk, and the next sync says
-    nothing of them (as Linux has it). That may have been a process that is gone: what it wrote
-    last counts as durable only after this.
+    After a failed sync, bytes may be readable that never reached the disk, and on Linux the next
+    sync does not report that. The failed sync may have been that of a process that is gone: what it
+    wrote last counts as durable only after this.
 
     Args:
-        fd: The file, open for reading and writing; its place is moved.
+        fd: The file, open for reading and writing; its offset is moved.
         start: The first byte in doubt.
         end: The byte after the last one.
 
     Raises:
-        OSError: The disk refuses; the call can be made again.
+        OSError: A read or write failed; the call can be repeated.
     """
     os.lseek(fd, start, os.SEEK_SET)
     while start < end:
@@ -134,7 +136,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, and those above it that are missing; durable also where it is there.
+    """Make a directory and its missing parents, durably; existing ones are synced too.
 
     Raises:
         OSError: It cannot be made.
@@ -146,13 +148,13 @@ def make_directory(path: Path) -> None:
 
 
 def make_below(base: Path, path: Path) -> None:
-    """Make a directory, and those between it and `base`, which must be there.
+    """Make a directory, and those between it and `base`, which must exist.
 
-    A run's directory that has vanished while the run goes on is not made anew: it could not be
-    brought back to its place then.
+    A run's directory that vanishes while the run goes on is not made again: then it could not be
+    restored to its place.
 
     Raises:
-        OSError: It cannot be made, or `base` is not there.
+        OSError: It cannot be made, or `base` is missing.
     """
     between = [base / part for part in reversed(path.relative_to(base).parents)]
     for directory in (*between[1:], path):
@@ -171,7 +173,7 @@ def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
         The content's BLAKE3, 64 hex digits.
 
     Raises:
-        StorageFailed: The disk refuses; what was there before is untouched.
+        StorageFailed: A write failed; the old content is untouched.
     """
     with NewFile(path) as file:
         file.write(content)
@@ -181,21 +183,21 @@ def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
 def write_output(path: Path, content: bytes) -> bool:
     """Write to a path that a user named: a file is replaced, a pipe or device written into.
 
-    A symbolic link stays, and what it leads to is written. A descriptor of this process
-    (`/dev/stdout`, `/dev/fd/N`) is written at its own offset.
+    A symbolic link stays, and its target is written. A descriptor of this process (`/dev/stdout`,
+    `/dev/fd/N`) is written at its own offset.
 
     Returns:
         Whether a file of that name now has this content.
 
     Raises:
-        StorageFailed: The system refuses.
+        StorageFailed: A write failed.
     """
     with storing("write", path):
         descriptor = _own_descriptor(path)
         if descriptor is not None:
             write_all(descriptor, [memoryview(content)])
         elif path.exists() and not path.is_file():
-            # Without a reader a pipe would be waited for.
+            # Opening a pipe without a reader would block.
             fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             try:
                 os.set_blocking(fd, True)
@@ -209,24 +211,24 @@ def write_output(path: Path, content: bytes) -> bool:
 
 
 def _own_descriptor(path: Path) -> int | None:
-    """The open descriptor of this process that a path leads to."""
-    here = path.absolute()
+    """Return the open descriptor of this process that a path leads to."""
+    current = path.absolute()
     for _ in range(_MOST_LINKS):
-        if os.path.realpath(here.parent) == os.path.realpath("/proc/self/fd"):
-            return int(here.name) if here.name.isdecimal() else None
-        if not here.is_symlink():
+        if os.path.realpath(current.parent) == os.path.realpath("/proc/self/fd"):
+            return int(current.name) if current.name.isdecimal() else None
+        if not current.is_symlink():
             break
-        here = here.parent / here.readlink()
+        current = current.parent / current.readlink()
     return None
 
 
 class NewFile:
     """A file under its temporary name: `write`, then `confirm`.
 
-    As a context manager it closes the file, and removes it if the disk refuses.
+    As a context manager it closes the file, and removes it after a failed write.
 
     Args:
-        path: Its name in the end.
+        path: Its final name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -247,10 +249,10 @@ class NewFile:
                 self._temporary.unlink(missing_ok=True)
 
     def write(self, content: bytes | Iterable[memoryview]) -> None:
-        """Write it, not durable yet; what was given may change then.
+        """Write the content, not yet durable; the given buffers may change then.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: A write failed.
         """
         with storing("write", self.path):
             for piece in [memoryview(content)] if isinstance(content, bytes) else content:
@@ -264,7 +266,7 @@ class NewFile:
             The content's BLAKE3, 64 hex digits.
 
         Raises:
-            StorageFailed: The disk refuses; what was there before is untouched.
+            StorageFailed: A write failed; the old content is untouched.
         """
         with storing("write", self.path):
             os.fsync(self._fd)
@@ -274,10 +276,10 @@ class NewFile:
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Clear away what a crash left half written; does nothing where there is no directory.
+    """Remove temporary files that a crash left; the directory may be missing.
 
     Raises:
-        StorageFailed: The disk refuses.
+        StorageFailed: A write failed.
     """
     if not directory.is_dir():
         return
@@ -290,10 +292,10 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def is_same_file(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one with this name: not removed, moved or replaced."""
+    """Whether the open file still has this name: it was not removed, moved or replaced."""
     try:
-        named = path.stat()
+        by_name = path.stat()
     except OSError:
         return False
-    ours = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+    by_descriptor = os.fstat(fd)
+    return (by_name.st_dev, by_name.st_ino) == (by_descriptor.st_dev, by_descriptor.st_ino)

@@ -4,9 +4,9 @@
     header   JSON, padded with spaces to a multiple of 8 bytes: {"__metadata__": {...},
              NAME: {"dtype": "F32", "shape": [...], "data_offsets": [begin, end]}, ...}
 
-Little-endian, tensors by name, as https://github.com/huggingface/safetensors#format has it and as
-its own writer lays them out. That one makes all of a file in memory first, and lets no other
-thread run meanwhile: seconds, with a large state.
+Little-endian, tensors by name, as https://github.com/huggingface/safetensors#format says and its
+own writer does. That writer builds the whole file in memory first, and blocks all other threads
+meanwhile: for seconds, with a large state.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ALIGNMENT_BYTES: Final = 8
 def safetensors_pieces(
     tensors: Mapping[str, NDArray[np.float32]], metadata: Mapping[str, str]
 ) -> Iterator[memoryview]:
-    """The file's bytes in order.
+    """Yield the file's bytes in order.
 
     Args:
         tensors: Contiguous, of any shape, by name; must not change meanwhile.
-        metadata: One entry: of more the order would not be settled.
+        metadata: One entry: the order of more would be undefined.
 
     Yields:
         At most 8 MiB at a time; on a little-endian machine the tensors' own memory, not a copy.
@@ -63,7 +63,7 @@ def safetensors_pieces(
 
 
 class SafetensorsFile:
-    """An open file of which any stretch of any tensor can be read; also once it is removed.
+    """An open file with random access to its tensors; stays readable after it is removed.
 
     Attributes:
         shapes: Of the float32 tensors, by name.
@@ -72,7 +72,7 @@ class SafetensorsFile:
         path: Its name.
 
     Raises:
-        StorageDamaged: It is no such file.
+        StorageDamaged: It is not a safetensors file.
         StorageFailed: It cannot be read.
     """
 
@@ -95,10 +95,10 @@ class SafetensorsFile:
         os.close(self._fd)
 
     def read_into(self, name: str, start: int, out: NDArray[np.float32]) -> None:
-        """Fill a flat array with the tensor's elements from this one on.
+        """Fill a flat array with the tensor's elements from `start` on.
 
         Raises:
-            StorageDamaged: The file is shorter than it was.
+            StorageDamaged: The file was truncated.
             StorageFailed: It cannot be read.
         """
         raw, at = out.view(np.uint8).data, self._start + self._begins[name] + start * 4
@@ -106,7 +106,7 @@ class SafetensorsFile:
             while raw:
                 count = os.preadv(self._fd, [raw[:_PIECE_BYTES]], at)
                 if not count:
-                    raise self._damaged("it is shorter than it was")
+                    raise self._damaged("it was truncated")
                 raw, at = raw[count:], at + count
         if sys.byteorder == "big":
             out.byteswap(inplace=True)
@@ -120,10 +120,10 @@ class SafetensorsFile:
         try:
             return parse_json(os.pread(self._fd, count, 8)), 8 + count
         except ValueError:
-            raise self._damaged("its header is no JSON") from None
+            raise self._damaged("its header is not JSON") from None
 
     def _checked(self, header: Any) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-        held = os.fstat(self._fd).st_size - self._start
+        available = os.fstat(self._fd).st_size - self._start
         try:
             tensors = {
                 name: (*entry["data_offsets"], tuple(map(int, entry["shape"])))
@@ -131,7 +131,7 @@ class SafetensorsFile:
                 if name != "__metadata__" and entry["dtype"] == "F32"
             }
             fits = all(
-                0 <= begin <= end <= held and end - begin == math.prod(shape) * 4
+                0 <= begin <= end <= available and end - begin == math.prod(shape) * 4
                 for begin, end, shape in tensors.values()
             )
         except (AttributeError, KeyError, TypeError, ValueError):

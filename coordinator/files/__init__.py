@@ -1,4 +1,4 @@
-"""What workers fetch: the files that a run names, found, hashed and served.
+"""The files that workers fetch: found, hashed and served.
 
 Imports `coordinator.disk`. Start with `blob_index`.
 """

@@ -1,9 +1,12 @@
-"""The files that a run names, found on the coordinator's machine and hashed, before any worker is
-asked: what is missing is an error at once, and later everyone reads the same bytes."""
+"""The files of a run, found and hashed on the coordinator's machine before any worker is asked.
+
+So a missing file is an error at once, and all workers read the same bytes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -12,24 +15,26 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from coordinator.files.permitted import PermittedFiles
-from protocol.base.errors import DataError
-from protocol.data.capture_check import check_digests
-from protocol.data.data_check import check_data
-from protocol.spec.blob_list import BlobFile, BlobList, BlobSource, document_digest
-from protocol.spec.file_digest import lasting_identity, open_file_digest, open_plain
-from protocol.spec.run_files import ROLES, SourceFiles, refuse_links_out, source_files
+from coordinator.disk.durable_file import replace_file, storing
+from coordinator.files.permitted_files import PermittedFiles
+from protocol.base.errors import DataError, MessageError, StorageDamaged
+from protocol.base.regular_file import parse_json, read_regular
+from protocol.datasets.capture_check import check_digests
+from protocol.datasets.data_check import check_data
+from protocol.spec.files.blob_list import BlobFile, BlobList, BlobSource, document_digest
+from protocol.spec.files.file_digest import lasting_identity, open_file_digest, open_plain
+from protocol.spec.files.run_files import ROLES, SourceFiles, refuse_links_out, source_files
 from protocol.spec.run_spec import RunSpec, source_of
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes that workers may ask for: a file, or a document in memory.
+    """Bytes that workers may request: a file, or a document in memory.
 
     Attributes:
         size: In bytes.
-        content: The file, no link, or the document.
-        identity: Of the file when its digest was taken; empty if a change might not change it.
+        content: The file, not a link, or the document.
+        identity: Of the file when it was hashed; empty if a change might not change it.
     """
 
     size: int
@@ -39,12 +44,12 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class BlobIndex:
-    """What a run's workers may ask for.
+    """The blobs that a run's workers may request.
 
     Attributes:
         digest: Of the list's document.
         listing: The list.
-        blobs: By digest; the list's own document is among them.
+        blobs: By digest, including the list's own document.
     """
 
     digest: str
@@ -53,7 +58,7 @@ class BlobIndex:
 
 
 async def find_blobs(spec: RunSpec, permitted: PermittedFiles) -> BlobIndex | None:
-    """`index_blobs` in a thread of its own: large models take seconds to hash."""
+    """Call `index_blobs` in a thread: large models take seconds to hash."""
     return await asyncio.to_thread(index_blobs, spec, permitted)
 
 
@@ -65,32 +70,32 @@ def index_blobs(spec: RunSpec, permitted: PermittedFiles | None = None) -> BlobI
         permitted: Which files it may name; None for all, as on the operator's own command line.
 
     Raises:
-        DataError: One is missing, cannot be read or sent to workers, holds no usable data, or is
-            none that the run spec may name.
+        DataError: A file is missing, cannot be read or sent to workers, holds no usable data, or
+            may not be named.
     """
     blobs: dict[str, Blob] = {}
-    for named in filter(None, (source_of(spec, role) for role in ROLES)):
+    for named_source in filter(None, (source_of(spec, role) for role in ROLES)):
         if permitted is not None:
-            permitted.check_source(named)
-    found = [files for role in ROLES if (files := source_files(spec, role)) is not None]
-    for files in found:
+            permitted.check_source(named_source)
+    file_lists = [files for role in ROLES if (files := source_files(spec, role)) is not None]
+    for files in file_lists:
         refuse_links_out(files)
         _check_permitted(files, permitted)
     try:
         check_data(spec)
     except DataError:
-        for files in found:  # what it says may quote a file that was put there meanwhile
+        for files in file_lists:  # the error may quote a file that appeared meanwhile
             _check_permitted(files, permitted)
         raise
-    if not found:
+    if not file_lists:
         return None
-    listed = tuple(_hash(files, blobs, permitted) for files in found)
+    blob_sources = tuple(_hash(files, blobs, permitted) for files in file_lists)
     if spec.task == "distil":
-        for source in listed:
+        for source in blob_sources:
             if source.role in {"data", "validation"}:
                 check_digests(str(source_of(spec, source.role)), source.files)
     try:
-        listing = BlobList(sources=listed)
+        listing = BlobList(sources=blob_sources)
     except ValidationError as error:
         first = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise DataError(f"the run's files cannot be sent to workers: {first}") from None
@@ -109,17 +114,67 @@ def _check_permitted(files: SourceFiles, permitted: PermittedFiles | None) -> No
 def _hash(
     files: SourceFiles, blobs: dict[str, Blob], permitted: PermittedFiles | None
 ) -> BlobSource:
-    listed = []
+    blob_files = []
     for name, path in files.files:
         try:
-            place = path.resolve()
-            with open_plain(place) as file:
+            real_path = path.resolve()
+            with open_plain(real_path) as file:
                 if permitted is not None:
-                    permitted.check_open(file.fileno(), place, files.source)
-                known = lasting_identity(os.fstat(file.fileno()), time.time_ns())
+                    permitted.check_open(file.fileno(), real_path, files.source)
+                identity = lasting_identity(os.fstat(file.fileno()), time.time_ns())
                 size, digest = open_file_digest(file)
         except OSError as error:
             raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-        blobs.setdefault(digest, Blob(size, place, known))
-        listed.append(BlobFile(name=name, size=size, digest=digest))
-    return BlobSource(role=files.role, form=files.form, files=tuple(listed))
+        blobs.setdefault(digest, Blob(size, real_path, identity))
+        blob_files.append(BlobFile(name=name, size=size, digest=digest))
+    return BlobSource(role=files.role, form=files.form, files=tuple(blob_files))
+
+
+def write_index(path: Path, index: BlobIndex) -> None:
+    """Write the list of a run's files into the run's directory.
+
+    A coordinator that resumes the run serves the same list without reading every file, from any
+    working directory; changed files are noticed by the workers.
+
+    Raises:
+        StorageFailed: A write failed.
+    """
+    document = index.blobs[index.digest].content
+    assert isinstance(document, bytes)
+    files = {d: str(blob.content) for d, blob in index.blobs.items() if d != index.digest}
+    replace_file(path, json.dumps({"list": document.decode(), "files": files}).encode())
+
+
+def read_or_build_index(
+    path: Path, spec: RunSpec, permitted: PermittedFiles | None = None
+) -> BlobIndex | None:
+    """Read the list; if it is missing, find the files as for a new run and write it.
+
+    Args:
+        path: Of the list.
+        spec: The run spec.
+        permitted: See `index_blobs`.
+
+    Raises:
+        StorageDamaged: The list is damaged.
+        StorageFailed: A read or write failed.
+        DataError: A file that the run spec names is missing.
+    """
+    with storing("read", path):
+        content = read_regular(path) if path.exists() else None
+    if content is None:
+        index = index_blobs(spec, permitted)
+        if index is not None:
+            write_index(path, index)
+        return index
+    try:
+        parsed = parse_json(content)
+        document = str(parsed["list"]).encode()
+        listing = BlobList.from_bytes(document)
+        blob_files = [file for source in listing.sources for file in source.files]
+        blobs = {f.digest: Blob(f.size, Path(parsed["files"][f.digest])) for f in blob_files}
+    except (ValueError, KeyError, TypeError, MessageError) as error:
+        reason = f"expected the list of the run's files, got {error}"
+        raise StorageDamaged(str(path), "", reason) from None
+    digest = document_digest(document)
+    return BlobIndex(digest, listing, {**blobs, digest: Blob(len(document), document)})

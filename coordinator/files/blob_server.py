@@ -1,7 +1,7 @@
-"""Answers workers that ask for a run's files, chunk by chunk, from disk.
+"""Sends workers the run's files, chunk by chunk, from disk.
 
-Reading and encoding happen in threads; chunks wait in the line that halts and heartbeats overtake.
-A worker has few chunks on their way at a time, so that none can make the coordinator hold much.
+Reading and encoding happen in threads; chunks wait in a queue that halts and heartbeats overtake.
+Each worker has few chunks in flight, which bounds the coordinator's memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import structlog
 
 from coordinator.files.blob_index import Blob, BlobIndex
 from protocol.base import limits
-from protocol.base.errors import OutOfPlace
-from protocol.spec.file_digest import lasting_identity, open_file_digest, open_plain
+from protocol.base.errors import OutOfOrder
+from protocol.spec.files.file_digest import lasting_identity, open_file_digest, open_plain
 from protocol.wire.connection import Encoded, encode
 from protocol.wire.messages import BlobChunk, BlobRequest
 from protocol.wire.transport import Channel
@@ -30,46 +30,46 @@ _UNREAD_BYTES: Final = (
     + limits.UNANSWERED_BLOB_CHUNKS * limits.HEADER_BYTES
     + limits.RUN_SPEC_BYTES
 )
-"""What may wait for a worker that keeps to its share, its StartRun and heartbeats included."""
+"""The most bytes in the queue of a worker within its limits, with StartRun and heartbeats."""
 
 
-class _Wanted(NamedTuple):
+class _Request(NamedTuple):
     message: BlobRequest
     blob: Blob
     nbytes: int
 
 
 class BlobServer:
-    """Serves the blobs of one run, and nothing else; a run may have none."""
+    """Serves the blobs of one run; a run may have none."""
 
     def __init__(self, run_id: str, index: BlobIndex | None) -> None:
         self._run_id = run_id
         self._blobs = index.blobs if index is not None else {}
-        self._seen: dict[str, tuple[tuple[int, ...], bool]] = {}
+        self._checked_files: dict[str, tuple[tuple[int, ...], bool]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting: dict[Channel, deque[_Wanted]] = {}
+        self._waiting: dict[Channel, deque[_Request]] = {}
 
     def request(self, channel: Channel, message: BlobRequest) -> None:
-        """A worker asks for a chunk: send it, after those that it has asked for before.
+        """Send a worker a chunk, after those that it requested before.
 
         Raises:
-            OutOfPlace: It is no chunk of the run's blobs, or too many are on their way.
+            OutOfOrder: It is not a chunk of the run's blobs, or too many are in flight.
         """
         if message.run_id != self._run_id:
-            return  # of the run before: its end crossed the request
+            return  # of the run before, whose end crossed the request
         blob = self._blobs.get(message.digest)
         if blob is None:
-            raise OutOfPlace(f"BlobRequest: {message.digest[:12]} is no blob of this run")
+            raise OutOfOrder(f"BlobRequest: {message.digest[:12]} is not a blob of this run")
         if message.offset > max(blob.size - 1, 0):
-            raise OutOfPlace(
+            raise OutOfOrder(
                 f"BlobRequest: expected an offset in {blob.size} bytes, got {message.offset}"
             )
-        wanted = _Wanted(message, blob, min(limits.BODY_BYTES, blob.size - message.offset))
+        request = _Request(message, blob, min(limits.BODY_BYTES, blob.size - message.offset))
         waiting = self._waiting.get(channel, deque())
         unread = channel.queued_bytes + sum(each.nbytes for each in waiting)
-        if len(waiting) >= limits.UNANSWERED_BLOB_CHUNKS or unread + wanted.nbytes > _UNREAD_BYTES:
-            raise OutOfPlace("BlobRequest: too many chunks asked for at once")
-        waiting.append(wanted)
+        if len(waiting) >= limits.UNANSWERED_BLOB_CHUNKS or unread + request.nbytes > _UNREAD_BYTES:
+            raise OutOfOrder("BlobRequest: too many chunks requested at once")
+        waiting.append(request)
         if channel not in self._waiting:
             self._waiting[channel] = waiting
             task = asyncio.get_running_loop().create_task(self._serve(channel))
@@ -77,7 +77,7 @@ class BlobServer:
             task.add_done_callback(self._tasks.discard)
 
     def serves(self, channel: Channel) -> bool:
-        """Whether chunks that were asked for are still to be sent there."""
+        """Return whether requested chunks wait for this connection."""
         return channel in self._waiting
 
     async def _serve(self, channel: Channel) -> None:
@@ -101,25 +101,25 @@ class BlobServer:
         return encode(chunk, body)
 
     def _content(self, digest: str, blob: Blob, offset: int, count: int) -> bytes:
-        """Of the very file that was hashed, or of one that has its digest; else nothing.
+        """Read from the file that was hashed, or from one with its digest; else return nothing.
 
-        Whoever can write a data directory could put a link to a secret in a file's place.
+        Anyone who can write a data directory could replace a file by a link to a secret.
         """
         if isinstance(blob.content, bytes):
             return blob.content[offset : offset + count]
         with open_plain(blob.content) as file:
             present = lasting_identity(os.fstat(file.fileno()), time.time_ns())
-            known, fits = self._seen.get(digest, (blob.identity, True))
-            if not present or known != present:
+            checked_identity, fits = self._checked_files.get(digest, (blob.identity, True))
+            if not present or checked_identity != present:
                 fits = open_file_digest(file) == (blob.size, digest)
-                self._seen[digest] = present, fits
+                self._checked_files[digest] = present, fits
             return _read(file, offset, count) if fits else b""
 
 
 def _read(file: io.FileIO, offset: int, count: int) -> bytes:
     file.seek(offset)
-    pieces, left = [], count
-    while left and (piece := file.read(left)):
+    pieces, remaining = [], count
+    while remaining and (piece := file.read(remaining)):
         pieces.append(piece)
-        left -= len(piece)
+        remaining -= len(piece)
     return b"".join(pieces)

@@ -1,4 +1,4 @@
-"""Who may join, and how they come in: doorway, handshake, keys, certificate, announcement.
+"""Admission of workers: acceptor, handshake, keys, certificate, announcement.
 
 Imports nothing else of the coordinator. Start with `session`.
 """

@@ -1,8 +1,8 @@
-"""Tells the local network where this coordinator is, so that workers there need no address.
+"""Announce a coordinator on the local network by mDNS, so that workers there need no address.
 
-Only for what others can reach, and over IPv4 (also where it listens on IPv6). The network may
-refuse multicast, or have another of that name: then a coordinator serves all the same, and its log
-says so.
+Only addresses that other machines can reach are announced, over IPv4 multicast (also if the
+coordinator listens on IPv6). If the network refuses multicast, the coordinator logs that and runs
+without an announcement.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from protocol.wire.discovery import SERVICE, Announced
 log = structlog.get_logger("coordinator")
 
 LOOK_EVERY_S: Final = 5.0
-"""How often the interfaces are asked for their addresses."""
+"""How often the interfaces' addresses are checked."""
 _GOODBYE_S: Final = 2.0
 _MOST_ADDRESSES: Final = 32
 
 
 class Announcement:
-    """Of one coordinator, from `start` to `stop`; made anew when this machine's addresses change.
+    """The announcement of one coordinator; renewed when this machine's addresses change.
 
     Args:
-        name: Its own; with a number after it if another has that name.
-        address: Where it listens: one address, or all that it has.
-        certificate: Its fingerprint; empty without TLS.
+        name: The coordinator's name; a number is appended if the network has that name already.
+        address: The address that the coordinator listens on: one, or all of the machine's.
+        certificate: The certificate's fingerprint; empty without TLS.
     """
 
     def __init__(self, name: str, address: tuple[str, int], certificate: str) -> None:
@@ -46,11 +46,11 @@ class Announcement:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Announce it; nobody waits for that."""
+        """Start announcing in the background."""
         self._task = asyncio.get_running_loop().create_task(self._keep_announced())
 
     async def stop(self) -> None:
-        """Take it back."""
+        """Withdraw the announcement."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -71,7 +71,7 @@ class Announcement:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _announce(self, addresses: list[str]) -> str:
-        """Announce it at these addresses; why that is not possible, else an empty text."""
+        """Announce these addresses; return the reason if that fails, else an empty string."""
         if not addresses:
             return "there is no address that others reach without a zone; check --bind and ip addr"
         try:
@@ -88,7 +88,7 @@ class Announcement:
                 port=self._port,
                 properties=announced.properties(),
                 parsed_addresses=[str(address) for address in announced.addresses],
-                # Not the machine's own name there, which others may announce already.
+                # Not the machine's hostname, which another service may have announced already.
                 server=f"samestep-{uuid.uuid4().hex[:12]}.local.",
             )
             self._zeroconf = AsyncZeroconf(self._interfaces(), ip_version=IPVersion.V4Only)

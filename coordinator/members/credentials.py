@@ -1,17 +1,17 @@
-"""What makes this user's coordinators known to their workers, on disk.
+"""The credentials of this user's coordinators, on disk.
 
-    certificate.pem, key.pem   of TLS; made once
-    join.token                 what a machine needs to become a member
-    reader.token               what looking at the control port needs, and commanding does not
-    workers.json               keys of those that have become one (`worker_keys`)
-    control/HOST:PORT.token    of the control port there, new at each start
-    lock                       held while any of them is changed
+    certificate.pem, key.pem   for TLS; made once
+    join.token                 admits a new machine
+    reader.token               read-only access to the control port
+    workers.json               one key per worker (`worker_keys`)
+    control/HOST:PORT.token    full access to that control port; new at each start
+    lock                       held during changes
 
-All are of mode 0600, in `coordinator/` below `protocol.host.secret_file.state_home()`: not in a
-run's directory, so that a worker's token and key stay good from run to run.
+All have mode 0600, in `coordinator/` below `protocol.machine.secret_file.state_home()`: not in a
+run's directory, so that tokens and keys stay valid from run to run.
 
-A file that goes missing while a coordinator runs is no order: what was read last counts, and
-`look` writes it again once its directory is there.
+If a file goes missing while a coordinator runs, nothing is revoked: the content read last stays
+valid, and `look` restores the file once its directory exists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Final
 
 from coordinator.members.worker_keys import WorkerKeys
 from protocol.base.errors import UsageError, lock_failure
-from protocol.host.secret_file import (
+from protocol.machine.secret_file import (
     give_to_owner,
     join_token_file,
     make_private,
@@ -52,13 +52,13 @@ RENEWAL: Final = (
 
 
 class CoordinatorCredentials:
-    """See the module's text; make one with `open`.
+    """The credentials described above; create with `open`.
 
     Attributes:
         fingerprint: SHA-256 of the certificate.
-        keys: Of the workers.
-        reader_token: What opens the control port for looking; see `control_guard`.
-        made_anew: What `open` replaced that workers may know, and what follows; empty if nothing.
+        keys: The workers' keys.
+        reader_token: The token for read-only access to the control port; see `control_guard`.
+        made_anew: A message if `open` replaced credentials that workers may use; else empty.
     """
 
     def __init__(self, home: Path, certificate: str, key: str) -> None:
@@ -73,14 +73,14 @@ class CoordinatorCredentials:
 
     @classmethod
     def open(cls, home: Path | None = None) -> CoordinatorCredentials:
-        """Read those that are there, and make what is missing.
+        """Read existing credentials and create missing ones.
 
         Args:
-            home: Where; None for this user's own.
+            home: The directory; None for this user's default.
 
         Raises:
-            UsageError: They cannot be read or written, others may read them, or of certificate and
-                key one is missing.
+            UsageError: A file cannot be read or written, other users may read it, or only one of
+                certificate and key exists.
         """
         home = home or state_home()
         directory = join_token_file(home).parent
@@ -88,10 +88,10 @@ class CoordinatorCredentials:
             certificate = read_secret(directory / _CERTIFICATE)
             key = read_secret(directory / _KEY)
             before = read_secret(directory / join_token_file(home).name)
-            known = before is not None or os.path.lexists(directory / _WORKERS)
+            has_members = before is not None or os.path.lexists(directory / _WORKERS)
             is_new = certificate is None or key is None
-            # A first start that was killed in between leaves a key that nobody knows.
-            if (certificate is None) != (key is None) and (known or key is None):
+            # A first start that was killed halfway leaves a key that no worker uses.
+            if (certificate is None) != (key is None) and (has_members or key is None):
                 raise _half_missing(directory, _KEY if key is None else _CERTIFICATE)
             if certificate is None or key is None:
                 from protocol.wire.certificate import self_signed  # noqa: PLC0415 -- 40 ms, once
@@ -99,25 +99,25 @@ class CoordinatorCredentials:
                 certificate, key = self_signed()
                 write_secret(directory / _KEY, key)
                 write_secret(directory / _CERTIFICATE, certificate)
-            found = cls(home, certificate, key)
-            token = found._read_token()
-            # A damaged token opens nothing: a new one is all that can be done.
-            if token is None or token.fingerprint != found.fingerprint:
-                found._write_token()
-                found.made_anew = _said_of_new(
-                    known=known, is_new=is_new, token_file=found.token_file
+            credentials = cls(home, certificate, key)
+            token = credentials._read_token()
+            # A damaged token cannot be repaired: replace it.
+            if token is None or token.fingerprint != credentials.fingerprint:
+                credentials._write_token()
+                credentials.made_anew = _replacement_note(
+                    has_members=has_members, is_new=is_new, token_file=credentials.token_file
                 )
-            if not found._read_reader_token():
-                found._write_reader_token()
-        return found
+            if not credentials._read_reader_token():
+                credentials._write_reader_token()
+        return credentials
 
     def join_token(self) -> JoinToken:
-        """The present one; another process may have changed it.
+        """Reread and return the join token; another process may have changed it.
 
-        It is the last one where the file is gone or damaged meanwhile.
+        While the file is missing or damaged, this is the token read last.
 
         Raises:
-            UsageError: There was none, or the file cannot be read.
+            UsageError: No token was ever read, or the file cannot be read.
         """
         token = self._read_token() or self._token
         if token is None:
@@ -125,16 +125,16 @@ class CoordinatorCredentials:
         return token
 
     def look(self) -> list[str]:
-        """See whether all files are there and can be used; write again what is missing.
+        """Check all files and restore missing ones.
 
         Returns:
-            What is wrong, in words; empty if all files can be used.
+            A line per problem; empty if all files are usable.
         """
         directory = self.token_file.parent
         if not _is_there(directory):
-            # Not made anew: it may come back under its old name.
-            told = "bring it back; its keys and token count until then, and nobody gets a new key"
-            return [f"{str(directory)!r} is gone: {told}"]
+            # Not created: the old directory may be moved back.
+            advice = "bring it back; its keys and token count until then, and nobody gets a new key"
+            return [f"{str(directory)!r} is gone: {advice}"]
         troubles: list[str] = []
         for look_at in (
             self._certificate_troubles, self._token_troubles, self._reader_troubles,
@@ -152,8 +152,8 @@ class CoordinatorCredentials:
             yield from _written_again(path, text)
             if read_secret(path) != text:
                 yield (
-                    f"{str(path)!r} has changed: this coordinator goes on with the one it started "
-                    "with, the next start reads the new one"
+                    f"{str(path)!r} has changed: this coordinator continues with the one that it "
+                    "read at its start; the next start reads the new one"
                 )
 
     def _token_troubles(self, directory: Path) -> Iterator[str]:
@@ -184,10 +184,10 @@ class CoordinatorCredentials:
             yield f"{self.keys.trouble}; the keys that it held last count until then"
 
     def _read_token(self) -> JoinToken | None:
-        """None if there is no file, or it holds no token.
+        """Return the token in the file; None if the file is missing or damaged.
 
         Raises:
-            UsageError: It cannot be read, or others may read it.
+            UsageError: The file cannot be read, or other users may read it.
         """
         text = read_secret(self.token_file)
         with contextlib.suppress(UsageError):
@@ -196,10 +196,10 @@ class CoordinatorCredentials:
         return None
 
     def rotate(self, *, everyone: bool) -> None:
-        """A new join token; workers that have a key of their own keep it, unless told otherwise.
+        """Replace the join token.
 
         Args:
-            everyone: Take all workers' keys as well.
+            everyone: Revoke all workers' keys as well.
 
         Raises:
             UsageError: It cannot be written.
@@ -210,7 +210,7 @@ class CoordinatorCredentials:
                 self.keys.clear()
 
     def renew_reader_token(self) -> None:
-        """A new token for looking; a running coordinator has it within seconds.
+        """Replace the reader token; a running coordinator reads it within seconds.
 
         Raises:
             UsageError: It cannot be written.
@@ -219,7 +219,7 @@ class CoordinatorCredentials:
             self._write_reader_token()
 
     def revoke(self, name: str) -> None:
-        """Take one worker's key, and the join token that it knows.
+        """Revoke a worker's key, and replace the join token, which the worker knows.
 
         Raises:
             UsageError: No worker has a key under this name, or nothing can be written.
@@ -229,20 +229,20 @@ class CoordinatorCredentials:
             self._write_token()
 
     def enrol(self, name: str) -> bytes:
-        """The key of that name, made if it has none; empty if it cannot be kept."""
+        """Return the key of a name, creating it if missing; empty if it cannot be stored."""
         with contextlib.suppress(UsageError):
-            if (known := self.keys.get(name)) is not None:
-                return known
-            if _is_there(self.token_file.parent):  # else `_locked` would make it anew
+            if (key := self.keys.get(name)) is not None:
+                return key
+            if _is_there(self.token_file.parent):  # else `_locked` would create it
                 with _locked(self.token_file.parent):
                     return self.keys.add(name)
         return b""
 
     def server_context(self) -> ssl.SSLContext:
-        """For connections of workers.
+        """Return the TLS context for workers' connections.
 
         Raises:
-            UsageError: Certificate and key do not fit.
+            UsageError: Certificate and key do not match.
         """
         directory = self.token_file.parent
         try:
@@ -259,7 +259,7 @@ class CoordinatorCredentials:
         self._token = token
 
     def _read_reader_token(self) -> bool:
-        """Whether there is one."""
+        """Read the reader token; return whether the file has one."""
         text = read_secret(self.token_file.with_name(_READER)) or ""
         if _READER_TOKEN.fullmatch(text):
             self.reader_token = text.strip()
@@ -272,17 +272,17 @@ class CoordinatorCredentials:
 
 
 def _fingerprint(certificate: str, path: Path) -> bytes:
-    """Of a certificate in PEM.
+    """Return the fingerprint of a PEM certificate.
 
     Raises:
-        UsageError: It is none.
+        UsageError: The text is not a certificate.
     """
     try:
         return tls.fingerprint(ssl.PEM_cert_to_DER_cert(certificate))
     except ValueError:
-        found = "something else" if certificate.strip() else "an empty file"
+        content = "something else" if certificate.strip() else "an empty file"
         raise UsageError(
-            f"expected a certificate in {str(path)!r}, got {found}; {RENEWAL}"
+            f"expected a certificate in {str(path)!r}, got {content}; {RENEWAL}"
         ) from None
 
 
@@ -292,10 +292,10 @@ def _half_missing(directory: Path, name: str) -> UsageError:
     )
 
 
-def _said_of_new(*, known: bool, is_new: bool, token_file: Path) -> str:
-    """What workers have to know of a join token that was made anew."""
+def _replacement_note(*, has_members: bool, is_new: bool, token_file: Path) -> str:
+    """Return the message about a replaced join token; empty on a first start."""
     if is_new:
-        if not known:
+        if not has_members:
             return ""  # a first start
         return (
             f"certificate.pem and key.pem were missing in {str(token_file.parent)!r}: they and the "
@@ -309,15 +309,15 @@ def _said_of_new(*, known: bool, is_new: bool, token_file: Path) -> str:
 
 
 def _is_there(directory: Path) -> bool:
-    """Also where the system cannot say: `Path.is_dir` raises then."""
+    """Return whether the directory exists; False on errors, for which `Path.is_dir` raises."""
     return os.path.isdir(directory)  # noqa: PTH112
 
 
 def _written_again(path: Path, text: str) -> Iterator[str]:
-    """Write a file that is missing, and say so.
+    """Restore a missing file, and yield a line that says so.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: The file cannot be written.
     """
     if not os.path.lexists(path):
         with _locked(path.parent):
@@ -328,7 +328,7 @@ def _written_again(path: Path, text: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """One process at a time changes what is in the directory."""
+    """Hold the lock of the directory, so that one process at a time changes its files."""
     make_private(directory)
     try:
         fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

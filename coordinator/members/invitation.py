@@ -1,7 +1,7 @@
-"""What the coordinator prints at its start: how workers come in, and where its status is.
+"""The lines that a starting coordinator prints: how workers join, and where its status is.
 
-The join token is shown to a person at a terminal only. What is written elsewhere (a service's log,
-a file) says how to get it instead.
+The join token is printed only to a terminal. Other output (a service's log, a file) says how to get
+the token instead.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ def invitation(
     name: str,
     plaintext: bool,
     to_terminal: bool,
+    script: str | None = None,
 ) -> Iterator[str]:
-    """One line for a worker of this user on this machine, and one to paste on another machine.
+    """Yield the command for a worker on this machine, and one to paste on another machine.
 
     Args:
-        credentials: Whose token it takes.
-        address: Where the coordinator listens.
-        name: Under which it announces itself on the network; empty: it does not.
-        plaintext: Without TLS.
-        to_terminal: Whether a person at a terminal reads this, and nobody else.
+        credentials: The coordinator's credentials, with the join token.
+        address: The address that the coordinator listens on.
+        name: The name that it announces on the network; empty: it announces none.
+        plaintext: Whether it runs without TLS.
+        to_terminal: Whether the output is a terminal.
+        script: The script that workers run; empty for a notebook, which workers cannot run: then
+            nothing is yielded.
     """
+    if script == "":
+        return
     host, port = address
-    option = " --plaintext" if plaintext else ""
+    option = (" --plaintext" if plaintext else "") + (f" {script}" if script else "")
     here = format_address(from_here(host), port)
     yield f"listening for workers: worker --coordinator {here}{option}"
     if plaintext:
@@ -56,16 +61,16 @@ def invitation(
 
 
 def _over_ssh(host: str, credentials: CoordinatorCredentials) -> str:
-    """The command as its user there; a service's user cannot log in, so root says whose it is."""
+    """Return the ssh command; as root for a service, whose user cannot log in."""
     if os.environ.get("STATE_DIRECTORY"):
         return f"ssh root@{host} SAMESTEP_HOME={credentials.home} coordinator"
     return f"ssh {host} coordinator"
 
 
 def status_line(control: tuple[str, int], token: str, *, to_terminal: bool) -> str:
-    """How to see the status; with the control token only for a person at a terminal.
+    """Return the line that says how to see the status; with the control token only to a terminal.
 
-    A fragment of an address stays in the browser: it is in no request and in no log.
+    Browsers do not send the fragment of a URL, so the token is in no request and no log.
     """
     at = format_address(*control)
     fragment = f"#token={token}" if to_terminal else ""

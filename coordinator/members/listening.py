@@ -1,12 +1,10 @@
-"""Where the coordinator may listen, where others reach it, and what it says where it cannot."""
+"""Listening addresses: which are allowed, how other machines reach them, errors of bind."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import ipaddress
-import math
-import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,33 +17,33 @@ from protocol.base.errors import UsageError
 
 _INTERFACES: Final = Path("/sys/class/net")
 _SOMEWHERE: Final = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8::1")}
-"""Addresses by the default route, of either version (RFC 5737, RFC 3849)."""
+"""Documentation addresses behind the default route, for IPv4 and IPv6 (RFC 5737, RFC 3849)."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to it."""
+    """Return whether only this machine can connect to the host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def from_here(host: str) -> str:
-    """Where this machine connects to what listens at a host; some hosts mean all addresses."""
+    """Return the address at which this machine reaches a listener; 0.0.0.0 and :: mean loopback."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
 
 
 def reachable_addresses(host: str) -> list[str]:
-    """Where other machines reach what listens at a host; the one by the default route comes first.
+    """Return the addresses at which other machines reach a listener; the default route's first.
 
-    Of a host that stands for all addresses of its family, those of the interfaces that are up,
-    without loopback and link-local ones: these others cannot use, or only with a zone of their own.
-    Not what this machine's name means here: that is often 127.0.1.1.
+    For 0.0.0.0 or ::, these are the addresses of all interfaces that are up, without loopback and
+    link-local ones: other machines cannot use those, or need a zone. The machine's hostname is not
+    resolved, because it often maps to 127.0.1.1.
 
     Args:
         host: A name or an IP address, `0.0.0.0` or `::` for all.
 
     Returns:
-        IP addresses, or the name; none if this machine is on no network.
+        IP addresses, or the name; empty if this machine is on no network.
     """
     try:
         listening = ipaddress.ip_address(host)
@@ -72,19 +70,19 @@ def _interface_addresses() -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Add
 
 
 def _source_address(version: int) -> str:
-    """Of what this machine sends by its default route; empty if there is none."""
+    """Return the source address of the default route; empty if there is none."""
     family, somewhere = _SOMEWHERE[version]
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((somewhere, 9))  # of a datagram socket it sends nothing
+        probe.connect((somewhere, 9))  # sends no packet, as the socket is a datagram socket
         return str(probe.getsockname()[0])
     return ""
 
 
 def require_loopback(host: str, option: str) -> None:
-    """What speaks plain HTTP is for this machine only.
+    """Refuse to serve plain HTTP to other machines.
 
     Raises:
-        UsageError: The host is no loopback address.
+        UsageError: The host is not a loopback address.
     """
     if not is_loopback(host):
         raise UsageError(
@@ -93,14 +91,8 @@ def require_loopback(host: str, option: str) -> None:
         )
 
 
-def descriptors() -> float:
-    """How many files and connections the system lets this process have open."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return math.inf if limit == resource.RLIM_INFINITY else limit
-
-
 def bind_failure(option: str, host: str, port: int, error: OSError) -> str:
-    """One line for a port that cannot be bound."""
+    """Return the message for a port that cannot be bound."""
     at = format_address(host, port)
     if error.errno == errno.EADDRINUSE:
         return f"{option} {at} is in use; stop what uses it or choose another port"

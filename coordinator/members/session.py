@@ -1,4 +1,4 @@
-"""One worker's connection, from the first byte to the last: handshake and proof, then member."""
+"""The session of one worker: handshake, proof, then membership until the connection ends."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import hmac
 from typing import Protocol
 
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.members.questions import Questions
 from coordinator.members.worker_keys import key_mark
 from protocol.base import limits
 from protocol.base.errors import (
     ExitCode,
     NotAuthorised,
-    OutOfPlace,
+    OutOfOrder,
     ProtocolError,
     UsageError,
     VersionMismatch,
@@ -22,11 +21,11 @@ from protocol.wire.authentication import NO_CERTIFICATE, Exchange, new_nonce, on
 from protocol.wire.connection import Received
 from protocol.wire.messages import (
     Challenge,
-    CopyAnswer,
     Drain,
     Goodbye,
     Heartbeat,
     Hello,
+    Preparing,
     Proof,
     Welcome,
 )
@@ -34,45 +33,44 @@ from protocol.wire.transport import Channel
 
 
 class SessionOwner(Protocol):
-    """Who takes over once a worker is a member."""
+    """Owner of the sessions: admits workers and tracks members."""
 
     def admit(self, session: MemberSession) -> Welcome:
-        """The worker has proved itself: give it its name."""
+        """Admit a worker that has proved itself; return its Welcome with its name."""
 
     def joined(self, session: MemberSession) -> None:
-        """It has been welcomed."""
+        """The Welcome was sent."""
 
     def left(self, session: MemberSession, reason: str) -> None:
-        """The connection is over, member or not."""
+        """The connection ended, of a member or not."""
 
 
 class MembersRun(Protocol):
-    """The run that a member was taken into: it hears what the member says."""
+    """The run that a member takes part in; it receives the member's messages."""
 
     def receive(self, session: MemberSession, received: Received) -> None:
-        """A member's message. A ProtocolError raised here ends its connection."""
+        """Handle a member's message. A ProtocolError ends the member's connection."""
 
 
 class MemberSession:
-    """Drives the handshake of one connection; the owner hears of it once it is a member.
+    """Drives the handshake of one connection; the owner is notified once it is a member.
 
     Attributes:
         name: The worker's name, unique among members; empty before.
-        hello: What it said of itself, once it has.
-        host: Where it comes from.
-        check: What it had to prove.
-        run: The run that it was taken into, if one is in progress.
-        questions: To it, about copies.
-        saying_goodbye: Why it leaves, if it said so.
-        exit_code: What it ends with, if it said so: not OK where it or its device is of no use.
-        explained: Whether the reason of its end is known: it said so, or was refused.
-        leaves: Whether it ends as it should, and does not come back.
-        stepped: Whether it has taken a step of a run.
-        is_worker: Whether nothing shows that it is none: it said nothing, or no frame.
+        hello: The worker's Hello, once received.
+        host: The peer's address.
+        check: The check of the worker's proof.
+        run: The run that the worker takes part in, if one is in progress.
+        preparing: Progress of the worker's preparation of the task; empty if none was reported.
+        saying_goodbye: The reason in the worker's Goodbye; empty without one.
+        exit_code: The exit code in its Goodbye; not OK if the worker or its device is unusable.
+        explained: Whether the reason for the end is known: a Goodbye, or a refusal.
+        leaves: Whether the worker left on purpose and will not reconnect.
+        stepped: Whether the worker has applied a step of a run.
+        is_worker: False if the peer is not a worker: it sent nothing, or no valid frame.
     """
 
     channel: Channel
-    questions: Questions
     hello: Hello
     _timer: asyncio.TimerHandle
 
@@ -81,6 +79,7 @@ class MemberSession:
         self.host = host
         self.check = check
         self.run: MembersRun | None = None
+        self.preparing = ""
         self.saying_goodbye = ""
         self.exit_code: int = ExitCode.OK
         self.explained = self.leaves = self.stepped = False
@@ -88,9 +87,8 @@ class MemberSession:
         self._owner = owner
 
     def start(self, channel: Channel) -> None:
-        """The connection is made; it has a few seconds to become a member."""
+        """Start the handshake timeout of a new connection."""
         self.channel = channel
-        self.questions = Questions(channel)
         loop = asyncio.get_running_loop()
         seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
         self._timer = loop.call_later(
@@ -106,6 +104,8 @@ class MemberSession:
                 self._verify(channel, message)
             case Heartbeat():
                 pass
+            case Preparing():
+                self.preparing = message.progress
             case Goodbye():
                 self.saying_goodbye = message.reason or "goodbye"
                 self.exit_code, self.explained = message.exit_code, True
@@ -113,10 +113,8 @@ class MemberSession:
                 channel.abort(self.saying_goodbye)
             case _:
                 if not self.name:
-                    raise OutOfPlace(f"{type(message).__name__} before the handshake")
-                if isinstance(message, CopyAnswer):
-                    self.questions.answered(received)
-                elif self.run is not None:
+                    raise OutOfOrder(f"{type(message).__name__} before the handshake")
+                if self.run is not None:
                     self.run.receive(self, received)
                 elif isinstance(message, Drain):
                     channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
@@ -126,7 +124,6 @@ class MemberSession:
         greeted = hasattr(self, "hello") or isinstance(error, VersionMismatch)
         self.is_worker = greeted or error is None
         self._timer.cancel()
-        self.questions.lost()
         self._owner.left(self, self.saying_goodbye or reason)
 
     def _challenge(self, channel: Channel, hello: Hello) -> None:
@@ -137,7 +134,7 @@ class MemberSession:
             self.explained = True
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
         except UsageError as error:
-            # The worker may well belong here: it tries again.
+            # The fault is the coordinator's: let the worker retry.
             reason = f"the coordinator cannot check workers: {error}"
             channel.goodbye(reason, retry=True, exit_code=ExitCode.FAILED)
 
@@ -156,15 +153,15 @@ class MemberSession:
 
 
 class JoinCheck:
-    """Of one handshake: which secret counts, and whether the worker knows it.
+    """Checks in one handshake that the worker knows the right secret: its key or the join token.
 
     Attributes:
-        name: Under which the worker asks to be known, and has a key or is given one.
+        name: The name that the worker asks for; its key is stored under it.
 
     Args:
-        credentials: The coordinator's.
-        encrypted: Whether the connection has TLS; without it no key is given, it could be read.
-        here: Whether it is a Unix socket, which nobody else can read.
+        credentials: The coordinator's credentials.
+        encrypted: Whether the connection has TLS; without it no key is issued, as it could be read.
+        here: Whether it is a Unix socket, which no other user can read.
     """
 
     _exchange: Exchange
@@ -181,11 +178,11 @@ class JoinCheck:
         self._key: bytes | None = None
 
     def challenge(self, hello: Hello) -> Challenge:
-        """Prove the coordinator, and ask the worker.
+        """Return the challenge: the coordinator's proof, and a nonce for the worker's.
 
         Raises:
-            NotAuthorised: It names a key that there is not.
-            UsageError: The coordinator cannot read its secrets just now.
+            NotAuthorised: The worker refers to a key that does not exist.
+            UsageError: The coordinator cannot read its secrets.
         """
         self.name = hello.name or "worker"
         self._enrolled = hello.enrolled
@@ -207,15 +204,15 @@ class JoinCheck:
         return self._exchange.challenge(self._secret)
 
     def verify(self, proof: Proof) -> None:
-        """Check the worker.
+        """Check the worker's proof.
 
         Raises:
-            NotAuthorised: It does not know the secret.
+            NotAuthorised: The worker does not know the secret.
         """
         self._exchange.check_worker(self._secret, proof)
 
     def new_key(self) -> bytes:
-        """What the worker is to use the next time; empty if it has a key, or can get none."""
+        """Return a new key for the worker; empty if it has one, or must not receive one."""
         if self._key is not None or not self._encrypted:
             return b""
         self._key = self._credentials.enrol(self.name) or None
@@ -223,18 +220,18 @@ class JoinCheck:
 
     @property
     def admitted_by(self) -> str:
-        """What the worker has proved itself with, in words that a key's owner can look up."""
+        """The secret that the worker proved, described so that its owner can look it up."""
         if not self._enrolled:
             return "the join token"
         return f"the key {key_mark(self._secret)} of {self.name!r}"
 
     @property
     def revoked(self) -> bool:
-        """Whether its key counts no more. Who has none can only be kept from joining again."""
+        """Whether the worker's key was revoked; always False for a worker without a key."""
         if self._key is None:
             return False
         try:
             present = self._credentials.keys.get(self.name)
         except UsageError:
-            return False  # what cannot be read now was good when it joined
+            return False  # the file is unreadable now; the key was valid when the worker joined
         return present is None or not hmac.compare_digest(present, self._key)

@@ -1,9 +1,9 @@
-"""One key for each worker that has joined, so that one can be taken without the others.
+"""One key per worker, so that each can be revoked separately.
 
-The file is read again when it has changed: `coordinator token revoke` writes it while a
-coordinator runs. Only a valid file takes a key away: while the file is missing, damaged or cannot
-be read, the last keys count. Whoever holds the join token may ask for the key of any name; a name
-says who was admitted as whom, not who sits at the machine.
+The file is reread when it changes: `coordinator token revoke` writes it while a coordinator runs.
+Only a valid file revokes a key: while the file is missing, damaged or unreadable, the keys read
+last stay valid. Anyone with the join token can request the key of any name, so a name identifies a
+key, not a person.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from protocol.base.errors import UsageError
-from protocol.host.secret_file import read_secret, write_secret
+from protocol.machine.secret_file import read_secret, write_secret
 from protocol.wire.authentication import new_key
 
 MOST_KEYS: Final = 4_096
-"""More names than that get no key and show the join token each time."""
+"""Further workers get no key and use the join token each time."""
 
 
 def key_mark(key: bytes) -> str:
-    """What tells a key from others and gives nothing away of it: keys are random."""
+    """Return a short hash that identifies a key and reveals nothing about it: keys are random."""
     return hashlib.sha256(b"samestep key mark" + key).hexdigest()[:8]
 
 
@@ -40,22 +40,22 @@ _Entries: Final = TypeAdapter(dict[str, _Entry])
 
 
 class WorkerKeys:
-    """Keys by the name under which a worker has joined first.
+    """Keys by worker name.
 
-    Writing methods are called under the lock of `Credentials`.
+    Callers of methods that write hold the lock of `Credentials`.
 
     Attributes:
-        trouble: Why the file cannot be used now, though it could before; empty if it can.
+        trouble: Why the file cannot be used now, although it could before; empty if usable.
     """
 
     def __init__(self, path: Path) -> None:
         self.trouble = ""
         self._path = path
         self._entries: dict[str, _Entry] = {}
-        self._seen: tuple[int, int, int] | None = None
+        self._last_stamp: tuple[int, int, int] | None = None
 
     def get(self, name: str) -> bytes | None:
-        """The key of that name now.
+        """Return the present key of a name.
 
         Raises:
             UsageError: The file cannot be read or is damaged, and was never read before.
@@ -65,23 +65,23 @@ class WorkerKeys:
         return bytes.fromhex(entry.key) if entry is not None else None
 
     def marks(self) -> dict[str, str]:
-        """What tells each worker's key from others: see `key_mark`."""
+        """Return each worker's `key_mark`."""
         self.refresh()
         return {name: key_mark(bytes.fromhex(e.key)) for name, e in self._entries.items()}
 
     def names(self) -> dict[str, str]:
-        """Who has a key, and since when (UTC)."""
+        """Return the names that have a key, each with its time of creation (UTC)."""
         self.refresh()
         return {name: entry.since for name, entry in sorted(self._entries.items())}
 
     def add(self, name: str) -> bytes:
-        """The key of that name, a new one if it has none; empty if there are too many.
+        """Return the key of a name, creating it if missing; empty if there are too many keys.
 
         Raises:
             UsageError: The file is damaged, cannot be read or cannot be written.
         """
-        if (known := self.get(name)) is not None:
-            return known
+        if (existing := self.get(name)) is not None:
+            return existing
         if self.trouble and os.path.lexists(self._path):
             raise UsageError(self.trouble)
         if len(self._entries) >= MOST_KEYS:
@@ -92,38 +92,38 @@ class WorkerKeys:
         return key
 
     def remove(self, name: str) -> None:
-        """Take a key.
+        """Revoke a key.
 
         Raises:
-            UsageError: There is none of that name.
+            UsageError: The name has no key.
         """
-        known = self.names()
-        if name not in known:
+        names = self.names()
+        if name not in names:
             raise UsageError(
                 f"no worker has a key under the name {name!r}; those that have one: "
-                f"{', '.join(known) or 'none'}; to keep out one that joined with the join token "
+                f"{', '.join(names) or 'none'}; to keep out one that joined with the join token "
                 "alone: coordinator token rotate, then restart the coordinator"
             )
         self._write({other: e for other, e in self._entries.items() if other != name})
 
     def clear(self) -> None:
-        """Take all keys."""
+        """Revoke all keys."""
         self._write({})
 
     def write_again(self) -> bool:
-        """Write the last keys if the file is missing; whether it was.
+        """Restore the file from memory if it is missing; return whether it was.
 
         Raises:
             UsageError: The file cannot be written.
         """
         self.refresh()
-        if self._seen is None or os.path.lexists(self._path):
+        if self._last_stamp is None or os.path.lexists(self._path):
             return False
         self._write(self._entries)
         return True
 
     def refresh(self) -> None:
-        """Read the file again if it has changed.
+        """Reread the file if it has changed.
 
         Raises:
             UsageError: The file cannot be read or is damaged, and was never read before.
@@ -132,7 +132,7 @@ class WorkerKeys:
             self._read()
         except UsageError as error:
             self.trouble = str(error)
-            if self._seen is None:
+            if self._last_stamp is None:
                 raise
         else:
             self.trouble = ""
@@ -146,23 +146,23 @@ class WorkerKeys:
         try:
             status = self._path.stat()
         except FileNotFoundError:
-            if self._seen is not None:
+            if self._last_stamp is not None:
                 raise UsageError(f"{str(self._path)!r} is gone") from None
             return  # no worker has joined yet
         except OSError as error:
             raise UsageError(f"cannot read {str(self._path)!r}: {error.strerror}") from None
-        seen = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if seen == self._seen and not self.trouble:
+        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if stamp == self._last_stamp and not self.trouble:
             return
         text = read_secret(self._path)
         try:
             self._entries = _Entries.validate_json(text or "")
         except ValidationError:
-            # Not the validation's own text: it would show what the file holds.
-            found = "something else" if text else "an empty file"
+            # Without pydantic's text, which would quote the file's secrets.
+            content = "something else" if text else "an empty file"
             raise UsageError(
-                f"expected workers' keys in {str(self._path)!r}, got {found}; restore the file "
+                f"expected workers' keys in {str(self._path)!r}, got {content}; restore the file "
                 "from a backup, or remove it: a running coordinator writes the keys again that it "
                 "has, otherwise each worker needs the join token once more"
             ) from None
-        self._seen = seen
+        self._last_stamp = stamp

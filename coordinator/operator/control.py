@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
@@ -13,24 +12,26 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.files.blob_index import find_blobs
-from coordinator.members.doorway import Doorway
+from coordinator.members.acceptor import CoordinatorAcceptor
 from coordinator.members.listening import require_loopback
 from coordinator.operator.control_guard import OPEN, Guard, Handler
 from coordinator.operator.event_stream import EventStream
 from coordinator.operator.metrics import ServiceMetrics
 from coordinator.operator.page_server import PageServer
-from coordinator.operator.status import able_workers, status_document, waiting_for
-from coordinator.operator.visitors import Visitors
-from coordinator.run.outputs.facts import Fact
+from coordinator.operator.request_limiter import RequestLimiter
+from coordinator.operator.status import able_workers, status_document, waited_for_now
+from coordinator.run.inputs import ContinueRun, FailRun, HaltRun, SaveState
+from coordinator.run.outputs.events import Event
 from coordinator.run.run import RunPhase
-from coordinator.service.listener import document
+from coordinator.service.events import document
 from coordinator.service.service import Service
 from protocol.base import limits
 from protocol.base.errors import QueueFull, SamestepError, UsageError
 from protocol.spec.run_spec import parse_run_spec
 
-# What is no HTTP is answered with 400; a traceback of it for each would be anyone's to make.
+# Invalid HTTP is answered with 400; logging each would let anyone fill the log.
 _SILENT: Final = logging.getLogger("samestep.control")
+_LOG: Final = logging.getLogger(__name__)
 _SILENT.setLevel(logging.CRITICAL + 1)
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -54,14 +55,14 @@ class _Resumption(BaseModel):
 
 
 class ControlPort:
-    """Serves one `Service`; a listener of its reports for the event stream."""
+    """Serves one `Service`; an event sink for the event stream."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._stream = EventStream(first_id=time.time_ns() // 1000)
         self._runner: web.AppRunner | None = None
-        self._doorway: Doorway | None = None
-        self.visitors: Visitors
+        self._acceptor: CoordinatorAcceptor | None = None
+        self.visitors: RequestLimiter
         self._metrics = ServiceMetrics(service)
         self.guard = Guard()
         self.address = ("", 0)
@@ -70,10 +71,10 @@ class ControlPort:
         """Listen.
 
         Raises:
-            UsageError: The address is taken, or open to other machines.
+            UsageError: The address is in use, or open to other machines.
         """
         require_loopback(host, "--control")
-        app = web.Application(client_max_size=limits.RUN_SPEC_BYTES, middlewares=[self._answer])
+        app = web.Application(client_max_size=limits.RUN_SPEC_BYTES, middlewares=[self._guarded])
         PageServer(self._service).add_routes(app.router)
         app.router.add_get("/healthz", self._healthz, allow_head=False)
         app.router.add_get("/readyz", self._readyz, allow_head=False)
@@ -92,29 +93,29 @@ class ControlPort:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        self.visitors = Visitors(self._runner.server)
+        self.visitors = RequestLimiter(self._runner.server)
         credentials = self._service.credentials
         self.guard.reader_token = lambda: credentials.reader_token
-        self._doorway = Doorway(self.visitors.greet, None)
-        await self._doorway.open("--control", host, port)
-        self.address = self._doorway.address
-        self.guard.listens_at(*self.address)
+        self._acceptor = CoordinatorAcceptor(self.visitors.greet, None)
+        await self._acceptor.open("--control", host, port)
+        self.address = self._acceptor.address
+        self.guard.publish_token(*self.address)
 
     async def stop(self) -> None:
         """Close the port and every event stream."""
         self._stream.end()
-        if self._doorway is not None:
-            self._doorway.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self.guard.close()
 
-    def reported(self, fact: Fact, run_id: str = "") -> None:
-        """Pass a fact on to every reader; see `listener.Listener`."""
-        self._stream.publish(fact.event, document(fact, run_id))
+    def emit(self, event: Event, run_id: str = "") -> None:
+        """Pass an event on to every reader; see `EventSink`."""
+        self._stream.publish(event.name, document(event, run_id))
 
     @web.middleware
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         refusal = self.guard.refusal(request)
         if refusal is not None:
             return refusal
@@ -131,10 +132,10 @@ class ControlPort:
         service = self._service
         if len(able_workers(service)) >= service.settings.expect_workers:
             return web.json_response({"ready": True})
-        told: dict[str, object] = {"ready": False}
+        answer: dict[str, object] = {"ready": False}
         if service.current is not None:
-            told["waiting_for"] = waiting_for(service.current.run, service.trainers).words
-        return web.json_response(told, status=503)
+            answer["waiting_for"] = waited_for_now(service).words
+        return web.json_response(answer, status=503)
 
     async def _status(self, request: web.Request) -> web.Response:
         del request
@@ -146,7 +147,7 @@ class ControlPort:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events, one per report; see `event_stream`."""
+        """Stream events as server-sent events; see `event_stream`."""
         start = self._stream.start_after(request.headers.get("Last-Event-ID"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -158,7 +159,9 @@ class ControlPort:
             return _conflict("this coordinator does one run and ends; start one without --run")
         submission = await _body(request, _Submission)
         # In a thread: YAML of the largest permitted size takes seconds.
-        spec = await asyncio.to_thread(parse_run_spec, submission.run, submission.overrides)
+        spec = await asyncio.to_thread(
+            parse_run_spec, submission.run, submission.overrides, notify=_LOG.warning
+        )
         blobs = await find_blobs(spec, self._service.permitted)
         run_id = self._service.submit(spec, blobs=blobs)
         return web.json_response({"run_id": run_id})
@@ -171,7 +174,7 @@ class ControlPort:
         phases = (RunPhase.TRAINING, RunPhase.EVALUATING)
         if current is None or current.run.phase not in phases:
             return _conflict("no run is in progress")
-        current.command("halt", lambda: current.run.halt("halted by the operator"))
+        current.command(HaltRun("halted by the operator"))
         return web.json_response({"phase": current.run.phase.value})
 
     async def _continue(self, request: web.Request) -> web.Response:
@@ -179,19 +182,17 @@ class ControlPort:
         current = self._service.current
         if current is None or current.run.phase is not RunPhase.HALTED:
             return _conflict("no run is halted")
-        skip = continuation.skip_step
-        event = partial(current.run.end_halt, skip_step=skip)
-        current.command("skip_step" if skip else "continue", event)
+        current.command(ContinueRun(continuation.skip_step))
         return web.json_response({"phase": current.run.phase.value})
 
     async def _checkpoint(self, request: web.Request) -> web.Response:
-        """Save the present state; answers once it is asked for, `/events` tells when it is done."""
+        """Request a checkpoint and answer at once; `/events` reports when it is done."""
         del request
         current = self._service.current
         if current is None or not current.run.has_state:
             return _conflict("no run has a state to save")
-        current.command("checkpoint", current.run.save)
-        return web.json_response({"step": current.run.step})
+        current.command(SaveState())
+        return web.json_response({"step": current.run.steps_committed})
 
     async def _drain(self, request: web.Request) -> web.Response:
         del request
@@ -199,7 +200,7 @@ class ControlPort:
         return web.json_response({"draining": True})
 
     async def _give_up(self, request: web.Request) -> web.Response:
-        """End the run in progress; the next one begins, and this one can be gone on with."""
+        """End the run in progress; the next one begins, and this one can be resumed."""
         del request
         current = self._service.current
         if current is None or current.outcome is not None:
@@ -207,17 +208,21 @@ class ControlPort:
         run, reason = current.run, "given up by the operator"
         if run.phase is RunPhase.HALTED:
             reason += f", when halted: {run.reason}"
-        current.command("give_up", lambda: run.give_up(reason))
-        document = {"run_id": run.run_id, "step": run.step, "directory": str(current.directory)}
+        current.command(FailRun(reason))
+        document = {
+            "run_id": run.run_id,
+            "step": run.steps_committed,
+            "directory": str(current.directory),
+        }
         return web.json_response({**document, "serving": not self._service.settings.once})
 
     async def _resume(self, request: web.Request) -> web.Response:
         if self._service.settings.once:
             return _conflict("this coordinator does one run and ends; start one without --run")
-        wanted = await _body(request, _Resumption)
-        run_id = await self._service.resume_by_name(wanted.run_id, wanted.from_step)
+        resumption = await _body(request, _Resumption)
+        run_id = await self._service.resume_by_name(resumption.run_id, resumption.from_step)
         if run_id is None:
-            return _conflict(f"run {wanted.run_id!r} has finished; nothing is to be done")
+            return _conflict(f"run {resumption.run_id!r} has finished; there is nothing to resume")
         return web.json_response({"run_id": run_id})
 
 
@@ -243,5 +248,5 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return web.json_response(document, status=429 if isinstance(error, QueueFull) else 400)
     except web.HTTPException as error:
         return web.json_response({"error": error.reason}, status=error.status)
-    except Exception as error:  # noqa: BLE001 -- told as what it is, not as a broken connection
+    except Exception as error:  # noqa: BLE001 -- reported instead of a broken connection
         return web.json_response({"error": f"internal error: {error!r}"}, status=500)

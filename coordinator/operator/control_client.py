@@ -12,45 +12,45 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from protocol.base.address import format_address, parse_address
 from protocol.base.errors import NotAuthorised, Unreachable, UsageError, error_for
-from protocol.host.secret_file import control_token_file, read_secret, state_home
+from protocol.base.option_names import option
+from protocol.machine.secret_file import control_token_file, read_secret, state_home
 from protocol.wire import dial
 
 _NAME_PATIENCE_S: Final = 5.0
 
 
 def control_token(control: str) -> str:
-    """The token of the control port at this address; empty if it is not to be found.
+    """Return the token of the control port at this address; empty if there is none here.
 
     It is in the file that `$SAMESTEP_CONTROL_TOKEN_FILE` names, for a coordinator elsewhere, or
-    where a coordinator of the same user on this machine has put it.
+    where a coordinator of the same user on this machine wrote it.
 
     Raises:
-        UsageError: The file cannot be read, others can read it too, or one that was named holds
-            nothing.
+        UsageError: The file cannot be read, others can read it too, or a named one is empty.
     """
-    named = os.environ.get("SAMESTEP_CONTROL_TOKEN_FILE")
-    host, port = parse_address(control, "--control")
+    token_file = os.environ.get("SAMESTEP_CONTROL_TOKEN_FILE")
+    host, port = parse_address(control, option("--control"))
     address = f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
-    path = Path(named) if named else control_token_file(state_home(), address)
+    path = Path(token_file) if token_file else control_token_file(state_home(), address)
     token = read_secret(path)
-    if named and not (token or "").strip():
+    if token_file and not (token or "").strip():
         what = "is not there" if token is None else "is empty"
-        raise UsageError(f"SAMESTEP_CONTROL_TOKEN_FILE: the token file {named!r} {what}")
+        raise UsageError(f"SAMESTEP_CONTROL_TOKEN_FILE: the token file {token_file!r} {what}")
     return (token or "").strip()
 
 
-def _in_words(error: Exception, timeout_s: float) -> str:
+def _describe(error: Exception, timeout_s: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer for {timeout_s:g} s"
     if isinstance(error, aiohttp.ClientConnectorError):
         return dial.described(error.os_error, format_address(error.host, error.port or 0)).found
     if isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
         return "it closed the connection"
-    return "what answers is something else"
+    return "something else answers there"
 
 
 class _Resolver(AbstractResolver):
-    """Looks names up in a bounded time: aiohttp's own would be waited for at the process's end."""
+    """Resolves names in bounded time: the process's end would wait for aiohttp's own resolver."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
@@ -65,7 +65,7 @@ class _Resolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is open."""
 
 
 async def request(
@@ -75,20 +75,20 @@ async def request(
     document: dict[str, Any] | None = None,
     timeout_s: float = 10.0,
 ) -> dict[str, Any]:
-    """One request; the answer's document.
+    """Send one request; return the answer's document.
 
     Args:
         control: `host:port` of the control port.
         method: GET or POST.
         path: The route.
         document: Sent as JSON.
-        timeout_s: How long an answer may take.
+        timeout_s: How long the answer may take.
 
     Raises:
         Unreachable: Nothing answers there, or not a coordinator.
-        SamestepError: What the coordinator answered, as the error it names.
+        SamestepError: The error in the coordinator's answer.
     """
-    url = f"http://{format_address(*parse_address(control, '--control'))}{path}"
+    url = f"http://{format_address(*parse_address(control, option('--control')))}{path}"
     token = control_token(control)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -103,15 +103,15 @@ async def request(
             status = response.status
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise Unreachable(
-            f"no coordinator answers at {control} ({_in_words(error, timeout_s)}); "
-            "start one, or say where it is with --control HOST:PORT"
+            f"no coordinator answers at {control} ({_describe(error, timeout_s)}); "
+            f"start one, or name its address with {option('--control HOST:PORT')}"
         ) from None
     if not isinstance(answer, dict):
-        raise Unreachable(f"expected a coordinator at {control}, got another kind of answer")
+        raise Unreachable(f"expected a coordinator at {control}, got an answer of another service")
     if status == 401:
         raise NotAuthorised(
-            f"the coordinator at {control} expects its control token, and none that fits is here; "
-            "run this as the coordinator's user, or set SAMESTEP_CONTROL_TOKEN_FILE=FILE"
+            f"the coordinator at {control} expects its control token, which is not here; run this "
+            "as the coordinator's user, or set SAMESTEP_CONTROL_TOKEN_FILE=FILE"
         )
     if status >= 400:
         raise error_for(answer.get("exit_code", 1), str(answer.get("error", f"HTTP {status}")))

@@ -1,10 +1,10 @@
-"""What a request to the control port must be before any of it is looked at.
+"""Checks every request to the control port before anything else reads it.
 
-Allow-lists: the methods, the host that it was sent to (a name that someone else's DNS has pointed
-here is none), no other site's page behind it, and a bearer token. The control token is new at each
-start of the coordinator and is not the join token: a worker may not halt a run. The reader token
-stays from start to start, and opens `READS` alone: who collects figures may not command. There are
-no cookies, so no browser adds anything by itself.
+Allow-lists: the methods; the host name that it was sent to (someone else's DNS may point here); no
+other site's page behind it; and a bearer token. The control token is new at each start of the
+coordinator and is not the join token: a worker may not halt a run. The reader token stays across
+starts, and only opens `READS`: metrics collectors may not command. There are no cookies, so no
+browser adds credentials by itself.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from aiohttp import web
 
 from coordinator.operator.page_server import PAGE_PATHS
 from protocol.base.errors import UsageError
-from protocol.host.secret_file import control_token_file, state_home, write_secret
+from protocol.machine.secret_file import control_token_file, state_home, write_secret
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 METHODS: Final = ("GET", "POST")
 OPEN: Final = ("/healthz", *PAGE_PATHS)
-"""Without a token: whether the loop answers, and the page, which holds no data of its own."""
+"""Open without a token: whether the loop answers, and the page's files, which hold no data."""
 READS: Final = frozenset({
     "/readyz", "/status", "/metrics", "/events", "/runs", "/history", "/report",
 })  # fmt: skip
-"""What the reader token opens: it changes nothing and shows no secret, as /join does."""
+"""Open with the reader token: changes nothing and shows no secret, unlike /join."""
 _HOSTS: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _PORT: Final = re.compile(r":[0-9]{1,5}$")
 _SITES: Final = frozenset({"same-origin", "none"})
 
 
 class Guard:
-    """Of one control port.
+    """The checks of one control port.
 
     Attributes:
-        token: What a request must bear.
-        reader_token: Gives what is enough for one that only reads; an empty text is no token.
+        token: The control token.
+        reader_token: Returns the reader token; empty for none.
     """
 
     def __init__(self) -> None:
@@ -51,19 +51,19 @@ class Guard:
         self._hosts = _HOSTS
         self._file: Path | None = None
 
-    def listens_at(self, host: str, port: int) -> None:
-        """Put the token where this user's commands find it.
+    def publish_token(self, host: str, port: int) -> None:
+        """Write the token where this user's commands find it.
 
         Raises:
             UsageError: It cannot be written.
         """
-        shown = f"[{host}]" if ":" in host else host
-        self._hosts = _HOSTS | {shown}
+        url_host = f"[{host}]" if ":" in host else host
+        self._hosts = _HOSTS | {url_host}
         self._file = control_token_file(state_home(), f"{host}:{port}")
         write_secret(self._file, self.token + "\n")
 
     def write_again(self) -> None:
-        """Put the token back where it was, if it is gone and its directory is there."""
+        """Restore the token's file if it is gone and its directory exists."""
         if self._file is None:
             return
         with contextlib.suppress(UsageError, OSError):
@@ -71,12 +71,12 @@ class Guard:
                 write_secret(self._file, self.token + "\n")
 
     def close(self) -> None:
-        """The token opens nothing any more; take it away."""
+        """Remove the token's file; the token is void."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
     def refusal(self, request: web.Request) -> web.Response | None:
-        """Why a request is not answered; None if it is."""
+        """Return the response that refuses a request; None if it is permitted."""
         if request.method not in METHODS:
             return _refused(405, f"expected one of {', '.join(METHODS)}, got another method")
         name = request.headers.get("Host", "")
@@ -89,11 +89,11 @@ class Guard:
             return _refused(403, "expected no other site's request, got a cross-site one")
         if request.path in OPEN:
             return None
-        shown = _bearer(request)
-        if hmac.compare_digest(shown, self.token.encode()):
+        token = _bearer(request)
+        if hmac.compare_digest(token, self.token.encode()):
             return None
         reader = self.reader_token().encode()
-        if reader and hmac.compare_digest(shown, reader):
+        if reader and hmac.compare_digest(token, reader):
             if request.method == "GET" and request.path in READS:
                 return None
             return _refused(
@@ -105,10 +105,10 @@ class Guard:
 
 
 def _bearer(request: web.Request) -> bytes:
-    """The token that a request bears; empty if none."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    # aiohttp keeps bytes that are no UTF-8 as lone surrogates.
-    return given.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
+    """Return the token in a request; empty if none."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    # aiohttp keeps invalid UTF-8 as lone surrogates.
+    return token.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
 
 
 def _refused(status: int, reason: str) -> web.Response:

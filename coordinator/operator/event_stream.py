@@ -1,4 +1,4 @@
-"""Server-sent events: what was reported, with the last ones kept for readers that come (back) late.
+"""Server-sent events, with the newest ones kept for readers that connect late or reconnect.
 
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -16,46 +16,45 @@ from protocol.base.errors import UsageError
 from protocol.base.fields import finite_or_none
 
 KEPT_EVENTS: Final = 4096
-"""Events that a reader can lag behind, or have missed when it comes back."""
+"""How many events a reader can fall behind, or miss while disconnected."""
 
 
 class EventStream:
-    """Numbers reports and hands them to every reader at its own pace.
+    """Numbers events and passes them to every reader at its own pace.
 
-    A reader that lags by more than is kept has its stream ended; it can come back.
+    A reader that falls behind by more than is kept has its stream ended; it can reconnect.
 
     Args:
-        first_id: Number of the first event. Let it be higher than that of any earlier process, and
-            a reader that comes back to a new one misses nothing of that one.
+        first_id: Number of the first event. If it is higher than that of any earlier process, a
+            reader that reconnects to a new process misses none of its events.
     """
 
     def __init__(self, first_id: int) -> None:
-        self._kept: deque[str] = deque(maxlen=KEPT_EVENTS)
+        self._recent: deque[str] = deque(maxlen=KEPT_EVENTS)
         self._next = first_id
-        self._ended = False
+        self._has_ended = False
         self._readers: set[asyncio.Event] = set()
 
     def publish(self, event: str, fields: Mapping[str, object]) -> None:
         """Add one event."""
         document = {"event": event, **{key: finite_or_none(value) for key, value in fields.items()}}
-        self._kept.append(f"id: {self._next}\ndata: {json.dumps(document, default=str)}\n\n")
+        self._recent.append(f"id: {self._next}\ndata: {json.dumps(document, default=str)}\n\n")
         self._next += 1
         self._wake()
 
     def end(self) -> None:
-        """Every reader's stream ends once it has read what there is."""
-        self._ended = True
+        """End every reader's stream once it has read all events."""
+        self._has_ended = True
         self._wake()
 
     def start_after(self, last_id: str | None) -> int:
-        """Number of the first event that a new reader gets.
+        """Return the number of the first event for a new reader.
 
         Args:
-            last_id: Its `Last-Event-ID`: it gets all kept ones after that. None: only what is yet
-                to come.
+            last_id: Its `Last-Event-ID`: it gets all kept events after that. None: only new ones.
 
         Raises:
-            UsageError: That is no number.
+            UsageError: It is not a number.
         """
         if last_id is None:
             return self._next
@@ -68,29 +67,29 @@ class EventStream:
         return min(max(following, self._oldest), self._next)
 
     async def follow(self, start: int, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Write events from `start` on until the stream ends or the reader lags too far behind."""
+        """Write events from `start` on until the stream ends or the reader falls too far behind."""
         position = start
-        news = asyncio.Event()
-        self._readers.add(news)
+        published = asyncio.Event()
+        self._readers.add(published)
         try:
             while position >= self._oldest:
-                fresh = itertools.islice(self._kept, position - self._oldest, None)
-                text = "".join(fresh)
+                unread = itertools.islice(self._recent, position - self._oldest, None)
+                text = "".join(unread)
                 position = self._next
                 if text:
                     await write(text.encode())
-                elif self._ended:
+                elif self._has_ended:
                     return
                 else:
-                    await news.wait()
-                    news.clear()
+                    await published.wait()
+                    published.clear()
         finally:
-            self._readers.discard(news)
+            self._readers.discard(published)
 
     @property
     def _oldest(self) -> int:
-        return self._next - len(self._kept)
+        return self._next - len(self._recent)
 
     def _wake(self) -> None:
-        for news in self._readers:
-            news.set()
+        for published in self._readers:
+            published.set()

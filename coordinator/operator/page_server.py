@@ -1,11 +1,12 @@
-"""The page: its files, and what it asks for beyond what the commands use.
+"""The page: its files, and the data that it requests beyond that of the commands.
 
-The files hold no data and are open; everything else bears the control token, as all of the port.
+The files hold no data and need no token; everything else does, as on the whole port.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from base64 import b64encode
 from hashlib import sha256
 from importlib import resources
@@ -24,8 +25,9 @@ from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import parse_run_spec_text
 
+_LOG: Final = logging.getLogger(__name__)
 _REPORT_STYLE: Final = b64encode(sha256(STYLE.encode()).digest()).decode()
-"""The report in its tab is under the page's policy."""
+"""The report is shown within the page, under its policy."""
 _POLICY: Final = (
     f"default-src 'none'; connect-src 'self'; style-src 'self' 'sha256-{_REPORT_STYLE}'; "
     "script-src 'self'; img-src data:; "
@@ -35,8 +37,8 @@ _TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascri
 PAGE_PATHS: Final = (
     "/", "/page/page.css", "/page/page.js", "/page/uPlot.min.css", "/page/uPlot.min.js",
 )  # fmt: skip
-"""Open without a token."""
-_KEPT_HISTORIES: Final = 4
+"""Paths without a token."""
+_HISTORIES: Final = 4
 
 
 class _Revocation(BaseModel):
@@ -53,7 +55,7 @@ class PageServer:
         self._histories: dict[Path, tuple[RunHistory, asyncio.Lock]] = {}
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
-        """Add the page's own paths."""
+        """Add the page's paths."""
         for path in PAGE_PATHS:
             router.add_get(path, self._file, allow_head=False)
         router.add_get("/runs", self._runs, allow_head=False)
@@ -73,33 +75,34 @@ class PageServer:
         return web.Response(text=text, content_type=_TYPES[Path(name).suffix], headers=headers)
 
     async def _runs(self, request: web.Request) -> web.Response:
-        """Runs whose journal is here, newest first, and those that wait."""
+        """List the runs on disk, newest first, and the queued ones."""
         del request
-        found = await asyncio.to_thread(self._runs_here.read)
-        queued = [accepted.stored.run_id for accepted in self._service.waiting]
-        runs = [run.document(changed_s) for run, changed_s in found if run.run_id not in queued]
+        disk_runs = await asyncio.to_thread(self._runs_here.read)
+        queued = [instance.stored.run_id for instance in self._service.waiting]
+        runs = [run.document(changed_s) for run, changed_s in disk_runs if run.run_id not in queued]
         return web.json_response({"runs": runs, "queued": queued})
 
     async def _directory(self, request: web.Request) -> Path:
-        """Of the run that is asked for; without a name the present one, else the last."""
-        asked = request.query.get("run")
+        """Return the directory of the requested run; by default of the present one, else the
+        last."""
+        run_id = request.query.get("run")
         execution = self._service.current or self._service.finished
-        if execution is not None and asked in {None, execution.run.run_id}:
+        if execution is not None and run_id in {None, execution.run.run_id}:
             return execution.directory
-        if asked is None:
-            raise UsageError("expected a run, there has been none yet; submit one")
+        if run_id is None:
+            raise UsageError("expected a run, but there is none yet; submit one")
         for run, _ in await asyncio.to_thread(self._runs_here.read):
-            if run.run_id == asked:
+            if run.run_id == run_id:
                 return run.directory
-        raise UsageError(f"expected a run of this coordinator, got {asked!r}; /runs lists them")
+        raise UsageError(f"expected a run of this coordinator, got {run_id!r}; /runs lists them")
 
     async def _history(self, request: web.Request) -> web.Response:
         directory = await self._directory(request)
-        if directory not in self._histories and len(self._histories) >= _KEPT_HISTORIES:
+        if directory not in self._histories and len(self._histories) >= _HISTORIES:
             del self._histories[next(iter(self._histories))]
         journal = RunDirectory(directory).journal
-        kept = self._histories.setdefault(directory, (RunHistory(journal), asyncio.Lock()))
-        history, reading = kept
+        entry = self._histories.setdefault(directory, (RunHistory(journal), asyncio.Lock()))
+        history, reading = entry
         async with reading:
             await asyncio.to_thread(history.read)
             return web.json_response(history.document(_number(request.query.get("after", "0"))))
@@ -110,7 +113,7 @@ class PageServer:
         return web.Response(text=page, content_type="text/html")
 
     async def _join(self, request: web.Request) -> web.Response:
-        """What to paste on a machine that is to join."""
+        """Return the lines to paste on a machine that joins."""
         del request
         settings = self._service.settings
         lines = invitation(
@@ -120,7 +123,7 @@ class PageServer:
         return web.json_response({"lines": [*lines]})
 
     async def _check(self, request: web.Request) -> web.Response:
-        """Whether a text is a run spec; its document, to be submitted."""
+        """Validate a run spec; return its document for submission."""
         try:
             text = (await request.read()).decode()
         except UnicodeDecodeError as error:
@@ -128,7 +131,9 @@ class PageServer:
                 f"the run spec is not UTF-8 at byte {error.start}; convert it to UTF-8"
             ) from None
         # In a thread: YAML of the largest permitted size takes seconds.
-        spec = await asyncio.to_thread(parse_run_spec_text, text, origin="the run spec")
+        spec = await asyncio.to_thread(
+            parse_run_spec_text, text, origin="the run spec", notify=_LOG.warning
+        )
         document = {"run": spec.model_dump(mode="json"), "steps": spec.known_steps}
         return web.json_response(document)
 
@@ -136,7 +141,7 @@ class PageServer:
         try:
             name = _Revocation.model_validate_json(await request.read()).name
         except ValidationError:
-            raise UsageError('expected {"name": the name of a worker}') from None
+            raise UsageError('expected {"name": NAME OF A WORKER}') from None
         await asyncio.to_thread(self._service.credentials.revoke, name)
         return web.json_response({"revoked": name})
 

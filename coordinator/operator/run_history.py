@@ -1,8 +1,7 @@
-"""What has happened in a run, for the page: curves, workers and events, from its journal alone.
+"""The history of a run for the page: curves, workers and events, from its journal alone.
 
-A journal is followed: each reading takes only the lines that came since the last. What is kept is
-bounded, whatever the length of the run: a curve that grows beyond its bound is halved, two
-neighbouring points becoming one.
+Each reading takes only the journal lines since the last one. The memory is bounded for runs of any
+length: a curve that exceeds its bound is halved by merging neighboring points.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.storage.directory.journal_tail import JournalTail
+from coordinator.storage.directory.journal import JournalTail
 from protocol.spec.run_spec import known_steps
 
 _POINTS: Final = 2_000
-"""Of a curve, an even number: when there are as many, each two become one."""
+"""The most points of a curve, an even number: then each two become one."""
 _EVENTS: Final = 300
 _EVALUATIONS: Final = 500
 _WORKERS: Final = 200
@@ -27,14 +26,14 @@ _WORKERS: Final = 200
 
 @dataclass(slots=True)
 class Curve:
-    """A value by step: points (last step, mean, lowest, highest), each of as many steps."""
+    """A value by step: points (last step, mean, lowest, highest), each of `stride` steps."""
 
     points: list[tuple[int, float, float, float]] = field(default_factory=list)
     stride: int = 1
     _waiting: list[tuple[int, float]] = field(default_factory=list)
 
     def add(self, step: int, value: float | None) -> None:
-        """Add the value of a step; one that is missing or not finite leaves no point."""
+        """Add the value of a step; a missing or non-finite value leaves no point."""
         if value is None or not math.isfinite(value):
             return
         self._waiting.append((step, value))
@@ -45,25 +44,25 @@ class Curve:
             self._halve()
 
     def cut(self, step: int) -> None:
-        """Steps from this one on are void: they are done again."""
+        """Remove the steps after this one: they are done again."""
         self.points = [point for point in self.points if point[0] <= step]
         self._waiting = [each for each in self._waiting if each[0] <= step]
 
     def document(self, after: int) -> dict[str, Any]:
-        """Columns of the points after a step, rounded for eyes.
+        """Return columns of the points after a step, rounded for display.
 
-        The last point may hold fewer steps than the others and change yet: all up to `full` are
-        as they stay, as long as `stride` is the same.
+        The last point may hold fewer steps than the others and still change: all up to `full` are
+        final, as long as `stride` is the same.
         """
         points = [*self.points, self._merged()] if self._waiting else self.points
-        shown = [point for point in points if point[0] > after]
+        visible = [point for point in points if point[0] > after]
         return {
             "stride": self.stride,
             "full": self.points[-1][0] if self.points else 0,
-            "step": [point[0] for point in shown],
+            "step": [point[0] for point in visible],
             **{
-                name: [float(f"{point[place]:.6g}") for point in shown]
-                for place, name in enumerate(("mean", "low", "high"), 1)
+                name: [float(f"{point[column]:.6g}") for point in visible]
+                for column, name in enumerate(("mean", "low", "high"), 1)
             },
         }
 
@@ -95,14 +94,14 @@ class RunHistory:
     """Follows one journal.
 
     Args:
-        journal: The file; it need not be there yet.
+        journal: The file; it may not exist yet.
     """
 
     def __init__(self, journal: Path) -> None:
         self._journal = JournalTail(journal)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._losses, self._norms, self._rates, self._times = (Curve() for _ in range(4))
         self._workers_at: list[tuple[int, int]] = []
         self._evaluations: deque[tuple[int, dict[str, float | None]]] = deque(maxlen=_EVALUATIONS)
@@ -118,15 +117,15 @@ class RunHistory:
         self._outcome = ""
 
     def read(self) -> None:
-        """Take the lines that are new. Blocks for as long as they take to read."""
+        """Take the new lines. Blocks while they are read."""
         if self._journal.was_cut():
-            self._forget()
+            self._reset()
         for time, record in self._journal.new_records():
-            with suppress(ValueError, KeyError, TypeError):  # the audit names it
+            with suppress(ValueError, KeyError, TypeError):  # the audit reports it
                 self._take(time, record)
 
     def document(self, after: int = 0) -> dict[str, Any]:
-        """What there is to be drawn; of curves only what comes after a step."""
+        """Return everything to draw; for curves, only what follows a step."""
         return {
             "run_id": self._run_id,
             "steps": self._steps,
@@ -140,7 +139,9 @@ class RunHistory:
             "rate": self._rates.document(after),
             "step_s": self._times.document(after),
             "workers_at": self._workers_at,
-            "evaluations": [{"step": step, "metrics": made} for step, made in self._evaluations],
+            "evaluations": [
+                {"step": step, "metrics": metrics} for step, metrics in self._evaluations
+            ],
             "events": [*self._events],
             "errors": self._errors,
             "workers": [
@@ -173,17 +174,17 @@ class RunHistory:
                 self._resumed(time, record)
             case "end":
                 self._outcome = record["outcome"]
-                self._tell(time, record, record["outcome"], record["reason"])
+                self._add_event(time, record, record["outcome"], record["reason"])
             case "halt":
-                self._went_wrong(time, record, "halted", record["reason"])
+                self._add_error(time, record, "halted", record["reason"])
             case "fault":
                 text = "; ".join(filter(None, (record["reason"], record["response"])))
-                self._went_wrong(time, record, record["what"], text)
+                self._add_error(time, record, record["what"], text)
             case "command":
                 self._outcome = ""
-                self._tell(time, record, record["command"], record.get("source", ""))
+                self._add_event(time, record, record["command"], record.get("source", ""))
             case "checkpoint":
-                self._tell(time, record, "checkpoint", record["directory"])
+                self._add_event(time, record, "checkpoint", record["directory"])
 
     def _commit(self, time: str, record: dict[str, Any]) -> None:
         at, step = datetime.fromisoformat(time), record["step"] + 1
@@ -194,7 +195,7 @@ class RunHistory:
             self._times.add(step, (at - self._last_commit).total_seconds())
         self._last_commit, self._outcome = at, ""
         if record["skipped"]:
-            self._tell(time, record, "skipped", "nothing was applied")
+            self._add_event(time, record, "skipped", "nothing was applied")
 
     def _view(self, time: str, record: dict[str, Any]) -> None:
         members, name = record["members"], record.get("worker")
@@ -203,8 +204,8 @@ class RunHistory:
             del self._workers_at[1::2]
         here = {member["name"] for member in members}
         for member in members:
-            known = self._workers.get(member["name"])
-            since = known.since if known is not None and known.here else time
+            earlier = self._workers.get(member["name"])
+            since = earlier.since if earlier is not None and earlier.here else time
             self._workers[member["name"]] = _Worker(
                 name=member["name"], device=member["device"], backend=member["backend"],
                 signature=member["signature"], here=True, since=since,
@@ -213,27 +214,27 @@ class RunHistory:
             if worker.here and worker.name not in here:
                 worker.here, worker.since = False, time
                 worker.why = record["reason"] if worker.name == name else record["change"]
-        gone = [worker.name for worker in self._workers.values() if not worker.here]
-        for surplus in gone[: max(0, len(self._workers) - _WORKERS)]:
+        absent = [worker.name for worker in self._workers.values() if not worker.here]
+        for surplus in absent[: max(0, len(self._workers) - _WORKERS)]:
             del self._workers[surplus]
         reason, computing = record["reason"], f"{len(members)} compute from here on"
         text = f"{reason}; {computing}" if reason else computing
-        self._tell(time, record, record["change"], text, name)
+        self._add_event(time, record, record["change"], text, name)
 
     def _resumed(self, time: str, record: dict[str, Any]) -> None:
         for curve in (self._losses, self._norms, self._rates, self._times):
             curve.cut(record["step"])
-        kept = [each for each in self._evaluations if each[0] <= record["step"]]
-        self._evaluations = deque(kept, maxlen=_EVALUATIONS)
+        evaluations = [each for each in self._evaluations if each[0] <= record["step"]]
+        self._evaluations = deque(evaluations, maxlen=_EVALUATIONS)
         self._workers_at = [each for each in self._workers_at if each[0] <= record["step"]]
         self._last_commit, self._outcome = None, ""
         for worker in self._workers.values():
             worker.here, worker.since, worker.why = False, time, "the coordinator was restarted"
-        self._tell(time, record, "resumed", "; ".join(record["notes"]))
+        self._add_event(time, record, "resumed", "; ".join(record["notes"]))
 
-    def _went_wrong(self, time: str, record: dict[str, Any], what: str, text: str) -> None:
+    def _add_error(self, time: str, record: dict[str, Any], what: str, text: str) -> None:
         worker = record.get("worker")
-        self._tell(time, record, what, text, worker)
+        self._add_event(time, record, what, text, worker)
         if worker is not None:
             self._errors.pop(worker, None)
             self._errors[worker] = {
@@ -245,7 +246,7 @@ class RunHistory:
             if len(self._errors) > _WORKERS:
                 del self._errors[next(iter(self._errors))]
 
-    def _tell(
+    def _add_event(
         self, time: str, record: dict[str, Any], what: str, text: str, worker: str | None = None
     ) -> None:
         step = record.get("step")

@@ -1,4 +1,5 @@
-"""The runs whose directories are here, for the page's list: each file is read when it changes."""
+"""The runs of this coordinator's directory, for the page's list; each file is read when it
+changes."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from protocol.base.regular_file import read_json
 from protocol.spec.run_spec import known_steps
 
 _MOST_RUNS: Final = 200
-_FIGURES: Final = 3
-"""Of the held-out ones, in the list."""
+_METRICS: Final = 3
+"""How many metrics are listed."""
 _Stamp = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ListedRun:
-    """One run; what came of it is empty as long as it has no `result.json`."""
+    """One run; `result` is empty without a `result.json`."""
 
     run_id: str
     directory: Path
@@ -28,14 +29,14 @@ class ListedRun:
     result: dict[str, Any]
 
     def document(self, changed_s: float) -> dict[str, Any]:
-        """What the page is told.
+        """Return the run as the page lists it.
 
         Args:
             changed_s: When its journal last grew, in seconds since 1970.
         """
         losses = self.result.get("losses") or [None]
-        told = (self.result.get("eval") or {}).items()
-        figures = {k: v for k, v in told if v is not None and not k.startswith("confusion[")}
+        evaluation = (self.result.get("eval") or {}).items()
+        metrics = {k: v for k, v in evaluation if v is not None and not k.startswith("confusion[")}
         return {
             "run_id": self.run_id,
             "task": self.task,
@@ -44,41 +45,41 @@ class ListedRun:
             "outcome": self.result.get("outcome") or "",
             "step": self.result.get("steps"),
             "loss": losses[-1],
-            "eval": dict([*figures.items()][:_FIGURES]),
+            "eval": dict([*metrics.items()][:_METRICS]),
             "exact": self.result.get("exact"),
         }
 
 
 class RunList:
-    """Of one coordinator.
+    """The runs of one coordinator.
 
     Args:
-        top: Where its runs are kept.
+        top: The directory of runs.
         once: Whether that is the directory of one run.
     """
 
     def __init__(self, top: Path, *, once: bool) -> None:
         self._top = top
         self._once = once
-        self._known: dict[Path, tuple[_Stamp, ListedRun]] = {}
+        self._cache: dict[Path, tuple[_Stamp, ListedRun]] = {}
 
     def read(self) -> list[tuple[ListedRun, float]]:
-        """Newest first, each with when its journal last grew. Blocks while files are read.
+        """Return the runs, newest first, each with when its journal last grew. Blocks on files.
 
-        What cannot be read is left out: the audit says what is wrong with it.
+        Runs that cannot be read are left out: the audit says what is wrong with them.
         """
         paths = {self._top} if self._once else {p.parent for p in self._top.glob("*/run.json")}
-        # Several threads may be at it: each reads what was known, and leaves what it found.
-        found = {path: read for path in paths if (read := self._read(path)) is not None}
-        self._known = {path: (stamp, run) for path, (stamp, run, _) in found.items()}
-        listed = [(run, changed_s) for _, run, changed_s in found.values()]
-        return sorted(listed, key=lambda each: (each[1], each[0].run_id), reverse=True)[:_MOST_RUNS]
+        # Several threads may do this: each reads the known runs, and replaces them.
+        readings = {path: read for path in paths if (read := self._read(path)) is not None}
+        self._cache = {path: (stamp, run) for path, (stamp, run, _) in readings.items()}
+        runs = [(run, changed_s) for _, run, changed_s in readings.values()]
+        return sorted(runs, key=lambda each: (each[1], each[0].run_id), reverse=True)[:_MOST_RUNS]
 
     def _read(self, path: Path) -> tuple[_Stamp, ListedRun, float] | None:
-        directory, known = RunDirectory(path), self._known.get(path)
+        directory, cached = RunDirectory(path), self._cache.get(path)
         try:
             stamp = _changed(directory.run_file), _changed(directory.result_file)
-            run = known[1] if known is not None and known[0] == stamp else _listed(directory)
+            run = cached[1] if cached is not None and cached[0] == stamp else _listed(directory)
             return stamp, run, directory.journal.stat().st_mtime
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -89,12 +90,12 @@ def _changed(path: Path) -> int:
 
 
 def _listed(directory: RunDirectory) -> ListedRun:
-    """As it was written, by whatever release: only what is shown is looked at."""
+    """Read a run written by any release: only what is listed is parsed."""
     run = read_json(directory.run_file)
     result_file = directory.result_file
     result = read_json(result_file) if result_file.exists() else {}
-    kept = {name: result.get(name) for name in ("outcome", "steps", "eval", "exact")}
-    kept["losses"] = (result.get("losses") or [])[-1:]
+    summary = {name: result.get(name) for name in ("outcome", "steps", "eval", "exact")}
+    summary["losses"] = (result.get("losses") or [])[-1:]
     spec = run["spec"]
     steps = known_steps(spec.get("steps"))
-    return ListedRun(str(run["run_id"]), directory.path, str(spec["task"]), steps, kept)
+    return ListedRun(str(run["run_id"]), directory.path, str(spec["task"]), steps, summary)

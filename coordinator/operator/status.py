@@ -1,6 +1,6 @@
-"""What the service says of itself on one screen: phase, step, workers, and what is waited for.
+"""The status document: phase, step, workers, and what the run waits for.
 
-Pure: it reads the service's objects and gives plain values.
+Pure: it reads the service's objects and returns plain values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from coordinator.operator.pace import pace_of
 from coordinator.run.planner import balance
 from coordinator.run.progress import Progress
 from coordinator.run.run import Run, RunPhase
@@ -23,15 +22,15 @@ from protocol import __version__
 from protocol.base.address import format_address
 
 Stage = Literal["compute", "up", "reduce", "down", "disk"]
-"""Of a step: gradients are computed; their sums go to who adds them; those are added; averages and
-commit come back, and are applied; the commit gets to the disk."""
+"""The stages of a step: gradients are computed; sums are sent; sums are added; averages and commit
+are sent back and applied; the commit is written."""
 
 
 def status_document(service: Service, now_s: float) -> dict[str, Any]:
-    """The document of `GET /status`.
+    """Return the document of `GET /status`.
 
     Args:
-        service: Whose status.
+        service: The service.
         now_s: The service's monotonic clock.
     """
     execution = service.current or service.finished
@@ -39,7 +38,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
     document: dict[str, Any] = {
         "version": __version__,
         "phase": "idle",
-        "reason": _idle_because(service),
+        "reason": _idle_reason(service),
         "expect_workers": service.settings.expect_workers,
         "able_workers": len(able_workers(service)),
         "encryption": "none (--plaintext)" if service.settings.plaintext else "TLS 1.3",
@@ -50,11 +49,11 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         },
         "secrets": service.secrets_troubles,
         "coming_and_going": [
-            str(fact)
-            for name, fact in sorted(service.repeated_ends.told.items())
+            str(event)
+            for name, event in sorted(service.flap_detector.reported.items())
             if name not in service.sessions or not service.sessions[name].stepped
         ],
-        "queued_runs": [accepted.stored.run_id for accepted in service.waiting],
+        "queued_runs": [instance.stored.run_id for instance in service.waiting],
         "step": 0,
         "steps": 0,
         "loss": None,
@@ -68,7 +67,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         document |= dataclasses.asdict(pace) if pace is not None else {}
         document["pace"] = str(pace) if pace is not None else ""
         if execution is service.current:
-            waiting = waiting_for(execution.run, service.trainers)
+            waiting = waited_for_now(service)
             document["waiting_for"], document["stage"] = waiting.words, waiting.stage
             waited_for = waiting.workers
     document["workers"] = [
@@ -81,24 +80,24 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
 def _run_part(execution: Execution) -> dict[str, Any]:
     run = execution.run
     loss = run.losses[-1] if run.losses else None
-    ended = execution.outcome
+    outcome = execution.outcome
     return {
         "run_id": run.run_id,
         "task": run.spec.task,
         "replicas": run.spec.replicas.count if run.spec.replicas is not None else None,
-        "phase": ended.outcome if ended is not None else run.phase.value,
-        "reason": ended.reason if ended is not None else run.reason,
-        "step": run.step,
+        "phase": outcome.outcome if outcome is not None else run.phase.value,
+        "reason": outcome.reason if outcome is not None else run.reason,
+        "step": run.steps_committed,
         "steps": run.known_steps,
         "epochs": run.epochs,
         "attempt": run.progress.attempt if run.progress is not None else 0,
         "loss": loss if loss is not None and math.isfinite(loss) else None,
-        "weights_digest": execution.applied.weights_digest if execution.applied else None,
+        "weights_digest": execution.weights_digest,
         "exact": not run.progress.mixed if run.progress is not None else None,
         "exactness": run.spec.exactness,
         "view": run.members.view,
         "directory": str(execution.directory),
-        "checkpoint": run.saves.saved,
+        "checkpoint": run.checkpoints.saved,
         "catching_up": run.progress.agreement.catching_up if run.progress is not None else False,
         "eval": {name: v if math.isfinite(v) else None for name, v in run.metrics.items()},
         "balance": _balance(run),
@@ -108,16 +107,16 @@ def _run_part(execution: Execution) -> dict[str, Any]:
 
 
 def _exchange(run: Run) -> dict[str, Any] | None:
-    """Which way gradients travel, and why; who averages which part."""
+    """Return the topology of the exchange, the reason for it, and each owner's share."""
     if run.progress is None:
         return None
     mesh = run.progress.mesh
-    way = "star" if mesh.table is None else "sharded"
-    return {"way": way, "reason": mesh.reason, "owners": mesh.owned()}
+    topology = "sharded" if mesh.table.has_peers else "star"
+    return {"way": topology, "reason": mesh.reason, "owners": mesh.owned()}
 
 
 def _links(run: Run, name: str) -> dict[str, dict[str, float]]:
-    """A worker's links to others: how quick they are, and what went over them."""
+    """Return a worker's links to others with their speed and traffic."""
     assert run.progress is not None
     mesh = run.progress.mesh
     traffic = mesh.traffic.get(name, {})
@@ -152,7 +151,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
         "last_seen_s": round(now_s - session.channel.last_received_s, 1),
     }
     run = service.current.run if service.current is not None else None
-    if run is not None and name in run.unfit:  # and so no member of it
+    if run is not None and name in run.unfit:  # so it is not a member
         part |= {"state": "cannot take part", "cannot": run.unfit[name]}
     member = run.members.get(name) if run is not None else None
     if run is not None and member is not None:
@@ -162,12 +161,12 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
         part |= {
             "state": member.state.value,
             "late": member.late,
-            "aside_until": member.aside_until if run.step < member.aside_until else None,
+            "aside_until": member.aside_until if run.steps_committed < member.aside_until else None,
             "backend": member.backend or hello.backend,
             "device": member.device,
             "left_out": member.left_out,
-            "signature": member.signature[:12],
-            "signature_text": member.signature_text,
+            "signature": member.numerics_profile[:12],
+            "signature_text": member.numerics_text,
             "microbatches_of_step": share.microbatches if share is not None else 0,
             "microbatches": member.microbatches,
             "stretch": _stretch(run, name),
@@ -177,15 +176,15 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
     return part
 
 
-def _idle_because(service: Service) -> str:
+def _idle_reason(service: Service) -> str:
     if service.disk_trouble:
         return f"the next run waits: {service.disk_trouble}"
     return "no run was submitted"
 
 
 def able_workers(service: Service) -> list[str]:
-    """The members that are there to train and can take part in the run in progress, each as often
-    as it has devices: what is told of how many are here counts these."""
+    """Return the members that train and can take part in the run, each as often as it has
+    devices."""
     return _able(service.current.run if service.current is not None else None, service.trainers)
 
 
@@ -202,14 +201,14 @@ def _able(run: Run | None, present: list[str]) -> list[str]:
 
 
 def _cannot(run: Run) -> str:
-    """Workers and devices that are here and take no part, each with its reason."""
+    """List workers and devices that are here and take no part, with the reasons."""
     left_out = {member.name: member.left_out for member in run.members if member.left_out}
-    told = [f"{name} cannot take part: {why}" for name, why in sorted(run.unfit.items())]
-    return "".join(f"; {each}" for each in [*told, *map(": ".join, sorted(left_out.items()))])
+    unfit = [f"{name} cannot take part: {why}" for name, why in sorted(run.unfit.items())]
+    return "".join(f"; {each}" for each in [*unfit, *map(": ".join, sorted(left_out.items()))])
 
 
 def _stretch(run: Run, worker: str) -> dict[str, int] | None:
-    """Where it is with a replica, as far as it has said so; None where there are none."""
+    """Return how far a worker is in an inner phase; None without replicas."""
     round_ = run.progress.round if run.progress is not None else None
     at = round_.inner.get(worker) if round_ is not None else None
     if run.spec.replicas is None or at is None or round_ is None or not round_.pending(worker):
@@ -219,10 +218,12 @@ def _stretch(run: Run, worker: str) -> dict[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a run waits for, in words, and for which workers; empty: for nothing.
+    """What a run waits for; empty if nothing.
 
     Attributes:
-        stage: Of a step.
+        words: For people.
+        workers: The workers that it waits for.
+        stage: Of the step.
     """
 
     words: str = ""
@@ -231,17 +232,34 @@ class Waiting:
 
 
 def _workers(names: Iterable[str], what: str, stage: Stage | None = None) -> Waiting:
-    """`what` has {} where the names go."""
-    named = tuple(names)
-    return Waiting(what.format(", ".join(named)), named, stage)
+    """Make a `Waiting` for these workers; `what` has {} where the names go."""
+    worker_names = tuple(names)
+    return Waiting(what.format(", ".join(worker_names)), worker_names, stage)
+
+
+def waited_for_now(service: Service) -> Waiting:
+    """Return what the current run waits for, with how far the preparation of a task is."""
+    assert service.current is not None
+    run = service.current.run
+    waiting = waiting_for(run, service.trainers)
+    preparing = set(run.members.names(MemberState.PREPARING))
+    lines = {
+        name: service.sessions[name].preparing
+        for name in waiting.workers
+        if name in preparing and name in service.sessions
+    }
+    progress = "; ".join(f"{name}: {line}" for name, line in lines.items() if line)
+    return (
+        dataclasses.replace(waiting, words=f"{waiting.words} ({progress})") if progress else waiting
+    )
 
 
 def waiting_for(run: Run, present: list[str]) -> Waiting:
-    """Why the run does not go on right now, and for whom; never for one that only evaluates.
+    """Return what the run waits for right now; never a worker that only evaluates.
 
     Args:
         run: The run.
-        present: The workers that are there to train, each as often as it has devices.
+        present: The workers that train, each as often as it has devices.
     """
     preparing = run.members.names(MemberState.PREPARING)
     cannot = _cannot(run)
@@ -260,14 +278,14 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
     if run.phase is RunPhase.HALTED:
         return Waiting(f"an operator (continue, continue --skip-step, or give-up): {run.reason}")
     if run.phase is RunPhase.OVER:
-        written = run.outcome != "failed"
-        return Waiting("the disk to take the result") if written else Waiting()
+        has_result = run.outcome != "failed"
+        return Waiting("the disk to take the result") if has_result else Waiting()
     if not run.members.names(*COMPUTING):
         loading = [n for n in run.members.names(MemberState.LOADING) if n in present]
-        left = Waiting(
+        no_worker = Waiting(
             f"a worker that can take part{cannot}" if cannot else "a worker: all have left"
         )
-        return _workers(loading, "{} to load the state") if loading else left
+        return _workers(loading, "{} to load the state") if loading else no_worker
     evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []
     if evaluating:
         return _workers(evaluating, "{} to evaluate")
@@ -282,16 +300,52 @@ def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
     if owing and round_ is not None:
         what = "gradients" if run.spec.replicas is None else "differences"
         computing = set(owing) & set(round_.computing())
-        if computing or round_.sliced is None:
+        lacking = ", ".join(sorted(round_.peers.lacking()))
+        if computing or not lacking:
             return _workers(owing, f"{what} of {{}}", "compute" if computing else "up")
-        lacking = ", ".join(sorted(round_.sliced.lacking()))
         return _workers(owing, f"gradients of {{}} to reach {lacking}", "up")
-    if round_ is not None and round_.sliced is not None and round_.sliced.owners:
-        return _workers(sorted(round_.sliced.owners), "averages of {}", "reduce")
+    if round_ is not None and round_.peers.owners:
+        return _workers(sorted(round_.peers.owners), "averages of {}", "reduce")
     if round_ is not None and round_.summarises:
         return Waiting("the coordinator to take the norm of the gradients", (), "reduce")
     if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):
         late = progress.agreement.waiting_for or ["the coordinator's replica"]
         return _workers(late, "{} to apply the step", "down")
-    step = 0 if run.saves.saved is None else progress.step
+    step = 0 if run.checkpoints.saved is None else progress.step
     return Waiting(f"the disk to take the checkpoint of step {step}", (), "disk")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Speed and time; `left_s` is None before the first step is done."""
+
+    elapsed_s: float
+    samples_per_s: float
+    left_s: float | None
+
+    def __str__(self) -> str:
+        remaining = (
+            f", about {format_duration(self.left_s)} left" if self.left_s is not None else ""
+        )
+        rate = f"{self.samples_per_s:.{0 if self.samples_per_s >= 100 else 1}f}"
+        return f"{rate} samples/s, {format_duration(self.elapsed_s)} elapsed{remaining}"
+
+
+def pace_of(execution: Execution, now_s: float) -> Pace | None:
+    """Return the pace; None before training begins, and after the run."""
+    if execution.started_s is None or execution.outcome is not None:
+        return None
+    run = execution.run
+    elapsed_s = max(now_s - execution.started_s, 1e-9)
+    steps = run.steps_committed - execution.started_step
+    left_s = elapsed_s * (run.steps - run.steps_committed) / steps if steps > 0 else None
+    return Pace(elapsed_s, max(steps, 0) * run.spec.step_samples / elapsed_s, left_s)
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds as 41 s, 12:05 or 3:12:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"

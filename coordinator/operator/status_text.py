@@ -1,4 +1,4 @@
-"""The status document as lines for a person, on one screen."""
+"""The status document as lines for a person."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.base import limits
-from protocol.base.byte_size import byte_size
+from protocol.base.limits import byte_size
 
 
 def summary(document: dict[str, Any]) -> str:
-    """All that fits into one line: what `systemctl status` shows."""
+    """Return one line, for `systemctl status`."""
     parts = [document["phase"]]
     if document.get("run_id"):
         parts.append(f"run {document['run_id']} step {_step(document)}")
@@ -21,27 +21,32 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def _step(document: dict[str, Any]) -> str:
-    """How far it is, and of how many if that is known yet."""
+    """Format the steps done, and the total if known."""
     of = "" if document["steps"] is None else f" of {document['steps']}"
     epochs = f" ({document['epochs']})" if document.get("epochs") else ""
     return f"{document['step']}{of}{epochs}"
 
 
+def _digest_of(document: dict[str, Any]) -> str:
+    return "result" if document["result"] else f"checkpoint after step {document['checkpoint']}"
+
+
 def status_lines(document: dict[str, Any]) -> Iterator[str]:
-    """Lines of `coordinator status`."""
+    """Yield the lines of `coordinator status`."""
     reason = f" ({document['reason']})" if document.get("reason") else ""
     yield f"phase    {document['phase']}{reason}"
     if document.get("run_id"):
         loss = document["loss"]
         yield f"run      {document['run_id']}: {document['task']}"
-        told = f"loss {loss}" if loss is not None else "no loss"
-        yield f"step     {_step(document)}, {told}"
+        loss_text = f"loss {loss}" if loss is not None else "no loss"
+        yield f"step     {_step(document)}, {loss_text}"
         if document.get("pace"):
             yield f"pace     {document['pace']}"
-        yield f"digest   {document['weights_digest']}"
+        if document["weights_digest"] is not None:
+            yield f"digest   {document['weights_digest']} (weights, {_digest_of(document)})"
         exact = {True: "exact", False: "mixed", None: "not known yet"}[document["exact"]]
         yield f"numbers  {exact} (exactness: {document['exactness']})"
-        yield f"kept in  {document['directory']}, checkpoint after step {document['checkpoint']}"
+        yield f"files    {document['directory']}, checkpoint after step {document['checkpoint']}"
     if document.get("queued_runs"):
         yield f"queued   {', '.join(document['queued_runs'])}"
     if document.get("waiting_for"):
@@ -52,8 +57,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"exchange {exchange['reason']}"
     if document["encryption"] != "TLS 1.3":
         yield f"NOT ENCRYPTED: {document['encryption']}"
-    for told in document["coming_and_going"]:
-        yield f"again    {told}"
+    for line in document["coming_and_going"]:
+        yield f"again    {line}"
     for trouble in document["secrets"]:
         yield f"secrets  {trouble}"
     workers, expected = document["workers"], document["expect_workers"]
@@ -62,33 +67,35 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
     here = f"{document['able_workers']} of {expected} expected{more}"
     yield f"workers  {here}, view {document['view']}"
     for worker in workers:
-        speed = worker.get("ms_per_microbatch")
-        unit = "round of a replica" if document.get("replicas") else "microbatch"
-        pace = f", {speed:g} ms/{unit}" if speed is not None else ""
-        share = worker.get("microbatches_of_step")
-        part = f", {share} microbatches of this step" if share is not None else ""
-        if document.get("replicas") and share is not None:
-            part = _stretch(worker, share)
-        if worker["duty"] == "evaluate":
-            part = ", duty: evaluate"
-        place = f" on {worker['device']}" if worker["device"] else ""
-        state = f"{worker['state']}, LATE" if worker.get("late") else worker["state"]
-        if worker.get("aside_until"):
-            state = f"put aside until step {worker['aside_until']}, too often LATE"
-        if worker["last_seen_s"] * 1000 > limits.LIVENESS_TIMEOUT_MS:
-            state += ", SILENT"
-        over = _traffic(worker)
-        yield (
-            f"  {worker['name']}: {state}{place}{part}{pace}, seen {worker['last_seen_s']:g} s ago"
-        )
-        if over:
-            yield f"    {over}"
+        yield from _worker_lines(document, worker)
+
+
+def _worker_lines(document: dict[str, Any], worker: dict[str, Any]) -> Iterator[str]:
+    speed = worker.get("ms_per_microbatch")
+    unit = "round of a replica" if document.get("replicas") else "microbatch"
+    pace = f", {speed:g} ms/{unit}" if speed is not None else ""
+    share = worker.get("microbatches_of_step")
+    work = f", {share} microbatches of this step" if share is not None else ""
+    if document.get("replicas") and share is not None:
+        work = _stretch(worker, share)
+    if worker["duty"] == "evaluate":
+        work = ", duty: evaluate"
+    device = f" on {worker['device']}" if worker["device"] else ""
+    state = f"{worker['state']}, LATE" if worker.get("late") else worker["state"]
+    if worker.get("aside_until"):
+        state = f"set aside until step {worker['aside_until']}, too often LATE"
+    if worker["last_seen_s"] * 1000 > limits.LIVENESS_TIMEOUT_MS:
+        state += ", SILENT"
+    traffic = _traffic(worker)
+    yield (f"  {worker['name']}: {state}{device}{work}{pace}, seen {worker['last_seen_s']:g} s ago")
+    if traffic:
+        yield f"    {traffic}"
 
 
 def _stretch(worker: dict[str, Any], share: int) -> str:
-    """What a worker does for a run with replicas."""
+    """Say what a worker does for a run with replicas."""
     if not share:
-        return ", stands by: every replica is with another"
+        return ", stands by: other workers have all replicas"
     at = worker.get("stretch")
     if at is None:
         return f", has computed its {share} of the replicas"
@@ -96,7 +103,7 @@ def _stretch(worker: dict[str, Any], share: int) -> str:
 
 
 def _traffic(worker: dict[str, Any]) -> str:
-    """What went over its links, and how quick those are; empty if it has none."""
+    """Format a worker's links with speed and traffic; empty without links."""
     links = worker.get("links") or {}
     parts = [
         f"{peer} {link['mbit']:g} Mbit/s, {byte_size(link['bytes_sent'])} out, "

@@ -1,4 +1,4 @@
-"""What the coordinator logs: on standard error, or in systemd's journal if that is behind it."""
+"""The coordinator's structured log: on standard error, or in systemd's journal behind it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Final, TextIO, cast
 
 import structlog
 
-from protocol.command.system_journal import Priority, SystemJournal
+from protocol.cli.systemd import Priority, SystemJournal
 
 _COMMON: Final = frozenset({"event", "level", "timestamp"})
 
 
 class _JournalRenderer:
-    """Hands warnings to systemd's journal, with their fields; nothing is left to print."""
+    """Writes warnings to systemd's journal, with their fields, and prints nothing."""
 
     def __init__(self, journal: SystemJournal) -> None:
         self._journal = journal
@@ -31,21 +31,21 @@ class _JournalRenderer:
 
 
 class _StandardError:
-    """Standard error as it is at each line: where it was closed lines are lost, never the run."""
+    """The present standard error: if it was closed, lines are lost, and the run continues."""
 
     def write(self, text: str) -> None:
-        """Write what is not refused."""
+        """Write, and ignore failures."""
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(text)
 
     def flush(self) -> None:
-        """Likewise."""
+        """Flush, and ignore failures."""
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
 
 
 def set_up_logging(journal: SystemJournal | None, *, as_json: bool) -> None:
-    """Structured log on standard error; without --log-json only warnings, people read the rest."""
+    """Log to standard error; without --log-json only warnings, for people read the console."""
     level = logging.INFO if as_json else logging.WARNING
     renderer: Any = structlog.dev.ConsoleRenderer()
     if as_json:

@@ -5,83 +5,93 @@ Pure. Of a run's life it knows only training steps; joining, halting and the end
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.run.exchange.double_check import Differing, chosen_double
+from coordinator.run.exchange.embeddings import JoinedEmbeddings
 from coordinator.run.exchange.mesh import Mesh
-from coordinator.run.exchange.round import Allocate, NonFinite, Round, new_array
+from coordinator.run.exchange.peer_sums import WrongAverage
+from coordinator.run.exchange.round import Allocate, Round, new_array
 from coordinator.run.outputs.actions import (
     Action,
+    AnswerStretchRequest,
     ApplyStep,
     Broadcast,
     Persist,
     Report,
     Send,
     SendAverages,
+    WriteBoundary,
 )
-from coordinator.run.outputs.facts import (
+from coordinator.run.outputs.events import (
     Cause,
+    Committed,
     LossScaleHalved,
-    NodesPlanned,
-    NodesReassigned,
-    NodesSpeculated,
+    Owned,
+    Planned,
     RedoneOtherwise,
-    SlicesOwned,
-    StepCommitted,
     StepRestarted,
+    SubtreesReassigned,
+    SubtreesSpeculated,
     WorkerPutAside,
 )
-from coordinator.run.outputs.kept import Kept
-from coordinator.run.outputs.own_state import own_state_bytes
-from coordinator.run.outputs.restart import CommitRecord, Resumption
-from coordinator.run.planner import Shares, divide, nodes_for, spread
+from coordinator.run.outputs.restart import CommitRecord, Embedded, Resumption
+from coordinator.run.outputs.side_outputs import SideOutputs, replica_state_bytes
+from coordinator.run.planner import Shares, divide, spread, subtrees_for
 from coordinator.run.workers.agreement import MOST_STEPS_AHEAD, Agreement
 from coordinator.run.workers.leases import OwnerLease, Stragglers
 from coordinator.run.workers.membership import COMPUTING, Member, Membership, MemberState
 from protocol.base import limits
-from protocol.base.errors import OutOfPlace
-from protocol.exact.loss_scale import FLOOR, first_scale, scale_after, scales
+from protocol.base.errors import OutOfOrder
+from protocol.exact.inner_phases import order_of_steps
+from protocol.exact.reducer import NonFinite, parse_origin
 from protocol.exact.samples import SampleOrder
-from protocol.exact.stretches import order_of_steps
-from protocol.exact.tree import Node, leaves_of
+from protocol.exact.schedule import FLOOR, first_scale, scale_after, scales
+from protocol.exact.tree import Subtree, leaves_of
 from protocol.exact.update import step_scalars
-from protocol.spec.idle_keys import TASK_SECTIONS
-from protocol.spec.manifest import Manifest
+from protocol.spec.manifest import Block, Manifest
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import (
     Assign,
+    AveragedGradient,
+    AverageDigests,
+    AveragesRequest,
     Boundary,
     Cancel,
     CapturedRows,
+    ChunkReduced,
     Commit,
     Credit,
+    DoorOpen,
     GradientPayload,
-    NodeLoss,
-    NonFiniteNode,
-    SliceAverage,
-    SliceDigests,
-    SliceDone,
-    SliceSum,
-    SlicesWanted,
+    Linked,
+    LinkTraffic,
+    Message,
+    NonFiniteSum,
     StepApplied,
     StepPlan,
     StretchProgress,
     StretchRequest,
-    SumNotFinite,
+    SubtreeLoss,
     SumsArrived,
 )
+from protocol.wire.peers import Traffic, parse
 
 _NO_AVERAGES: Final = "0" * 64
 _DEMOTED_STEPS: Final = 16
 """For so many steps an owner that was too slow owns nothing."""
-SliceMessage = SliceSum | SliceDone | SliceAverage | SumsArrived | SumNotFinite
-_MAX_NODES: Final = 64
+PeerMessage = AveragedGradient | ChunkReduced | SumsArrived
+_MAX_SUBTREES: Final = 64
 """In one message."""
 
 
 OfRound = (
-    GradientPayload | NodeLoss | NonFiniteNode | CapturedRows | StretchProgress | Boundary
+    GradientPayload | SubtreeLoss | NonFiniteSum | CapturedRows | StretchProgress | Boundary
     | StretchRequest
 )  # fmt: skip
 """What workers send of one attempt at a step."""
@@ -94,19 +104,66 @@ class _Committing(NamedTuple):
     round: Round
 
 
+M = TypeVar("M", bound=Message)
+M_co = TypeVar("M_co", bound=Message, covariant=True)
+Fault = NonFinite | Differing | WrongAverage
+"""Why a step cannot be committed as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromMember(Generic[M_co]):
+    """A message of a member of the run, with its body."""
+
+    member: Member
+    message: M_co
+    body: NDArray[Any] | bytes | None
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """The body of a message that carries an array: the connection lets no other through."""
+        assert isinstance(self.body, np.ndarray)
+        return self.body
+
+    @property
+    def document(self) -> bytes:
+        """The body of a message that carries a document."""
+        assert isinstance(self.body, bytes)
+        return self.body
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a message of the step leads to.
+
+    Attributes:
+        actions: To be done first.
+        fault: What halts the run then, if anything.
+        may_complete: Whether the step may be complete now.
+    """
+
+    actions: Sequence[Action] = ()
+    fault: Fault | None = None
+    may_complete: bool = True
+
+
+_LATE: Final = Taken(may_complete=False)
+
+
 class Progress:
     """The steps of one run.
 
     Attributes:
+        epoch: The coordinator's.
         step: Steps committed, and so the number of the one in progress.
-        attempt: Which try at it.
+        attempt: Which try at it; where the loss couples all samples, a try is two attempts, for
+            embeddings and for gradients.
         optimizer_step: Updates committed; skipped steps do not count.
         losses: Mean loss of each step; NaN for a skipped one.
         division: Microbatches by worker in the newest plan.
         round: The attempt in progress; None between the last commit and the next plan.
         loss_scale: What losses of this attempt are multiplied by; 1 unless in float16.
         agreement: Whether all replicas have the same state after the newest commit.
-        signatures: Of all workers that have computed.
+        numerics_profiles: Of all workers that have computed.
         mixed: Whether those are several.
         mesh: The members that reach each other, and who of them owns what.
 
@@ -139,20 +196,23 @@ class Progress:
         self.round: Round | None = None
         self.agreement = Agreement()
         self.mixed = False
-        self.signatures: set[str] = set()
+        self.numerics_profiles: set[str] = set()
         self.loss_scale = self._scale_at_first = first_scale(spec)
         self._stragglers = Stragglers(members)
         self._committing: _Committing | None = None
         self._redone: Mapping[int, str | None] = {}
         self._spec = spec
-        self._epoch = epoch
+        self.epoch = epoch
         self._manifest = manifest
         self._members = members
-        self._order = order_of_steps(spec, manifest.train_samples, manifest.row_groups)
+        self._order = order_of_steps(
+            spec, manifest.train_samples, manifest.row_groups, manifest.sampling
+        )
         self.mesh = mesh or Mesh("", epoch, spec.exchange, manifest.blocks, b"")
         self._allocate = allocate
         self._owner_lease = OwnerLease()
         self._sent_again: dict[str, int] = {}
+        self._now_ms = self._began_ms = 0.0
         if resumption is not None:
             self._resume(resumption)
 
@@ -168,9 +228,22 @@ class Progress:
             ahead=min(ahead, MOST_STEPS_AHEAD),
         )  # fmt: skip
         self._redone = resumption.redone
-        if resumption.terms is not None:
-            self.signatures = set(resumption.terms.signatures)
-            self.mixed = resumption.terms.mixed
+        if resumption.admission is not None:
+            self.numerics_profiles = set(resumption.admission.signatures)
+            self.mixed = resumption.admission.mixed
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self._manifest.blocks
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether the run has logical replicas, which exchange differences after inner phases."""
+        return self._spec.replicas is not None
+
+    @property
+    def _attempts_per_try(self) -> int:
+        return 1 if self._manifest.embeddings is None else 2
 
     @property
     def all_committed(self) -> bool:
@@ -180,7 +253,7 @@ class Progress:
     @property
     def steps(self) -> int:
         """How many there are to be: a capture takes each sample once at most."""
-        steps = self._spec.steps_with(self._manifest.train_samples)
+        steps = self._spec.steps_with(self._manifest.epoch_samples)
         if self._manifest.capture is None or not isinstance(self._order, SampleOrder):
             return steps
         return min(steps, self._order.steps_per_epoch)
@@ -200,66 +273,91 @@ class Progress:
         return self._redone.get(self.step, "") is None
 
     def begin(self) -> list[Action]:
-        """Start an attempt: give every active worker its nodes."""
-        microbatches = self._order.microbatch_count(self.step)
-        speeds = self._members.speeds()
+        """Start a try at the step: give every active worker its subtrees."""
+        layout = self._manifest.embeddings
+        if layout is None:
+            return self._begin_gradients(None)
+        # No chunks of gradients, so no owners: embeddings always go to the coordinator.
+        assert isinstance(self._order, SampleOrder), "a task with replicas has no such loss"
+        sizes = self._order.microbatch_sizes(self.step)
+        side_outputs = SideOutputs([samples * layout.sample_bytes for samples in sizes])
+        self.round = Round(
+            (), len(sizes), self.epoch, self.step, self.attempt, kept=side_outputs, embeds=layout
+        )
+        return self._begin_round(self.round, [], "embeddings")
+
+    def continue_with_gradients(self, round_: Round) -> list[Action]:
+        """All embeddings of the step are there: have gradients computed, as the next attempt."""
+        embeddings = round_.join_embeddings()
+        self.attempt += 1
+        return self._begin_gradients(embeddings)
+
+    def _begin_gradients(self, embeddings: JoinedEmbeddings | None) -> list[Action]:
+        self._began_ms = self._now_ms
         number = self.mesh.number
-        before, table = self.mesh.table, None
-        if self._may_be_sliced:
-            table = self.mesh.choose(speeds, self.step)
-        round_ = Round(
+        before, table = self.mesh.table, self.mesh.star
+        if self._may_be_sharded:
+            table = self.mesh.choose(self._members.speeds(), self.step)
+        self.round = Round(
             self._manifest.blocks,
-            microbatches,
-            self._epoch,
+            self._order.microbatch_count(self.step),
+            self.epoch,
             self.step,
             self.attempt,
             kept=self._keeps(),
             exchange=self._spec.codecs,
             stretches=self._spec.replicas is not None,
-            owners=None if table is None else (self.mesh.number, table),
+            embeddings=embeddings,
+            owners=(self.mesh.number if table.has_peers else 0, table),
             allocate=self._allocate,
         )
-        self.round = round_
+        has_changed = number != self.mesh.number or before != table
+        owned = [Report(self._owned())] if has_changed else []
+        return self._begin_round(self.round, owned, "step")
+
+    def _begin_round(self, round_: Round, owned: list[Report], cause: Cause) -> list[Action]:
+        speeds = self._members.speeds()
         leaving = self.release()
         if not speeds or self.was_skipped:
             return leaving
-        if number != self.mesh.number or before != table:
-            leaving.append(Report(self._owned()))
-        self.division = self._divide(microbatches, speeds)
-        given = self._give(round_, nodes_for(self.division), "step")
-        return leaving + given + self._give_twice(round_, list(speeds))
+        self.division = self._divide(round_.microbatches, speeds)
+        actions = self._give(round_, subtrees_for(self.division), cause)
+        return [*leaving, *owned, *actions, *self._give_twice(round_, list(speeds))]
 
     @property
-    def _may_be_sliced(self) -> bool:
+    def _may_be_sharded(self) -> bool:
         """Whether members may average among themselves: not what a capture or replicas send."""
         plain = self._manifest.capture is None and self._spec.replicas is None
         return plain and not self.was_skipped
 
-    def _keeps(self) -> Kept | None:
+    def _keeps(self) -> SideOutputs | None:
         if self._spec.replicas is not None:
-            own_bytes = own_state_bytes(self._spec, self._manifest)
-            return Kept([own_bytes] * self._spec.replicas.count) if own_bytes else None
+            own_bytes = replica_state_bytes(self._spec, self._manifest)
+            return SideOutputs([own_bytes] * self._spec.replicas.count) if own_bytes else None
         layout = self._manifest.capture
         if layout is None or not isinstance(self._order, SampleOrder):
             return None
-        return Kept([n * layout.sample_bytes for n in self._order.microbatch_sizes(self.step)])
+        sizes = self._order.microbatch_sizes(self.step)
+        return SideOutputs([samples * layout.sample_bytes for samples in sizes])
 
     def _give_twice(self, round_: Round, active: list[str]) -> list[Action]:
-        """Now and then, have a node computed by a second worker, to compare."""
-        nodes = {name: share.nodes for name, share in round_.shares.items()}
+        """Now and then, have a subtree computed by a second worker, to compare."""
+        subtrees = {name: share.subtrees for name, share in round_.shares.items()}
         signed = {
-            member.name: member.signature for member in self._members if member.name in active
+            member.name: member.numerics_profile
+            for member in self._members
+            if member.name in active
         }
         spec = self._spec
         # After one step workers have unlike pasts: a user's task that remembers shows it.
-        surely = self.step == 1 and spec.task not in TASK_SECTIONS
+        surely = self.step == 1 and spec.is_own_task
         every = spec.double_check_every
-        double = chosen_double(spec.seed, self.step, every, nodes, signed, surely=surely)
+        double = chosen_double(spec.seed, self.step, every, subtrees, signed, surely=surely)
         if double is None:
             return []
         round_.doubled = double
-        _, other, node = double
-        return self._give(round_, {other: (node,)}, "speculative")
+        _, other, subtree = double
+        return self._give(round_, {other: (subtree,)}, "speculative")
 
     def _divide(self, microbatches: int, speeds: dict[str, float | None]) -> Shares:
         """By speed; a worker that has long had nothing gets one microbatch, to be measured."""
@@ -290,48 +388,49 @@ class Progress:
         return proven
 
     def reassign(self) -> list[Action]:
-        """Give unassigned nodes to the active workers, within the step."""
+        """Give unassigned subtrees to the active workers, within the step."""
         round_ = self.round
         if round_ is None or self.was_skipped or self.persisting:
             return []
-        owned = None if round_.tainted else self._reown(round_)
-        if owned is None:  # a sum cannot be taken apart again, or no owner is left
+        if round_.tainted:  # a sum cannot be taken apart again
             self.attempt += 1
             return [Report(StepRestarted(**self.place())), *self.begin()]
+        owned = self._reown(round_)
         speeds = self._members.speeds()
         orphans = round_.unassigned()
         if not speeds or not orphans:
             return owned
         if not round_.begun:  # nobody was there when the step began
-            given = self._spread(round_, orphans, speeds, "step")
-            return given + self._give_twice(round_, list(speeds))
-        told = NodesReassigned(self.step, [str(node) for node in orphans])
+            cause: Cause = "embeddings" if round_.embeds else "step"
+            actions = self._spread(round_, orphans, speeds, cause)
+            return actions + self._give_twice(round_, list(speeds))
+        event = SubtreesReassigned(self.step, [str(subtree) for subtree in orphans])
         if round_.stretches:  # as large as a whole share: to whoever has none left, if anyone
             idle = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
             speeds = idle or speeds
-        return [*owned, *self._spread(round_, orphans, speeds, "reassigned"), Report(told)]
+        return [*owned, *self._spread(round_, orphans, speeds, "reassigned"), Report(event)]
 
-    def _reown(self, round_: Round) -> list[Action] | None:
-        """What lost owners had goes to those that are left; None if none is."""
-        if round_.sliced is None:
+    def _reown(self, round_: Round) -> list[Action]:
+        """What lost owners had goes to those that are left, or to the coordinator."""
+        table, number = round_.peers.table, self.mesh.number
+        if not table.has_peers:
             return []
         computing = self._members.names(*COMPUTING)
-        table, known = round_.sliced.table, self.mesh.number
-        gone = [name for name in table.members if name not in computing]
-        if self.mesh.without(gone) is None:
-            return None
-        return self._told_owners(round_) if self.mesh.number != known else []
+        self.mesh.without([name for name in table.members if name not in computing])
+        return self._told_owners(round_) if self.mesh.number != number else []
 
     def _told_owners(self, round_: Round) -> list[Action]:
         """All go on with the newest table."""
-        assert self.mesh.table is not None
         round_.reown(self.mesh.number, self.mesh.table)
         workers = [name for name in round_.shares if name in self._members]
-        return [*self.mesh.tell(workers), Report(self._owned())]
+        return [*self.mesh.tell(workers), *self.credit(round_), Report(self._owned())]
 
-    def _owned(self) -> SlicesOwned:
+    def _owned(self) -> Owned:
         mesh = self.mesh
-        return SlicesOwned(self.step, mesh.number, mesh.reason, mesh.owned())
+        return Owned(
+            epoch=self.epoch, step=self.step, number=mesh.number, reason=mesh.reason,
+            owners=mesh.owned(),
+        )  # fmt: skip
 
     def _pass_over_owner(self, round_: Round) -> list[Action]:
         """An owner that alone is waited for, and is silent, owns nothing for a while."""
@@ -340,53 +439,57 @@ class Progress:
             return []
         self.mesh.demote(late, self.step + _DEMOTED_STEPS)
         self.mesh.reown(late)
-        told = self._stragglers.reports_owner(late, self.step)
-        return [*told, *self._told_owners(round_)]
+        actions = self._stragglers.reports_owner(late, self.step)
+        return [*actions, *self._told_owners(round_)]
 
     def _spread(
         self,
         round_: Round,
-        nodes: tuple[Node, ...],
+        subtrees: tuple[Subtree, ...],
         speeds: dict[str, float | None],
         cause: Cause,
     ) -> list[Action]:
-        return self._give(round_, spread(nodes, round_.microbatches, speeds), cause)
+        return self._give(round_, spread(subtrees, round_.microbatches, speeds), cause)
 
     def _give(
-        self, round_: Round, nodes: Mapping[str, tuple[Node, ...]], cause: Cause
+        self, round_: Round, subtrees: Mapping[str, tuple[Subtree, ...]], cause: Cause
     ) -> list[Action]:
-        """Give nodes to workers: their plans of this step, or more of it."""
-        self._note_signatures()
+        """Give subtrees to workers: their plans of this step, or more of it."""
+        self._note_numerics_profiles()
         if self._spec.replicas is not None:
             # A difference is encoded by itself: sums of two would need another codec.
-            nodes = {name: tuple(leaves_of(mine)) for name, mine in nodes.items()}
-        actions = self._may_send(round_, round_.plan(sum(map(len, nodes.values()))))
-        for name, mine in nodes.items():
-            parts = [mine[at : at + _MAX_NODES] for at in range(0, len(mine), _MAX_NODES)]
+            subtrees = {name: tuple(leaves_of(mine)) for name, mine in subtrees.items()}
+        actions = self._may_send(round_, round_.plan(sum(map(len, subtrees.values()))))
+        for name, mine in subtrees.items():
+            parts = [mine[at : at + _MAX_SUBTREES] for at in range(0, len(mine), _MAX_SUBTREES)]
             for part in parts or [()]:
                 actions += self._plan(round_, name, part)
-        view, given = self._members.view, {name: mine for name, mine in nodes.items() if mine}
-        planned = NodesPlanned(self.step, self.attempt, view, round_.microbatches, cause, given)
-        return [*actions, Report(planned)]
+        view, shares = self._members.view, {name: mine for name, mine in subtrees.items() if mine}
+        event = Planned(
+            **self.place(), view=view, microbatches=round_.microbatches, nodes=shares, cause=cause
+        )
+        return [*actions, Report(event)]
 
-    def _plan(self, round_: Round, worker: str, nodes: tuple[Node, ...]) -> list[Action]:
-        known = worker in round_.shares
+    def _plan(self, round_: Round, worker: str, subtrees: tuple[Subtree, ...]) -> list[Action]:
+        is_member = worker in round_.shares
         member = self._members.get(worker)
-        round_.assign(worker, nodes, local=member is not None and not member.host)
+        round_.assign(worker, subtrees, local=member is not None and not member.host)
         if member is not None:
-            round_.double_check.given(worker, member.signature, nodes)
-        self._stragglers.given(worker)
+            round_.double_check.given(worker, member.numerics_profile, subtrees)
+        self._stragglers.assigned(worker)
         place, view = self.place(), self._members.view
-        if known:
-            return [Send(worker, Assign(**place, view=view, nodes=nodes))]
-        sliced = round_.sliced
+        if is_member:
+            return [Send(worker, Assign(**place, view=view, subtrees=subtrees))]
+        number = round_.peers.number
         plan = StepPlan(
-            **place, view=view, nodes=nodes, microbatches=round_.microbatches,
-            uploads=round_.uploads(worker), owners=0 if sliced is None else sliced.number,
-            loss_scale=self.loss_scale,
+            **place, view=view, subtrees=subtrees, microbatches=round_.microbatches,
+            uploads=round_.uploads(worker), owners=number, loss_scale=self.loss_scale,
+            phase="embeddings" if round_.embeds else "gradients",
         )  # fmt: skip
-        told = self.mesh.tell([worker]) if sliced is not None else []
-        return [*told, Send(worker, plan)]
+        actions = self.mesh.tell([worker]) if number else []
+        messages = () if round_.embeddings is None else round_.embeddings.messages(place)
+        rows = [Send(worker, message, body) for message, body in messages]
+        return [*actions, *rows, Send(worker, plan)]
 
     def halve_loss_scale(self, reason: str) -> list[Action]:
         """Gradients overflowed in float16: do the same step again with half the scale.
@@ -398,8 +501,8 @@ class Progress:
             return []
         self.loss_scale /= 2.0
         self.attempt += 1
-        told = LossScaleHalved(**self.place(), loss_scale=self.loss_scale, reason=reason)
-        return [Report(told), *self.begin()]
+        event = LossScaleHalved(**self.place(), loss_scale=self.loss_scale, reason=reason)
+        return [Report(event), *self.begin()]
 
     def credit(self, round_: Round) -> list[Action]:
         """Let workers send more, once there is room for its sums."""
@@ -413,13 +516,14 @@ class Progress:
             for worker in workers
         ]
 
-    def _note_signatures(self) -> None:
+    def _note_numerics_profiles(self) -> None:
         """Also of those that have left since: what they computed stays."""
-        self.signatures |= self._members.signatures
-        self.mixed = self.mixed or len(self.signatures) > 1
+        self.numerics_profiles |= self._members.numerics_profiles
+        self.mixed = self.mixed or len(self.numerics_profiles) > 1
 
     def tick(self, now_ms: float) -> list[Action]:
         """Time goes on: see who is late, and let nobody wait for them."""
+        self._now_ms = now_ms
         self._stragglers.tick(now_ms)
         if self.persisting:
             return []
@@ -468,33 +572,33 @@ class Progress:
             return [*cancelled]
         reports = [*cancelled, *self._stragglers.reports(late, self.step, "gradients")]
         speeds = {name: speed for name, speed in others.items() if not round_.pending(name)}
-        nodes = round_.unassigned(ignoring=names) if speeds else ()
-        if not nodes:
+        subtrees = round_.unassigned(ignoring=names) if speeds else ()
+        if not subtrees:
             return [*reports]
-        told = NodesSpeculated(self.step, [str(node) for node in nodes], names)
-        given = self._spread(round_, nodes, speeds, "speculative")
-        return [*reports, *given, Report(told)]
+        event = SubtreesSpeculated(self.step, [str(subtree) for subtree in subtrees], names)
+        actions = self._spread(round_, subtrees, speeds, "speculative")
+        return [*reports, *actions, Report(event)]
 
     def cancel_surplus(self, round_: Round) -> list[Action]:
         """Tell workers what need not be computed any more, since others were first."""
         return [
-            Send(name, Cancel(**self.place(), nodes=nodes[at : at + _MAX_NODES]))
-            for name, nodes in round_.surplus().items()
-            for at in range(0, len(nodes), _MAX_NODES)
+            Send(name, Cancel(**self.place(), subtrees=subtrees[at : at + _MAX_SUBTREES]))
+            for name, subtrees in round_.surplus().items()
+            for at in range(0, len(subtrees), _MAX_SUBTREES)
         ]
 
-    def present(self, message: OfRound | SliceMessage) -> Round | None:
+    def present(self, message: OfRound | PeerMessage) -> Round | None:
         """The round that it belongs to, if that is still open.
 
         Late ones belong to none: of an earlier attempt, or of a step that is skipped already.
 
         Raises:
-            OutOfPlace: It belongs to no attempt that there has been.
+            OutOfOrder: It belongs to no attempt that there has been.
         """
         theirs = (message.epoch, message.step, message.attempt)
-        ours = (self._epoch, self.step, self.attempt)
-        if message.epoch != self._epoch or theirs > ours:
-            raise OutOfPlace(
+        ours = (self.epoch, self.step, self.attempt)
+        if message.epoch != self.epoch or theirs > ours:
+            raise OutOfOrder(
                 f"{type(message).__name__}: expected (epoch, step, attempt) {ours}, got {theirs}"
             )
         return self.round if theirs == ours and not self.persisting else None
@@ -503,21 +607,21 @@ class Progress:
         """It has sent a part of what it owes."""
         self._stragglers.delivered(worker)
 
-    def node_loss(
-        self, round_: Round, member: Member, message: NodeLoss
+    def subtree_loss(
+        self, round_: Round, member: Member, message: SubtreeLoss
     ) -> NonFinite | Differing | None:
-        """Take a node's loss, and how long the node took."""
-        self.delivered(member.name)
-        outcome = round_.node_loss(member.name, message)
-        member.measured(message.elapsed_ms / message.node.leaves)
-        if outcome is True:
-            member.microbatches += message.node.leaves
+        """Take a subtree's loss, and how long the subtree took."""
+        outcome = round_.subtree_loss(member.name, message)
+        if round_.embeds is None:  # embeddings alone take less than a microbatch
+            member.measured(message.elapsed_ms / message.subtree.leaves)
+        if outcome is True and round_.embeds is None:
+            member.microbatches += message.subtree.leaves
         return None if isinstance(outcome, bool) else outcome
 
-    def slices_wanted(self, worker: str, message: SlicesWanted) -> list[Action]:
+    def averages_request(self, worker: str, message: AveragesRequest) -> list[Action]:
         """Owners were to send it what is committed, and are gone: it gets that here."""
-        committed = message.epoch == self._epoch and message.step < self.step
-        if not committed or self._sent_again.get(worker, -1) >= message.step:
+        is_committed = message.epoch == self.epoch and message.step < self.step
+        if not is_committed or self._sent_again.get(worker, -1) >= message.step:
             return []
         self._sent_again[worker] = message.step
         return [SendAverages(worker, message.step)]
@@ -526,16 +630,16 @@ class Progress:
         """Take a worker's answer to a commit.
 
         Raises:
-            OutOfPlace: No such step was committed.
+            OutOfOrder: No such step was committed.
         """
-        if message.epoch != self._epoch or message.step > self.step:
-            raise OutOfPlace(
-                f"StepApplied: expected epoch {self._epoch} and at most {self.step} steps, "
+        if message.epoch != self.epoch or message.step > self.step:
+            raise OutOfOrder(
+                f"StepApplied: expected epoch {self.epoch} and at most {self.step} steps, "
                 f"got {message.epoch} and {message.step}"
             )
         if message.step == self.step:
             self._stragglers.answered(worker)
-        self.agreement.answer(worker, message.step, message.state_digest, message.differing)
+        self.agreement.answer(worker, message.step, message.state_digest)
 
     def persist(self, round_: Round, *, skip: bool) -> list[Action]:
         """The round is complete and everyone agrees on the step before, or it is skipped, and
@@ -552,20 +656,23 @@ class Progress:
             loss, digest = round_.loss, round_.averages_digest()
         commit = Commit(**self.place(), scalars=scalars, loss=loss, averages_digest=digest)
         before = self.agreement.digest(self.step)
-        counted = None if skip else round_.counted
+        combinations = None if skip else round_.counted
+        rows = None if skip else round_.embeddings
         record = CommitRecord(
-            commit=commit, optimizer_step=updates, state_before=before, norm=norm, counted=counted
-        )
+            commit=commit, optimizer_step=updates, state_before=before, norm=norm,
+            counted=combinations,
+            embedded=None if rows is None else Embedded.made_by(rows.digest, rows.origin),
+        )  # fmt: skip
         self._committing = _Committing(record, round_)
-        kept = () if skip or round_.kept is None else round_.kept.content
-        return [*self._compare(digest), Persist(record, kept)]
+        side_outputs = () if skip or round_.kept is None else round_.kept.content
+        return [*self._compare(digest), Persist(record, side_outputs)]
 
     def _compare(self, digest: str) -> list[Action]:
         """A step that is done again should have the averages it had."""
-        known = self._redone.get(self.step)
-        if known is None or known == digest:
+        earlier = self._redone.get(self.step)
+        if earlier is None or earlier == digest:
             return []
-        return [Report(RedoneOtherwise(self.step, known, digest))]
+        return [Report(RedoneOtherwise(self.step, earlier, digest))]
 
     def leave_out(self) -> None:
         """The run is to end before this step, unless its commit is on its way to the disk."""
@@ -592,7 +699,10 @@ class Progress:
         record = record.model_copy(update={"own_digest": own_digest})
         self._committing = self.round = None
         commit = record.commit
-        digests = self._slice_digests(round_, commit)
+        digests = self._average_digests(round_, commit)
+        if commit.scalars is not None and self.attempt < self._attempts_per_try:
+            sharded = round_.peers.number > 0
+            self.mesh.took(self._now_ms - self._began_ms, sharded=sharded)
         apply = ApplyStep(self.step, round_.averages, commit.scalars)
         self.optimizer_step = record.optimizer_step
         self.losses.append(commit.loss)
@@ -604,19 +714,19 @@ class Progress:
         computing = self._members.names(*COMPUTING)
         self.agreement.expect(self.step, computing)
         self._stragglers.committed(round_, computing)
-        told: list[Action] = [*digests, Broadcast(commit), apply, Report(StepCommitted(record))]
-        return [*told, *self.release()]
+        actions: list[Action] = [*digests, Broadcast(commit), apply, Report(Committed.of(record))]
+        return [*actions, *self.release()]
 
-    def _slice_digests(self, round_: Round, commit: Commit) -> list[Send]:
+    def _average_digests(self, round_: Round, commit: Commit) -> list[Send]:
         """To all that have averages from others: what those must be."""
-        if round_.sliced is None or commit.scalars is None:
+        if not round_.peers.number or commit.scalars is None:
             return []
-        body = round_.sliced.digests()
-        message = SliceDigests(epoch=commit.epoch, step=commit.step, attempt=commit.attempt)
+        body = round_.peers.digests()
+        message = AverageDigests(epoch=commit.epoch, step=commit.step, attempt=commit.attempt)
         return [Send(name, message, body) for name in round_.shares if name in self._members]
 
     def release(self) -> list[Action]:
-        """Say goodbye to draining workers that have no unfinished nodes of this attempt."""
+        """Say goodbye to draining workers that have no unfinished subtrees of this attempt."""
         busy = self.round.unfinished if self.round is not None else lambda _: ()
         return [
             member.release()
@@ -631,4 +741,130 @@ class Progress:
 
     def place(self) -> dict[str, int]:
         """Epoch, step and attempt: where a message belongs."""
-        return {"epoch": self._epoch, "step": self.step, "attempt": self.attempt}
+        return {"epoch": self.epoch, "step": self.step, "attempt": self.attempt}
+
+    # What workers send of the step in progress, while the run is TRAINING. `Run` halts at a fault,
+    # and else checks whether the step is complete. A message of an earlier attempt changes nothing.
+
+    def _round_of(
+        self, incoming: FromMember[GradientPayload | CapturedRows | SubtreeLoss]
+    ) -> Round | None:
+        """Return the round that a computing worker delivers to; None if its message is late."""
+        round_ = self.present(incoming.message)
+        if round_ is None or incoming.member.state not in COMPUTING:
+            return None
+        self.delivered(incoming.member.name)
+        return round_
+
+    def on_payload(self, incoming: FromMember[GradientPayload]) -> Taken:
+        """Add a chunk of a subtree's gradient sum, or pass it on to the worker that averages it."""
+        round_ = self._round_of(incoming)
+        if round_ is None:
+            return _LATE
+        outcome = round_.payload(incoming.member.name, incoming.message, incoming.values)
+        if isinstance(outcome, NonFinite | Differing):
+            return Taken(fault=outcome)
+        if isinstance(outcome, Send):
+            return Taken([outcome], may_complete=False)
+        credit = self.credit(round_)  # before an average: it is short, and waited for
+        averaged: list[Action] = [] if outcome is None else [outcome, *round_.summarize()]
+        return Taken(credit + averaged + self.release())
+
+    def on_captured_rows(self, incoming: FromMember[CapturedRows]) -> Taken:
+        """Keep a piece of what a microbatch gives beside its gradient."""
+        round_ = self._round_of(incoming)
+        if round_ is None:
+            return _LATE
+        differing = round_.captured(incoming.member.name, incoming.message, incoming.values)
+        return Taken(fault=differing, may_complete=False)
+
+    def on_inner_phase(
+        self, incoming: FromMember[StretchProgress | Boundary | StretchRequest]
+    ) -> Taken:
+        """Note how far a worker is in the inner phase of a logical replica."""
+        message, name = incoming.message, incoming.member.name
+        if not self.has_replicas:
+            raise OutOfOrder(f"{type(message).__name__} in a run without replicas")
+        round_ = self.present(message)
+        if round_ is None or incoming.member.state is MemberState.LOADING:
+            return _LATE
+        self.delivered(name)
+        match message:
+            case StretchProgress():
+                round_.stretch(name, message.replica, message.inner)
+                return _LATE
+            case Boundary():
+                round_.boundary(name, message.replica)
+                return Taken([WriteBoundary(message, incoming.values)], may_complete=False)
+            case StretchRequest():
+                round_.stretch(name, message.replica, 0)
+                return Taken([AnswerStretchRequest(name, message)], may_complete=False)
+
+    def on_subtree_loss(self, incoming: FromMember[SubtreeLoss]) -> Taken:
+        """Take the loss of a subtree, with which all of it is there."""
+        round_ = self._round_of(incoming)
+        if round_ is None:
+            return _LATE
+        fault = self.subtree_loss(round_, incoming.member, incoming.message)
+        return Taken(self.release() + self.cancel_surplus(round_), fault)
+
+    def on_non_finite(self, incoming: FromMember[NonFiniteSum]) -> Taken:
+        """Halt for NaN or infinity that a worker found in its own gradients, or in what it sums."""
+        round_, name, non_finite = (
+            self.present(incoming.message),
+            incoming.member.name,
+            incoming.message.found,
+        )
+        if round_ is None:
+            return _LATE
+        if non_finite.worker == name and incoming.member.state is MemberState.LOADING:
+            return _LATE
+        self.delivered(name)
+        return Taken(fault=round_.non_finite(name, non_finite))
+
+    def on_peer_listens(self, incoming: FromMember[DoorOpen]) -> Taken:
+        """A worker accepts connections of others."""
+        return Taken(self.mesh.opened(incoming.member.name, incoming.message), may_complete=False)
+
+    def on_peer_linked(self, incoming: FromMember[Linked]) -> Taken:
+        """A worker reaches another one."""
+        self.mesh.linked(incoming.member.name, incoming.message.peer, incoming.message.mbit)
+        return _LATE
+
+    def on_link_traffic(self, incoming: FromMember[LinkTraffic]) -> Taken:
+        """How much a worker exchanged with others."""
+        self.mesh.traffic[incoming.member.name] = parse(Traffic, incoming.document).peers
+        return _LATE
+
+    def on_sums_arrived(self, incoming: FromMember[SumsArrived]) -> Taken:
+        """An owner has all of a subtree that goes to it."""
+        message = incoming.message
+        round_ = self.present(message)
+        if round_ is None:
+            return _LATE
+        self.delivered(incoming.member.name)
+        round_.sums_arrived(incoming.member.name, message)
+        if message.worker in round_.shares:
+            self.delivered(message.worker)
+        return Taken(self.release() + self.cancel_surplus(round_), may_complete=False)
+
+    def on_peer_average(self, incoming: FromMember[ChunkReduced | AveragedGradient]) -> Taken:
+        """Take the values of a worker's average, or its digest of them."""
+        message, name = incoming.message, incoming.member.name
+        round_ = self.present(message)
+        if round_ is None:
+            return _LATE
+        self.delivered(name)
+        reduced = isinstance(message, ChunkReduced)
+        body = parse_origin(incoming.document) if reduced else incoming.values
+        result = round_.peer_average(name, message, body)
+        if isinstance(result, WrongAverage):
+            return Taken(fault=result)
+        averaged = [] if result is None else [result]
+        return Taken([*averaged, *round_.summarize(), *self.release()])
+
+    def on_averages_request(self, incoming: FromMember[AveragesRequest]) -> Taken:
+        """A worker lacks committed averages whose owners are gone."""
+        return Taken(
+            self.averages_request(incoming.member.name, incoming.message), may_complete=False
+        )

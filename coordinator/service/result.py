@@ -1,35 +1,42 @@
-"""The end of a run: trained tensors, the journal's last line, a card, and `result.json`."""
+"""The result of a run: trained tensors, the journal's last line, a model card, and
+`result.json`."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from coordinator.disk.artifacts import write_json, write_model
 from coordinator.disk.canonical_json import json_digest
+from coordinator.disk.durable_file import replace_file
 from coordinator.run.outputs.actions import Finish
+from coordinator.run.outputs.events import Evaluated
 from coordinator.run.run import Run
-from coordinator.service.model_card import write_card
+from coordinator.storage.directory.journal import entries_of
 from coordinator.storage.directory.journal_records import Ended
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.run_storage import RunStorage
-from coordinator.storage.states.saved_state import load_replica
+from coordinator.storage.states.checkpoint_state import load_replica
+from protocol import __version__
 from protocol.base import limits
 from protocol.exact.replica import Replica
-from protocol.spec.manifest import BEST
+from protocol.spec.manifest import BEST, Manifest
+from protocol.spec.model_card import CARD, CardFacts, Measured, card_text
+from protocol.spec.run_spec import RunSpec
 
-_FIGURE_BYTES: Final = 11
-"""Of a number and the length of its name, in a message."""
+_METRIC_BYTES: Final = 11
+"""A number and the length of its name, in a message."""
 _NAME_CHARACTERS: Final = 64
-"""Of a name in a message."""
+"""The longest name in a message."""
 
 
 async def write_result(
     run: Run, storage: RunStorage, replica: Replica, end: Finish, wall_s: float
 ) -> tuple[Path, dict[str, object]]:
-    """Write what a run leaves behind; `result.json` comes last, with the journal's head.
+    """Write the result; `result.json` comes last, with the journal's head.
 
     Args:
         run: The run, over.
@@ -39,11 +46,11 @@ async def write_result(
         wall_s: Seconds since training began, in this process.
 
     Returns:
-        Where the trained tensors are, and what `result.json` says.
+        The directory of the trained tensors, and the content of `result.json`.
 
     Raises:
-        StorageFailed: The disk refuses.
-        RunFailed: The directory has another coordinator now; nothing of it is written over.
+        StorageFailed: A write failed.
+        RunFailed: Another coordinator owns the directory now; nothing of it is overwritten.
     """
     assert run.manifest is not None
     path = storage.directory.path
@@ -54,12 +61,13 @@ async def write_result(
         exported = await asyncio.to_thread(write_model, path, run.manifest, replica)
         exported |= await _write_best(run, storage)
     model = path / run.manifest.export.directory
-    digests = await asyncio.to_thread(replica.digests)
+    weights = await asyncio.to_thread(replica.weights_digest)
+    state = await asyncio.to_thread(replica.state_digest)
     document: dict[str, object] = {
         "run_id": run.run_id,
         "outcome": end.outcome,
-        "steps": run.step,
-        "weights_digest": digests.weights,
+        "steps": run.steps_committed,
+        "weights_digest": weights,
         "losses": [loss if math.isfinite(loss) else None for loss in run.losses],
         "eval": {name: v if math.isfinite(v) else None for name, v in run.metrics.items()},
         "exact": run.progress is not None and not run.progress.mixed,
@@ -68,20 +76,19 @@ async def write_result(
         "exported": exported,
     }
     record = Ended(
-        epoch=run.epoch, step=run.step, outcome=end.outcome, reason=end.reason,
-        weights_digest=digests.weights, state_digest=digests.state,
+        epoch=run.epoch, step=run.steps_committed, outcome=end.outcome, reason=end.reason,
+        weights_digest=weights, state_digest=state,
         result_digest=json_digest(document),
     )  # fmt: skip
     document["journal_head"] = await storage.end_journal(record)
     if not storage.captures:
-        told = storage.directory, run.spec, run.manifest, document
-        await asyncio.to_thread(write_card, *told)
+        await asyncio.to_thread(write_card, storage.directory, run.spec, run.manifest, document)
     await asyncio.to_thread(write_json, storage.directory.result_file, document)
     return model, document
 
 
 async def _write_best(run: Run, storage: RunStorage) -> dict[str, str]:
-    """The state with the best held-out figure, where the run spec says which figure.
+    """Write the state with the best metric, if the run spec names a metric.
 
     Returns:
         BLAKE3 of each file, by its path below the run's directory.
@@ -93,7 +100,7 @@ async def _write_best(run: Run, storage: RunStorage) -> dict[str, str]:
     manifest = settled.model_copy(update={"export": export})
 
     def work() -> dict[str, str]:
-        # A checkpoint's files lie where the run's own manifest says.
+        # The paths in a checkpoint follow the run's own manifest.
         replica = load_replica(checkpoint, settled, run.spec.update)
         return write_model(storage.directory.path, manifest, replica)
 
@@ -101,10 +108,39 @@ async def _write_best(run: Run, storage: RunStorage) -> dict[str, str]:
 
 
 def metrics_to_send(result: Mapping[str, object]) -> dict[str, float | None]:
-    """The held-out figures of a result, if they fit a message; else none of them."""
+    """Return the metrics of a result if they fit into a message, else none of them."""
     figures = result.get("eval")
     if not isinstance(figures, dict):
         return {}
-    needed = sum(len(name.encode()) + _FIGURE_BYTES for name in figures)
+    needed = sum(len(name.encode()) + _METRIC_BYTES for name in figures)
     long = any(len(name) > _NAME_CHARACTERS for name in figures)
     return {} if long or needed > limits.END_METRICS_BYTES else figures
+
+
+def write_card(
+    directory: RunDirectory, spec: RunSpec, manifest: Manifest, result: Mapping[str, Any]
+) -> None:
+    """Write a model card into the export's directory, unless the task wrote its own.
+
+    `result.json` does not list it: people add a license to it.
+
+    Args:
+        directory: Of the run.
+        spec: The run spec.
+        manifest: The run's manifest.
+        result: The content of `result.json`.
+
+    Raises:
+        StorageFailed: A write failed.
+    """
+    if CARD in manifest.export.files:
+        return
+    facts = CardFacts.of(spec, manifest, result, __version__, [*_measured(directory.journal)])
+    replace_file(directory.path / manifest.export.directory / CARD, card_text(facts).encode())
+
+
+def _measured(journal: Path) -> Iterator[Measured]:
+    """Yield the newest metrics of each step; a step that a restart repeated has several."""
+    metrics = {record.step: record.metrics for record in entries_of(journal, Evaluated)}
+    for step in sorted(metrics):
+        yield Measured(step=step, figures=metrics[step])

@@ -1,4 +1,4 @@
-"""The coordinator's service: members come and go, runs are taken one after the other."""
+"""The coordinator's service: members, the queue of runs, and the run in progress."""
 
 from __future__ import annotations
 
@@ -14,59 +14,62 @@ from typing import Protocol
 
 import structlog
 
-from coordinator.disk.claim import Claim
+from coordinator.disk.directory_lock import DirectoryLock
 from coordinator.files.blob_index import BlobIndex
 from coordinator.files.blob_server import BlobServer
-from coordinator.files.permitted import PermittedFiles
+from coordinator.files.permitted_files import PermittedFiles
+from coordinator.members.acceptor import LOCAL, CoordinatorAcceptor
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.members.doorway import HERE, Doorway, Greet
 from coordinator.members.session import JoinCheck, MemberSession
-from coordinator.members.strangers import Strangers
 from coordinator.run.exchange.round import new_array
+from coordinator.run.inputs import DrainRun
 from coordinator.run.outputs.actions import Finish
-from coordinator.run.outputs.facts import Fact
+from coordinator.run.outputs.events import Event
 from coordinator.run.run import Run
 from coordinator.run.workers.membership import MemberState
-from coordinator.service.accepted_run import AcceptedRun, begin_run, find_run
-from coordinator.service.execution import Execution
-from coordinator.service.listener import (
+from coordinator.service.events import (
     Draining,
-    Listener,
-    LoopHeld,
+    EventLoopBlocked,
+    EventSink,
     RunAccepted,
     RunEnded,
     RunResumed,
     RunWaitsForDisk,
-    SecretsSound,
-    SecretsTrouble,
+    SecretsDamaged,
+    SecretsRestored,
     WorkerConnected,
     WorkerDisconnected,
     document,
 )
-from coordinator.service.repeated_ends import Others, Phase, RepeatedEnds
-from coordinator.storage.kept_files import hold
+from coordinator.service.execution import Execution
+from coordinator.service.flapping import FlapDetector, Phase, StrayConnections
+from coordinator.service.run_instance import RunInstance, begin_run, load_run
+from coordinator.storage.file_digests import lock_directory
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
 from protocol.base.address import format_address
 from protocol.base.errors import (
     ExitCode,
-    OutOfPlace,
+    OutOfOrder,
     QueueFull,
     SamestepError,
     SharedMemoryFull,
     StorageFailed,
     UsageError,
 )
+from protocol.base.option_names import option
 from protocol.exact.update import Array
-from protocol.host.lent_memory import Lender, new_lender
-from protocol.host.loop_watch import LoopWatch
-from protocol.host.machine import Machine
-from protocol.host.secret_file import secret_places
-from protocol.host.trace import Tracer
+from protocol.machine.event_loop import LoopWatch
+from protocol.machine.machine import Machine
+from protocol.machine.secret_file import secret_places
+from protocol.machine.shared_segment import SegmentOwner, new_segment_owner
+from protocol.machine.trace import Tracer
 from protocol.spec.run_spec import RunSpec
+from protocol.wire.acceptor import Greet
 from protocol.wire.authentication import new_key
 from protocol.wire.connection import Connection
 from protocol.wire.messages import Heartbeat, Welcome
+from protocol.wire.pending import PendingConnections
 from protocol.wire.transport import Channel
 
 log = structlog.get_logger("coordinator")
@@ -79,10 +82,10 @@ class Settings:
     Attributes:
         bind: Host and port for workers; port 0 takes a free one.
         expect_workers: How many must be ready before a run starts.
-        directory: Where runs are kept: each in a directory below, or the one run right there.
+        directory: The directory of all runs, each in its own; with `once`, of the one run.
         once: End after the first run.
-        plaintext: Without TLS: members still prove themselves, but all can be read and changed.
-        data_roots: Below which submitted runs may read files; none: anywhere but in secrets.
+        plaintext: Without TLS: members still authenticate, but anyone can read and change data.
+        data_roots: Directories whose files submitted runs may read; empty: all files but secrets.
     """
 
     bind: tuple[str, int]
@@ -94,8 +97,8 @@ class Settings:
     data_roots: tuple[Path, ...] = ()
 
 
-class Entrance(Protocol):
-    """Where connections come in: a `Doorway`, unless they are played."""
+class ConnectionSource(Protocol):
+    """Accepts connections: a `CoordinatorAcceptor`, or a simulated one."""
 
     address: tuple[str, int]
 
@@ -103,22 +106,22 @@ class Entrance(Protocol):
         """Listen."""
 
     def close(self) -> None:
-        """No more connections."""
+        """Accept no more connections."""
 
 
 class Service:
-    """Members, the run in progress and those that wait.
+    """The members, the run in progress, and the queued runs.
 
     Attributes:
         sessions: Members by name.
         current: The run in progress.
         finished: The last run that ended.
-        over: Set when the service is to end.
-        credentials: What it proves itself with, once it has started.
+        over: Set when the service must end.
+        credentials: Available once the service has started.
         permitted: Which files submitted runs may read.
-        disk_trouble: Why the next run cannot begin yet; empty if nothing hinders it.
-        secrets_troubles: What is wrong with the files of those, in words; empty if nothing is.
-        loop_watch: How long its event loop was held, once that is watched.
+        disk_trouble: Why the next run cannot begin yet; empty if nothing prevents it.
+        secrets_troubles: What is wrong with the files of keys and token; empty if nothing is.
+        loop_watch: Measures how long the event loop was blocked.
     """
 
     credentials: CoordinatorCredentials
@@ -127,221 +130,223 @@ class Service:
         self,
         settings: Settings,
         machine: Machine | None = None,
-        doorway: Callable[[Greet, ssl.SSLContext | None], Entrance] = Doorway,
+        make_acceptor: Callable[[Greet, ssl.SSLContext | None], ConnectionSource] = (
+            CoordinatorAcceptor
+        ),
     ) -> None:
         self.settings = settings
-        self.loop_watch = LoopWatch(lambda held_ms: self.reported(LoopHeld(round(held_ms))))
+        self.loop_watch = LoopWatch(lambda held_ms: self.emit(EventLoopBlocked(round(held_ms))))
         self._machine = machine or Machine()
-        self._open_doorway = doorway
+        self._make_acceptor = make_acceptor
         self.permitted = PermittedFiles(settings.data_roots, secret_places())
         self.secrets_troubles: list[str] = []
         self.disk_trouble = ""
         self.sessions: dict[str, MemberSession] = {}
         self.known: set[str] = set()
-        self.repeated_ends = RepeatedEnds()
-        self._others = Others()
+        self.flap_detector = FlapDetector()
+        self._stray_connections = StrayConnections()
         self.current: Execution | None = None
         self.finished: Execution | None = None
-        self.waiting: deque[AcceptedRun] = deque()
+        self.waiting: deque[RunInstance] = deque()
         self.over = asyncio.Event()
         self.address = settings.bind
         self.started_s = self._machine.now_s()
-        self.listeners: list[Listener] = []
-        self._joining = Strangers()
-        self._doorway: Entrance | None = None
-        self._lender: Lender | None = None
+        self.event_sinks: list[EventSink] = []
+        self._pending = PendingConnections[MemberSession]()
+        self._acceptor: ConnectionSource | None = None
+        self._lender: SegmentOwner | None = None
         self._ticking: list[asyncio.Task[None]] = []
-        self._claim: Claim | None = None
-        self._running: AcceptedRun | None = None
-        self._draining = False
+        self._lock: DirectoryLock | None = None
+        self._running: RunInstance | None = None
+        self._is_draining = False
         self._tracer = Tracer.to_file(settings.trace, "coordinator") if settings.trace else None
 
     @property
     def trainers(self) -> list[str]:
-        """Names of the members that are there to train: those that a run waits for, each as often
-        as it has devices."""
+        """Names of the members that train, each as often as it has devices: a run waits for
+        these."""
         sessions = sorted(self.sessions.items())
         training = [(n, s.hello.devices) for n, s in sessions if s.hello.duty == "train"]
         return [name for name, devices in training for _ in range(devices)]
 
     async def start(self) -> None:
-        """Listen for workers.
+        """Accept workers.
 
         Raises:
-            UsageError: The directory is another coordinator's, or cannot be used; the address is
-                taken or not this machine's; there are no credentials and none can be made.
+            UsageError: Another coordinator uses the directory, or it cannot be used; the address is
+                in use or not this machine's; credentials are missing and cannot be created.
         """
         self.credentials = CoordinatorCredentials.open()
         self.credentials.keys.refresh()
-        self.claim()
+        self.lock()
         loop = asyncio.get_running_loop()
         plaintext = self.settings.plaintext
         context = None if plaintext else self.credentials.server_context()
-        self._doorway = self._open_doorway(self._connection, context)
-        await self._doorway.open("--bind", *self.settings.bind)
-        self.address = self._doorway.address
-        if context is not None and isinstance(self._doorway, Doorway):
-            self._lender = new_lender()
-            self._doorway.open_here(self.credentials.fingerprint, self._lender)
+        self._acceptor = self._make_acceptor(self._connection, context)
+        await self._acceptor.open(option("--bind"), *self.settings.bind)
+        self.address = self._acceptor.address
+        if context is not None and isinstance(self._acceptor, CoordinatorAcceptor):
+            self._lender = new_segment_owner()
+            self._acceptor.open_local(self.credentials.fingerprint, self._lender)
         self._ticking = [loop.create_task(self._beat()), loop.create_task(self._tick())]
 
     async def stop(self) -> None:
-        """Say goodbye to everyone and close."""
-        self.listeners.clear()
-        # Whoever has taken over, or goes on with what is left, will want these workers.
+        """Close all connections and files."""
+        self.event_sinks.clear()
+        # A successor, or a restart that continues the run, needs these workers.
         last = self.finished
         drained = (
             last is not None and last.outcome is not None and last.outcome.outcome == "drained"
         )
         superseded = last is not None and last.superseded
-        wanted = superseded or drained or self.current is not None or bool(self.waiting)
-        for session in self._joining:
+        should_return = superseded or drained or self.current is not None or bool(self.waiting)
+        for session in self._pending:
             session.channel.abort("the coordinator ends")
         for session in list(self.sessions.values()):
-            session.channel.goodbye("the coordinator ends", retry=wanted, exit_code=0)
-        if self._doorway is not None:
-            self._doorway.close()
+            session.channel.goodbye("the coordinator ends", retry=should_return, exit_code=0)
+        if self._acceptor is not None:
+            self._acceptor.close()
         for task in self._ticking:
             task.cancel()
         if self.current is not None:
             await self.current.close()
-        for accepted in (self._running, *self.waiting):
-            self._release(accepted.claim if accepted is not None else None)
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        for instance in (self._running, *self.waiting):
+            self._release(instance.lock if instance is not None else None)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
         if self._lender is not None:
             self._lender.close()
             self._lender = None
         if self._tracer is not None:
             self._tracer.close()
 
-    def claim(self, directory: Path | None = None) -> Claim:
-        """Hold a directory; the service's own is held only once.
+    def lock(self, directory: Path | None = None) -> DirectoryLock:
+        """Lock a directory; the service's own directory is locked only once.
 
         Raises:
-            UsageError: It is another coordinator's, or cannot be used.
+            UsageError: Another coordinator uses it, or it cannot be used.
         """
-        if self._claim is None:
-            self._claim = hold(self.settings.directory)
+        if self._lock is None:
+            self._lock = lock_directory(self.settings.directory)
         if directory is None or directory.resolve() == self.settings.directory.resolve():
-            return self._claim
-        claim = hold(directory, above=self._claim.epoch - 1)
-        self._claim.raise_to(claim.epoch)
-        return claim
+            return self._lock
+        lock = lock_directory(directory, above=self._lock.epoch - 1)
+        self._lock.raise_to(lock.epoch)
+        return lock
 
     def submit(
         self, spec: RunSpec, directory: Path | None = None, blobs: BlobIndex | None = None
     ) -> str:
-        """Queue a run; it starts when those before it are over.
+        """Queue a run; it starts when the runs before it are over.
 
         Args:
-            spec: The run.
-            directory: Where it is kept.
-            blobs: The files that it names, here; without them each worker uses its own.
+            spec: The run spec.
+            directory: Of the run; None for one below the service's.
+            blobs: The files that the spec names, on this machine; None if each worker has its own.
 
         Returns:
-            The run's id.
+            The run's ID.
 
         Raises:
             UsageError: The directory cannot be used, or holds a run already.
-            StorageFailed: The disk refuses.
+            StorageFailed: A write failed.
         """
         self._refuse_more_runs()
         run_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
-        claim = self.claim(directory or self.settings.directory / run_id)
+        lock = self.lock(directory or self.settings.directory / run_id)
         try:
-            accepted = begin_run(run_id, spec, claim, blobs)
+            instance = begin_run(run_id, spec, lock, blobs)
         except SamestepError:
-            self._release(claim)
+            self._release(lock)
             raise
-        self._queue(accepted)
+        self._queue(instance)
         return run_id
 
     def resume(
         self, directory: Path, spec: RunSpec | None = None, from_step: int | None = None
     ) -> str | None:
-        """Queue the run that a directory holds, to go on with it.
+        """Queue the run in a directory to continue it.
 
         Args:
-            directory: Its directory.
-            spec: What the run has to be; None for whatever it is.
-            from_step: Go back to the checkpoint after so many steps first.
+            directory: Of the run.
+            spec: The expected run spec; None for any.
+            from_step: Roll back to the checkpoint after so many steps first.
 
         Returns:
-            The run's id; None if there is none, or it has finished.
+            The run's ID; None if there is no run, or it has finished.
 
         Raises:
-            SamestepError: It cannot go on; the reason says why.
+            SamestepError: The run cannot continue.
         """
-        claim = self.claim(directory)
+        lock = self.lock(directory)
         try:
-            accepted = find_run(claim, spec, from_step)
+            instance = load_run(lock, spec, from_step)
         except SamestepError:
-            self._release(claim)
+            self._release(lock)
             raise
-        return self._queue_found(claim, accepted)
+        return self._queue_found(lock, instance)
 
     async def resume_by_name(self, run_id: str, from_step: int | None = None) -> str | None:
-        """As `resume`, while others are served: large files are read in a thread.
+        """Queue a run as `resume` does, but read its files in a thread.
 
         Raises:
-            UsageError: It is here already, or there is no such run.
-            SamestepError: It cannot go on; the reason says why.
+            UsageError: It is queued or in progress, or there is no such run.
+            SamestepError: The run cannot continue.
         """
         directory = self.settings.directory / run_id
         self._refuse_more_runs()
         here = [self._running, *self.waiting]
-        if run_id in (accepted.stored.run_id for accepted in here if accepted is not None):
-            raise UsageError(f"run {run_id!r} is in progress or waits already")
+        if run_id in (instance.stored.run_id for instance in here if instance is not None):
+            raise UsageError(f"run {run_id!r} is already queued or in progress")
         if Path(run_id).name != run_id or not (directory / "run.json").is_file():
-            raise UsageError(f"expected the name of a run, found none at {str(directory)!r}")
-        claim = self.claim(directory)
+            raise UsageError(f"expected the name of a run, found no run at {str(directory)!r}")
+        lock = self.lock(directory)
         try:
-            accepted = await asyncio.to_thread(find_run, claim, None, from_step, self.permitted)
+            instance = await asyncio.to_thread(load_run, lock, None, from_step, self.permitted)
         except SamestepError:
-            self._release(claim)
+            self._release(lock)
             raise
-        return self._queue_found(claim, accepted)
+        return self._queue_found(lock, instance)
 
-    def _queue_found(self, claim: Claim, accepted: AcceptedRun | None) -> str | None:
-        if accepted is None:
-            self._release(claim)
+    def _queue_found(self, lock: DirectoryLock, instance: RunInstance | None) -> str | None:
+        if instance is None:
+            self._release(lock)
             return None
-        self._queue(accepted)
-        return accepted.stored.run_id
+        self._queue(instance)
+        return instance.stored.run_id
 
     def _refuse_more_runs(self) -> None:
-        if self._draining:
+        if self._is_draining:
             raise UsageError("the coordinator is draining and takes no more runs")
         if len(self.waiting) >= limits.QUEUED_RUNS:
             raise QueueFull(
-                f"expected at most {limits.QUEUED_RUNS} runs that wait, got one more; submit it "
-                "when one of them has begun"
+                f"expected at most {limits.QUEUED_RUNS} queued runs, got one more; submit it when "
+                "one of them has begun"
             )
 
-    def _queue(self, accepted: AcceptedRun) -> None:
-        self.waiting.append(accepted)
+    def _queue(self, instance: RunInstance) -> None:
+        self.waiting.append(instance)
         if self.current is not None:
-            # Hundreds may wait, and a lock is an open file; it is taken again when the run begins.
-            self._release(accepted.claim)
+            # Hundreds may be queued, and a lock is an open file: reacquired when the run begins.
+            self._release(instance.lock)
         self._start_next()
 
-    def _release(self, claim: Claim | None) -> None:
-        if claim is not None and claim is not self._claim:
-            claim.release()
+    def _release(self, lock: DirectoryLock | None) -> None:
+        if lock is not None and lock is not self._lock:
+            lock.release()
 
     def drain(self) -> None:
         """Finish the present step, then end."""
-        if not self._draining:
-            self._draining = True
-            self.reported(Draining())
+        if not self._is_draining:
+            self._is_draining = True
+            self.emit(Draining())
         while self.waiting:
-            self._release(self.waiting.pop().claim)
+            self._release(self.waiting.pop().lock)
         if self.current is None:
             self.over.set()
         else:
-            self.current.command("drain", self.current.run.drain)
+            self.current.command(DrainRun())
 
     def give_up(self, reason: str) -> None:
         """End the run in progress as failed, unless it is over."""
@@ -351,54 +356,56 @@ class Service:
     # Sessions.
 
     def admit(self, session: MemberSession) -> Welcome:
-        """Name the worker; see `SessionOwner`."""
+        """Give a worker its name; see `SessionOwner`."""
         if len(self.sessions) >= limits.WORKERS:
-            raise OutOfPlace(f"expected at most {limits.WORKERS} workers, this is one more")
-        wanted = session.hello.name or "worker"
+            raise OutOfOrder(f"expected at most {limits.WORKERS} workers, this is one more")
+        base = session.hello.name or "worker"
         for other in list(self.sessions.values()):
             if other.hello.instance == session.hello.instance:
-                # The same process came back before its old connection was seen to be dead.
+                # The same process reconnected before its old connection was found dead.
                 other.channel.abort("the worker has connected again")
                 self._forget(other, "the worker has connected again")
-        name, number = wanted, 1
+        name, number = base, 1
         while name in self.sessions:
             number += 1
-            name = f"{wanted[:60]}-{number}"
+            name = f"{base[:60]}-{number}"
         return Welcome(
             worker=name,
-            epoch=self.claim().epoch,
+            epoch=self.lock().epoch,
             heartbeat_interval_ms=limits.HEARTBEAT_INTERVAL_MS,
             liveness_timeout_ms=limits.LIVENESS_TIMEOUT_MS,
             key=session.check.new_key(),
         )
 
     def joined(self, session: MemberSession) -> None:
-        """A worker is a member; see `SessionOwner`."""
-        self._joining.leave(session)
-        self.repeated_ends.well(session.host)
+        """Add a member; see `SessionOwner`."""
+        self._pending.remove(session)
+        self.flap_detector.reset(session.host)
         self.sessions[session.name] = session
         self.known.add(session.name)
         backend, admitted_by = session.hello.backend, session.check.admitted_by
-        self.reported(WorkerConnected(session.name, backend, admitted_by, len(self.sessions)))
+        self.emit(WorkerConnected(session.name, backend, admitted_by, len(self.sessions)))
         if self.current is not None:
             self.current.invite(session)
 
     def left(self, session: MemberSession, reason: str) -> None:
-        """A connection is over; see `SessionOwner`."""
-        self._joining.leave(session)
+        """Note that a connection is over; see `SessionOwner`."""
+        self._pending.remove(session)
         if not session.name:
             log.info("connection_closed", peer=session.channel.peer, reason=reason)
             if session.is_worker:
                 self._note_end(session, session.host, "joining", reason)
-            elif fact := self._others.came(session.host, reason, self._machine.now_s()):
-                self.reported(fact)
+            elif event := self._stray_connections.count(
+                session.host, reason, self._machine.now_s()
+            ):
+                self.emit(event)
         self._forget(session, reason)
 
     def _forget(self, session: MemberSession, reason: str) -> None:
         if self.sessions.get(session.name) is not session:
             return
         del self.sessions[session.name]
-        self.reported(WorkerDisconnected(session.name, reason, len(self.sessions)))
+        self.emit(WorkerDisconnected(session.name, reason, len(self.sessions)))
         if self.current is not None:
             phase = self.current.phase_of(session)
             self.current.lost(session, reason)
@@ -407,36 +414,35 @@ class Service:
     def _note_end(
         self, session: MemberSession, worker: str, phase: Phase | None, reason: str
     ) -> None:
-        """See whether a worker comes and goes for ever."""
+        """Detect a worker that reconnects again and again."""
         if session.stepped or session.leaves:
-            self.repeated_ends.well(worker)
+            self.flap_detector.reset(worker)
         elif phase is not None:
-            said = session.explained
-            fact = self.repeated_ends.ended(worker, phase, reason, said=said)
-            if fact is not None and self.current is not None:
-                self.current.tell(fact)
-            elif fact is not None:
-                self.reported(fact)
+            event = self.flap_detector.ended(worker, phase, reason, is_explained=session.explained)
+            if event is not None and self.current is not None:
+                self.current.report(event)
+            elif event is not None:
+                self.emit(event)
 
     def _connection(self, address: tuple[str, int]) -> Channel | None:
         host = address[0]
-        if not self._joining.admits(host):
-            log.debug("connection_refused", peer=host, reason="too many are in the handshake")
+        if not self._pending.has_room(host):
+            log.debug("connection_refused", peer=host, reason="too many handshakes")
             return None
         encrypted = not self.settings.plaintext
-        check = JoinCheck(self.credentials, encrypted=encrypted, here=address == HERE)
+        check = JoinCheck(self.credentials, encrypted=encrypted, here=address == LOCAL)
         session = MemberSession(self, check, host)
         channel = Channel(Connection("coordinator"), session, self._machine.now_s)
         channel.peer = format_address(host, address[1])
         session.start(channel)
-        self._joining.enter(session)
+        self._pending.add(session)
         return channel
 
     # Runs.
 
     def _allocate(self, elements: int) -> Array:
-        """Memory for averages: workers of this machine read them where they are made. Where there
-        is no more of it, whoever is to be sent them is told so."""
+        """Return an array for averages, in memory that local workers can read if there is
+        enough."""
         if self._lender is not None and any(
             session.channel.connection.memory for session in self.sessions.values()
         ):
@@ -445,25 +451,25 @@ class Service:
                     return shared
         return new_array(elements)
 
-    def _next_run(self) -> AcceptedRun | None:
-        """Take the first run that waits and whose directory is still this coordinator's.
+    def _next_run(self) -> RunInstance | None:
+        """Take the first queued run whose directory is still this coordinator's.
 
-        A directory that cannot be used now may be usable later: its run waits on, and is tried
-        again with every heartbeat.
+        A run whose directory cannot be used now stays queued, and is tried again with every
+        heartbeat.
         """
         while self.waiting:
-            accepted = self.waiting[0]
+            instance = self.waiting[0]
             try:
-                accepted.claim.take_again()
-                accepted.directory.reopen()
+                instance.lock.reacquire()
+                instance.directory.reopen()
             except StorageFailed as error:
                 if self.settings.once:
                     raise
-                self._waits_for_disk(accepted.stored.run_id, str(error))
+                self._waits_for_disk(instance.stored.run_id, str(error))
                 return None
             except SamestepError as error:
-                ended = RunEnded("failed", f"it did not begin: {error}")
-                self.reported(ended, accepted.stored.run_id)
+                event = RunEnded("failed", f"cannot begin: {error}")
+                self.emit(event, instance.stored.run_id)
                 self.waiting.popleft()
             else:
                 self.disk_trouble = ""
@@ -473,14 +479,14 @@ class Service:
     def _waits_for_disk(self, run_id: str, reason: str) -> None:
         if self.disk_trouble != reason:
             self.disk_trouble = reason
-            self.reported(RunWaitsForDisk(reason), run_id)
+            self.emit(RunWaitsForDisk(reason), run_id)
 
     def _start_next(self) -> None:
-        accepted = self._next_run() if self.current is None else None
-        if accepted is None:
+        instance = self._next_run() if self.current is None else None
+        if instance is None:
             return
-        stored, epoch, restart = accepted.stored, accepted.claim.epoch, accepted.restart
-        self._running = accepted
+        stored, epoch, restart = instance.stored, instance.lock.epoch, instance.restart
+        self._running = instance
         if self._lender is not None:
             self._lender.trim()
         run = Run(
@@ -492,23 +498,23 @@ class Service:
             secret=new_key(),
             allocate=self._allocate,
         )
-        run.blobs = accepted.blobs.digest if accepted.blobs is not None else None
+        run.blobs = instance.blobs.digest if instance.blobs is not None else None
         storage = RunStorage(
-            accepted.directory, stored.run_id, stored.spec, epoch=epoch,
-            guard=accepted.claim.check, failed=self._storage_failed,
+            instance.directory, stored.run_id, stored.spec, epoch=epoch,
+            guard=instance.lock.check, failed=self._storage_failed,
             thread=self._machine.thread,
         )  # fmt: skip
-        storage.begin_journal(accepted.first_lines)
+        storage.begin_journal(instance.first_lines)
         self.current = Execution(
-            run, self.sessions, storage, BlobServer(stored.run_id, accepted.blobs), self,
+            run, self.sessions, storage, BlobServer(stored.run_id, instance.blobs), self,
             tracer=self._tracer, machine=self._machine,
         )  # fmt: skip
         task, steps = stored.spec.task, run.known_steps
         if restart is None:
-            self.reported(RunAccepted(task, steps), stored.run_id)
+            self.emit(RunAccepted(task, steps), stored.run_id)
         else:
             notes = list(restart.recovery.notes)
-            self.reported(RunResumed(task, steps, run.step, notes), stored.run_id)
+            self.emit(RunResumed(task, steps, run.steps_committed, notes), stored.run_id)
             self.current.resume(restart.recovery)
         for session in list(self.sessions.values()):
             self.current.invite(session)
@@ -517,42 +523,42 @@ class Service:
         if self.current is not None:
             self.current.storage_failed(error)
 
-    def reported(self, fact: Fact, run_id: str = "") -> None:
-        """Log once and tell the listeners; see `execution.Watcher`."""
-        log.info(fact.event, **document(fact, run_id))
-        for listener in list(self.listeners):
+    def emit(self, event: Event, run_id: str = "") -> None:
+        """Log an event and pass it to all sinks; see `ExecutionSink`."""
+        log.info(event.name, **document(event, run_id))
+        for sink in list(self.event_sinks):
             try:
-                listener.reported(fact, run_id)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 -- a run outlives its audience
-                self.listeners.remove(listener)
-                log.warning("listener_lost", error=repr(error))
+                sink.emit(event, run_id)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 -- a run outlives its sinks
+                self.event_sinks.remove(sink)
+                log.warning("event_sink_lost", error=repr(error))
 
     def ended(self, execution: Execution, outcome: Finish) -> None:
-        """A run is over; see `execution.Watcher`."""
+        """Note that a run is over; see `ExecutionSink`."""
         self.finished, self.current = execution, None
         if self._running is not None:
-            self._release(self._running.claim)
+            self._release(self._running.lock)
             self._running = None
-        self.reported(RunEnded(outcome.outcome, outcome.reason), execution.run.run_id)
-        if self.settings.once or self._draining or execution.superseded:
-            self.over.set()  # who has lost one directory to a successor leaves it the workers too
+        self.emit(RunEnded(outcome.outcome, outcome.reason), execution.run.run_id)
+        if self.settings.once or self._is_draining or execution.superseded:
+            self.over.set()  # a successor gets the workers too
         else:
             self._start_next()
 
     async def _tick(self) -> None:
-        """Let the run look at its leases."""
+        """Let the run check its leases."""
         while True:
             await asyncio.sleep(limits.TICK_MS / 1000)
             if self.current is not None:
                 self.current.tick()
 
     async def _beat(self) -> None:
-        """Send heartbeats, and count silent workers as lost."""
+        """Send heartbeats, and close the connections of silent workers."""
         interval_s = limits.HEARTBEAT_INTERVAL_MS / 1000
         last_s = self._machine.now_s()
         while True:
             await asyncio.sleep(interval_s)
-            # After a stall of our own, what others sent meanwhile is still to be read.
+            # After a stall of this process, received data is still unread.
             stalled = self._machine.now_s() - last_s > 3 * interval_s
             last_s = self._machine.now_s()
             if stalled:
@@ -571,19 +577,19 @@ class Service:
                     session.channel.send(Heartbeat())
 
     def _look_at_secrets(self) -> None:
-        """Say what is wrong with the files of keys and token, and when that is over."""
+        """Report problems with the files of keys and token, and their end."""
         before, self.secrets_troubles = self.secrets_troubles, self.credentials.look()
         for trouble in self.secrets_troubles:
             if trouble not in before:
-                self.reported(SecretsTrouble(trouble))
+                self.emit(SecretsDamaged(trouble))
         if before and not self.secrets_troubles:
-            self.reported(SecretsSound())
+            self.emit(SecretsRestored())
 
     def _patience_ms(self, session: MemberSession) -> int:
-        """How long this member may give no sign of life.
+        """Return how long a member may be silent.
 
-        One that imports a library, opens its device or builds its task may not be able to: all of
-        its threads may stand still meanwhile. The answers of its kernel count then, for a while.
+        While it imports a library, opens its device or builds its task, all of its threads may
+        be blocked. Then its kernel's acknowledgements count as signs of life, for a while.
         """
         member = self.current.run.members.get(session.name) if self.current is not None else None
         answered_s = session.channel.unanswered_s
@@ -591,4 +597,4 @@ class Service:
             answered_s is None or answered_s * 1000 > limits.LIVENESS_TIMEOUT_MS
         ):
             return limits.LIVENESS_TIMEOUT_MS
-        return limits.STANDSTILL_TIMEOUT_MS
+        return limits.STALL_TIMEOUT_MS

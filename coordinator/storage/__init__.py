@@ -1,6 +1,6 @@
-"""What a run keeps on disk, written while it goes on, and found by a restart.
+"""The files that a run writes while it goes on, and how a restart finds them.
 
 Imports `coordinator.disk`, `coordinator.capture` and the records of `coordinator.run.outputs`.
-Start with `run_storage`, which writes, and `recovery`, which finds. Rooms, low to high: `log`,
+Start with `run_storage`, which writes, and `recovery`, which reads. Rooms, low to high: `log`,
 `directory`, `states`.
 """

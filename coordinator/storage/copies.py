@@ -1,18 +1,19 @@
-"""Copies of a run's checkpoints in other directories, and a run brought back from one.
+"""Copies of a run's checkpoints in other directories, and a run restored from one.
 
     DIRECTORY/RUN-ID/after-0000000050/   run.json, manifest.json, terms.json, journal.jsonl,
                                          checkpoints/step-0000000050/
 
-Each is a run's directory in small: what a restart needs to go on from that checkpoint, whole under
-its name or not there. The list of the run's files is left out: on another machine they lie
-elsewhere, so they are found and hashed anew.
+Each copy is a run directory in small: what a restart needs to continue from that checkpoint,
+complete under its name or absent. The list of the run's files is left out: on another machine they
+are elsewhere, so they are hashed again.
 
-Its journal is the run's as it was then, whole: so a copy knows its history. Of two the one with the
-newer epoch is newer, then the one of more steps. Whose journal goes on in the run's to a line that
-takes its checkpoint's steps back (--from-step) is no part of the run any more, and is removed.
+A copy's journal is the run's as it was then, complete: so a copy knows its history. Of two copies,
+the one with the newer epoch is newer, then the one with more steps. If the run's journal continues
+a copy's with a rollback (--from-step) before the copy's checkpoint, the copy is obsolete and is
+removed.
 
-A run that was brought back has a line that says so in its journal, and in no other: whoever finds a
-copy with such a line that its own journal does not have copies nothing there, and removes nothing.
+A restored run has a line that says so in its journal, and in no other. A coordinator that finds a
+copy with such a line that its own journal lacks copies nothing there, and removes nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from coordinator.disk.durable_file import (
     storing,
     sync_directory,
 )
+from coordinator.run.outputs.events import Committed
 from coordinator.storage.directory.journal import (
     Entry,
     Journal,
@@ -43,9 +45,9 @@ from coordinator.storage.directory.journal import (
     newest_line,
     verify_journal,
 )
-from coordinator.storage.directory.journal_records import Committed, Resumed
+from coordinator.storage.directory.journal_records import Resumed
 from coordinator.storage.directory.run_directory import RunDirectory
-from coordinator.storage.kept_files import check_files
+from coordinator.storage.file_digests import check_files
 from coordinator.storage.states.checkpoint import (
     CheckpointInfo,
     checkpoint_path,
@@ -59,53 +61,48 @@ from protocol.base.regular_file import open_regular
 
 _PREFIX: Final = "after-"
 _NAME: Final = re.compile(_PREFIX + r"(\d{10,})")
-_BROUGHT_BACK: Final = "brought back from a copy: "
-"""Begins the note of a journal's line where a run was brought back."""
+_RESTORED_NOTE: Final = "brought back from a copy: "
+"""Begins the note in the journal of a restored run; on disk, so it stays as it is."""
 _ATTEMPTS: Final = 5
-"""At reading small files and the journal while they are written."""
+"""How often small files are read while they are being written."""
 
 
-class BroughtBack(NamedTuple):
-    """A run that was made again: after how many steps it goes on, and what people are told."""
+class RestoredCopy(NamedTuple):
+    """A restored run: the step after which it continues, and a summary for people."""
 
     step: int
-    told: str
+    summary: str
 
 
-class _Whole(NamedTuple):
-    """A copy that was verified: its checkpoint, the lines of its journal, the commits of steps
-    that the checkpoint does not hold."""
+class _VerifiedCopy(NamedTuple):
+    """A verified copy: its checkpoint, the lines of its journal, and the commits after the
+    checkpoint."""
 
     info: CheckpointInfo
     entries: tuple[Entry, ...]
     later: Sequence[Committed]
 
 
-def copy_name(step: int) -> str:
-    """Of a copy of the checkpoint after so many steps."""
+def _copy_name(step: int) -> str:
+    """Return the name of the copy of a checkpoint."""
     return f"{_PREFIX}{step:010}"
 
 
-def is_copy_name(name: str) -> bool:
-    """Whether a copy may be called so."""
-    return _NAME.fullmatch(name) is not None
-
-
-def step_of(name: str) -> int:
-    """Of the checkpoint that a copy of this name is of."""
+def _step_of(name: str) -> int:
+    """Return the step of the checkpoint in a copy of this name."""
     return int(name.removeprefix(_PREFIX))
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What is known of a copy without reading it.
+class _Copy:
+    """What a copy's name and journal say.
 
     Attributes:
         name: Of its directory.
-        epoch: That its journal ends with.
+        epoch: Of the last lines of its journal.
         lines: Of its journal.
-        head: Hash of the last of them.
-        branch: See `branch`.
+        head: Hash of the last line.
+        branch: See `_branch`.
     """
 
     name: str
@@ -116,98 +113,104 @@ class Held:
 
     @property
     def step(self) -> int:
-        """Of its checkpoint."""
-        return step_of(self.name)
+        """The step of its checkpoint."""
+        return _step_of(self.name)
 
-    def begins(self, told: Sequence[Entry]) -> bool:
-        """Whether the lines of a run's journal begin with the copy's."""
-        return 0 < self.lines <= len(told) and told[self.lines - 1].hash == self.head
+    def is_prefix(self, entries: Sequence[Entry]) -> bool:
+        """Whether the run's journal begins with the copy's lines."""
+        return 0 < self.lines <= len(entries) and entries[self.lines - 1].hash == self.head
 
-    def taken_back(self, told: Sequence[Entry]) -> bool:
-        """Whether the run has gone back, after it was copied, to a step before the copy's."""
-        if not self.begins(told):
+    def is_obsolete(self, entries: Sequence[Entry]) -> bool:
+        """Whether the run was rolled back since to a step before the copy's."""
+        if not self.is_prefix(entries):
             return False
-        since = (entry.record for entry in told[self.lines :])
+        since = (entry.record for entry in entries[self.lines :])
         return any(record.step < self.step for record in since if isinstance(record, Resumed))
 
 
-def check_place(to: Path) -> None:
-    """See that copies can be kept there, before a run begins; made if it is not there.
+def check_directory(to: str) -> None:
+    """Check before a run begins that copies can be written to a directory; make it if missing.
 
     Raises:
-        UsageError: It is no directory, or cannot be written.
+        UsageError: It is not a directory, or cannot be written.
     """
-    _check_directory(to)
-    place = _expanded(to)
+    place = _directory(to)
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
         raise UsageError(
-            f"checkpoint.copies: expected a directory that can be written at {str(to)!r}: "
+            f"checkpoint.copies: expected a directory that can be written at {to!r}: "
             f"{error.strerror or error}"
         ) from None
 
 
-def _expanded(to: Path) -> Path:
-    return Path(os.path.expanduser(to))  # noqa: PTH111  (leaves an unknown ~name as it is)
-
-
-def _check_directory(to: Path) -> None:
-    place = _expanded(to).absolute()
-    there = next((path for path in (place, *place.parents) if os.path.lexists(path)), place)
-    if not there.is_dir():
-        which = "that" if there == place else repr(str(there))
-        raise UsageError(
-            f"checkpoint.copies: expected a directory at {str(to)!r}, but {which} is none; move "
-            "it away, or name another directory"
-        )
-
-
-def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> bool:
-    """Copy what a restart needs to go on after `step` steps, verify it, and remove older ones.
-
-    What a copy that failed or was cut short has left is removed, and so are copies of steps that
-    the run has taken back since.
-
-    Args:
-        directory: The run's; its coordinator may go on meanwhile, but keeps this checkpoint.
-        step: The checkpoint's.
-        to: Where copies are kept; made if it is not there; ~ is the user's home.
-        keep: So many are left of this run.
-
-    Returns:
-        Whether it was copied; False if a copy was there.
+def _directory(to: str) -> Path:
+    """Return the directory that an entry of `checkpoint.copies` names.
 
     Raises:
-        StorageFailed: A disk refuses.
-        StorageDamaged: What was written there is not what was read.
-        UsageError: The run was brought back elsewhere, and is copied to the same place from there;
-            or that is no directory.
+        UsageError: Something else is there, or it is a worker's name, as earlier builds allowed.
+    """
+    if not ("/" in to or to.startswith((".", "~"))):
+        raise UsageError(
+            f"checkpoint.copies: expected a directory, with a / in it, got {to!r}; copies on "
+            "workers are no longer supported"
+        )
+    place = Path(os.path.expanduser(to))  # noqa: PTH111  (leaves an unknown ~name as it is)
+    path = place.absolute()
+    there = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+    if not there.is_dir():
+        which = "that" if there == path else repr(str(there))
+        raise UsageError(
+            f"checkpoint.copies: expected a directory at {to!r}, but {which} is not one; move "
+            "it away, or name another directory"
+        )
+    return place
+
+
+def copy_checkpoint(directory: RunDirectory, step: int, to: str, keep: int) -> bool:
+    """Copy what a restart needs to continue after `step` steps, verify it, and remove older copies.
+
+    The remains of failed copies are removed, and copies of steps that were rolled back since.
+
+    Args:
+        directory: Of the run; its coordinator may continue meanwhile, but keeps this checkpoint.
+        step: Of the checkpoint.
+        to: The directory of copies; made if missing; ~ is the user's home.
+        keep: How many copies of this run to keep.
+
+    Returns:
+        Whether it was copied; False if the copy exists.
+
+    Raises:
+        StorageFailed: A read or write failed.
+        StorageDamaged: The copy differs from its source.
+        UsageError: The run was restored elsewhere, and is copied to the same directory from
+            there; or it is not a directory.
     """
     run = directory.read_run()
     assert run is not None
-    _check_directory(to)
-    place = _expanded(to) / run.run_id / copy_name(step)
+    place = _directory(to) / run.run_id / _copy_name(step)
     with storing("copy a checkpoint to", place):
         make_directory(place.parent)
     remove_temporaries(place.parent)
-    held = [_held_there(copy) for copy in _copies(place.parent)]
-    told: Sequence[Entry] = verify_journal(directory.journal).entries if held else ()
-    known = next((copy for copy in held if copy.name == place.name), None)
-    check_rivals(held, told, str(place.parent))
-    made = known is None or not is_current(known, told)
-    if made:
-        told = _make(directory, step, place)
-    for name in superfluous([copy for copy in held if copy is not known], told, keep):
+    copies = [_describe(copy) for copy in _copies(place.parent)]
+    entries: Sequence[Entry] = verify_journal(directory.journal).entries if copies else ()
+    existing = next((copy for copy in copies if copy.name == place.name), None)
+    _check_rivals(copies, entries, place.parent)
+    is_new = existing is None or not _is_current(existing, entries)
+    if is_new:
+        entries = _make(directory, step, place)
+    for name in _to_remove([copy for copy in copies if copy is not existing], entries, keep):
         remove_checkpoint(place.parent / name)
     remove_temporaries(place.parent)
-    return made
+    return is_new
 
 
 def _make(directory: RunDirectory, step: int, place: Path) -> tuple[Entry, ...]:
-    """Copy and verify, in place of one with another history; the lines of its journal."""
+    """Make and verify a copy, replacing one with another history; return the lines of its
+    journal."""
     temporary = place.with_name(place.name + TEMPORARY_SUFFIX)
     source = checkpoint_path(directory.checkpoints, step)
     try:
@@ -226,98 +229,96 @@ def _make(directory: RunDirectory, step: int, place: Path) -> tuple[Entry, ...]:
     return entries
 
 
-def _held_there(copy: Path) -> Held:
-    try:
-        return held_in(copy)
-    except StorageDamaged as error:
-        reason = f"this copy is damaged ({error.reason}); remove it, and it is made anew"
-        raise StorageDamaged(str(copy), "", reason) from None
-
-
-def held_in(copy: Path) -> Held:
-    """What its journal says of a copy.
+def _describe(copy: Path) -> _Copy:
+    """Describe a copy by its journal.
 
     Raises:
+        StorageDamaged: Its journal is damaged.
         StorageFailed: It cannot be read.
     """
     journal = RunDirectory(copy).journal
-    number, head = newest_line(journal)
-    told = verify_journal(journal).entries if journal.exists() else ()
-    return Held(copy.name, newest_epoch(journal), number, head, branch(told))
+    try:
+        number, head = newest_line(journal)
+        entries = verify_journal(journal).entries if journal.exists() else ()
+    except StorageDamaged as error:
+        reason = f"this copy is damaged ({error.reason}); remove it, and it is made again"
+        raise StorageDamaged(str(copy), "", reason) from None
+    return _Copy(copy.name, newest_epoch(journal), number, head, _branch(entries))
 
 
-def branch(told: Sequence[Entry]) -> str:
-    """Hash of the line where a journal says that the run was brought back, the newest such line;
-    empty if it never was. Two coordinators that go on with one run have it different."""
-    brought = [
+def _branch(entries: Sequence[Entry]) -> str:
+    """Return the hash of the newest journal line that says the run was restored; empty if none.
+
+    Two coordinators that continue one run have different branches.
+    """
+    restored = [
         entry.hash
-        for entry in told
+        for entry in entries
         if isinstance(entry.record, Resumed)
-        and any(note.startswith(_BROUGHT_BACK) for note in entry.record.notes)
+        and any(note.startswith(_RESTORED_NOTE) for note in entry.record.notes)
     ]
-    return brought[-1] if brought else ""
+    return restored[-1] if restored else ""
 
 
-def check_rivals(held: Iterable[Held], told: Sequence[Entry], where: str) -> None:
-    """A run that was brought back while its first coordinator lives is two: the newer one copies.
+def _check_rivals(copies: Iterable[_Copy], entries: Sequence[Entry], where: Path) -> None:
+    """Check that no other coordinator continues the run from a copy: the newer one copies.
 
     Args:
-        held: Copies that are there.
-        told: The lines of the run's journal.
-        where: They are, for people.
+        copies: The existing copies.
+        entries: The lines of the run's journal.
+        where: The directory of the copies.
 
     Raises:
-        UsageError: One is of a way that this coordinator knows nothing of.
+        UsageError: A copy is of a branch that this coordinator does not know.
     """
-    known = {"", *(entry.hash for entry in told)}
-    for copy in held:
-        if copy.branch not in known:
+    journal_hashes = {"", *(entry.hash for entry in entries)}
+    for copy in copies:
+        if copy.branch not in journal_hashes:
             raise UsageError(
-                f"{where!r} has {copy.name}, of the same run brought back elsewhere: end one of "
-                "the two coordinators, or name another place in checkpoint.copies"
+                f"{str(where)!r} has {copy.name} of the same run, restored elsewhere: end one of "
+                "the two coordinators, or name another directory in checkpoint.copies"
             )
 
 
-def _age(copy: Held) -> tuple[int, int]:
-    """The newer epoch is newer, then more steps are."""
+def _age(copy: _Copy) -> tuple[int, int]:
+    """Order copies: by epoch, then by steps."""
     return copy.epoch, copy.step
 
 
-def newest_of(held: Sequence[Held]) -> Held:
-    """The one to go on from."""
-    return max(held, key=_age)
+def _is_current(copy: _Copy, entries: Sequence[Entry]) -> bool:
+    """Whether a copy belongs to the run's present history and branch."""
+    return (
+        copy.is_prefix(entries)
+        and copy.branch == _branch(entries)
+        and not copy.is_obsolete(entries)
+    )
 
 
-def is_current(copy: Held, told: Sequence[Entry]) -> bool:
-    """Whether it need not be made anew: it is of the run as it went on, on the same branch."""
-    return copy.begins(told) and copy.branch == branch(told) and not copy.taken_back(told)
-
-
-def superfluous(others: Sequence[Held], told: Sequence[Entry], keep: int) -> list[str]:
-    """Names of those to remove beside one that is as new as can be, so that `keep` are left."""
-    void = [copy for copy in others if copy.taken_back(told)]
+def _to_remove(others: Sequence[_Copy], entries: Sequence[Entry], keep: int) -> list[str]:
+    """Return the names of the copies to remove beside the newest, so that `keep` are left."""
+    void = [copy for copy in others if copy.is_obsolete(entries)]
     older = sorted((copy for copy in others if copy not in void), key=_age)
     return [copy.name for copy in (*void, *older[: max(0, len(older) + 1 - keep)])]
 
 
-def bring_back(source: Path, to: Path) -> BroughtBack:
-    """Make the newest copy a run's directory again.
+def restore_copy(source: Path, to: Path) -> RestoredCopy:
+    """Make the newest copy a run directory again, with a line about it in its journal.
 
-    Its journal gets a line of that: steps committed after the checkpoint are void, and done again.
+    Steps committed after the checkpoint are void, and done again.
 
     Args:
-        source: A directory of copies, of one run in it, or one copy.
-        to: The run's new directory; it holds no run.
+        source: A directory of copies of one run, or one copy.
+        to: The run's new directory, without a run.
 
     Raises:
-        UsageError: There is no copy, of several runs none was named, or `to` holds a run.
-        StorageDamaged: The copy is not what was written.
-        StorageFailed: A disk refuses.
+        UsageError: There is no copy, or copies of several runs; or `to` holds a run.
+        StorageDamaged: The copy is damaged.
+        StorageFailed: A read or write failed.
     """
     check_no_run(to)
     copy = RunDirectory(_newest(source))
-    whole = _verify(copy)
-    told = _told(copy.path, whole)
+    verified = _verify(copy)
+    summary = _summary(copy.path, verified)
     with storing("bring a run back to", to):
         make_directory(to)
     _copy_tree(copy.checkpoints, RunDirectory(to).checkpoints)
@@ -325,48 +326,48 @@ def bring_back(source: Path, to: Path) -> BroughtBack:
     names.remove(copy.run_file.name)
     for name in names:
         replace_file(to / name, _pieces(copy.path / name))
-    _tell_journal(RunDirectory(to).journal, whole.info, told)
+    _tell_journal(RunDirectory(to).journal, verified.info, summary)
     # run.json comes last: without it there is no run yet.
     replace_file(to / copy.run_file.name, _pieces(copy.run_file))
-    return BroughtBack(whole.info.step, told)
+    return RestoredCopy(verified.info.step, summary)
 
 
 def check_no_run(to: Path) -> None:
-    """See that a run can be brought back to a directory.
+    """Check that a run can be restored to a directory.
 
     Raises:
-        UsageError: It holds one.
+        UsageError: It holds a run.
     """
     if RunDirectory(to).run_file.exists():
         raise UsageError(
-            f"{str(to)!r} holds a run already: go on with it without --from, or name another --out"
+            f"{str(to)!r} holds a run already: continue it without --from, or name another --out"
         )
 
 
-def _told(copy: Path, whole: _Whole) -> str:
-    """What people have to know of a copy that a run goes on from."""
-    told = [f"the run goes on after step {whole.info.step}"]
-    if later := whole.later:
-        told.append(
+def _summary(copy: Path, verified: _VerifiedCopy) -> str:
+    """Say what people must know of a copy that a run continues from."""
+    notes = [f"the run continues after step {verified.info.step}"]
+    if later := verified.later:
+        notes.append(
             f"steps {later[0].step} to {later[-1].step} were committed: they are done again"
         )
     if skipped := [str(commit.step) for commit in later if commit.skipped]:
-        told.append(f"of them {', '.join(skipped)} had been skipped: that is decided anew")
-    told.append(
-        f"the copy knows the run up to {whole.entries[-1].time}: nothing that was told later, such "
-        "as --from-step"
+        notes.append(f"of these, {', '.join(skipped)} were skipped: that is decided again")
+    notes.append(
+        f"the copy knows the run up to {verified.entries[-1].time}: no later command, such as "
+        "--from-step"
     )
     newest = _copies(copy.parent)[-1:]
     if newest and newest[0].resolve() != copy.resolve():
-        told.append(f"newer is {str(newest[0])!r}")
-    return "; ".join(told)
+        notes.append(f"there is a newer copy: {str(newest[0])!r}")
+    return "; ".join(notes)
 
 
-def _tell_journal(path: Path, info: CheckpointInfo, told: str) -> None:
+def _tell_journal(path: Path, info: CheckpointInfo, summary: str) -> None:
     epoch = newest_epoch(path) + 1
     journal = Journal(path)
     try:
-        note = f"{_BROUGHT_BACK}{told}"[:2000]
+        note = f"{_RESTORED_NOTE}{summary}"[:2000]
         journal.append(
             Resumed(
                 epoch=epoch, step=info.step, optimizer_step=info.optimizer_step, notes=(note,)
@@ -381,10 +382,10 @@ def _newest(source: Path) -> Path:
     if (source / "run.json").is_file():
         return source
     runs = [source, *sorted(path for path in source.glob("*") if path.is_dir())]
-    found = [copies[-1] for run in runs if (copies := _copies(run))]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    newest = [copies[-1] for run in runs if (copies := _copies(run))]
+    if len(newest) == 1:
+        return newest[0]
+    if not newest:
         near = source.glob("*/*") if source.is_dir() else source.parent.glob("*")
         below = [copies[-1] for run in near if (copies := _copies(run))]
         there = f"; there are, newest first: {_choices(below)}" if below else ""
@@ -392,30 +393,28 @@ def _newest(source: Path) -> Path:
             f"--from: expected copies of a run's checkpoints in {str(source)!r}, found none{there}"
         )
     raise UsageError(
-        f"--from: {str(source)!r} has copies of {len(found)} runs; name one, newest first: "
-        f"{_choices(found)}"
+        f"--from: {str(source)!r} has copies of {len(newest)} runs; name one, newest first: "
+        f"{_choices(newest)}"
     )
 
 
 def _choices(copies: Iterable[Path]) -> str:
-    """Runs by their newest copies, the newest first, as arguments."""
+    """Format the newest copies of runs as arguments, the newest first."""
     by_age = sorted(copies, key=lambda copy: copy.stat().st_mtime, reverse=True)
-    return ", ".join(choice(str(copy.parent), step_of(copy.name)) for copy in by_age)
-
-
-def choice(place: str, step: int) -> str:
-    """A run that can be gone on with, for people: the exact argument, and its last step."""
-    return f"--from {shlex.quote(place)} (last step {step})"
+    return ", ".join(
+        f"--from {shlex.quote(str(copy.parent))} (after step {_step_of(copy.name)})"
+        for copy in by_age
+    )
 
 
 def _copies(run: Path) -> list[Path]:
-    """Whole ones, oldest first: by the epoch that their journal ends with, then by their steps."""
-    found = [path for path in run.glob(_PREFIX + "*") if is_copy_name(path.name)]
-    return sorted(found, key=lambda copy: (newest_epoch(RunDirectory(copy).journal), copy.name))
+    """Return the complete copies, oldest first: by the epoch of their journals, then by steps."""
+    paths = [path for path in run.glob(_PREFIX + "*") if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=lambda copy: (newest_epoch(RunDirectory(copy).journal), copy.name))
 
 
-def _verify(copy: RunDirectory) -> _Whole:
-    """See that a copy is whole."""
+def _verify(copy: RunDirectory) -> _VerifiedCopy:
+    """Check that a copy is complete."""
     check_files(copy)
     verified = verify_journal(copy.journal)
     if verified.bad_line is not None:
@@ -423,15 +422,15 @@ def _verify(copy: RunDirectory) -> _Whole:
         raise StorageDamaged(str(copy.journal), "", reason)
     run, manifest = copy.read_run(), copy.read_manifest()
     steps = checkpoint_steps(copy.checkpoints)
-    commits = _counted(verified.entries)
+    commits = _valid_commits(verified.entries)
     if run is None or manifest is None or not steps or len(commits) < steps[-1]:
-        raise StorageDamaged(str(copy.path), "", "it is no whole copy; take another one")
+        raise StorageDamaged(str(copy.path), "", "it is incomplete; take another copy")
     info = find_checkpoint(copy.checkpoints, steps[-1], run.run_id, manifest).info
-    return _Whole(info, verified.entries, commits[info.step :])
+    return _VerifiedCopy(info, verified.entries, commits[info.step :])
 
 
-def _counted(entries: Sequence[Entry]) -> list[Committed]:
-    """The commits that nobody has taken back."""
+def _valid_commits(entries: Sequence[Entry]) -> list[Committed]:
+    """Return the commits that no rollback has voided."""
     commits: list[Committed] = []
     for entry in entries:
         if isinstance(entry.record, Resumed):
@@ -442,16 +441,16 @@ def _counted(entries: Sequence[Entry]) -> list[Committed]:
 
 
 def _copy_small_files(directory: RunDirectory, to: Path) -> None:
-    """As they were at one moment: what is replaced while the journal is read is read again."""
+    """Copy them as of one moment: start over if one is replaced while the journal is read."""
     names = [path.name for path in directory.small_files if path != directory.files_file]
     names.append(directory.journal.name)
     for attempt in range(_ATTEMPTS):
         before = {name: read_if_there(directory.path / name) for name in names}
         for name, content in before.items():
             if content is not None:
-                # A line of the journal may be half written just now.
-                whole = content.rfind(b"\n") + 1 if name == directory.journal.name else None
-                replace_file(to / name, content[:whole])
+                # The last line of the journal may be half written.
+                end = content.rfind(b"\n") + 1 if name == directory.journal.name else None
+                replace_file(to / name, content[:end])
         try:
             check_files(RunDirectory(to))
         except SamestepError:

@@ -1,7 +1,7 @@
 """What a coordinator finds when it starts in a directory that holds a run.
 
 `recover` is quick: it compares the files of the newest checkpoint with their hashes and walks the
-log's heads, so workers can be served at once. `Recovery.replica` then catches up, off that path.
+log's record heads, so workers can be served at once. `Recovery.replica` then catches up.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
-from coordinator.storage.log.log_index import LoggedStep, LogIndex, read_averages
+from coordinator.storage.log.log_index import LoggedStep, LogIndex, apply_logged_step, read_averages
 from coordinator.storage.log.log_reader import scan_log
-from coordinator.storage.log.replay import take
 from coordinator.storage.states.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -22,8 +21,8 @@ from coordinator.storage.states.checkpoint import (
     latest_checkpoint,
     remove_checkpoint,
 )
-from coordinator.storage.states.own_files import check_own, told
-from coordinator.storage.states.saved_state import load_replica
+from coordinator.storage.states.checkpoint_state import load_replica
+from coordinator.storage.states.replica_states import check_replica_states, recorded_digest
 from protocol.base.errors import StorageDamaged
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
@@ -31,22 +30,21 @@ from protocol.spec.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A run to go on with.
+    """A run to continue.
 
     Attributes:
-        run: Id and spec.
-        manifest: What the workers had agreed on.
-        checkpoint: The newest whole one.
-        logged: Committed steps after the checkpoint whose averages are there, in order.
-        redo: Commits after those, whose averages were not kept (mode `checkpoint`): the steps are
-            done again. Those skipped then are to be skipped again; the others' digests can be
-            compared.
-        step: Steps committed that can be had back: the run goes on with this one.
+        run: ID and spec.
+        manifest: The run's manifest.
+        checkpoint: The newest intact one.
+        logged: Committed steps after the checkpoint whose averages are in the log, in order.
+        redo: Commits after those, without averages (`log: checkpoint`): their steps are done again.
+            Skipped ones are skipped again; the digests of the others can be compared.
+        step: Steps committed whose state can be restored: the run continues with this one.
         optimizer_step: Updates among them.
         losses: Mean loss of each; NaN for a skipped one.
-        own_digest: Of what replicas have of their own then, as the last commit names it.
-        index: Where the log's steps lie, those before the checkpoint too.
-        notes: What was cut off or passed over, for people and for the journal.
+        own_digest: Of the per-replica state then, as the last commit names it.
+        index: Where the steps are in the log, including those before the checkpoint.
+        notes: What was cut off or skipped, for people and for the journal.
     """
 
     run: StoredRun
@@ -62,40 +60,39 @@ class Recovery:
     own_digest: str | None = None
 
     def replica(self) -> Replica:
-        """The state after `step` steps: the checkpoint's, with the logged steps taken again.
+        """Return the state after `step` steps: the checkpoint's, with the logged steps applied.
 
         Raises:
-            StorageDamaged: The log or the checkpoint is not what was written, or does not lead to
-                the digest that was known.
+            StorageDamaged: Log or checkpoint are damaged, or do not lead to the recorded digest.
             StorageFailed: They cannot be read.
         """
         replica = load_replica(self.checkpoint, self.manifest, self.run.spec.update)
         for logged in self.logged:
             averages = read_averages(logged, self.manifest.blocks)
-            known = logged.record.state_before if logged is self.logged[-1] else None
-            if known is not None and replica.state_digest() != known:
+            digest = logged.record.state_before if logged is self.logged[-1] else None
+            if digest is not None and not replica.has_state(digest):
                 reason = (
-                    f"steps before {logged.step} do not lead to the state they led to; bring it "
-                    "back from a copy, or go back to a checkpoint before it (--from-step N)"
+                    f"the steps before {logged.step} do not lead to the recorded state; restore it "
+                    "from a copy, or roll back to a checkpoint before it (--from-step N)"
                 )
                 raise StorageDamaged(str(logged.path), "", reason)
-            take(replica, logged.record, averages)
+            apply_logged_step(replica, logged.record, averages)
         return replica
 
 
 def recover(directory: RunDirectory) -> Recovery | None:
-    """See what there is, after clearing away what a crash left half done.
+    """Find a run's newest state, after removing what a crash left half done.
 
-    Only who holds the directory (`Claim`) may call this: it cuts torn tails.
+    Only the holder of the directory's lock may call this: it cuts torn tails.
 
     Returns:
-        None if there is no run, or no state of it was saved yet: it begins anew.
+        None if there is no run, or none of its states was saved yet: it begins anew.
 
     Raises:
-        StorageDamaged: Something is damaged that no crash explains; or steps are committed, but no
-            state is left that they follow.
-        StorageFailed: The disk refuses.
-        Mismatch: A file is of another run.
+        StorageDamaged: A file is damaged in a way that no crash explains; or steps are committed
+            whose preceding state is lost.
+        StorageFailed: A read or write failed.
+        Mismatch: A file belongs to another run.
     """
     run = directory.read_run()
     if run is None:
@@ -104,24 +101,24 @@ def recover(directory: RunDirectory) -> Recovery | None:
     manifest = directory.read_manifest()
     if manifest is None:
         if checkpoint_steps(directory.checkpoints):
-            reason = "it is missing, though there are checkpoints; bring it back from a copy"
+            reason = "it is missing, though there are checkpoints; restore it from a copy"
             raise StorageDamaged(str(directory.manifest_file), "", reason)
         return None
-    checkpoint, passed = latest_checkpoint(directory.checkpoints, run.run_id, manifest)
+    checkpoint, skipped = latest_checkpoint(directory.checkpoints, run.run_id, manifest)
     scan = scan_log(directory.log, run.run_id, manifest, repair=True)
     base = checkpoint.info.step if checkpoint is not None else 0
     logged, redo = _split(list(scan.index.following(base)))
     if checkpoint is None:
-        if passed or scan.index.last is not None:
-            raise _no_state(directory, scan.index.last, passed)
+        if skipped or scan.index.last is not None:
+            raise _no_state(directory, scan.index.last, skipped)
         return None
     own_digest = logged[-1].record.own_digest if logged else None
     if run.spec.replicas is not None and not logged:
-        own_digest = told(directory, base)
-    check_own(directory, run, manifest, base + len(logged), own_digest)
-    notes = [f"checkpoint passed over: {reason}" for reason in passed]
+        own_digest = recorded_digest(directory, base)
+    check_replica_states(directory, run, manifest, base + len(logged), own_digest)
+    notes = [f"checkpoint skipped: {reason}" for reason in skipped]
     notes += [str(cut) for cut in scan.cuts]
-    notes += _out_of_reach(scan.index, base + len(logged) + len(redo))
+    notes += _unreachable(scan.index, base + len(logged) + len(redo))
     info = checkpoint.info
     return Recovery(
         run=run,
@@ -141,35 +138,38 @@ def recover(directory: RunDirectory) -> Recovery | None:
     )
 
 
-def _no_state(directory: RunDirectory, last: int | None, passed: Sequence[str]) -> StorageDamaged:
-    """The state of step 0 is saved before any step: else nothing has begun."""
+def _no_state(directory: RunDirectory, last: int | None, skipped: Sequence[str]) -> StorageDamaged:
+    """Make the error of a run without a checkpoint: that of step 0 comes before any step."""
     steps = "" if last is None else f", which the log's steps up to {last} follow"
-    why = passed or ("bring one back from a copy",)
-    reason = "; ".join((f"expected a whole checkpoint{steps}, found none", *why))
+    why = skipped or ("restore one from a copy",)
+    reason = "; ".join((f"expected an intact checkpoint{steps}, found none", *why))
     return StorageDamaged(str(directory.checkpoints), "", reason)
 
 
 def _split(row: list[LoggedStep]) -> tuple[list[LoggedStep], list[CommitRecord]]:
-    """Steps that can be taken again from what is kept, and those after the first that cannot."""
-    kept = 0
-    while kept < len(row) and (row[kept].has_averages or row[kept].record.commit.scalars is None):
-        kept += 1
-    return row[:kept], [logged.record for logged in row[kept:]]
+    """Split steps into those that the log can repeat, and the rest."""
+    count = 0
+    while count < len(row) and (
+        row[count].has_averages or row[count].record.commit.scalars is None
+    ):
+        count += 1
+    return row[:count], [logged.record for logged in row[count:]]
 
 
-def _out_of_reach(index: LogIndex, step: int) -> list[str]:
+def _unreachable(index: LogIndex, step: int) -> list[str]:
     if index.last is None or index.last < step:
         return []
     which = f"steps up to {index.last} are in the log"
-    return [f"{which}, but no state that they follow: they are done again"]
+    return [f"{which}, but the state before them is lost: they are done again"]
 
 
-def leave_behind(directory: RunDirectory, recovery: Recovery) -> None:
-    """The run goes on from `recovery.step`: checkpoints of later steps, which could not be used,
-    must not be taken for its own some day.
+def remove_later_checkpoints(directory: RunDirectory, recovery: Recovery) -> None:
+    """Remove checkpoints of steps after `recovery.step`, which could not be used.
+
+    They must not count as the run's own some day.
 
     Raises:
-        StorageFailed: The disk refuses.
+        StorageFailed: A write failed.
     """
     for step in checkpoint_steps(directory.checkpoints):
         if step > recovery.step:

@@ -1,8 +1,9 @@
-"""What one run keeps on disk while it goes on, away from the event loop.
+"""The files of one running run, written outside the event loop.
 
-Three threads, for their syncs are independent: the gradient log, which commits wait for; the
-journal, which nothing waits for but the end; checkpoints, which take long. Each does its jobs one
-after the other. What the disk refuses in a job that nobody waits for comes back through `failed`.
+Each kind of file has its own thread, since their syncs are independent: the gradient log, which
+commits wait for; the journal, which only the end waits for; checkpoints, which take long; captures
+and per-replica states. A thread does its jobs in order. Errors of jobs that nothing waits for go to
+`failed`.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from blake3 import blake3
 
 from coordinator.capture.captured_files import CapturedFiles
 from coordinator.disk.durable_file import MISSING
-from coordinator.run.outputs.kept import Bytes
-from coordinator.run.outputs.own_state import own_state_lengths
-from coordinator.run.outputs.restart import CommitRecord, Terms
+from coordinator.run.outputs.events import Record
+from coordinator.run.outputs.restart import AdmissionRecord, CommitRecord
+from coordinator.run.outputs.side_outputs import Bytes, replica_state_sizes
 from coordinator.storage.directory.journal import Journal
-from coordinator.storage.directory.journal_records import FilesKept, Record
-from coordinator.storage.directory.run_directory import RunDirectory, terms_bytes
-from coordinator.storage.disk_room import check_room
-from coordinator.storage.kept_files import Digests, file_digest, kept_digests
+from coordinator.storage.directory.journal_records import FileDigests
+from coordinator.storage.directory.run_directory import RunDirectory, admission_record_bytes
+from coordinator.storage.disk_check import check_disk_space
+from coordinator.storage.file_digests import Digests, file_digest, present_digests
 from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.log.log_index import LoggedStep, LogIndex, read_chunks
-from coordinator.storage.log.log_records import Array, ChunkPlace
+from coordinator.storage.log.log_records import Array, ChunkId
 from coordinator.storage.states.checkpoint import (
     Checkpoint,
     checkpoint_steps,
@@ -38,10 +39,9 @@ from coordinator.storage.states.checkpoint import (
     write_checkpoint,
     write_metrics,
 )
-from coordinator.storage.states.own_files import NOTHING_YET
-from coordinator.storage.states.replica_states import ReplicaStates
+from coordinator.storage.states.checkpoint_state import CheckpointState, StatePiece
+from coordinator.storage.states.replica_states import NOTHING_YET, ReplicaStates
 from coordinator.storage.states.retention import best_step, prune
-from coordinator.storage.states.saved_state import Piece, SavedState
 from protocol.base import limits
 from protocol.base.errors import SamestepError, StorageFailed
 from protocol.exact.replica import Replica
@@ -55,7 +55,7 @@ _THREADS: Final = ("log", "journal", "checkpoint", "capture")
 
 
 class _LogStart(NamedTuple):
-    """What there is once the manifest is settled; see `RunStorage.begin_log`."""
+    """What `RunStorage.begin_log` was given."""
 
     manifest: Manifest
     next_step: int
@@ -64,7 +64,7 @@ class _LogStart(NamedTuple):
 
 
 def _some(items: Iterator[T], length: Callable[[T], int]) -> Iterator[T]:
-    """As many as may wait for a worker to read: not a thread's turn for each of them."""
+    """Yield as many items as a send queue takes: not each item needs a thread's turn."""
     left_bytes = limits.SEND_AHEAD_BYTES
     while left_bytes > 0 and (item := next(items, None)) is not None:
         left_bytes -= length(item)
@@ -75,17 +75,17 @@ class RunStorage:
     """Log, journal and checkpoints of one run.
 
     Attributes:
-        newest: The newest checkpoint that is whole.
-        replica_states: Of a run with replicas, once its manifest is known.
+        newest: The newest intact checkpoint.
+        replica_states: For a run with replicas, once its manifest is known.
 
     Args:
-        directory: The run's, begun, and held by this process.
-        run_id: The run's.
-        spec: Settles the log's mode and which checkpoints are kept.
-        epoch: The coordinator's.
-        guard: Raises if the directory is not this coordinator's any more.
-        failed: Called in the event loop with what the disk refused.
-        thread: Gives a thread of that name.
+        directory: Of the run, begun, and locked by this process.
+        run_id: The run's ID.
+        spec: Decides the log's mode and which checkpoints are kept.
+        epoch: Of the coordinator.
+        guard: Raises if this coordinator does not own the directory any more.
+        failed: Called in the event loop with errors of writes that nothing waits for.
+        thread: Returns an executor with one thread of the given name.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class RunStorage:
         self._log: GradientLog | None = None
         self._captured: CapturedFiles | None = None
         self.replica_states: ReplicaStates | None = None
-        self._lost: dict[tuple[int, int], SamestepError] = {}
-        self._appended: list[tuple[ChunkPlace, Array]] = []
-        self._appended_bytes = 0
-        self._writing: asyncio.TimerHandle | None = None
-        self._terms: Terms | None = None
+        self._failed_attempts: dict[tuple[int, int], SamestepError] = {}
+        self._unwritten: list[tuple[ChunkId, Array]] = []
+        self._unwritten_bytes = 0
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._admission_record: AdmissionRecord | None = None
         self._journal: Journal | None = None
         self._unsynced = False
         self._first_lines: Callable[[], Sequence[Record]] | None = None
         self._lines: deque[Record] = deque()
-        self._kept: Digests = {}
-        self._ended = False
+        self._digests: Digests = {}
+        self._has_ended = False
         self._metrics: dict[int, tuple[str, dict[str, float]]] = {}
         self._joining = 0
         self._needed: dict[object, int] = {}
-        self._good = 0
-        self._held: int | None = None
+        self._intact = 0
+        self._copying: int | None = None
         self._boundary_bytes = 0
         self._boundary_room = asyncio.Event()
         self._boundary_room.set()
@@ -145,23 +145,23 @@ class RunStorage:
         *,
         own_digest: str | None = None,
     ) -> None:
-        """The manifest is known: keep it, and begin the log after so many steps.
+        """Keep the manifest and begin the log.
 
         Args:
-            manifest: The run's.
-            next_step: Steps committed that can be had back.
+            manifest: The run's manifest.
+            next_step: Steps committed whose state can be restored.
             redo: The commits after them.
-            index: Where they lie; None if there are none.
-            newest: The newest checkpoint that is whole, if there is one.
-            own_digest: Of what replicas have of their own after those steps; None: nothing yet.
+            index: Where these steps are in the log; None if there are none.
+            newest: The newest intact checkpoint, if there is one.
+            own_digest: Of the per-replica state after these steps; None before the first.
         """
         self.newest = newest
         self._start = _LogStart(manifest, next_step, redo, index)
         if self._spec.replicas is not None:
-            own_lengths = own_state_lengths(self._spec, manifest)
+            own_lengths = replica_state_sizes(self._spec, manifest)
             self.replica_states = ReplicaStates(
                 self.directory, own_lengths, self._spec.checkpoint.every, self._guard,
-                step=next_step, told=own_digest or NOTHING_YET,
+                step=next_step, own_digest=own_digest or NOTHING_YET,
             )  # fmt: skip
         if manifest.capture is not None:
             self._captured = CapturedFiles(
@@ -173,40 +173,40 @@ class RunStorage:
         """Return once the log has begun.
 
         Raises:
-            SamestepError: It cannot be; `begin_log` has led to the same error.
+            SamestepError: It cannot begin; `begin_log` reports the same error.
         """
         await self._do("log", self._opened)
 
-    def append(self, place: ChunkPlace, values: Array) -> None:
+    def append(self, place: ChunkId, values: Array) -> None:
         """Append a chunk of averages, which must not change until the step is committed."""
-        self._appended.append((place, values))
-        self._appended_bytes += values.nbytes
-        if self._appended_bytes >= limits.LOGGED_TOGETHER_BYTES:
-            self._write_appended()
-        elif self._writing is None:
-            seconds = limits.LOGGED_TOGETHER_MS / 1000
-            self._writing = self._loop.call_later(seconds, self._write_appended)
+        self._unwritten.append((place, values))
+        self._unwritten_bytes += values.nbytes
+        if self._unwritten_bytes >= limits.LOG_BATCH_BYTES:
+            self._write_chunks()
+        elif self._write_timer is None:
+            seconds = limits.LOG_BATCH_MS / 1000
+            self._write_timer = self._loop.call_later(seconds, self._write_chunks)
 
-    def _write_appended(self) -> None:
-        chunks, self._appended, self._appended_bytes = self._appended, [], 0
-        if self._writing is not None:
-            self._writing.cancel()
-            self._writing = None
+    def _write_chunks(self) -> None:
+        chunks, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
         def work() -> None:
             for number, (place, values) in enumerate(chunks):
                 try:
                     self._opened().append_chunk(place, values)
                 except SamestepError as error:
-                    left = {(place.step, place.attempt) for place, _ in chunks[number:]}
-                    self._lost = dict.fromkeys(left, error)
+                    remaining = {(place.step, place.attempt) for place, _ in chunks[number:]}
+                    self._failed_attempts = dict.fromkeys(remaining, error)
                     raise
 
         if chunks:
             self._spawn("log", work)
 
-    def keep_boundary(self, message: Boundary, content: Bytes) -> None:
-        """Write a piece of a boundary; see `boundary_room`."""
+    def write_boundary(self, message: Boundary, content: Bytes) -> None:
+        """Write a piece of an inner checkpoint; see `boundary_room`."""
         states = self.replica_states
         assert states is not None, "a run without replicas refuses it"
         self._count_boundary(content.nbytes)
@@ -221,18 +221,20 @@ class RunStorage:
 
     def _count_boundary(self, nbytes: int) -> None:
         self._boundary_bytes += nbytes
-        if self._boundary_bytes < limits.BOUNDARIES_BYTES:
+        if self._boundary_bytes < limits.INNER_CHECKPOINTS_BYTES:
             self._boundary_room.set()
         else:
             self._boundary_room.clear()
 
     @property
     def boundary_room(self) -> asyncio.Event:
-        """Set while few pieces of boundaries wait for the disk, where workers send them faster."""
+        """Set while few pieces of inner checkpoints wait for the disk."""
         return self._boundary_room
 
-    async def answer_stretch(self, message: StretchRequest) -> tuple[int, AsyncIterator[bytes]]:
-        """See `ReplicaStates.answer`; raises as that does, also while it is read."""
+    async def open_replica_progress(
+        self, message: StretchRequest
+    ) -> tuple[int, AsyncIterator[bytes]]:
+        """See `ReplicaStates.answer`; reading may raise the same errors."""
         states = self.replica_states
         assert states is not None, "a run without replicas refuses it"
         inner, reading = await self._do("capture", lambda: states.answer(message))
@@ -243,51 +245,51 @@ class RunStorage:
 
         return inner, pieces()
 
-    async def commit(self, record: CommitRecord, kept: Sequence[Bytes] = ()) -> str | None:
-        """Return when the step is durable, and before it what is kept of its microbatches.
+    async def commit(self, record: CommitRecord, side_outputs: Sequence[Bytes] = ()) -> str | None:
+        """Return when the step is durable; its side outputs become durable before it.
 
         Returns:
-            The digest that the commit names of what replicas have of their own now.
+            The digest of the per-replica state, as the commit names it.
 
         Raises:
-            StorageFailed: It is not.
-            RunFailed: The directory has another coordinator now.
+            StorageFailed: The step is not durable.
+            RunFailed: Another coordinator owns the directory now.
         """
-        self._write_appended()
-        terms, captured, states = self._terms, self._captured, self.replica_states
+        self._write_chunks()
+        admission, captured, states = self._admission_record, self._captured, self.replica_states
         if captured is not None:
             step = record.commit.step
-            await self._do("capture", lambda: captured.keep(step, kept))
+            await self._do("capture", lambda: captured.keep(step, side_outputs))
         if states is not None:
             after = record.commit.step + 1
-            own = await self._do("capture", lambda: states.keep_own(after, kept))
+            own = await self._do("capture", lambda: states.keep_own(after, side_outputs))
             record = record.model_copy(update={"own_digest": own})
-        if terms is not None:
-            await self._do("journal", lambda: self._announce(terms))
+        if admission is not None:
+            await self._do("journal", lambda: self._announce_admission_record(admission))
 
         def work() -> None:
-            lost = self._lost.get((record.commit.step, record.commit.attempt))
-            if lost is not None:
-                raise lost
-            if terms is not None:
-                self._guard()  # nothing of another coordinator's is written over
-                self.directory.write_terms(terms)
-                if self._terms is terms:
-                    self._terms = None
+            error = self._failed_attempts.get((record.commit.step, record.commit.attempt))
+            if error is not None:
+                raise error
+            if admission is not None:
+                self._guard()  # do not overwrite another coordinator's
+                self.directory.write_admission_record(admission)
+                if self._admission_record is admission:
+                    self._admission_record = None
             self._opened().commit(record)
-            self._lost = {}
+            self._failed_attempts = {}
 
         await self._do("log", work)
-        if terms is not None:
-            self._spawn("journal", lambda: self._told_terms(terms))
+        if admission is not None:
+            self._spawn("journal", lambda: self._note_admission_record(admission))
         return record.own_digest
 
-    def remember(self, terms: Terms) -> None:
-        """Keep what workers were accepted by: it is written before the next commit."""
-        self._terms = terms
+    def save_admission_record(self, record: AdmissionRecord) -> None:
+        """Write what workers were admitted by before the next commit."""
+        self._admission_record = record
 
     async def logged(self, step: int) -> list[LoggedStep]:
-        """Some committed steps from this one on, as far as the log has them in a row.
+        """Return some committed steps from this one on, as far as the log has them without a gap.
 
         Raises:
             SamestepError: The log cannot be read.
@@ -299,10 +301,10 @@ class RunStorage:
         return await self._do("log", work)
 
     async def chunks(self, logged: LoggedStep) -> AsyncIterator[tuple[int, int, Array]]:
-        """What a logged step averaged: block, chunk, values; a few of them in memory at once.
+        """Yield block, chunk and values of a logged step's averages; a few are in memory at once.
 
         Raises:
-            SamestepError: The log cannot be read, or is cut meanwhile.
+            SamestepError: The log cannot be read, or was truncated meanwhile.
         """
         reading = read_chunks(logged, self._begun.manifest.blocks)
 
@@ -314,28 +316,28 @@ class RunStorage:
                 yield chunk
 
     async def averages_from(self) -> int:
-        """The step from which on the log keeps averages.
+        """Return the first step from which on the log keeps averages.
 
         Raises:
-            SamestepError: The log cannot be begun.
+            SamestepError: The log cannot begin.
         """
         return await self._do("log", lambda: self._opened().index.averages_from)
 
     @asynccontextmanager
     async def joining(self) -> AsyncIterator[Callable[[int], None]]:
-        """A worker is on its way to the run's state: meanwhile the log keeps averages.
+        """Make the log keep averages while a worker gets the run's state.
 
         Yields:
-            To be called with the step from which on the worker needs them. They are kept for it
-            until a second checkpoint has come after that step: who takes longer begins anew.
+            A function to call with the step from which on the worker needs them. They are kept
+            until a second checkpoint after that step: a slower worker starts over.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: A write failed.
         """
         sparse, worker = self._spec.log == "checkpoint", object()
         self._joining += 1
         try:
-            if sparse:  # each sees to it: the disk may have refused it to an earlier one
+            if sparse:  # each time: it may have failed for an earlier worker
                 await self._do("log", self._keep_averages)
             yield partial(self._needed.__setitem__, worker)
         finally:
@@ -355,12 +357,12 @@ class RunStorage:
         return self._start
 
     def _opened(self) -> GradientLog:
-        """The log; where the disk refused to begin it, it is begun now."""
+        """Return the log; begin it now if that failed before."""
         if self._log is None:
             manifest, next_step, redo, index = self._begun
             self._guard()
             if index is None:
-                check_room(self.directory.path, self._spec, manifest)
+                check_disk_space(self.directory.path, self._spec, manifest)
             self.directory.keep_manifest(manifest)
             self._log = GradientLog(
                 self.directory.log, self._run_id, manifest, epoch=self._epoch,
@@ -371,7 +373,7 @@ class RunStorage:
 
     @property
     def captures(self) -> bool:
-        """Whether the run leaves captured logits, and no model."""
+        """Whether the result is captured logits instead of a model."""
         return self._captured is not None
 
     async def end_capture(self, *, whole: bool) -> dict[str, str]:
@@ -386,7 +388,7 @@ class RunStorage:
         """Begin a new segment of the log, after all commits so far.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: A write failed.
         """
         await self._do("log", lambda: self._opened().roll())
 
@@ -396,16 +398,16 @@ class RunStorage:
         losses: Sequence[float],
         state_read: Callable[[], None] = lambda: None,
     ) -> Checkpoint:
-        """Write a checkpoint; then remove what it has made needless.
+        """Write a checkpoint, then remove files that it makes unnecessary.
 
         Args:
-            replica: The state; nobody changes it before `state_read` is called.
+            replica: The state; it must not change before `state_read` is called.
             losses: Mean loss of each step so far.
-            state_read: Called in the event loop, unless the disk refuses.
+            state_read: Called in the event loop, unless a write fails.
 
         Raises:
-            StorageFailed: The disk refuses.
-            RunFailed: The directory has another coordinator now.
+            StorageFailed: A write failed.
+            RunFailed: Another coordinator owns the directory now.
         """
         manifest, root = self._begun.manifest, self.directory.checkpoints
         made_before = self.newest is not None
@@ -415,7 +417,7 @@ class RunStorage:
 
         def work() -> tuple[Checkpoint, int | None]:
             self._guard()
-            if made_before and not root.is_dir():  # made anew it could not be brought back
+            if made_before and not root.is_dir():  # made again, it could not be restored
                 raise StorageFailed("write to", str(root), MISSING)
             checkpoint = write_checkpoint(
                 root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses,
@@ -423,25 +425,25 @@ class RunStorage:
             )  # fmt: skip
             self._guard()
             step = checkpoint.info.step  # the replica may be further by now
-            if (figures := self._metrics.get(step)) is not None:
-                write_metrics(root, step, *figures)
-            retention, held = self._spec.checkpoint, self._held
-            return checkpoint, prune(root, self._run_id, manifest, retention, held).good
+            if (metrics := self._metrics.get(step)) is not None:
+                write_metrics(root, step, *metrics)
+            retention, copying = self._spec.checkpoint, self._copying
+            return checkpoint, prune(root, self._run_id, manifest, retention, copying).intact
 
-        # Before the log's commits go, and before a restart no longer looks at them.
-        await self._do("journal", self._tell_files)
-        checkpoint, good = await self._do("checkpoint", work)
+        # Before the log loses these commits, and a restart stops reading them.
+        await self._do("journal", self._note_files)
+        checkpoint, intact = await self._do("checkpoint", work)
         self.newest = checkpoint
         self._metrics = {s: each for s, each in self._metrics.items() if s > checkpoint.info.step}
-        if good is not None and not self._spec.checkpoint.keep_log:
-            await self._do("log", lambda: self._cut(good))
+        if intact is not None and not self._spec.checkpoint.keep_log:
+            await self._do("log", lambda: self._cut(intact))
         return checkpoint
 
     async def best(self) -> Checkpoint | None:
-        """The checkpoint with the best held-out figure, if the run spec says which figure.
+        """Return the checkpoint with the best metric, if the run spec names a metric.
 
         Raises:
-            StorageDamaged: It is not what was written.
+            StorageDamaged: It is damaged.
             StorageFailed: It cannot be read.
         """
         manifest, root = self._begun.manifest, self.directory.checkpoints
@@ -454,56 +456,58 @@ class RunStorage:
 
     @asynccontextmanager
     async def holding_newest(self) -> AsyncIterator[int]:
-        """The newest checkpoint is kept while it is copied; the journal tells what led to it.
-        One at a time.
+        """Keep the newest checkpoint while it is copied, one at a time; sync the journal first.
 
         Yields:
             Its step.
 
         Raises:
-            SamestepError: The disk refuses.
+            SamestepError: A read or write failed.
         """
 
         def hold() -> int:
-            self._held = max(checkpoint_steps(self.directory.checkpoints), default=0)
-            return self._held
+            self._copying = max(checkpoint_steps(self.directory.checkpoints), default=0)
+            return self._copying
 
         await self._do("journal", self._sync_journal)
         try:
             yield await self._do("checkpoint", hold)
         finally:
-            self._held = None
+            self._copying = None
 
-    async def open_state(self, checkpoint: Checkpoint) -> SavedState:
-        """A checkpoint's state, to be read by `read`.
+    async def open_state(self, checkpoint: Checkpoint) -> CheckpointState:
+        """Open a checkpoint's state.
 
         Raises:
-            StorageDamaged: It is not what was written.
+            StorageDamaged: It is damaged.
             StorageFailed: It cannot be read.
         """
-        wanted = partial(SavedState, checkpoint, self._begun.manifest, self._spec.update)
-        return await self._loop.run_in_executor(None, wanted)
+        open_checkpoint = partial(
+            CheckpointState, checkpoint, self._begun.manifest, self._spec.update
+        )
+        return await self._loop.run_in_executor(None, open_checkpoint)
 
-    async def pieces(self, saved: SavedState) -> AsyncIterator[tuple[Piece, Array]]:
-        """All of a state that is open, a few pieces in memory at once; raises as that does."""
+    async def pieces(self, saved: CheckpointState) -> AsyncIterator[tuple[StatePiece, Array]]:
+        """Yield the pieces of an open state, a few in memory at once; raises as
+        `CheckpointState.read`."""
         reading = ((piece, saved.read(piece)) for piece in saved.pieces())
 
-        def some() -> list[tuple[Piece, Array]]:
+        def some() -> list[tuple[StatePiece, Array]]:
             return list(_some(reading, lambda piece: piece[1].nbytes))
 
         while read := await self._loop.run_in_executor(None, some):
             for piece in read:
                 yield piece
 
-    def _cut(self, good: int) -> None:
-        self._guard()  # another coordinator may be reading what it has found
-        needed = min([good, *self._needed.values()])
-        before, self._good = self._good, good
+    def _cut(self, intact: int) -> None:
+        self._guard()  # another coordinator may be reading these segments
+        needed = min([intact, *self._needed.values()])
+        before, self._intact = self._intact, intact
         self._opened().cut(max(needed, before))
 
     def keep_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
-        """Keep the figures of an evaluation with the checkpoint of that state, if there is one."""
-        # A checkpoint of it may be yet to come, after later figures.
+        """Keep the metrics of an evaluation with the checkpoint of that state, if there is one."""
+        # Its checkpoint may be written later, after newer metrics.
         self._metrics[step] = (state_digest, metrics)
         root = self.directory.checkpoints
         self._spawn("checkpoint", lambda: write_metrics(root, step, state_digest, metrics))
@@ -512,7 +516,7 @@ class RunStorage:
 
     def record(self, records: Sequence[Record]) -> None:
         """Add lines to the journal; they are synced soon, many at once."""
-        if not records or self._ended:
+        if not records or self._has_ended:
             return
 
         self._lines.extend(records)
@@ -522,10 +526,10 @@ class RunStorage:
             self._spawn("journal", self._sync_journal)
 
     def begin_journal(self, lines: Callable[[], Sequence[Record]]) -> None:
-        """Bring the journal up to date before anything else is added.
+        """Bring the journal up to date before other lines are added.
 
         Args:
-            lines: Gives the lines to add; called once the journal's end is sound.
+            lines: Returns the lines to add; called once the journal's end is intact.
         """
         self._first_lines = lines
         self._spawn("journal", self._sync_journal)
@@ -537,14 +541,14 @@ class RunStorage:
             The journal's head.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: A write failed.
         """
-        self._ended = True
+        self._has_ended = True
 
         def work() -> str:
             journal = self._opened_journal()
-            self._kept = kept_digests(self.directory)  # nothing of them is under way any more
-            journal.append(FilesKept(epoch=self._epoch, digests=self._kept))
+            self._digests = present_digests(self.directory)  # no write is in progress any more
+            journal.append(FileDigests(epoch=self._epoch, digests=self._digests))
             head = journal.append(record)
             journal.sync()
             return head
@@ -552,48 +556,52 @@ class RunStorage:
         return await self._do("journal", work)
 
     def reopen_journal(self) -> None:
-        """The run goes on after all: lines count again."""
-        self._ended = False
+        """Accept lines again: the run is not over after all."""
+        self._has_ended = False
 
     def _opened_journal(self) -> Journal:
-        """The journal, with all lines that came so far; what cannot be opened is so later."""
+        """Return the journal, with all lines so far; if opening failed before, open it now."""
         if self._journal is None:
             self._journal = Journal(self.directory.journal, guard=self._guard)
         if self._first_lines is not None:
             for record in self._first_lines():
                 self._journal.append(record)
             self._first_lines = None
-            self._kept = kept_digests(self.directory)
-            self._journal.append(FilesKept(epoch=self._epoch, digests=self._kept))
+            self._digests = present_digests(self.directory)
+            self._journal.append(FileDigests(epoch=self._epoch, digests=self._digests))
         while self._lines:
             self._journal.append(self._lines.popleft())
         return self._journal
 
-    def _announce(self, terms: Terms) -> None:
-        """The journal tells what the terms' file is about to hold; a crash may leave either."""
-        name, new = self.directory.terms_file.name, blake3(terms_bytes(terms)).hexdigest()
+    def _announce_admission_record(self, record: AdmissionRecord) -> None:
+        """Note the coming content of the admission record's file; a crash may leave either one."""
+        name, new = (
+            self.directory.admission_file.name,
+            blake3(admission_record_bytes(record)).hexdigest(),
+        )
         journal = self._opened_journal()
-        told = (file_digest(self.directory.terms_file), new)
-        if self._kept.get(name) != told:
-            self._kept[name] = told
-            journal.append(FilesKept(epoch=self._epoch, digests=self._kept))
+        expected = (file_digest(self.directory.admission_file), new)
+        if self._digests.get(name) != expected:
+            self._digests[name] = expected
+            journal.append(FileDigests(epoch=self._epoch, digests=self._digests))
         self._sync_journal()
 
-    def _told_terms(self, terms: Terms) -> None:
-        """They are written: from here on the file may hold nothing else, nor be missing."""
-        told = (blake3(terms_bytes(terms)).hexdigest(),)
-        if self._terms is None and self._kept.get(self.directory.terms_file.name) != told:
-            self._kept[self.directory.terms_file.name] = told
-            self._opened_journal().append(FilesKept(epoch=self._epoch, digests=self._kept))
+    def _note_admission_record(self, record: AdmissionRecord) -> None:
+        """Note the written admission record: from now on the file must exist and hold it."""
+        name = self.directory.admission_file.name
+        expected = (blake3(admission_record_bytes(record)).hexdigest(),)
+        if self._admission_record is None and self._digests.get(name) != expected:
+            self._digests[name] = expected
+            self._opened_journal().append(FileDigests(epoch=self._epoch, digests=self._digests))
 
-    def _tell_files(self) -> None:
-        """So that a restart, which looks back to the newest checkpoint, comes upon it."""
+    def _note_files(self) -> None:
+        """Note the files' digests again, where a restart finds them after the newest checkpoint."""
         journal = self._opened_journal()
-        if self._kept:
+        if self._digests:
             settled = file_digest(self.directory.manifest_file)
             if settled is not None:
-                self._kept[self.directory.manifest_file.name] = (settled,)
-            journal.append(FilesKept(epoch=self._epoch, digests=self._kept))
+                self._digests[self.directory.manifest_file.name] = (settled,)
+            journal.append(FileDigests(epoch=self._epoch, digests=self._digests))
         self._sync_journal()
 
     def _sync_journal(self) -> None:
@@ -601,19 +609,19 @@ class RunStorage:
         self._opened_journal().sync()
 
     async def check(self) -> None:
-        """See that the directory is still ours.
+        """Check that this coordinator still owns the directory.
 
         Raises:
-            StorageFailed: It is not there.
-            RunFailed: It has another coordinator now.
+            StorageFailed: The directory is missing.
+            RunFailed: Another coordinator owns it now.
         """
         await asyncio.to_thread(self._guard)
 
     # Threads.
 
     async def close(self) -> None:
-        """Do what was asked for, then close the files."""
-        self._write_appended()
+        """Finish all jobs, then close the files."""
+        self._write_chunks()
 
         def work() -> None:
             for thread in self._threads.values():
@@ -631,7 +639,7 @@ class RunStorage:
         def guarded() -> None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 -- nobody else would hear of it
+            except Exception as error:  # noqa: BLE001 -- would be lost otherwise
                 self._loop.call_soon_threadsafe(self._failed, error)
 
         self._threads[thread].submit(guarded)

@@ -1,8 +1,8 @@
-"""The trackers: each says up to which step it holds a run, and takes rows after that.
+"""The trackers: each knows up to which step it has a run, and takes later rows.
 
-Their libraries are extras, imported when asked for. What they hold lies below `trackers/` in the
-run's directory, unless their own environment variables name a server. Keys come from the
-environment alone, as each library reads them.
+Their libraries are extras, imported on demand. Their files are below `trackers/` in the run's
+directory, unless their own environment variables name a server. Keys come from the environment
+alone, as each library reads them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ TRACKERS: Final[Mapping[str, str]] = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
-    "trackio": "trackio",
 }
-"""By name: the module, which an extra of that name brings along."""
+"""Modules by name; an extra of the same name installs each."""
 DIRECTORY: Final = "trackers"
 _PROJECT: Final = "samestep"
 
 
 @dataclass(frozen=True, slots=True)
-class Tracked:
-    """Which run is told of.
+class TrackedRun:
+    """A run to track.
 
     Attributes:
-        directory: For what the tracker keeps.
-        run_id: Of the run.
-        spec: What was asked for, as a document.
+        directory: For the tracker's files.
+        run_id: The run's ID.
+        spec: The run spec, as a document.
     """
 
     directory: Path
@@ -48,23 +47,23 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """Keeps figures by step."""
+    """Stores values by step."""
 
     def last(self) -> int:
-        """The highest step that it holds; -1 for none."""
+        """Return the highest step that it has; -1 for none."""
 
     def take(self, row: Row) -> None:
-        """Keep one row."""
+        """Store one row."""
 
     def flush(self) -> None:
-        """What was taken is to be seen."""
+        """Make stored rows visible."""
 
     def close(self, outcome: str) -> None:
-        """The run is over (finished, drained, failed), or goes on later (empty)."""
+        """Close it: the run is over (finished, drained, failed), or will continue later (empty)."""
 
 
 def check_trackers(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of trackers that are here, each once.
+    """Return names of available trackers, without duplicates.
 
     Raises:
         UsageError: There is no such tracker, or its library is not installed.
@@ -79,11 +78,11 @@ def check_trackers(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def open_tracker(name: str, tracked: Tracked) -> Tracker:
-    """Begin with a run, or go on with it."""
+def open_tracker(name: str, tracked: TrackedRun) -> Tracker:
+    """Begin a run in a tracker, or continue it."""
     tracked.directory.mkdir(parents=True, exist_ok=True)
-    kinds: dict[str, type[_TensorBoard | _Wandb | _MLflow | _Trackio]] = {
-        "tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow, "trackio": _Trackio,
+    kinds: dict[str, type[_TensorBoard | _Wandb | _MLflow]] = {
+        "tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow,
     }  # fmt: skip
     return kinds[name](tracked)
 
@@ -93,9 +92,9 @@ def _library(name: str) -> Any:
 
 
 class _TensorBoard:
-    """Event files, as TensorBoard's own writer makes them; each row is one event."""
+    """Event files in the format of TensorBoard's own writer; each row is one event."""
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedRun) -> None:
         self._directory = tracked.directory
         self._last = max(self._steps(), default=-1)
         files = _library("tensorboard.summary.writer.event_file_writer")
@@ -115,7 +114,7 @@ class _TensorBoard:
     def take(self, row: Row) -> None:
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=value)
-            for name, value in row.figures.items()
+            for name, value in row.values.items()
         ]
         summary = self._summaries.Summary(value=values)
         event = self._events.Event(wall_time=row.at_s, step=row.step, summary=summary)
@@ -130,23 +129,23 @@ class _TensorBoard:
 
 
 class _MLflow:
-    """A run of MLflow, found again by our run's id as a tag."""
+    """A run of MLflow, found again by our run's ID as a tag."""
 
-    def __init__(self, tracked: Tracked) -> None:
-        # A directory of files is all that one run needs; newer releases want to be told.
+    def __init__(self, tracked: TrackedRun) -> None:
+        # A directory of files is enough for one run; newer releases require this variable.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow = _library("mlflow")
         self._entities = _library("mlflow.entities")
-        place = os.environ.get("MLFLOW_TRACKING_URI") or tracked.directory.absolute().as_uri()
-        self._client = mlflow.MlflowClient(tracking_uri=place)
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or tracked.directory.absolute().as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        found = self._client.search_runs(
+        runs = self._client.search_runs(
             [number], f"tags.`{_PROJECT}.run_id` = '{tracked.run_id}'", max_results=1
         )
-        if found:
-            self._run = found[0].info.run_id
+        if runs:
+            self._run = runs[0].info.run_id
             self._client.update_run(self._run, "RUNNING")
             return
         tags = {f"{_PROJECT}.run_id": tracked.run_id, "mlflow.runName": tracked.run_id}
@@ -164,7 +163,7 @@ class _MLflow:
         at_ms = int(row.at_s * 1000)
         metrics = [
             self._entities.Metric(name, value, at_ms, row.step)
-            for name, value in row.figures.items()
+            for name, value in row.values.items()
         ]
         self._client.log_batch(self._run, metrics=metrics)
 
@@ -172,17 +171,17 @@ class _MLflow:
         pass
 
     def close(self, outcome: str) -> None:
-        ended = {"finished": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED")
-        self._client.set_terminated(self._run, ended)
+        status = {"finished": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED")
+        self._client.set_terminated(self._run, status)
 
 
 class _Wandb:
     """A run of Weights & Biases, online or (WANDB_MODE=offline) in files for `wandb sync`.
 
-    It cannot be asked offline what it holds, so the last step lies in a file beside it.
+    Offline it cannot say which steps it has, so the last step is in a file beside it.
     """
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedRun) -> None:
         wandb = _library("wandb")
         self._place = tracked.directory / "last_step.json"
         self._run = wandb.init(
@@ -195,16 +194,16 @@ class _Wandb:
             settings=wandb.Settings(console="off", silent=True, disable_git=True),
         )
         try:
-            kept = int(read_json(self._place)["step"])
+            last_step = int(read_json(self._place)["step"])
         except (OSError, ValueError, KeyError, TypeError):
-            kept = -1
-        self._last = max(kept, int(self._run.step) - 1)
+            last_step = -1
+        self._last = max(last_step, int(self._run.step) - 1)
 
     def last(self) -> int:
         return self._last
 
     def take(self, row: Row) -> None:
-        self._run.log(row.figures, step=row.step, commit=True)
+        self._run.log(row.values, step=row.step, commit=True)
         self._last = row.step
 
     def flush(self) -> None:
@@ -212,32 +211,3 @@ class _Wandb:
 
     def close(self, outcome: str) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))
-
-
-class _Trackio:
-    """A run of Trackio, in its own directory of databases."""
-
-    def __init__(self, tracked: Tracked) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(tracked.directory.absolute()))
-        self._trackio = _library("trackio")
-        storage = _library("trackio.sqlite_storage").SQLiteStorage
-        project = os.environ.get("TRACKIO_PROJECT") or _PROJECT
-        logged = storage.get_logs(project, tracked.run_id)
-        self._last = max((int(each["step"]) for each in logged), default=-1)
-        self._run = self._trackio.init(
-            project=project, name=tracked.run_id, resume="allow", config=tracked.spec,
-            embed=False, auto_log_gpu=False,
-        )  # fmt: skip
-
-    def last(self) -> int:
-        return self._last
-
-    def take(self, row: Row) -> None:
-        self._run.log(row.figures, step=row.step)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self, outcome: str) -> None:
-        del outcome
-        self._run.finish()

@@ -1,7 +1,7 @@
-"""The coordinator's side: a process for each tracker, told that there is news.
+"""The coordinator's side: a process for each tracker, which is notified of news.
 
 The journal is the queue: it is on disk, and a tracker reads it at its own pace. So nothing here
-waits, and nothing that a tracker does, or fails to do, reaches the run.
+waits, and no failure of a tracker reaches the run.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.disk.durable_file import make_below
-from coordinator.run.outputs.facts import Fact
-from coordinator.service.listener import RunAccepted, RunEnded, RunResumed
+from coordinator.run.outputs.events import Event
+from coordinator.service.events import RunAccepted, RunEnded, RunResumed
 from coordinator.tracking.feeding import END, NEWS
 from coordinator.tracking.trackers import DIRECTORY
-from protocol.command.own_command import own_command, own_environment
+from protocol.cli.command_line import child_environment, command_of
 
 GRACE_S: Final = 20.0
-"""What a tracker has for the rest after the run's end."""
+"""How long a tracker may take for the rest after the run's end."""
 
 
 class Tracking:
-    """Hears a service's facts.
+    """Passes a service's events on to trackers.
 
     Args:
         names: Of the trackers.
-        directory: Gives that of the run in progress.
-        tell: Says to a person that a tracker has failed.
+        directory: Returns the directory of the run in progress.
+        tell: Prints a line about a failed tracker.
         grace_s: See `GRACE_S`.
     """
 
@@ -48,15 +48,15 @@ class Tracking:
         self._grace_s = grace_s
         self._feeds: list[_Feed] = []
 
-    def reported(self, fact: Fact, run_id: str = "") -> None:
-        """See `listener.Listener`."""
+    def emit(self, event: Event, run_id: str = "") -> None:
+        """See `EventSink`."""
         del run_id
-        if isinstance(fact, RunAccepted | RunResumed):
+        if isinstance(event, RunAccepted | RunResumed):
             directory = self._directory()
             if directory is not None:
                 self._feeds = [feed for feed in self._feeds if not feed.over()]
                 self._feeds += [_Feed(name, directory, self._tell) for name in self._names]
-        elif isinstance(fact, RunEnded):
+        elif isinstance(event, RunEnded):
             for feed in self._feeds:
                 feed.end(self._grace_s)
         else:
@@ -64,7 +64,7 @@ class Tracking:
                 feed.news()
 
     def stop(self) -> None:
-        """Wait for what is left of them; blocks for at most `grace_s`."""
+        """Wait for the trackers to end; blocks for at most `grace_s`."""
         for feed in self._feeds:
             feed.stop(self._grace_s)
 
@@ -74,7 +74,7 @@ class _Feed:
 
     def __init__(self, name: str, run: Path, tell: Callable[[str], None]) -> None:
         self._name = name
-        self._again = f"coordinator track {run} --to {name}"
+        self._command = f"coordinator track {run} --to {name}"
         self._tell = tell
         self._log = run / DIRECTORY / name / "log.txt"
         self._timer: threading.Timer | None = None
@@ -84,24 +84,24 @@ class _Feed:
             make_below(run, self._log.parent)
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(  # noqa: S603 -- a command of ours
-                    [*own_command("coordinator"), "track", str(run), "--to", name, "--follow"],
+                    [*command_of("coordinator"), "track", str(run), "--to", name, "--follow"],
                     stdin=subprocess.PIPE, stdout=log, stderr=subprocess.PIPE,
-                    env=own_environment(), start_new_session=True,
+                    env=child_environment(), start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
-            self._failed(str(error.strerror))
+            self._report_failure(str(error.strerror))
             return
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
-        self._watch = threading.Thread(target=self._watched, daemon=True)
+        self._watch = threading.Thread(target=self._watch_process, daemon=True)
         self._watch.start()
 
     def news(self) -> None:
-        """There is more in the journal. A pipe that is full holds that word already."""
+        """Notify it that the journal has grown. A full pipe holds that byte already."""
         self._write(NEWS)
 
     def end(self, grace_s: float) -> None:
-        """The run has ended: tell the rest, and end within so long."""
+        """Notify it that the run has ended, and limit the time for the rest."""
         if self._timer is None and self._process is not None:
             self._write(END)
             self._timer = threading.Timer(grace_s, self._too_late)
@@ -109,7 +109,7 @@ class _Feed:
             self._timer.start()
 
     def stop(self, grace_s: float) -> None:
-        """Wait for the end; a run that has not ended is told of when it goes on."""
+        """Wait for its end; the rest of an unfinished run is sent when the run continues."""
         if self._process is None:
             return
         if self._timer is None:
@@ -123,7 +123,7 @@ class _Feed:
         self.over()
 
     def over(self) -> bool:
-        """Whether the process has ended; then nothing of it is left open."""
+        """Return whether the process has ended; then nothing of it is left open."""
         if self._process is None:
             return True
         if self._watch.is_alive():
@@ -144,8 +144,8 @@ class _Feed:
         assert self._process is not None
         self._process.kill()
 
-    def _watched(self) -> None:
-        """Keeps what it says of itself, and says it if it fails."""
+    def _watch_process(self) -> None:
+        """Log its standard error, and report its last line if it fails."""
         assert self._process is not None
         assert self._process.stderr is not None
         words = b""
@@ -156,11 +156,13 @@ class _Feed:
                     log.write(line)
         if self._process.wait() == 0:
             return
-        said = words.decode(errors="replace").strip().removeprefix("coordinator: ")
-        self._failed("it had not told all in time" if self._late else said or "it was ended")
+        last_line = words.decode(errors="replace").strip().removeprefix("coordinator: ")
+        self._report_failure(
+            "it did not finish in time" if self._late else last_line or "it was ended"
+        )
 
-    def _failed(self, reason: str) -> None:
+    def _report_failure(self, reason: str) -> None:
         self._tell(
-            f"tracker {self._name} stopped: {reason[:300]}; the run does not need it, and later it "
-            f"can be told the rest: {self._again}"
+            f"tracker {self._name} stopped: {reason[:300]}; the run continues; send it the rest "
+            f"later: {self._command}"
         )

@@ -1,4 +1,4 @@
-"""What everything stands on: errors, limits, and fields with bounds.
+"""Errors, limits, and types that all packages share.
 
-Imports nothing of ours. Start with `errors`: the one tree of errors, and the exit codes.
+Imports no other room. Start with `errors`: the tree of errors and the exit codes.
 """

@@ -1,4 +1,4 @@
-"""Addresses as users write them: HOST:PORT, an IPv6 host in brackets, with its zone if it has one.
+"""Network addresses as users write them: HOST:PORT, with an IPv6 host in brackets.
 
 A zone (RFC 4007) names the interface of a link-local address: `[fe80::1%eth0]:9000`.
 """
@@ -11,15 +11,15 @@ from protocol.base.errors import UsageError
 
 
 def parse_address(text: str, option: str, port: int | None = None) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`.
+    """Split `HOST:PORT` into host and port.
 
     Args:
-        text: What the user wrote.
-        option: Where, for the error.
-        port: Of a host alone; None if the port has to be said.
+        text: The user's text.
+        option: The option it was given to, for the error.
+        port: Default port; None if a port is required.
 
     Raises:
-        UsageError: It is no address.
+        UsageError: The text is not an address.
     """
     if port is not None and text and _is_host_alone(text):
         text = format_address(text.removeprefix("[").removesuffix("]"), port)
@@ -31,12 +31,12 @@ def parse_address(text: str, option: str, port: int | None = None) -> tuple[str,
 
 
 def format_address(host: str, port: int) -> str:
-    """`HOST:PORT`, an IPv6 host in brackets."""
+    """Return `HOST:PORT`, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _is_host_alone(text: str) -> bool:
-    """Whether no port follows; of `::1:9000` the end is taken for one, of `2001:db8::7` not."""
+    """Whether the text has no port; `::1:9000` is read as having one, `2001:db8::7` is not."""
     host, colon, number = text.rpartition(":")
     if not colon or text.endswith("]"):
         return True

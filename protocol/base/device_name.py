@@ -1,4 +1,4 @@
-"""How a user names a backend and its devices: `--backend cuda --gpus 0,1`, `--backend cuda0-1`."""
+"""Names of backends and devices: `--backend cuda --gpus 0,1` or `--backend cuda0-1`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import Final
 from protocol.base import limits
 from protocol.base.errors import UsageError
 
-KINDS: Final = ("cuda", "mps", "vulkan", "cpu")
-AUTO_ORDER: Final = tuple(kind for kind in KINDS if kind != "mps" or sys.platform == "darwin")
+KINDS: Final = ("cuda", "xpu", "mps", "accelerator", "vulkan", "cpu")
+AUTO_ORDER: Final = tuple(
+    kind for kind in KINDS if kind != "accelerator" and (kind != "mps" or sys.platform == "darwin")
+)
+"""Not torch's other accelerators: nobody has tried one."""
 BACKENDS: Final = ("auto", *KINDS, "scripted")
-_NUMBERED: Final = re.compile(r"(cpu|cuda|vulkan)([0-9]{1,4})(?:-([0-9]{1,4}))?")
+_NUMBERED: Final = re.compile(r"(cpu|cuda|xpu|accelerator|vulkan)([0-9]{1,4})(?:-([0-9]{1,4}))?")
 
 
 def parse_backend(name: str) -> tuple[str, float]:
-    """Kind and, for the scripted backend, milliseconds per microbatch.
+    """Return the kind of backend and, for the scripted one, milliseconds per microbatch.
 
     Raises:
         UsageError: There is no such backend.
     """
     kind, colon, argument = name.partition(":")
     if kind not in BACKENDS or (colon and kind != "scripted"):
-        backends = f"expected a backend out of {', '.join(BACKENDS)}[:MS], got {name!r}"
+        backends = f"expected a backend, one of {', '.join(BACKENDS)}[:MS], got {name!r}"
         raise UsageError(f"{backends}{_numbered_hint(kind, argument)}")
     try:
         microbatch_ms = float(argument) if colon else 0.0
@@ -36,32 +39,36 @@ def parse_backend(name: str) -> tuple[str, float]:
 
 
 def _numbered_hint(kind: str, argument: str) -> str:
-    """Whoever knows torch writes `cuda:1`."""
+    """Return the right spelling for torch's `cuda:1`; empty for other names."""
     if _NUMBERED.fullmatch(kind + argument) is None:
         return ""
-    return f"; device {argument} of them is {kind}{argument}; see: worker devices"
+    return f"; write {kind}{argument} for device {argument}; see: worker devices"
 
 
 def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
-    """Backend and its devices, by number or part of their name, out of `--backend` and `--gpus`.
+    """Parse `--backend` and `--gpus`.
 
-    A machine has one CPU; numbers tell several workers on it apart. `cuda0-3` is cards 0 to 3, in
-    one word for the name of a service.
+    A machine has one CPU; its numbers distinguish several workers on it. `cuda0-3` means cards 0
+    to 3, in one word that can be part of a service's name.
 
     Returns:
-        The backend's name without a number; the devices that are named, which may be none.
+        The backend's name without a number, and the devices, each by number or by part of its
+        name; none if none are named.
 
     Raises:
-        UsageError: There is no such backend, or what is given names no devices, or both name one.
+        UsageError: There is no such backend, the text names no devices, or both options name some.
     """
     numbered = _NUMBERED.fullmatch(backend)
     if numbered is None:
         parse_backend(backend)
         return backend, _listed(gpus)
     if gpus:
-        raise UsageError(f"expected a device in --backend {backend} or in --gpus, got both")
+        raise UsageError(
+            f"expected devices in --backend or in --gpus, got both ({backend} and {gpus}); "
+            "remove one of them"
+        )
     first, last = int(numbered[2]), int(numbered[3] or numbered[2])
-    if not first <= last < first + limits.DEVICES_PER_HOST:
+    if not first <= last < first + limits.DEVICES_PER_WORKER:
         raise UsageError(f"--backend: expected devices such as cuda0-3, got {backend!r}")
     return numbered[1], tuple(range(first, last + 1))
 

@@ -1,33 +1,35 @@
-"""Every error that samestep raises on purpose.
+"""The errors that samestep raises, and how they are described to people.
 
 SamestepError
-├── UsageError            exit 2   what the user gave cannot be used
+├── UsageError            exit 2   invalid input from the user
 │   ├── RunSpecError               an unknown key, a value out of range, a missing file
-│   ├── QueueFull                  no more runs may wait
-│   └── DataError                  a data set, label or model source that cannot be used
-├── RunFailed             exit 1   the run failed or is halted at exit
-│   └── Superseded                 another coordinator has the run's directory
-├── Unreachable           exit 69  nothing answers at the address, or a device is not there
-│   └── BackendUnavailable         a named backend cannot be used here, with the reason
-├── DeviceError           exit 1   a device was lost, or has no memory left, while it computed
-│   └── SubnormalsFlushed          a thread takes subnormal numbers for zeros: other bits
-├── MainMemoryTooSmall    exit 1   this machine has no room to read the model; others may
-├── SharedMemoryFull      exit 1   nor for what the processes of a host hand to one another
-├── NotAuthorised         exit 77  the other side does not accept who we are
+│   ├── QueueFull                  the queue of runs is full
+│   └── DataError                  an unusable data set, label or model source
+├── RunFailed             exit 1   the run failed, or is halted at exit
+│   └── Superseded                 another coordinator has taken over the run's directory
+├── Unreachable           exit 69  no answer from the address, or no such device
+│   └── BackendUnavailable         a backend that was named cannot be used here
+├── DeviceError           exit 1   a device was lost or ran out of memory while computing
+│   ├── DeviceOutOfMemory          it has too little memory
+│   └── SubnormalsFlushed          a thread flushes subnormal numbers, which changes bits
+├── TooLittleMemory       exit 1   this machine has too little memory
+│   ├── MainMemoryTooSmall         for the model; another machine may have enough
+│   └── SharedMemoryFull           for what a worker's device processes share
+├── NotAuthorised         exit 77  the other side rejected our credentials
 ├── Mismatch              exit 78  versions, manifests or configurations differ
-│   ├── ScriptMissing              a worker lacks the script that a run's model comes from
-│   └── ScriptDiffers              it has another one than the run
-├── StorageFailed         exit 1   nothing can be written just now: full, read-only, gone
-├── StorageDamaged        exit 1   a file does not hold what was written to it
+│   ├── ScriptMissing              the worker lacks the script that defines the run's model
+│   └── ScriptDiffers              the worker has another version of that script
+├── StorageFailed         exit 1   a write failed: disk full, read-only or gone
+├── StorageDamaged        exit 1   a file does not contain what was written to it
 └── ProtocolError
-    ├── LocalProtocolError         we tried to send what the protocol forbids: our bug
-    └── RemoteProtocolError        the peer sent what the protocol forbids: its connection ends
-        ├── FrameError             the bytes are no frame: magic, length, checksum
-        │   └── VersionMismatch    exit 78  the other side speaks another protocol version
-        ├── MessageError           the frame holds no valid message of its tag
-        └── OutOfPlace             a valid message that does not fit the present state
+    ├── LocalProtocolError         we tried to send something invalid: our bug
+    └── RemoteProtocolError        the peer sent something invalid: its connection is closed
+        ├── FrameError             not a frame: wrong magic, length or checksum
+        │   └── VersionMismatch    exit 78  the peer speaks another protocol version
+        ├── MessageError           not a valid message of the frame's tag
+        └── OutOfOrder             a valid message that does not fit the current state
 
-The text of an error says what was expected, what came, from whom, and what to do.
+An error's text states what was expected, what was found, from whom, and what to do.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from enum import IntEnum
 from pathlib import PurePath
 from typing import Final
 
-from protocol.base.byte_size import byte_size
+from protocol.base.limits import byte_size
 
 
 class ExitCode(IntEnum):
-    """Exit codes of both commands (the upper ones follow BSD's sysexits)."""
+    """Exit codes of all commands; those from 64 on follow BSD's sysexits."""
 
     OK = 0
     FAILED = 1
@@ -56,34 +58,34 @@ class ExitCode(IntEnum):
 _ROOT: Final = PurePath(__file__).parents[2]
 _ROOMS: Final = frozenset({"backends", "coordinator", "protocol", "samestep", "worker"})
 _LIBRARIES: Final = frozenset({"site-packages", "dist-packages", PurePath(re.__file__).parts[-3]})
-"""Folders of installed packages, and the standard library's."""
+"""Folders of installed packages and of the standard library."""
 
-NO_MEMORY: Final = "it takes more main memory than can be had"
+NO_MEMORY: Final = "not enough main memory is available"
 OUT_OF_THREADS: Final = (
-    "the system lets this process start no more threads: raise the limit (ulimit -u, TasksMax= of "
-    "its unit, --pids-limit of its container), or run fewer processes"
+    "the system's limit on threads is reached; raise it (ulimit -u, TasksMax= of the unit, "
+    "--pids-limit of the container), or run fewer processes"
 )
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class SamestepError(Exception):
-    """Root of the tree; `exit_code` is what a command ends with when it stops for this error."""
+    """Root of the tree; `exit_code` is the exit code of a command that fails with this error."""
 
     exit_code = ExitCode.FAILED
 
 
 class UsageError(SamestepError):
-    """What the user gave cannot be used."""
+    """The user's input cannot be used."""
 
     exit_code = ExitCode.USAGE
 
 
 class RunSpecError(UsageError):
-    """The run spec has an unknown key, a wrong value, or names a file that is not there."""
+    """The run spec has an unknown key, an invalid value, or names a missing file."""
 
 
 class QueueFull(UsageError):
-    """As many runs wait as may; another can be submitted once one of them has begun."""
+    """The queue of runs is full; another run can be submitted once one of them has started."""
 
 
 class DataError(UsageError):
@@ -95,21 +97,21 @@ class RunFailed(SamestepError):
 
 
 class Superseded(RunFailed):
-    """Another coordinator has the directory of the run."""
+    """Another coordinator has taken over the run's directory."""
 
 
 class Unreachable(SamestepError):
-    """Nothing usable answers: no coordinator at the address, or no such device."""
+    """No coordinator answers at the address, or there is no such device."""
 
     exit_code = ExitCode.UNREACHABLE
 
 
 class BackendUnavailable(Unreachable):
-    """A backend that was asked for by name cannot be used on this machine.
+    """A backend that was named cannot be used on this machine.
 
     Attributes:
         backend: The backend's name.
-        reason: Why, in words a user can act on.
+        reason: Why, and what the user can do.
     """
 
     def __init__(self, backend: str, reason: str) -> None:
@@ -122,11 +124,11 @@ class BackendUnavailable(Unreachable):
 
 
 class DeviceError(SamestepError):
-    """A device stopped computing: it was lost, or has no memory left.
+    """A device was lost or ran out of memory.
 
     Attributes:
         device: The device's name.
-        reason: What happened, as the driver says it.
+        reason: What happened, as the driver reports it.
     """
 
     def __init__(self, device: str, reason: str) -> None:
@@ -135,33 +137,39 @@ class DeviceError(SamestepError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"the device {self.device!r} failed: {self.reason}"
+        return f"device {self.device!r} failed: {self.reason}"
+
+
+class DeviceOutOfMemory(DeviceError):
+    """A device has too little memory for something; it goes on computing what fits."""
 
 
 class SubnormalsFlushed(DeviceError):
-    """A thread takes subnormal numbers for zeros, which the exact update must not.
+    """A thread flushes subnormal numbers to zero, which would change the bits of the update.
 
     Attributes:
-        device: What the thread belongs to.
+        device: Where the thread runs.
     """
 
     def __init__(self, device: str) -> None:
-        super().__init__(device, "it takes subnormal numbers for zeros")
+        super().__init__(device, "it flushes subnormal numbers to zero")
 
     def __str__(self) -> str:
         return (
-            f"{self.device} takes subnormal numbers for zeros, so its bits would differ: leave out "
+            f"{self.device} flushes subnormal numbers to zero, which changes bits: remove "
             "torch.set_flush_denormal(True), or the library that was built with -ffast-math"
         )
 
 
-class MainMemoryTooSmall(SamestepError):
-    """This machine cannot even read the model; others may.
+class TooLittleMemory(SamestepError):
+    """This machine has too little memory.
 
     Attributes:
-        needed_bytes: For the model in float32.
-        free_bytes: What there is.
+        needed_bytes: Memory that is needed.
+        free_bytes: Memory that is available.
     """
+
+    text = "{needed} is needed, {free} is available"
 
     def __init__(self, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(needed_bytes, free_bytes)
@@ -170,36 +178,30 @@ class MainMemoryTooSmall(SamestepError):
 
     def __str__(self) -> str:
         needed, free = byte_size(self.needed_bytes), byte_size(self.free_bytes)
-        return (
-            f"reading the model takes {needed} of main memory, and {free} can be had: end other "
-            "programs, or add memory or swap"
-        )
+        return self.text.format(needed=needed, free=free)
 
 
-class SharedMemoryFull(SamestepError):
-    """There is no memory for what the processes of one host share.
+class MainMemoryTooSmall(TooLittleMemory):
+    """The model in float32 does not fit this machine's main memory."""
 
-    Attributes:
-        needed_bytes: Of one process, with what it has.
-        free_bytes: What there is beside that.
-    """
+    text = (
+        "reading the model takes {needed} of main memory, only {free} is available; close other "
+        "programs, or add memory or swap"
+    )
 
-    def __init__(self, needed_bytes: int, free_bytes: int) -> None:
-        super().__init__(needed_bytes, free_bytes)
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
 
-    def __str__(self) -> str:
-        needed, free = byte_size(self.needed_bytes), byte_size(self.free_bytes)
-        return (
-            f"sharing gradients between the processes of this host takes {needed} of memory for "
-            f"one of them, and {free} can be had: end other programs, raise the memory limit of "
-            "the unit or container, or name fewer devices in --gpus"
-        )
+class SharedMemoryFull(TooLittleMemory):
+    """There is too little memory for the gradients that a worker's device processes share."""
+
+    text = (
+        "sharing gradients between this machine's processes takes {needed} of memory in one of "
+        "them, only {free} is available; close other programs, raise the memory limit of the unit "
+        "or container, or name fewer devices in --gpus"
+    )
 
 
 class NotAuthorised(SamestepError):
-    """The other side does not accept who we are."""
+    """The other side rejected our credentials."""
 
     exit_code = ExitCode.NOT_AUTHORISED
 
@@ -211,75 +213,75 @@ class Mismatch(SamestepError):
 
 
 class ScriptMissing(Mismatch):
-    """A run's model comes from a script that this worker was not given; others may have it."""
+    """This worker lacks the script that defines the run's model; others may have it."""
 
 
 class ScriptDiffers(Mismatch):
-    """This worker was given another script, or is elsewhere in it, than the run."""
+    """This worker's script differs from the run's, or has reached another call of `fit`."""
 
 
 class StorageFailed(SamestepError):
-    """Nothing can be written just now; what was written before is whole, and a retry may succeed.
+    """A write failed; what was written before is intact, and a retry may succeed.
 
     Attributes:
-        doing: What was tried: "append to", "sync".
-        path: Of which file or directory.
-        reason: What the system says, and what would mend it.
+        operation: What was tried: "append to", "sync".
+        path: The file or directory.
+        reason: What the system reports, and what to do.
     """
 
-    def __init__(self, doing: str, path: str, reason: str) -> None:
-        super().__init__(doing, path, reason)
-        self.doing = doing
+    def __init__(self, operation: str, path: str, reason: str) -> None:
+        super().__init__(operation, path, reason)
+        self.operation = operation
         self.path = path
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"cannot {self.doing} {self.path!r}: {self.reason}"
+        return f"cannot {self.operation} {self.path!r}: {self.reason}"
 
 
 class StorageDamaged(SamestepError):
-    """A file does not hold what was written to it.
+    """A file does not contain what was written to it.
 
     Attributes:
         path: The file.
-        place: Where in it: "byte 4096", "line 17"; empty for the whole of it.
-        reason: What was expected, and what is there.
+        location: Where in it: "byte 4096", "line 17"; empty for the whole file.
+        reason: What was expected, and what was found.
     """
 
-    def __init__(self, path: str, place: str, reason: str) -> None:
-        super().__init__(path, place, reason)
+    def __init__(self, path: str, location: str, reason: str) -> None:
+        super().__init__(path, location, reason)
         self.path = path
-        self.place = place
+        self.location = location
         self.reason = reason
 
     def __str__(self) -> str:
-        where = f" at {self.place}" if self.place else ""
+        where = f" at {self.location}" if self.location else ""
         return f"{self.path!r} is damaged{where}: {self.reason}"
 
 
 class ProtocolError(SamestepError):
-    """Something that the protocol forbids."""
+    """A violation of the protocol."""
 
 
 class LocalProtocolError(ProtocolError):
-    """We tried to send what the protocol forbids: a bug of ours."""
+    """We tried to send something that the protocol forbids: a bug of ours."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what the protocol forbids; its connection is closed."""
+    """The peer sent something that the protocol forbids; its connection is closed."""
 
 
 class FrameError(RemoteProtocolError):
-    """The bytes are no frame: wrong magic, length or checksum."""
+    """The bytes are not a frame: wrong magic, length or checksum."""
 
 
 class VersionMismatch(FrameError):
-    """The other side speaks another version of the protocol.
+    """The peer speaks another version of the protocol.
 
     Attributes:
-        ours: This side's version.
-        theirs: The other side's.
-        reader: Which side "ours" is, once that is known: "coordinator" or "worker".
+        ours: Our version.
+        theirs: The peer's version.
+        reader: Which side we are, once known: "coordinator" or "worker".
     """
 
     exit_code = ExitCode.MISMATCH
@@ -291,7 +293,7 @@ class VersionMismatch(FrameError):
         self.reader = ""
 
     def __str__(self) -> str:
-        # In a worker's words on both sides: it is the worker that ends for it, and is read there.
+        # From the worker's view on both sides: the worker exits with this error and shows it.
         we, they = {
             "worker": ("this worker", "the coordinator"),
             "coordinator": ("the coordinator", "this worker"),
@@ -301,15 +303,15 @@ class VersionMismatch(FrameError):
 
 
 class MessageError(RemoteProtocolError):
-    """The frame does not hold a valid message of its tag."""
+    """The frame does not contain a valid message of its tag."""
 
 
-class OutOfPlace(RemoteProtocolError):
-    """A valid message that does not fit the present epoch, step, node, shape or phase."""
+class OutOfOrder(RemoteProtocolError):
+    """A valid message that does not fit the current epoch, step, subtree, shape or phase."""
 
 
 def error_for(exit_code: int, text: str) -> SamestepError:
-    """The error that another process reported by its exit code, to be raised here as one's own."""
+    """Return the error that another process reported by its exit code and text."""
     kinds: dict[int, type[SamestepError]] = {
         ExitCode.USAGE: UsageError,
         ExitCode.UNREACHABLE: Unreachable,
@@ -319,18 +321,18 @@ def error_for(exit_code: int, text: str) -> SamestepError:
     return kinds.get(exit_code, RunFailed)(text)
 
 
-def in_words(error: Exception) -> str:
-    """What another library raised, as a part of a line: its first sentence and what kind it is."""
+def describe_error(error: Exception) -> str:
+    """Describe another library's error in part of a line: its type and first sentence."""
     text = " ".join(str(error).split())
     if is_out_of_threads(error):
         return OUT_OF_THREADS
     if isinstance(error, MemoryError) or "not enough memory" in text or "alloc_cpu" in text:
         return NO_MEMORY
-    found = getattr(error, "errors", None)
-    if callable(found) and isinstance(error, ValueError):  # pydantic's, over several lines
-        first = found()[0]
-        place = ".".join(map(str, first["loc"]))
-        return f"{place}: {first['msg']}" if place else str(first["msg"])
+    faults = getattr(error, "errors", None)
+    if callable(faults) and isinstance(error, ValueError):  # pydantic's text has several lines
+        first = faults()[0]
+        key = ".".join(map(str, first["loc"]))
+        return f"{key}: {first['msg']}" if key else str(first["msg"])
     text = re.split(r"(?<=[\w)'\"`])\. (?=[A-Z])", text)[0][:300]
     if isinstance(error, ValueError | OSError | ImportError) and text:
         return text
@@ -338,42 +340,42 @@ def in_words(error: Exception) -> str:
 
 
 def lock_failure(error: OSError) -> str:
-    """Why a file cannot be locked, as a part of a line that goes on with what to do."""
+    """Say why a file cannot be locked, in part of a line."""
     reason = error.strerror or str(error)
     if error.errno in _NO_LOCKS:
-        return f"expected a file system with locks, as on a local disk, got one without ({reason})"
+        return f"expected a file system with locks, such as a local disk, got none ({reason})"
     return reason
 
 
 def is_out_of_threads(error: BaseException) -> bool:
-    """Whether the system refused a thread."""
+    """Whether the system refused to start a thread."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
-def raised_words(error: BaseException) -> str:
-    """Its kind and text, and where in code of the user's, as a part of a line."""
+def describe_raised(error: BaseException) -> str:
+    """Describe an error raised by the user's code in part of a line: type, text and location."""
     text = " ".join(str(error).split())[:300]
     kind = type(error).__name__
-    return (f"{kind}: {text}" if text else kind) + raised_at(error)
+    return (f"{kind}: {text}" if text else kind) + user_location(error)
 
 
-def raised_at(error: BaseException) -> str:
-    """Where in code of the user's, as a part of a line: ` in x.py, line 9`; or nothing.
+def user_location(error: BaseException) -> str:
+    """Return ` in x.py, line 9`, the innermost frame of the user's code; empty if there is none.
 
-    That is the innermost frame that is neither ours nor of an installed package.
+    Frames of samestep and of installed packages are not the user's.
     """
-    found, trace = "", error.__traceback__
+    location, trace = "", error.__traceback__
     while trace is not None:
         path = PurePath(trace.tb_frame.f_code.co_filename)
         ours = path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _ROOMS
         if not (ours or _LIBRARIES & set(path.parts) or path.name.startswith("<")):
-            found = f" in {path.name}, line {trace.tb_lineno}"
+            location = f" in {path.name}, line {trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return location
 
 
 def text_of(error: BaseException) -> str:
-    """What to tell people: anything but an error of ours is a fault in the program."""
+    """Return the text to show to people; an error that is not ours is an internal error."""
     if is_out_of_threads(error):
         return OUT_OF_THREADS
     return str(error) if isinstance(error, SamestepError) else f"internal error: {error!r}"

@@ -1,9 +1,9 @@
-"""Fields that documents and messages share: their bounds are checked where something comes in."""
+"""Field types that documents and messages share, with bounds that pydantic checks."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -16,22 +16,43 @@ def _counted(count: int) -> int:
     return count
 
 
-# Texts are shown at consoles, and in lists of a line each.
+# Texts are printed on consoles and in lists with one line each.
 PRINTABLE = r"^[^\p{Cc}\p{Cf}\p{Zl}\p{Zp}]*$"
 Small = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 Text = Annotated[str, Field(max_length=400, pattern=PRINTABLE)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
+Duty = Literal["train", "evaluate"]
+"""A worker trains, or evaluates while others train."""
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Bounded = Annotated[int, AfterValidator(_counted)]
+Count = Annotated[Bounded, Field(ge=1)]
+Every = Annotated[Bounded, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def sort_keys(value: Any) -> Any:
+    """Sort a free-form document by key, so that the order of keys does not change its digest.
+
+    Raises:
+        ValueError: A number is not finite. JSON cannot represent it: workers would receive null.
+    """
+    if isinstance(value, dict):
+        return {key: sort_keys(value[key]) for key in sorted(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected finite numbers")
+    return [sort_keys(inner) for inner in value] if isinstance(value, list) else value
+
+
+Document = Annotated[dict[str, Any], AfterValidator(sort_keys)]
 
 
 def finite_or_none(value: Any) -> Any:
-    """JSON has no NaN: what is not finite is null, as the loss of a skipped step."""
+    """Replace a non-finite number by None, since JSON cannot represent it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def cut_text(text: str, limit_bytes: int = 400) -> str:
-    """A text as a message may carry it: its printable characters, cut to so many bytes of UTF-8."""
-    shown = "".join(character if character.isprintable() else " " for character in text)
-    return shown.encode(errors="replace")[:limit_bytes].decode(errors="ignore")
+    """Replace unprintable characters and cut the text to a number of UTF-8 bytes."""
+    printable = "".join(character if character.isprintable() else " " for character in text)
+    return printable.encode(errors="replace")[:limit_bytes].decode(errors="ignore")

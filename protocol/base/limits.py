@@ -1,4 +1,4 @@
-"""Every bound in one place, units last in the name."""
+"""Every bound of the system in one place; a name ends in its unit."""
 
 from __future__ import annotations
 
@@ -11,153 +11,161 @@ MIB: Final = 1024 * KIB
 HEADER_BYTES: Final = 1 * KIB
 UNAUTHENTICATED_HEADER_BYTES: Final = 256
 BODY_BYTES: Final = 4 * MIB
-"""A chunk: small enough that a halt or a heartbeat never waits behind a gigabyte."""
+"""Size of a chunk: small enough that a halt or a heartbeat never waits behind a gigabyte."""
 CHUNK_ELEMENTS: Final = BODY_BYTES // 4
-"""float32 elements in a chunk of a block at most."""
+"""Largest chunk of a block, in float32 elements."""
 SMALL_CHUNK_ELEMENTS: Final = 512 * KIB // 4
-"""In one chunk at least, unless it is a block's last: a frame, and its way back as an average, cost
-the coordinator about 0.3 ms of processor, as much as encrypting 300 KB."""
+"""Smallest chunk of a block, except the last: receiving a frame and sending its average back costs
+the coordinator about 0.3 ms of processor time."""
+SCRIPT_BLOCK_ELEMENTS: Final = 512 * KIB // 4
+"""Usual size of a block of a user's own module, in float32 elements; part of its run's manifest."""
 
-# Slices, and those who average them.
-SLICE_ELEMENTS: Final = 64 * KIB
-"""Of a block at most, unless that makes too many: a message each, and what an owner works on."""
-LARGE_SLICE_ELEMENTS: Final = 256 * KIB
-SLICES: Final = 128
-"""About so many at most, unless they would be larger than that."""
-PEER_STRANGERS_CONNECTIONS: Final = 8
-"""In the handshake at once at a member's door: the others are those of one run."""
+# Owners of chunks, and the links between them.
+PENDING_PEER_CONNECTIONS: Final = 8
+"""Unauthenticated connections at a worker's port; more wait in the kernel's queue, because all
+workers of a run connect at about the same time."""
 PEER_PROBE_BYTES: Final = 1 * MIB
-PEER_TIMEOUT_MS: Final = 8_000
-"""For how long a peer may read nothing of what is sent to it, or say nothing in the middle of a
-message."""
 PEER_EARLY_BYTES: Final = 256 * MIB
-"""Of sums that come before their step, or before the table that they follow."""
+"""Sums that may be buffered before their step or owner table arrives."""
 OWNER_LEASE_MS: Final = 2_000
-"""How long an owner may be silent at least while nothing is waited for but its averages."""
+"""Shortest lease of an owner once only its averages are missing."""
 
 # Connections.
 UNAUTHENTICATED_CONNECTIONS: Final = 64
 UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS: Final = 8
-"""Of these, from one address: one machine cannot keep all others from joining."""
-UNAUTHENTICATED_PLACE_MS: Final = 1_000
-"""How long at least one that does not become a member takes a place: it bounds how many TLS
-handshakes an address can make the coordinator compute."""
+"""So that one machine cannot keep all others from joining."""
+UNAUTHENTICATED_SLOT_MS: Final = 1_000
+"""Shortest time that a rejected connection occupies its slot: this bounds the TLS handshakes that
+one address can make the coordinator compute."""
 HANDSHAKE_TIMEOUT_MS: Final = 5_000
 CONTROL_CONNECTIONS: Final = 64
-"""To the control port, from this machine, those with the token among them."""
+"""Connections to the control port, including authenticated ones."""
 RESERVED_FILES: Final = 64
-"""Descriptors that no connection gets: without them nothing could be written any more."""
+"""File descriptors that no connection may use, so that files can still be written."""
 COORDINATOR_FILES: Final = 2 * RESERVED_FILES
+"""File descriptors without which the coordinator does not start."""
 WORKER_FILES: Final = 64
-"""With fewer descriptors each does not begin."""
+"""File descriptors without which a worker does not start."""
 HEARTBEAT_INTERVAL_MS: Final = 1_000
 TICK_MS: Final = 100
-"""How often leases are looked at."""
+"""Interval between checks of leases."""
 GOODBYE_TIMEOUT_MS: Final = 5_000
-"""How long a worker that has failed waits until its reason is written."""
+"""Longest time that a failed worker waits for its reason to be sent."""
 LIVENESS_TIMEOUT_MS: Final = 8_000
-"""Silence after which a peer counts as lost (any byte counts as a sign of life)."""
-STANDSTILL_TIMEOUT_MS: Final = 300_000
-"""The same for a worker that imports, opens its device or builds its task, as long as its kernel
-answers: all of its threads may stand still for minutes then."""
+"""Silence after which a peer is considered lost; any byte counts as a sign of life."""
+STALL_TIMEOUT_MS: Final = 300_000
+"""The same for a worker that imports, opens its device or builds its task, while its kernel still
+answers: all of its threads may be blocked for minutes."""
 LOOP_HOLD_MS: Final = 100
-"""Processor time that nothing may take in an event loop at once: meanwhile nobody is heard."""
+"""Longest processor time of one callback in an event loop, which receives nothing meanwhile."""
 LOOP_WATCH_INTERVAL_MS: Final = 25
-LOOP_HOLD_TOLD_EVERY_S: Final = 10.0
+LOOP_HOLD_REPORT_INTERVAL_S: Final = 10.0
 BULK_BYTES: Final = 128 * KIB
-"""Of a body that is still to come, or of what waits to be written: so much is for a thread. To give
-it to one takes the event loop as long as to decrypt a third of that."""
+"""Data from which a transfer is handed to a thread. The handoff takes the event loop as long as
+decrypting a third of it."""
 WRITE_HIGH_WATER_BYTES: Final = 8 * MIB
-LENT_COPIES_BYTES: Final = 4 * MIB
-"""Of that, where the peer reads in memory which both map: copies that lie there for it. Beyond them
-it reads from the socket as fast as it can."""
-LENT_SUMS_BYTES: Final = 16 * MIB
-"""The same of a worker's sums, which wait in its memory anyway until they are read."""
-LENT_AVERAGES_BYTES: Final = 32 * MIB
-"""Of averages that are made where such peers read them, and of room there that nobody uses."""
-LENT_MAPPED_BYTES: Final = 16 * MIB
-"""Of a peer's memory that stays mapped once it was read: what it sends comes to lie at the same
-places again, and to map them anew takes longer than to read them. What is beyond counts for the
-reader only as long as it reads."""
+SEGMENT_COPIES_BYTES: Final = 4 * MIB
+"""Part of the high-water mark for a peer on this machine: copies in its shared segment. Beyond
+them data goes through the socket."""
+SEGMENT_SUMS_BYTES: Final = 16 * MIB
+"""The same for a worker's sums, which stay in its memory anyway until they are read."""
+SEGMENT_AVERAGES_BYTES: Final = 32 * MIB
+"""Averages that are computed inside the shared segment, and its unused space."""
+SEGMENT_MAPPED_BYTES: Final = 16 * MIB
+"""Pages of a peer's segment that stay mapped after they are read. The peer reuses offsets, and
+mapping a page again takes longer than reading it. Pages beyond this are unmapped after each read,
+so that they do not count toward the reader's memory."""
 SEND_AHEAD_BYTES: Final = BODY_BYTES
-"""What waits behind that when more of a state or of the log is sent to a worker."""
+"""Data that may be queued beyond the high-water mark while a state or log is streamed."""
 REPLAY_BYTES: Final = 64 * MIB
-"""Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""
+"""Missed steps that are replayed to a worker; beyond this it receives the whole state instead."""
 PARTIAL_SUMS_BYTES: Final = 64 * MIB
-"""Of gradients that wait to be added to others; half of a step's, where that is more."""
+"""Gradients that may wait for their siblings in the tree; half a step's, where that is more."""
 UPLOAD_AHEAD_BYTES: Final = 1 * MIB
-"""Of a gradient that a worker may send ahead of the others that send, or so many chunks: enough to
-keep a link busy meanwhile, and little enough that those who share one get on alike."""
+"""How far a worker's upload may be ahead of the slowest one: enough to keep its link busy, and
+little enough that workers on one link progress together."""
 UPLOAD_AHEAD_CHUNKS: Final = 2
-BOUNDARIES_BYTES: Final = 64 * MIB
-"""Of replicas' boundaries that wait for the disk, before no more is read of who sends them."""
-SUMMARISED_AT_ONCE_BYTES: Final = 4 * MIB
-"""Of averaged gradients, in the event loop; what is more is for another thread."""
-LOGGED_TOGETHER_BYTES: Final = 8 * MIB
-LOGGED_TOGETHER_MS: Final = 5
-"""Averages that the thread of the log is woken for once: each time costs the event loop more than
-sending a chunk."""
-WRITTEN_BACK_BYTES: Final = 1 * MIB
-"""Of a file that grows, before the disk is told to begin: a commit waits for the rest alone."""
-CACHED_TAIL_BYTES: Final = 32 * MIB
-"""Of such a file that the system keeps in memory, for workers that come back after a moment. Memory
-for more would be taken from others, and that for each step be found anew, which can cost more than
-writing to it."""
+"""The same in chunks; the larger of the two applies."""
+INNER_CHECKPOINTS_BYTES: Final = 64 * MIB
+"""Inner checkpoints that may wait for the disk before their senders are paused."""
+EVENT_LOOP_REDUCE_BYTES: Final = 4 * MIB
+"""Largest reduction of averaged gradients in the event loop; larger ones run in a thread."""
+LOG_BATCH_BYTES: Final = 8 * MIB
+"""Averages per wake-up of the log's thread: a wake-up costs more than sending a chunk."""
+LOG_BATCH_MS: Final = 5
+WRITEBACK_BYTES: Final = 1 * MIB
+"""Bytes appended to a file before writeback starts, so that a commit syncs only the rest."""
+PAGE_CACHE_TAIL_BYTES: Final = 32 * MIB
+"""End of the log that stays in the page cache, for workers that reconnect soon. More would take
+memory from other programs, and finding it anew at every step can cost more than writing it."""
 RECEIVED_AHEAD_BYTES: Final = 64 * MIB
-"""Of state and averages that wait for a worker's engine, before it reads no more."""
+"""State and averages that may wait for a worker's engine before it stops reading."""
 SEND_QUEUE_BYTES: Final = 64 * MIB
-"""What may wait for one slow reader, beside gradients and state, before it is dropped."""
+"""Data that may wait for a slow reader, without gradients and state, before it is dropped."""
 
 # Runs.
 COUNTED_SAMPLES: Final = 10**12
-"""Or steps, or whatever else a run spec counts."""
+"""Largest count in a run spec, of samples, steps or anything else."""
 MICROBATCHES_PER_STEP: Final = 4_096
 MICROBATCHES_PER_DISPATCH: Final = 8
-"""On a Vulkan device, each dispatch over all of them, where the limits that follow allow it."""
+"""Microbatches of one dispatch on a Vulkan device, where the next two limits allow it."""
 INVOCATIONS_PER_DISPATCH: Final = 2**18
-"""Of the middle one of a step's dispatches: more keep a card busy longer than a barrier does."""
+"""Size of a step's median dispatch: a larger one keeps a card busy longer than a barrier takes."""
 ACTIVATIONS_AT_ONCE_BYTES: Final = 256 * MIB
-"""Of all microbatches that are computed at once."""
+"""Activations of all microbatches in one dispatch."""
 BLOCKS: Final = 4_096
 TENSORS: Final = 65_536
 TRAINABLE_ELEMENTS: Final = 2**36
-"""256 GiB of float32: more is no manifest of a real model."""
+"""256 GiB of float32: no manifest of a real model has more."""
 SAMPLES: Final = 2**40
+WEIGHTS_BYTES: Final = 256 * MIB
+"""Of the weights by which samples are drawn, uncompressed."""
 EVALUATION_PARTS: Final = 2**24
 EVALUATION_SUMS: Final = 24
-"""Of an evaluation, of which metrics are made: two for each mean."""
+"""Sums of an evaluation, from which metrics are computed: two for each mean."""
 END_METRICS_BYTES: Final = 320
-"""Of the held-out figures that a worker hears at the end of a run, with their names."""
+"""Evaluation metrics, with their names, in the message that ends a run."""
 ROW_LOGITS_ELEMENTS: Final = 65_536
-"""Of one token, in a capture."""
+"""Logits captured for one token."""
 LOGITS_FILE_BYTES: Final = 192 * MIB
-"""Of rows in a file of captured logits: with its frame it stays below 256 MiB."""
+"""Rows in a file of captured logits: with its framing it stays below 256 MiB."""
 ROW_GROUP_BYTES: Final = 8 * MIB
-"""Of captured rows that are read at once."""
+"""Captured rows that are read at once."""
 CAPTURED_STEP_BYTES: Final = 256 * MIB
-"""What all microbatches of a step of a capture give: the coordinator holds it until it is on disk.
-"""
+"""Captured rows of one step, which the coordinator buffers until they are on disk."""
+EMBEDDED_TENSORS: Final = 16
+EMBEDDING_SAMPLE_BYTES: Final = 1 * MIB
+"""Embeddings and labels of one sample."""
+STEP_EMBEDDINGS_BYTES: Final = 1024 * MIB
+"""Embeddings and labels of one step, of which the coordinator and every worker hold a copy."""
+UNLIKE_MICROBATCHES: Final = 64
+"""Microbatches of a subtree that a worker reports for embeddings with other bits."""
 NAME_CHARACTERS: Final = 200
 SECRET_FILE_CHARACTERS: Final = 16 * MIB
-"""A coordinator's file of the keys of all its workers is the largest."""
+"""The largest secret file is a coordinator's file of all worker keys."""
 RUN_SPEC_BYTES: Final = 256 * KIB
 DOCUMENT_VALUES: Final = 2**16
-"""In a YAML document, those that aliases stand for counted each time."""
+"""Values in a YAML document; the target of an alias counts each time."""
 DOCUMENT_LEVELS: Final = 32
 QUEUED_RUNS: Final = 1_000
-"""Runs that wait for those before them."""
 
 # Files that a run reads, sent to workers as blobs.
 FILES_PER_RUN: Final = 16_384
 BLOB_BYTES: Final = 2**44
-"""16 TiB: more is no file of a real model or data set."""
+"""16 TiB: no file of a real model or data set is larger."""
 BLOB_NAME_BYTES: Final = 1_024
 BLOB_NAME_PART_BYTES: Final = 255
 UNANSWERED_BLOB_BYTES: Final = 4 * BODY_BYTES
-"""What a worker asks for at once, so a slow one makes nobody hold more memory than that."""
+"""Data that a worker requests at once; a slow worker makes nobody buffer more."""
 UNANSWERED_BLOB_CHUNKS: Final = 64
-"""How many chunks that may be: small files need not wait for one another on a long link."""
+"""Chunks that a worker requests at once: small files need not wait for each other."""
 LOSS_SCALE_FACTOR: Final = 2.0**24
-"""No unit: a factor. The least is 1, where a value that is not finite is the model's own."""
+"""Largest loss scale. The smallest is 1, where a non-finite value is the model's own."""
 WORKERS: Final = 256
-DEVICES_PER_HOST: Final = 64
+DEVICES_PER_WORKER: Final = 64
+
+
+def byte_size(count: int) -> str:
+    """Format a number of bytes: in GiB with two decimals; less than one in MiB with one."""
+    gib = 1024 * MIB
+    return f"{count / gib:.2f} GiB" if count >= gib else f"{count / MIB:.1f} MiB"

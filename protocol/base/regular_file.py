@@ -1,4 +1,4 @@
-"""Reading files that must be files: opening a pipe waits for its writer, a device never ends."""
+"""Read regular files and JSON. Anything else is refused: a pipe blocks, a device never ends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 _LEVELS: Final = 128
-"""Of brackets: whatever walks a document that passed does not run out of stack."""
-_TOO_DEEP: Final = f"JSON with brackets nested deeper than {_LEVELS} levels"
+"""Deepest nesting of brackets, so that code which walks a document does not overflow its stack."""
+_TOO_DEEP: Final = f"expected JSON nested at most {_LEVELS} levels deep, got more"
 _KINDS: Final = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
@@ -21,10 +21,10 @@ _KINDS: Final = {
 
 
 def check_regular(mode: int, path: Path) -> None:
-    """See that a mode is that of a regular file.
+    """Check that a mode is that of a regular file.
 
     Raises:
-        OSError: It is another kind; its `strerror` says which.
+        OSError: It is another kind of file; `strerror` names it.
     """
     if not stat.S_ISREG(mode):
         kind = stat.S_IFMT(mode)
@@ -33,24 +33,24 @@ def check_regular(mode: int, path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or what a link to one leads to, for reading.
+    """Open a regular file, or a link to one, for reading.
 
     Raises:
-        OSError: It cannot be opened, or is another kind of thing.
+        OSError: It cannot be opened, or is another kind of file.
     """
     check_regular(path.stat().st_mode, path)
     return path.open("rb")
 
 
 def read_regular(path: Path, most: int | None = None) -> bytes:
-    """Read a regular file whole.
+    """Read a whole regular file.
 
     Args:
         path: The file, or a link to one.
-        most: Bytes it may have; None for no limit.
+        most: Largest size in bytes; None for no limit.
 
     Raises:
-        OSError: It cannot be read, is another kind of thing, or is larger.
+        OSError: It cannot be read, is another kind of file, or is larger.
     """
     with open_regular(path) as file:
         content = file.read(-1 if most is None else most + 1)
@@ -63,7 +63,7 @@ def parse_json(content: bytes | str) -> Any:
     """Parse a JSON document.
 
     Raises:
-        ValueError: It is not JSON, or brackets nest deeper than any document here.
+        ValueError: It is not JSON, or is nested too deeply.
     """
     try:
         document = json.loads(content)

@@ -1,5 +1,4 @@
-"""Why the bits agree: tree, update, schedule, order of samples, digests, replica.
+"""What makes bits agree: reduction tree, update, schedules, sample order, digests, replica.
 
-Everything here is arithmetic on given values. Imports `protocol.base` and `protocol.spec`. Start
-with `tree`, then `update`.
+Pure arithmetic. Imports `protocol.base` and `protocol.spec`. Start with `tree`, then `update`.
 """

@@ -1,16 +1,17 @@
-"""How flat float32 arrays travel: every codec of sums and averages, by integer arithmetic.
+"""Codecs of sums and averages, by integer arithmetic.
 
-`projected` says what a codec makes of values; what is projected travels without any further loss,
-so both sides, and everyone who is sent the same, have the same bits.
+`projected` rounds values to what a codec can represent. Projected values are sent without further
+loss, so the sender and all receivers have the same bits.
 
-    float32, bfloat16   as they are; rounded to nearest, ties to even
-    int8, int4          groups of 64 or 32 share a scale, a power of two: q times 2^e, |q| <= 127
-                        or 7, e the least that fits the largest of the group. A power of two makes
-                        every product exact (Streaming DiLoCo, arXiv:2501.18512, has such a type)
-    topk                of each 4096 the 64 largest in size, in bfloat16, others zero; ordered by
-                        (size descending, index), so that equal ones are no matter of a library
+    float32, bfloat16   unchanged; rounded to nearest, ties to even
+    int8, int4          groups of 64 or 32 values share a scale that is a power of two: q times 2^e
+                        with |q| <= 127 or 7, and the smallest e that fits the group's largest
+                        value. A power of two makes every product exact (compare Streaming DiLoCo,
+                        arXiv:2501.18512)
+    topk                the 64 largest magnitudes of every 4096 values, in bfloat16, others zero;
+                        ordered by (magnitude descending, index), so that ties are well-defined
 
-A group, or a chosen value, that is not finite stays so: it must be seen.
+A group or a selected value that is not finite stays so, to be detected by the receiver.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.exact import bfloat16
+from protocol.exact.kernels.library import library_for, library_for_bytes
 from protocol.exact.update import Array
-from protocol.spec.replicas_spec import Codec
+from protocol.spec.sections.exchange import Codec
 
 _GROUP: Final = {"int8": 64, "int4": 32}
 _LARGEST: Final = {"int8": 127, "int4": 7}
 _MANTISSA: Final = {"int8": np.float32(127 / 128), "int4": np.float32(7 / 8)}
 _BITS: Final = {"int8": 7, "int4": 3}
 _NOT_FINITE: Final = -128
-"""In place of an exponent."""
+"""Exponent that marks a group that is not finite."""
 _LEAST: Final = -126
-"""The smallest exponent: below it 2^e is subnormal."""
+"""Smallest exponent: below it 2^e is subnormal."""
 _REGION: Final = 4096
 _SHARE: Final = 64
-"""One of so many is sent by topk."""
+"""Values of which topk sends one."""
 
 Bytes = NDArray[np.uint8]
 
 
 def body_bytes(codec: Codec, elements: int) -> int:
-    """The length of what `packed` makes of so many elements."""
+    """Return the length of the encoding of a number of elements."""
     match codec:
         case "float32":
             return 4 * elements
@@ -55,7 +57,7 @@ def body_bytes(codec: Codec, elements: int) -> int:
 
 
 def projected(values: Array, codec: Codec) -> Array:
-    """What a codec makes of a flat array, in place."""
+    """Round a flat array in place to what the codec can represent."""
     match codec:
         case "float32":
             return values
@@ -67,10 +69,13 @@ def projected(values: Array, codec: Codec) -> Array:
 
 
 def packed(values: Array, codec: Codec) -> NDArray[Any]:
-    """What travels of a flat array; of bfloat16 one that is rounded already."""
+    """Encode a flat array; for bfloat16 it must be rounded already."""
     match codec:
         case "float32" | "bfloat16":
             return bfloat16.packed(values, codec)
+        case _ if (library := library_for(values)) is not None:
+            head = _head_bytes(codec, len(values))
+            return library.pack(codec, values, head, body_bytes(codec, len(values)) - head)
         case "topk":
             return _chosen(values)
         case _:
@@ -78,14 +83,21 @@ def packed(values: Array, codec: Codec) -> NDArray[Any]:
 
 
 def unpacked(raw: Bytes, codec: Codec, elements: int) -> Array:
-    """The float32 values of what has travelled; of float32 a view."""
+    """Decode to float32; float32 gives a view."""
     match codec:
         case "float32" | "bfloat16":
             return bfloat16.unpacked(raw, codec)
+        case _ if (library := library_for_bytes(raw, body_bytes(codec, elements))) is not None:
+            return library.unpack(codec, raw, _head_bytes(codec, elements), elements)
         case "topk":
             return _scattered(raw, elements)
         case _:
             return _scaled(raw, codec, elements)
+
+
+def _head_bytes(codec: Codec, elements: int) -> int:
+    """Return the length of the exponents or indices."""
+    return body_bytes(codec, elements) // 2 if codec == "topk" else _groups(codec, elements)
 
 
 def _groups(codec: Codec, elements: int) -> int:
@@ -93,7 +105,10 @@ def _groups(codec: Codec, elements: int) -> int:
 
 
 def _quantised(values: Array, codec: Codec) -> Bytes:
-    """Exponents, int8; then int8 each, or two in a byte, the first in the lower half, plus 8."""
+    """Encode exponents as int8, then values as int8, or as two nibbles per byte, low one first.
+
+    Nibbles are offset by 8.
+    """
     size, groups = _GROUP[codec], _groups(codec, len(values))
     grouped = np.zeros((groups, size), np.float32)
     grouped.reshape(-1)[: len(values)] = values
@@ -130,7 +145,7 @@ def _scaled(raw: Bytes, codec: Codec, elements: int) -> Array:
 
 
 def _regions(elements: int) -> list[tuple[slice, int]]:
-    """Where topk chooses, and how many."""
+    """Return the regions from which topk selects, and how many values of each."""
     starts = range(0, elements, _REGION)
     return [
         (slice(lo, min(lo + _REGION, elements)), -(-min(_REGION, elements - lo) // _SHARE))
@@ -139,10 +154,10 @@ def _regions(elements: int) -> list[tuple[slice, int]]:
 
 
 def _chosen(values: Array) -> Bytes:
-    """Indices within their region, ascending, uint16; then their values, bfloat16."""
+    """Encode the indices within each region, ascending, as uint16, then the values as bfloat16."""
     indices, kept = [], []
     for part, count in _regions(len(values)):
-        # As whole numbers: NaN is above infinity, and both are above all that is finite.
+        # As integers NaN is above infinity, and both are above all finite values.
         region = values[part]
         size = (region.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(np.int64)
         chosen = np.sort(np.argsort(-size, kind="stable")[:count])
@@ -162,8 +177,8 @@ def _scattered(raw: Bytes, elements: int) -> Array:
     at = 0
     for part, count in regions:
         region = values[part]
-        # One that lies outside of its region is a forged one: it counts for the last place.
-        places = np.minimum(indices[at : at + count], len(region) - 1)
-        region[places] = kept[at : at + count]
+        # An index outside the region is forged: clamp it to the last one.
+        inside = np.minimum(indices[at : at + count], len(region) - 1)
+        region[inside] = kept[at : at + count]
         at += count
     return values

@@ -1,22 +1,22 @@
-"""A replica: the whole trainable state of a run, the same in every worker and the coordinator.
+"""The replica: the whole trainable state of a run, identical on workers and coordinator.
 
-Parameters and moments are flat float32 arrays, one per block. It holds no gradient and no model,
-and knows nothing of devices. A tensor whose gradient is absent (`protocol.exact.absent`) is left as
-it is; where an update depends on how many there were (adamw), the replica counts for each tensor
-the updates that it has missed. As long as none has missed any, its state and digest have no trace
-of that.
+Parameters and moments are flat float32 arrays, one per block. A replica has no gradients, no model
+and no device. A tensor whose gradient is absent (`protocol.exact.absent`) is not updated; for
+optimizers whose update depends on the number of updates (adamw), the replica counts the updates
+that each tensor has missed. The counts are part of the state and its digest once one is not zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 
 from protocol.exact.absent import is_absent
-from protocol.exact.digest import state_digest, weights_digest
+from protocol.exact.digest import state_digest, state_digest_1, weights_digest
+from protocol.exact.parameter_groups import TensorRule, tensor_rule
 from protocol.exact.subnormals import check_subnormals
 from protocol.exact.update import (
     Array,
@@ -25,28 +25,30 @@ from protocol.exact.update import (
     averaged,
     averages,
     counts_updates,
-    decays,
     is_finite,
     moment_count,
     scalars_after,
 )
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import OptimizerSpec
 
 PartKind = Literal["parameters", "first_moment", "second_moment", "missed_updates"]
 
 KINDS: Final[tuple[PartKind, ...]] = ("parameters", "first_moment", "second_moment")
-"""Of arrays with a value for each element of a block."""
+"""Kinds of arrays with one value per element of a block."""
 MISSED: Final = "missed_updates"
-"""Has a value for each tensor of a block."""
+"""Kind of an array with one value per tensor of a block."""
 _ALIGNMENT_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One array of a replica; `values` is the replica's own, so writing to it fills the state.
+    """One array of a replica, sent in the pieces of `part_slices`.
 
-    It travels in the pieces of `part_slices`.
+    Attributes:
+        kind: The kind of array.
+        block: The block's number.
+        values: The replica's own array: writing to it changes the replica.
     """
 
     kind: PartKind
@@ -54,36 +56,24 @@ class StatePart:
     values: Array
 
     def by_tensor(self, block: Block) -> Iterator[tuple[TensorSpec, Array]]:
-        """Each tensor of the part's block, and its values in its shape; of counts in shape (1,)."""
-        for number, (tensor, place) in enumerate(block.slices()):
+        """Yield each tensor of the block with its values in its shape; counts have shape (1,)."""
+        for number, (tensor, part) in enumerate(block.slices()):
             if self.kind == MISSED:
                 yield tensor, self.values[number : number + 1]
             else:
-                yield tensor, self.values[place].reshape(tensor.shape)
+                yield tensor, self.values[part].reshape(tensor.shape)
 
 
 def part_slices(kind: PartKind, block: Block) -> list[slice]:
-    """The pieces in which a part travels: the chunks of its block; missed updates in one."""
+    """Return the pieces in which a part is sent: its block's chunks; missed updates are one."""
     if kind == MISSED:
         return [slice(0, len(block.tensors))]
     return [block.chunk_slice(chunk) for chunk in range(block.chunks)]
 
 
 def are_counts(values: Array, most: int) -> bool:
-    """Whether these can be missed updates: whole numbers from 0 to `most`."""
+    """Whether the values can be counts of missed updates: whole numbers from 0 to `most`."""
     return bool(((values >= 0) & (values <= most) & (values == np.rint(values))).all())
-
-
-class Digests(NamedTuple):
-    """Of the whole state, and of the parameters alone.
-
-    Attributes:
-        not_finite: Where the state has a value that is not finite; empty if nowhere.
-    """
-
-    state: str
-    weights: str
-    not_finite: str = ""
 
 
 class Replica:
@@ -92,56 +82,70 @@ class Replica:
     Attributes:
         step: Steps applied or skipped.
         optimizer_step: Steps applied.
-        missed: By block, how many of those each tensor has missed; zeros where none counts.
+        missed: By block, the updates that each tensor has missed; always zero for optimizers that
+            do not depend on it.
 
     Args:
-        blocks: Those of the manifest, in its order.
-        optimizer: Decides the update rule and how many moments there are.
+        blocks: The manifest's blocks.
+        optimizer: The optimizer.
+        memory: Returns the array of a kind and block, 64-byte aligned; None allocates zeros.
     """
 
-    def __init__(self, blocks: tuple[Block, ...], optimizer: OptimizerSpec) -> None:
+    def __init__(
+        self,
+        blocks: tuple[Block, ...],
+        optimizer: OptimizerSpec,
+        memory: Callable[[PartKind, int], Array] | None = None,
+    ) -> None:
         self.step = 0
         self.optimizer_step = 0
         self._blocks = blocks
         self._optimizer = optimizer
-        self._runs = tuple(_decay_runs(block, optimizer) for block in blocks)
+        self._rules = [[tensor_rule(t.name, optimizer) for t in b.tensors] for b in blocks]
+        self._runs = tuple(map(_runs, blocks, self._rules))
         kinds = KINDS[: 1 + moment_count(optimizer)]
-        self._state = {kind: [aligned_zeros(b.elements) for b in blocks] for kind in kinds}
+        if memory is None:
+            self._state = {kind: [aligned_zeros(b.elements) for b in blocks] for kind in kinds}
+        else:
+            self._state = {kind: [memory(kind, n) for n in range(len(blocks))] for kind in kinds}
         self.missed = [np.zeros(len(block.tensors), np.float32) for block in blocks]
+        self._is_finite = False  # True if the last update checked all values and none changed since
 
     @property
     def parameters(self) -> list[Array]:
-        """One flat array per block, 64-byte aligned: the replica's own, changed by `apply`."""
+        """The replica's own arrays, one flat, 64-byte aligned array per block."""
         return self._state["parameters"]
 
     @property
     def averages(self) -> bool:
-        """Whether what was trained is not the parameters, at which gradients are taken."""
+        """Whether the trained weights are an average instead of the parameters."""
         return averages(self._optimizer)
 
     def trained(self) -> list[Array]:
-        """What is evaluated, saved and named by its digest: the parameters themselves, or new
-        arrays where the optimizer averages."""
+        """Return the trained weights: the parameters, or new arrays if the optimizer averages."""
         moments = [arrays for kind, arrays in self._state.items() if kind != "parameters"]
         return [
             averaged(self._optimizer, values, tuple(arrays[block] for arrays in moments))
+            if self._blocks[block].is_trained
+            else values
             for block, values in enumerate(self.parameters)
         ]
 
     def load_parameters(self, values: Sequence[Array]) -> None:
-        """Copy in one flat array per block; moments and counters stay as they are."""
+        """Copy in one flat array per block; moments and counters do not change."""
         self._check(values)
+        self._is_finite = False
         for mine, given in zip(self.parameters, values, strict=True):
             np.copyto(mine, given)
 
     def reset(self, parameters: Sequence[Array]) -> None:
-        """Begin anew from these values."""
+        """Start over from these parameters."""
         self.load_parameters(parameters)
         self.clear_moments()
         self.step = self.optimizer_step = 0
 
     def clear_moments(self) -> None:
-        """As they are before the first update."""
+        """Reset the moments to their state before the first update."""
         for kind, arrays in self._state.items():
             if kind != "parameters":
                 for array in arrays:
@@ -149,86 +153,98 @@ class Replica:
         self.clear_missed()
 
     def clear_missed(self) -> None:
-        """Every tensor has had all updates."""
+        """Reset the counts of missed updates."""
         for counts in self.missed:
             counts.fill(0)
 
     def apply(self, averages: Sequence[Array], scalars: StepScalars) -> None:
-        """Take one step: averaged gradients, one flat array per block, left as they are.
+        """Apply one step.
 
-        Tensors whose gradient is absent stay as they are.
+        Args:
+            averages: Averaged gradients, one flat float32 array per block; not changed. Tensors
+                whose gradient is absent are not updated. Of buffers it is the mean change.
+            scalars: The step's scalars.
 
         Raises:
-            SubnormalsFlushed: This thread would give other bits; nothing is changed.
+            SubnormalsFlushed: This thread would compute different bits; nothing is changed.
         """
         check_subnormals("the thread that applies updates")
         self._check(averages)
         moments = [arrays for kind, arrays in self._state.items() if kind != "parameters"]
+        finite, updated = True, 0
         for index, gradient in enumerate(averages):
-            for part, decay, own_scalars in self._updates(index, gradient, scalars):
-                apply_update(
+            if not self._blocks[index].is_trained:
+                finite &= _add_change(self._blocks[index], self.parameters[index], gradient)
+                updated += gradient.size
+                continue
+            for part, rule, own_scalars in self._updates(index, gradient, scalars):
+                updated += part.stop - part.start
+                finite &= apply_update(
                     self._optimizer,
-                    own_scalars,
+                    rule.scalars(own_scalars),
                     self.parameters[index][part],
                     gradient[part],
                     tuple(arrays[index][part] for arrays in moments),
-                    decay=decay,
+                    decay=rule.decays,
                 )
+        everything = updated == sum(block.elements for block in self._blocks)
+        self._is_finite = finite and (everything or self._is_finite)
         self.step += 1
         self.optimizer_step += 1
 
     def _updates(
         self, index: int, gradient: Array, scalars: StepScalars
-    ) -> Iterator[tuple[slice, bool, StepScalars]]:
-        """What of a block is updated: where, whether it decays, and by which scalars."""
+    ) -> Iterator[tuple[slice, TensorRule, StepScalars]]:
+        """Yield the parts of a block to update: elements, rule, and scalars before the rule."""
         block, missed = self._blocks[index], self.missed[index]
         absent = [is_absent(gradient[part]) for _, part in block.slices()]
         if not any(absent) and not missed.any():
-            yield from ((part, decay, scalars) for part, decay in self._runs[index])
+            yield from ((part, rule, scalars) for part, rule in self._runs[index])
             return
         counts = counts_updates(self._optimizer)
         missed += np.array(absent, np.float32) * counts
-        for number, (tensor, part) in enumerate(block.slices()):
+        for number, (_, part) in enumerate(block.slices()):
             if absent[number]:
                 continue
             own_scalars = scalars
             if missed[number]:
                 updates = self.optimizer_step + 1 - int(missed[number])
                 own_scalars = scalars_after(self._optimizer, scalars, updates)
-            yield part, decays(tensor.name, self._optimizer), own_scalars
+            yield part, self._rules[index][number], own_scalars
 
     def skip(self) -> None:
-        """Pass over a step: the schedule goes on, nothing else changes."""
+        """Skip a step: only the schedule advances."""
         self.step += 1
 
     def tensors(self) -> dict[str, Array]:
-        """The parameters by name, each in its own shape: views, not copies."""
+        """Return views of the parameters by name, each in its shape."""
         return self._named(self.parameters)
 
     def trained_tensors(self) -> dict[str, Array]:
-        """What was trained by name, as `tensors` has the parameters."""
+        """Return the trained weights by name, each in its shape."""
         return self._named(self.trained())
 
     def weights_digest(self) -> str:
-        """Digest of what was trained."""
+        """Return the digest of the trained weights."""
         return weights_digest(self.trained_tensors())
 
     def state_digest(self) -> str:
-        """Digest of parameters, moments and counters."""
-        return self._state_and_weights()[0]
+        """Return the digest of parameters, moments and counters, which replicas compare."""
+        return state_digest(self.step, self.optimizer_step, self._kinds().items())
 
-    def digests(self) -> Digests:
-        """Both digests, the weights hashed once, and whether all values are finite."""
-        return Digests(*self._state_and_weights(), self._not_finite())
+    def initial_digest(self) -> str:
+        """Return the state's digest in format 1: admission records keep it from step 0 on."""
+        kinds = {kind: self._named(arrays, kind) for kind, arrays in self._kinds().items()}
+        return state_digest_1(self.step, self.optimizer_step, kinds.items())
 
-    def _state_and_weights(self) -> tuple[str, str]:
-        groups = [(kind, weights_digest(self._named(mine))) for kind, mine in self._state.items()]
-        if self.has_missed:
-            groups.append((MISSED, weights_digest(self._named(self.missed, MISSED))))
-        state = state_digest(self.step, self.optimizer_step, groups)
-        return state, self.weights_digest() if self.averages else dict(groups)["parameters"]
+    def has_state(self, recorded: str) -> bool:
+        """Whether the state has the recorded digest, which an older release may have written."""
+        return self.state_digest() == recorded or self.initial_digest() == recorded
 
-    def _not_finite(self) -> str:
+    def location_not_finite(self) -> str:
+        """Return the location of a value that is not finite; empty if all are finite."""
+        if self._is_finite:
+            return ""
         for kind, arrays in self._state.items():
             for block, array in zip(self._blocks, arrays, strict=True):
                 if is_finite(array):
@@ -243,24 +259,23 @@ class Replica:
         return any(counts.any() for counts in self.missed)
 
     def parts(self) -> list[StatePart]:
-        """Every array in a fixed order, to send the state; missed updates only if there are any."""
-        kinds: dict[PartKind, list[Array]] = dict(self._state)
-        if self.has_missed:
-            kinds[MISSED] = self.missed
+        """Return all arrays in a fixed order, for sending; missed updates only if not zero."""
+        self._is_finite = False
         return [
             StatePart(kind, block, values)
-            for kind, arrays in kinds.items()
+            for kind, arrays in self._kinds().items()
             for block, values in enumerate(arrays)
         ]
 
     def arrays(self, kind: PartKind) -> list[Array]:
-        """The replica's own arrays of one kind, by block; none where its optimizer has none."""
+        """Return the replica's own arrays of a kind, by block; none if the optimizer lacks it."""
+        self._is_finite = False
         return self.missed if kind == MISSED else self._state.get(kind, [])
 
     def load_piece(self, kind: PartKind, block: int, piece: int, values: Array) -> None:
-        """Copy in a piece of another's part (`part_slices`); parameters come first.
+        """Copy in a piece (`part_slices`) of another replica's part; parameters come first.
 
-        A state of which no missed updates come has none.
+        Parameters reset the counts of missed updates, which are sent only if not zero.
         """
         if kind == "parameters":
             self.clear_missed()
@@ -268,18 +283,24 @@ class Replica:
             arrays[block][part_slices(kind, self._blocks[block])[piece]] = values
 
     def restore(self, step: int, optimizer_step: int) -> None:
-        """Set the counters, after the parts were filled."""
+        """Set the counters once all parts are loaded."""
         assert 0 <= optimizer_step <= step
         self.step = step
         self.optimizer_step = optimizer_step
 
     def copy(self) -> Replica:
-        """A snapshot that shares no memory with this one."""
+        """Return a copy that shares no memory with this replica."""
         other = Replica(self._blocks, self._optimizer)
         for part in self.parts():
             np.copyto(other.arrays(part.kind)[part.block], part.values)
         other.restore(self.step, self.optimizer_step)
         return other
+
+    def _kinds(self) -> dict[PartKind, list[Array]]:
+        kinds: dict[PartKind, list[Array]] = dict(self._state)
+        if self.has_missed:
+            kinds[MISSED] = self.missed
+        return kinds
 
     def _named(self, arrays: Sequence[Array], kind: PartKind = "parameters") -> dict[str, Array]:
         return {
@@ -289,7 +310,7 @@ class Replica:
         }
 
     def _check(self, arrays: Sequence[Array]) -> None:
-        # np.copyto would spread an array of one element over a whole block.
+        # np.copyto would broadcast an array of one element over a whole block.
         assert len(arrays) == len(self._blocks)
         for block, array in zip(self._blocks, arrays, strict=True):
             assert array.dtype == np.float32
@@ -297,19 +318,25 @@ class Replica:
 
 
 def aligned_zeros(elements: int) -> Array:
-    """Flat float32 zeros at a multiple of 64 bytes; alignment can decide the bits of a product."""
+    """Allocate 64-byte aligned float32 zeros; alignment can affect the bits of a matrix product."""
     raw = np.zeros(elements * 4 + _ALIGNMENT_BYTES, np.uint8)
     lead = -raw.ctypes.data % _ALIGNMENT_BYTES
     return raw[lead : lead + elements * 4].view(np.float32)
 
 
-def _decay_runs(block: Block, spec: OptimizerSpec) -> tuple[tuple[slice, bool], ...]:
-    """The block cut where weight decay turns on or off: fewer, longer stretches to update."""
-    runs: list[tuple[slice, bool]] = []
-    for tensor, part in block.slices():
-        decay = decays(tensor.name, spec)
-        if runs and runs[-1][1] == decay:
-            runs[-1] = (slice(runs[-1][0].start, part.stop), decay)
+def _add_change(block: Block, buffers: Array, change: Array) -> bool:
+    """Add the mean change of a block's buffers, in place; whether all values are finite."""
+    with np.errstate(all="ignore"):
+        np.add(buffers, np.rint(change) if block.kind == "counters" else change, out=buffers)
+    return is_finite(buffers)
+
+
+def _runs(block: Block, rules: Sequence[TensorRule]) -> tuple[tuple[slice, TensorRule], ...]:
+    """Divide a block where the tensors' rule changes, into as few runs as possible."""
+    runs: list[tuple[slice, TensorRule]] = []
+    for (_, part), rule in zip(block.slices(), rules, strict=True):
+        if runs and runs[-1][1] == rule:
+            runs[-1] = (slice(runs[-1][0].start, part.stop), rule)
         else:
-            runs.append((part, decay))
+            runs.append((part, rule))
     return tuple(runs)

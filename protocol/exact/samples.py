@@ -1,12 +1,15 @@
-"""Which samples a step computes, and the seeds of its random draws.
+"""The samples of each step, and the seeds of its random draws.
 
-Both daemons evaluate this, on any machine and library version, so the hash is our own: numpy does
-not promise its random streams across versions. It is the finaliser of SplitMix64 (Steele, Lea and
-Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014; constants of David Stafford's
-variant 13), chained over the words of a key. Integer arithmetic modulo 2^64 alone.
+Coordinator and workers compute these on any machine and library version, so the hash is defined
+here: numpy does not guarantee its random streams across versions. It is the finalizer of SplitMix64
+(Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014; constants of
+David Stafford's variant 13), chained over the words of a key, in integer arithmetic modulo 2^64.
 
-The permutation of an epoch sorts the sample numbers by hash of (seed, epoch, number). The hash is
-a bijection of the last word, so no two keys are equal.
+The permutation of an epoch sorts sample numbers by the hash of (seed, epoch, number). The hash is a
+bijection of the last word, so all keys are distinct.
+
+A draw by weight takes the sample in whose part of the summed weights, whole numbers, the hash of
+(seed, epoch, position) falls: position i of epoch e is a function of seed and weights alone.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.spec.run_spec import BatchSpec
+from protocol.spec.sampling import Sampling
+from protocol.spec.sections.tasks import BatchSpec
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _FIRST: Final = 0xBF58476D1CE4E5B9
@@ -24,7 +28,7 @@ _SECOND: Final = 0x94D049BB133111EB
 _WORD: Final = 2**64 - 1
 
 RowGroups = tuple[tuple[int, ...], ...]
-"""Samples by group of a file, by file."""
+"""For each file, the number of samples in each of its row groups."""
 
 _ORDER_DOMAIN: Final = 1
 _SEED_DOMAIN: Final = 2
@@ -32,26 +36,29 @@ _FILE_DOMAIN: Final = 3
 _GROUP_DOMAIN: Final = 4
 _PIECE_DOMAIN: Final = 5
 _LENGTH_DOMAIN: Final = 6
+_DRAW_DOMAIN: Final = 7
 
 _SORTED_MICROBATCHES: Final = 64
-"""Sorted by length together: many, so that neighbours are alike; not all, so that they change."""
+"""Microbatches that are sorted by length together: many, so that neighbors have similar lengths;
+not all, so that neighbors change from epoch to epoch."""
 
 
 class SampleOrder:
-    """The samples of every step, from the seed alone.
+    """The samples of every step, as a function of the seed.
 
-    An epoch has ceil(samples / batch.samples) steps and covers every sample exactly once; its
-    last step may be smaller. Steps count from 0.
+    An epoch has ceil(samples / batch.samples) steps and covers every sample exactly once, or has
+    the draws of `sampling`; its last step may be smaller. Steps count from 0.
 
     Args:
         seed: The run's seed, at least 0 and below 2^63.
-        samples: How many training samples there are, at least 1.
+        samples: Number of training samples, at least 1.
         batch: Samples per step and per microbatch.
-        row_groups: Where samples lie in files in groups that are read at once: samples by group,
-            by file. Then files are permuted, groups inside of files, and microbatches inside of
-            groups: a microbatch is one read, and files are needed one after the other.
-        grouped: Whether samples are numbered by length, and microbatches are to have like ones.
-            Steps are mixed as ever: it is whole microbatches that are drawn.
+        row_groups: Row groups of the files that contain the samples, if there are any. Then files
+            are permuted, groups within files, and microbatches within groups, so that a microbatch
+            is one read and files are needed one at a time.
+        grouped: Whether samples are numbered by length, and microbatches should have similar ones.
+            Whole microbatches are then permuted.
+        sampling: How an epoch's samples are drawn; None: each one once.
     """
 
     def __init__(
@@ -62,40 +69,44 @@ class SampleOrder:
         row_groups: RowGroups = (),
         *,
         grouped: bool = False,
+        sampling: Sampling | None = None,
     ) -> None:
         assert samples >= 1
+        assert sampling is None or not (grouped or row_groups)
         assert not (grouped and row_groups)
         assert not row_groups or sum(map(sum, row_groups)) == samples
         self._row_groups = row_groups
         self._grouped = grouped
         self._seed = seed
         self._samples = samples
+        self._sampling = sampling
+        self._length = samples if sampling is None else sampling.draws
         self._batch = batch
         self._permutations: dict[int, NDArray[np.int64]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that one pass over the samples takes."""
-        return -(-self._samples // self._batch.samples)
+        """Steps of one pass over the samples."""
+        return -(-self._length // self._batch.samples)
 
     def epoch(self, step: int) -> int:
-        """The pass over the samples that a step belongs to, from 0."""
+        """Return a step's epoch, from 0."""
         return step // self.steps_per_epoch
 
     def microbatch_count(self, step: int) -> int:
-        """M: how many microbatches the step has."""
+        """Return M, the number of microbatches of a step."""
         lo, hi = self._bounds(step)
         return -(-(hi - lo) // self._batch.microbatch)
 
     def microbatches(self, step: int) -> tuple[tuple[int, ...], ...]:
-        """The sample numbers of each microbatch of a step; the last one may be smaller."""
+        """Return the sample numbers of each microbatch of a step; the last one may be smaller."""
         lo, hi = self._bounds(step)
         chosen: list[int] = self._epoch_order(self.epoch(step))[lo:hi].tolist()
         size = self._batch.microbatch
         return tuple(tuple(chosen[at : at + size]) for at in range(0, len(chosen), size))
 
     def microbatch_sizes(self, step: int) -> list[int]:
-        """How many samples each microbatch of a step has."""
+        """Return the number of samples of each microbatch of a step."""
         lo, hi = self._bounds(step)
         size = self._batch.microbatch
         return [min(size, hi - at) for at in range(lo, hi, size)]
@@ -103,16 +114,18 @@ class SampleOrder:
     def _bounds(self, step: int) -> tuple[int, int]:
         assert step >= 0
         lo = step % self.steps_per_epoch * self._batch.samples
-        return lo, min(lo + self._batch.samples, self._samples)
+        return lo, min(lo + self._batch.samples, self._length)
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
-            # Who looks ahead at the end of an epoch goes to and fro between two.
+            # Keep two epochs: looking ahead at the end of one alternates between them.
             kept = list(self._permutations.items())[-1:]
             self._permutations = dict([*kept, (epoch, self._permuted(epoch))])
         return self._permutations[epoch]
 
     def _permuted(self, epoch: int) -> NDArray[np.int64]:
+        if self._sampling is not None:
+            return draw(self._seed, epoch, self._samples, self._sampling)
         if self._grouped:
             return self._by_length(epoch)
         if not self._row_groups:
@@ -132,8 +145,8 @@ class SampleOrder:
         return np.concatenate(found).astype(np.int64, copy=False)
 
     def _by_length(self, epoch: int) -> NDArray[np.int64]:
-        """Samples in an order drawn anew, sorted some microbatches at a time; what is then the
-        next microbatch goes to a place drawn among all microbatches of the epoch."""
+        """Permute the samples, sort some microbatches at a time by length, then permute whole
+        microbatches."""
         size = self._batch.microbatch
         order = permutation(self._seed, epoch, self._samples)
         for lo in range(0, self._samples, _SORTED_MICROBATCHES * size):
@@ -152,19 +165,59 @@ class SampleOrder:
 
 
 def permutation(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:
-    """The sample numbers 0 to samples - 1 in the order of that epoch, shape (samples,)."""
+    """Return the sample numbers 0 to samples - 1 in an epoch's order, shape (samples,)."""
     state = _hash(_ORDER_DOMAIN, seed, epoch)
     keys = _absorb(state, np.arange(samples, dtype=np.uint64))
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
+def draw(seed: int, epoch: int, samples: int, sampling: Sampling) -> NDArray[np.int64]:
+    """Draw the samples of an epoch, in order, shape (draws,)."""
+    weights, draws = sampling.weights, sampling.draws
+    if weights is None and not sampling.replacement:
+        return permutation(seed, epoch, samples)[:draws]
+    left = np.ones(samples, np.uint64) if weights is None else weights.astype(np.uint64)
+    if sampling.replacement:
+        return _draw_by_weight(_hash(_DRAW_DOMAIN, seed, epoch), left, draws)
+    # Each draw is in proportion to the weights that are left: later draws of a sample are skipped.
+    found = np.empty(0, np.int64)
+    turn = 0
+    while len(found) < draws:
+        state = _hash(_DRAW_DOMAIN, seed, epoch, turn)
+        repeated = _draw_by_weight(state, left, draws - len(found))
+        first = np.sort(np.unique(repeated, return_index=True)[1])
+        found = np.concatenate([found, repeated[first]])
+        left[repeated] = 0
+        turn += 1
+    return found
+
+
+def _draw_by_weight(state: int, weights: NDArray[np.uint64], count: int) -> NDArray[np.int64]:
+    """Draw samples with replacement, in proportion to whole weights below 2^32."""
+    bounds = np.cumsum(weights, dtype=np.uint64)
+    hashes = _absorb(state, np.arange(count, dtype=np.uint64))
+    targets = _high_product(hashes, int(bounds[-1]))
+    return np.searchsorted(bounds, targets, side="right").astype(np.int64, copy=False)
+
+
+def _high_product(words: NDArray[np.uint64], factor: int) -> NDArray[np.uint64]:
+    """Return floor(word * factor / 2^64) of each word, for a factor below 2^64."""
+    half, low_half = np.uint64(32), np.uint64(2**32 - 1)
+    high, low = words >> half, words & low_half
+    factor_high, factor_low = np.uint64(factor >> 32), np.uint64(factor & (2**32 - 1))
+    middle = high * factor_low + ((low * factor_low) >> half)  # below 2^64
+    other = low * factor_high + (middle & low_half)
+    product: NDArray[np.uint64] = high * factor_high + (middle >> half) + (other >> half)
+    return product
+
+
 def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
-    """The seed of every random draw of one microbatch, at least 0 and below 2^63."""
+    """Return the seed of a microbatch's random draws, at least 0 and below 2^63."""
     return _hash(_SEED_DOMAIN, seed, step, microbatch) >> 1
 
 
 def _hash(*words: int) -> int:
-    """A 64-bit hash of a key of words below 2^64."""
+    """Hash a key of words below 2^64 to 64 bits."""
     state = 0
     for word in map(int, words):
         z = ((word ^ state) + _GOLDEN) & _WORD
@@ -175,7 +228,7 @@ def _hash(*words: int) -> int:
 
 
 def _absorb(state: int, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """As a round of `_hash`, for each of these words: arrays wrap around without a warning."""
+    """Apply a round of `_hash` to each word; arrays wrap around without warnings."""
     z = (words ^ np.uint64(state)) + np.uint64(_GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)

@@ -1,56 +1,130 @@
-"""The learning rate of a step. Computed by the coordinator alone, in float64, and shipped.
+"""The learning rate and the loss scale of a step.
+
+The coordinator computes the learning rate in float64 and sends it to workers.
 
 With w = warmup_steps and n = steps, both counted from the first step (step 0):
 
     step <  w    lr * ((step + 1) / w)                full at step w - 1, never zero
-                 lr * (step / w)                      with warmup_from_zero, as transformers has it
+                 lr * (step / w)                      with warmup_from_zero, as in transformers
     step >= w    lr * f(t),  t = min(1, (step - w) / max(1, n - w))
 
     constant     f(t) = 1
     linear       f(t) = 1 - t
     cosine       f(t) = (1 + cos(pi t)) / 2           Loshchilov and Hutter, arXiv:1608.03983
-    wsd          f = 1 before the last d = max(1, round(decay_ratio n)) steps, or those after the
-                 warmup; from there on t = (step - (n - d)) / d, and f(t) as above by `decay`, or
-                 1-sqrt: 1 - sqrt(t)                  Hu et al., arXiv:2404.06395; Haegele et al.,
+    wsd          f = 1 before the last d = max(1, round(decay_ratio n)) steps, or all after the
+                 warmup if those are fewer; then t = (step - (n - d)) / d, and f(t) is as above
+                 by `decay`, or 1-sqrt: 1 - sqrt(t)   Hu et al., arXiv:2404.06395; Haegele et al.,
                                                       arXiv:2405.18392
 
-With m = min_lr_ratio it is m + (1 - m) f. So the last step still moves: linear ends at
-lr / (n - w). `step` counts steps that were skipped
-too: a skip advances the schedule, and a run's length is the same with and without skips.
+    polynomial   f(t) = (1 - t)^power                 transformers
+    cosine-restarts  f(t) = (1 + cos(pi (cycles t mod 1))) / 2; 0 from t = 1    transformers, after
+                                                      Loshchilov and Hutter
+    inverse-sqrt f = sqrt(k / (step - w + k)), k = w, or 10,000 without warmup  transformers, after
+                                                      Vaswani et al., arXiv:1706.03762
+
+With m = min_lr_ratio the factor is m + (1 - m) f. Three others say the factor by itself:
+
+    onecycle     torch's OneCycleLR (Smith and Topin, arXiv:1708.07120): rises from start_lr_ratio
+                 to 1 in the first rise_ratio n steps, falls to m at the last one, along a cosine;
+                 its momentum does not cycle
+    piecewise    gamma^k, k = how many milestones are at most step     torch's MultiStepLR
+    rates        the entry of the step
+
+The last step is not zero: linear ends at
+lr / (n - w). `step` includes skipped steps: a skip advances the schedule, so a run has the same
+length with and without skips.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from typing import Final
 
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.base import limits
+from protocol.spec.run_spec import RunSpec
+from protocol.spec.sections.optimizer import OptimizerSpec
+
+_SQRT_STEPS: Final = 10_000
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
-    """The learning rate at `step` (from 0) of a run of `steps` steps; see the module's text."""
+    """Return the learning rate at `step` (from 0) of `steps`; see the module's docstring."""
     assert step >= 0
     warmup = spec.warmup_steps
     if step < warmup:
         return spec.lr * ((step if spec.warmup_from_zero else step + 1) / warmup)
-    if spec.schedule == "constant":
-        return spec.lr
+    match spec.schedule:
+        case "constant":
+            return spec.lr
+        case "onecycle":
+            return spec.lr * _one_cycle(spec, step, steps)
+        case "piecewise":
+            return spec.lr * spec.gamma ** bisect_right(spec.milestones, step)
+        case "rates":
+            return spec.lr * spec.rates[min(step, len(spec.rates) - 1)]
+        case "inverse-sqrt":
+            scale = warmup or _SQRT_STEPS
+            return spec.lr * math.sqrt(scale / (step - warmup + scale))
     falling, shape = steps - warmup, "linear"
     if spec.schedule == "wsd":
         falling = min(falling, max(1, round(spec.decay_ratio * steps)))
         shape = spec.decay
-    elif spec.schedule == "cosine":
-        shape = "cosine"
+    elif spec.schedule != "linear":
+        shape = spec.schedule
     t = min(1.0, max(0, step - (steps - falling)) / max(1, falling))
+    share = _share(spec, shape, t)
     if spec.min_lr_ratio:
-        return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * _share(shape, t))
-    return spec.lr * _share(shape, t)
+        return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * share)
+    return spec.lr * share
 
 
-def _share(shape: str, t: float) -> float:
+def _share(spec: OptimizerSpec, shape: str, t: float) -> float:
     match shape:
+        case "polynomial":
+            return math.pow(1.0 - t, spec.power)
+        case "cosine-restarts":
+            return 0.0 if t >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * (spec.cycles * t % 1.0)))
         case "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * t))
         case "1-sqrt":
             return 1.0 - math.sqrt(t)
         case _:
             return 1.0 - t
+
+
+def _one_cycle(spec: OptimizerSpec, step: int, steps: int) -> float:
+    top, last = spec.rise_ratio * steps - 1, steps - 1
+    if step < top:
+        start, end, share = spec.start_lr_ratio, 1.0, step / top
+    else:
+        start, end, share = 1.0, spec.min_lr_ratio, min(1.0, (step - top) / (last - top))
+    return end + (start - end) / 2 * (1.0 + math.cos(math.pi * share))
+
+
+FLOOR: Final = 1.0
+"""The smallest loss scale: with it, a value that is not finite is the model's own."""
+
+
+def scales(spec: RunSpec) -> bool:
+    """Whether the run scales its loss, since it computes in float16."""
+    return spec.model is not None and spec.model.precision == "float16"
+
+
+def first_scale(spec: RunSpec) -> float:
+    """Return the loss scale of step 0; 1 if the run does not scale its loss."""
+    return spec.model.loss_scale if spec.model is not None and scales(spec) else FLOOR
+
+
+def scale_after(spec: RunSpec, scale: float, step: int) -> float:
+    """Return the loss scale of step number `step`, given that of the step before it.
+
+    The scale starts as the run spec says and doubles every `model.loss_scale_every` steps. A step
+    whose gradients overflow is repeated with half the scale, down to 1. Scales are powers of two,
+    so that multiplying and dividing by them changes no bit unless a value over- or underflows.
+    After Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, where a batch
+    that overflows is skipped.
+    """
+    if spec.model is None or not scales(spec) or step % spec.model.loss_scale_every:
+        return scale
+    return min(2.0 * scale, limits.LOSS_SCALE_FACTOR)

@@ -1,10 +1,10 @@
-"""The reduction tree over the microbatches of a step: which sums exist, and of what.
+"""The reduction tree over the microbatches of a step, which fixes the order of additions.
 
-Over microbatches [lo, hi) a node is one leaf if hi - lo = 1; else it is split at k, the largest
-power of two below hi - lo, and node(lo, hi) = node(lo, lo + k) + node(lo + k, hi). This is the
-split of RFC 6962 (section 2.1). The shape depends on the number of microbatches alone, so a sum
-taken along it has the same bits whoever computed which part, and in which order parts arrived.
-Float addition is not associative: only this tree is ever used.
+Over microbatches [lo, hi) a subtree is one leaf if hi - lo = 1; else it is split at k, the largest
+power of two below hi - lo, and subtree(lo, hi) = subtree(lo, lo + k) + subtree(lo + k, hi). This is
+the split of RFC 6962 (section 2.1). The shape depends only on the number of microbatches, so a sum
+along the tree has the same bits whoever computes which part, and in whatever order parts arrive.
+Float addition is not associative, so gradients are never added in any other order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 
-class Node(NamedTuple):
+class Subtree(NamedTuple):
     """Microbatches lo (inclusive) to hi (exclusive) of a step."""
 
     lo: int
@@ -22,52 +22,52 @@ class Node(NamedTuple):
 
     @property
     def leaves(self) -> int:
-        """How many microbatches the node covers."""
+        """Number of microbatches in the subtree."""
         return self.hi - self.lo
 
-    def covers(self, other: Node) -> bool:
-        """Whether `other` is this node or lies below it."""
+    def covers(self, other: Subtree) -> bool:
+        """Whether `other` is this subtree or part of it."""
         return self.lo <= other.lo and other.hi <= self.hi
 
     def __str__(self) -> str:
         return f"[{self.lo},{self.hi})"
 
 
-def leaves_of(nodes: Iterable[Node]) -> Iterator[Node]:
-    """What nodes are made of, in their order."""
-    for node in nodes:
-        for leaf in range(node.lo, node.hi):
-            yield Node(leaf, leaf + 1)
+def leaves_of(subtrees: Iterable[Subtree]) -> Iterator[Subtree]:
+    """Yield the leaves of subtrees, in order."""
+    for subtree in subtrees:
+        for leaf in range(subtree.lo, subtree.hi):
+            yield Subtree(leaf, leaf + 1)
 
 
-def root(microbatches: int) -> Node:
-    """The node over all microbatches of a step."""
-    return Node(0, microbatches)
+def root(microbatches: int) -> Subtree:
+    """Return the subtree over all microbatches of a step."""
+    return Subtree(0, microbatches)
 
 
-def children(node: Node) -> tuple[Node, Node]:
-    """Left and right child of a node of at least two leaves."""
-    left = 1 << ((node.leaves - 1).bit_length() - 1)
-    return Node(node.lo, node.lo + left), Node(node.lo + left, node.hi)
+def children(subtree: Subtree) -> tuple[Subtree, Subtree]:
+    """Return the left and right child of a subtree with at least two leaves."""
+    left = 1 << ((subtree.leaves - 1).bit_length() - 1)
+    return Subtree(subtree.lo, subtree.lo + left), Subtree(subtree.lo + left, subtree.hi)
 
 
 @lru_cache(maxsize=1 << 14)
-def path(node: Node, microbatches: int) -> tuple[Node, ...]:
-    """The nodes from the root down to `node`, both included; empty if there is no such node.
+def path(subtree: Subtree, microbatches: int) -> tuple[Subtree, ...]:
+    """Return the subtrees from the root down to `subtree`; empty if the tree lacks it.
 
-    Asked for with every payload, so what was found is kept: enough for the largest step.
+    Cached since every payload needs it; the cache fits the largest step.
     """
-    if not 0 <= node.lo < node.hi <= microbatches:
+    if not 0 <= subtree.lo < subtree.hi <= microbatches:
         return ()
     at = root(microbatches)
     steps = [at]
-    while at != node:
+    while at != subtree:
         if at.leaves == 1:
             return ()
         left, right = children(at)
-        if left.covers(node):
+        if left.covers(subtree):
             at = left
-        elif right.covers(node):
+        elif right.covers(subtree):
             at = right
         else:
             return ()
@@ -75,44 +75,44 @@ def path(node: Node, microbatches: int) -> tuple[Node, ...]:
     return tuple(steps)
 
 
-def is_node(node: Node, microbatches: int) -> bool:
-    """Whether `node` is a node of the tree over that many microbatches."""
-    return bool(path(node, microbatches))
+def is_subtree(subtree: Subtree, microbatches: int) -> bool:
+    """Whether the tree over a number of microbatches contains `subtree`."""
+    return bool(path(subtree, microbatches))
 
 
-def parent(node: Node, microbatches: int) -> Node | None:
-    """The node above, or None for the root."""
-    above = path(node, microbatches)
+def parent(subtree: Subtree, microbatches: int) -> Subtree | None:
+    """Return the subtree above; None for the root."""
+    above = path(subtree, microbatches)
     return above[-2] if len(above) > 1 else None
 
 
-def sibling(node: Node, microbatches: int) -> Node | None:
-    """The other child of the parent, or None for the root."""
-    above = parent(node, microbatches)
+def sibling(subtree: Subtree, microbatches: int) -> Subtree | None:
+    """Return the other child of the parent; None for the root."""
+    above = parent(subtree, microbatches)
     if above is None:
         return None
     left, right = children(above)
-    return right if node == left else left
+    return right if subtree == left else left
 
 
-def cover(leaves: Iterator[int] | list[int] | range, microbatches: int) -> tuple[Node, ...]:
-    """The fewest nodes that together hold exactly these microbatches, in order.
+def cover(leaves: Iterator[int] | list[int] | range, microbatches: int) -> tuple[Subtree, ...]:
+    """Return the fewest subtrees that together contain exactly these microbatches, in order.
 
     Args:
-        leaves: Microbatch numbers, each within the step.
-        microbatches: How many the step has.
+        leaves: Microbatch numbers of the step.
+        microbatches: Number of microbatches of the step.
     """
     wanted = frozenset(leaves)
-    found: list[Node] = []
+    subtrees: list[Subtree] = []
 
-    def descend(node: Node) -> None:
-        inside = sum(1 for leaf in range(node.lo, node.hi) if leaf in wanted)
-        if inside == node.leaves:
-            found.append(node)
+    def descend(subtree: Subtree) -> None:
+        inside = sum(1 for leaf in range(subtree.lo, subtree.hi) if leaf in wanted)
+        if inside == subtree.leaves:
+            subtrees.append(subtree)
         elif inside:
-            for child in children(node):
+            for child in children(subtree):
                 descend(child)
 
     if wanted:
         descend(root(microbatches))
-    return tuple(found)
+    return tuple(subtrees)

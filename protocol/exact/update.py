@@ -1,12 +1,12 @@
 """The exact update: from averaged gradients to new parameters, the same bits on every machine.
 
-Only separate float32 `+ - * / sqrt` of numpy, which IEEE 754 fixes to the last bit, element by
-element. No division by a scalar: reciprocals are taken once, by the coordinator, in float64,
-rounded to float32 and shipped as `StepScalars`. torch's optimizers are not used: their bits
+It uses only elementwise float32 `+ - * / sqrt`, one operation at a time, which IEEE 754 defines to
+the last bit. It never divides by a scalar: the coordinator computes reciprocals once, in float64,
+rounds them to float32 and sends them as `StepScalars`. torch's optimizers are not used: their bits
 depend on the instruction set, and their CPU square root is not correctly rounded.
 
-Reductions that steer the update (`square_sum`) are float64 and also taken once, by the
-coordinator; each states its order.
+The coordinator also computes the reductions that scale the update (`square_sum`) once, in float64;
+each documents its order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Final
 
 import numpy as np
@@ -29,27 +30,29 @@ from pydantic import (
 )
 
 from protocol.exact.absent import keep_absent
+from protocol.exact.kernels.library import library_for
 from protocol.exact.schedule import learning_rate
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import OptimizerSpec
 
 Array = NDArray[np.float32]
 Moments = tuple[Array, ...]
 
 UPDATE_CHUNK_ELEMENTS: Final = 32_768
-"""All arrays of a chunk (six of 128 KiB for adamw) fit a level-2 cache. No bit depends on it."""
+"""A chunk's arrays (six of 128 KiB for adamw) fit a level-2 cache. No bit depends on the size."""
 SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
 """Part of the definition of `square_sum`: another value may give other bits."""
 
 _FLOAT32: Final = struct.Struct("<f")
 _MOMENTS: Final = {
     "sgd": 0, "momentum": 1, "nesterov": 1, "adamw": 2, "lion": 1, "schedule-free": 2,
+    "adam": 2, "rmsprop": 1, "adagrad": 1,
 }  # fmt: skip
 _SCHEDULE_FREE: Final = ("averaging", "one_minus_averaging", "drift")
 
 
 def _float32_value(value: float) -> float:
-    if _rounded(value) != value:
-        raise ValueError("expected a value that float32 holds exactly")
+    if nearest_float32(value) != value:
+        raise ValueError("expected a value that float32 represents exactly")
     return value
 
 
@@ -57,13 +60,13 @@ _Float32 = Annotated[float, AfterValidator(_float32_value)]
 
 
 class StepScalars(BaseModel):
-    """Every scalar of one step's update; each is finite and exactly a float32."""
+    """The scalars of one step's update; each is finite and exactly a float32."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     learning_rate: _Float32
     clip: _Float32
-    """What gradients are multiplied by first; 1 leaves them as they are."""
+    """Factor that gradients are multiplied by first; 1 for none."""
     weight_decay: _Float32
     decay_factor: _Float32
     """adamw: 1 - learning rate * weight decay."""
@@ -78,16 +81,16 @@ class StepScalars(BaseModel):
     """adamw: 1 / sqrt(1 - beta2^t)."""
     epsilon: Annotated[_Float32, Field(gt=0)]
     averaging: _Float32 = 0.0
-    """schedule-free: c, the newest step's share of the average; 0 for the others."""
+    """schedule-free: c, the newest step's share of the average; 0 for other optimizers."""
     one_minus_averaging: _Float32 = 1.0
     drift: _Float32 = 0.0
-    """schedule-free: learning rate * beta1, what the newest step moves against the average."""
+    """schedule-free: learning rate * beta1, by which the step moves z relative to y."""
     loss_scale: _Float32 = 0.0
-    """float16: what losses were multiplied by in this step; gradients were divided by it."""
+    """float16: the loss scale of this step; gradients are already divided by it."""
 
     @model_serializer(mode="wrap")
-    def _as_ever(self, inner: SerializerFunctionWrapHandler) -> dict[str, float]:
-        """Without what an optimizer has not: logs and messages of the others stay as they were."""
+    def _without_unused(self, inner: SerializerFunctionWrapHandler) -> dict[str, float]:
+        """Omit scalars that the optimizer does not use, as logs of earlier releases do."""
         document: dict[str, float] = inner(self)
         if not self.averaging:
             for name in _SCHEDULE_FREE:
@@ -106,15 +109,15 @@ def step_scalars(
     *,
     loss_scale: float = 0.0,
 ) -> StepScalars:
-    """The scalars of one update, in float64, each rounded to float32 once.
+    """Compute the scalars of one update in float64, and round each to float32 once.
 
     Args:
         spec: The optimizer.
-        optimizer_step: t, how many updates there are with this one; counts from 1.
-        step: Where the schedule is, from 0, skipped steps included.
+        optimizer_step: t, the number of updates including this one, from 1.
+        step: Position in the schedule, from 0, including skipped steps.
         steps: Length of the run.
         gradient_norm: `global_norm` of the averaged gradients, finite.
-        loss_scale: Of a task that computes in float16; changes nothing.
+        loss_scale: The loss scale with float16; recorded only.
 
     Raises:
         pydantic.ValidationError: A setting of the optimizer is outside float32.
@@ -122,9 +125,11 @@ def step_scalars(
     assert optimizer_step >= 1
     assert math.isfinite(gradient_norm)
     free = spec.name == "schedule-free"
-    # Its steps have weights in the average, so a step that is skipped is none.
+    # The average weighs its steps, so a skipped step must not count.
     rate = learning_rate(spec, optimizer_step - 1 if free else step, steps)
     beta1, beta2 = spec.betas
+    if spec.name == "rmsprop":
+        beta2 = spec.alpha
     share = averaging_share(optimizer_step, spec.warmup_steps) if free else 0.0
     exact = {
         "learning_rate": rate,
@@ -146,27 +151,30 @@ def step_scalars(
         "drift": rate * beta1 if free else 0.0,
         "loss_scale": loss_scale,
     }
-    return StepScalars(**{name: _rounded(value) for name, value in exact.items()})
+    return StepScalars(**{name: nearest_float32(value) for name, value in exact.items()})
 
 
 def scalars_after(spec: OptimizerSpec, scalars: StepScalars, updates: int) -> StepScalars:
-    """The same step's scalars for a tensor that has had fewer updates, with this one.
+    """Adapt a step's scalars to a tensor that has missed updates.
 
-    torch counts the steps of each parameter, and adamw corrects its bias by that count. Powers are
-    products in a fixed order, since not every library rounds `pow` alike.
+    Like torch, adam and adamw correct their bias by the number of updates of each tensor. Powers
+    are computed as products in a fixed order, since libraries round `pow` differently.
 
     Args:
-        spec: The optimizer; of adamw alone do scalars depend on the count.
-        scalars: Of a tensor that has had all of them.
-        updates: How many the tensor has had, from 1.
+        spec: The optimizer; only adam's and adamw's scalars depend on the count.
+        scalars: The scalars of a tensor that has missed no update.
+        updates: Number of the tensor's updates including this one, from 1.
     """
     assert counts_updates(spec)
+    assert updates >= 1, f"expected fewer missed updates than the replica's, got {updates} left"
     beta1, beta2 = spec.betas
     exact = {
         "step_size": scalars.learning_rate / (1.0 - _power(beta1, updates)),
         "root_correction": 1.0 / math.sqrt(1.0 - _power(beta2, updates)),
     }
-    return scalars.model_copy(update={name: _rounded(value) for name, value in exact.items()})
+    return scalars.model_copy(
+        update={name: nearest_float32(value) for name, value in exact.items()}
+    )
 
 
 def _power(base: float, exponent: int) -> float:
@@ -180,15 +188,14 @@ def _power(base: float, exponent: int) -> float:
 
 
 def counts_updates(spec: OptimizerSpec) -> bool:
-    """Whether an update depends on how many there were of that tensor."""
-    return spec.name == "adamw"
+    """Whether an update depends on the number of the tensor's earlier updates."""
+    return spec.name in {"adam", "adamw"}
 
 
 def averaging_share(optimizer_step: int, warmup_steps: int) -> float:
-    """The share of a step t in the average of steps 1 to t, each weighed by its rate squared.
+    """Return the share of step t in the average of steps 1 to t, weighted by squared rates.
 
-    The rate rises linearly over the warmup and stays: min(1, t / warmup), of which the sum of
-    squares is known in whole numbers.
+    The rate is min(1, t / warmup), so the sum of squares is exact in integers.
     """
     t, w = optimizer_step, max(1, warmup_steps)
     rising = min(t, w)
@@ -197,14 +204,8 @@ def averaging_share(optimizer_step: int, warmup_steps: int) -> float:
 
 
 def moment_count(spec: OptimizerSpec) -> int:
-    """How many arrays of the parameters' shape the optimizer keeps."""
+    """Return the number of arrays of the parameters' shape that the optimizer keeps."""
     return _MOMENTS[spec.name]
-
-
-def decays(tensor_name: str, spec: OptimizerSpec) -> bool:
-    """Whether weight decay applies: no part in `no_decay` is in the name, whatever its case."""
-    name = tensor_name.lower()
-    return not any(part.lower() in name for part in spec.no_decay)
 
 
 def apply_update(
@@ -216,8 +217,8 @@ def apply_update(
     *,
     decay: bool,
     chunk_elements: int = UPDATE_CHUNK_ELEMENTS,
-) -> None:
-    """Take one step in place, on a flat stretch of parameters.
+) -> bool:
+    """Apply one step in place to a flat array of parameters.
 
     With g the clipped gradient, p a parameter and d the weight decay:
 
@@ -226,13 +227,17 @@ def apply_update(
         nesterov   g += d p;  v = mu v + g;  p -= lr (g + mu v)
         adamw      p *= 1 - lr d;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
                    p -= (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        adam       g += d p; then as adamw, without its decay
+        rmsprop    g += d p;  v = alpha v + (1 - alpha) g^2;  p -= lr (g / (sqrt(v) + eps))
+        adagrad    g += d p;  v += g^2;  p -= lr (g / (sqrt(v) + eps))
         lion       p *= 1 - lr d;  p -= lr sign(beta1 m + (1 - beta1) g)
                    m = beta2 m + (1 - beta2) g
         schedule-free
                    v = beta2 v + (1 - beta2) g^2;  u = g / (sqrt(v) / sqrt(1 - beta2^t) + eps) + d p
                    p += c m;  p -= lr (1 - beta1 (1 - c)) u;  m = (1 - c) (m - lr beta1 u)
 
-    sgd, momentum and nesterov are torch.optim.SGD (coupled decay, dampening 0); adamw is
+    sgd, momentum and nesterov are torch.optim.SGD (coupled decay, dampening 0); adam, rmsprop and
+    adagrad are torch.optim.Adam, RMSprop and Adagrad (coupled decay too); adamw is
     torch.optim.AdamW (decoupled decay, Loshchilov and Hutter, arXiv:1711.05101); lion is Chen et
     al., arXiv:2302.06675. schedule-free is AdamW of Defazio et al., arXiv:2405.15682: p is their y,
     where gradients are taken; m is their z - y, which begins as zero; c is `averaging_share`;
@@ -240,33 +245,51 @@ def apply_update(
 
     Args:
         spec: Which rule.
-        scalars: This step's, from `step_scalars`.
+        scalars: The step's scalars, from `step_scalars`.
         parameters: Flat float32, shape (n,); changed.
-        gradient: Averaged gradient, shape (n,); left as it is.
+        gradient: Averaged gradient, shape (n,); not changed.
         moments: `moment_count(spec)` arrays of shape (n,); changed.
         decay: Whether weight decay applies to these parameters.
-        chunk_elements: How much is done at a time; no bit depends on it.
+        chunk_elements: Elements computed at a time; no bit depends on it.
+
+    Returns:
+        Whether all new values of parameters and moments are finite.
     """
     assert len(moments) == moment_count(spec)
     for array in (parameters, gradient, *moments):
         assert array.dtype == np.float32
         assert array.shape == parameters.shape
         assert array.ndim == 1
-    rule = _RULES[spec.name]
     constants = _Constants(scalars, decay=decay)
+    if (library := library_for(gradient, writes=(parameters, *moments))) is not None:
+        return library.update(spec.name, constants.array(), parameters, gradient, moments)
+    rule = partial(_RULES[spec.name], constants)
+    return _in_chunks(rule, parameters, gradient, moments, chunk_elements)
+
+
+def _in_chunks(
+    rule: Callable[[_Chunk], None],
+    parameters: Array,
+    gradient: Array,
+    moments: Moments,
+    chunk_elements: int,
+) -> bool:
+    finite = True
     scratch = np.empty((2, min(chunk_elements, parameters.size)), np.float32)
-    # Divergence shows in the values and is judged there; warnings would only repeat it.
+    # Non-finite values are detected below; warnings would only repeat that.
     with np.errstate(all="ignore"):
         for lo in range(0, parameters.size, chunk_elements):
             part = slice(lo, min(lo + chunk_elements, parameters.size))
             size = part.stop - lo
             inner = tuple(moment[part] for moment in moments)
             g, t = scratch[0, :size], scratch[1, :size]
-            rule(constants, _Chunk(parameters[part], gradient[part], inner, g, t))
+            rule(_Chunk(parameters[part], gradient[part], inner, g, t))
+            finite = finite and all(is_finite(array) for array in (parameters[part], *inner))
+    return finite
 
 
 class _Constants:
-    """The scalars as numpy float32, so that no operation is ever taken in another type."""
+    """The scalars as numpy float32, so that every operation is in float32."""
 
     def __init__(self, scalars: StepScalars, *, decay: bool) -> None:
         self.learning_rate = np.float32(scalars.learning_rate)
@@ -285,10 +308,14 @@ class _Constants:
         self.one_minus_averaging = np.float32(scalars.one_minus_averaging)
         self.drift = np.float32(scalars.drift)
 
+    def array(self) -> Array:
+        """Return all scalars in the order above, which kernels/update.c shares."""
+        return np.array(list(vars(self).values()), np.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What a rule works on: views of shape (k,), the last two scratch."""
+    """The arrays of a rule: views of shape (k,); g and t are scratch."""
 
     parameters: Array
     gradient: Array
@@ -364,11 +391,19 @@ def _nesterov(c: _Constants, chunk: _Chunk) -> None:
 
 
 def _adamw(c: _Constants, chunk: _Chunk) -> None:
-    p, m, t = chunk.parameters, chunk.moments[0], chunk.t
     direction = _clipped(c, chunk)
     _decay_first(c, chunk)
-    # Interpolation, not two products: float32 beta1 and 1 - beta1 do not add up to 1. From the
-    # nearer end, so that beta1 = 0 gives the gradient itself.
+    _adam_step(c, chunk, direction)
+
+
+def _adam(c: _Constants, chunk: _Chunk) -> None:
+    _adam_step(c, chunk, _with_decay(c, chunk))
+
+
+def _adam_step(c: _Constants, chunk: _Chunk, direction: Array) -> None:
+    p, m, t = chunk.parameters, chunk.moments[0], chunk.t
+    # Interpolate instead of adding two products: float32 beta1 and 1 - beta1 do not add up to 1.
+    # Start from the nearer end, so that beta1 = 0 gives the gradient itself.
     np.subtract(direction, m, out=t)
     if c.one_minus_beta1 < 0.5:
         np.multiply(t, c.one_minus_beta1, out=t)
@@ -381,18 +416,45 @@ def _adamw(c: _Constants, chunk: _Chunk) -> None:
     np.subtract(p, t, out=p)
 
 
+def _rmsprop(c: _Constants, chunk: _Chunk) -> None:
+    (v,), t = chunk.moments, chunk.t
+    direction = _with_decay(c, chunk)
+    np.multiply(direction, c.one_minus_beta2, out=t)
+    np.multiply(t, direction, out=t)
+    np.multiply(v, c.beta2, out=v)
+    np.add(v, t, out=v)
+    _descend_by_root(c, chunk, direction)
+
+
+def _adagrad(c: _Constants, chunk: _Chunk) -> None:
+    (v,), t = chunk.moments, chunk.t
+    direction = _with_decay(c, chunk)
+    np.multiply(direction, direction, out=t)
+    np.add(v, t, out=v)
+    _descend_by_root(c, chunk, direction)
+
+
+def _descend_by_root(c: _Constants, chunk: _Chunk, direction: Array) -> None:
+    """Parameters: p -= lr (direction / (sqrt(v) + eps)), v being the only moment."""
+    (v,), t = chunk.moments, chunk.t
+    np.sqrt(v, out=t)
+    np.add(t, c.epsilon, out=t)
+    np.divide(direction, t, out=t)
+    _descend(c, chunk, t)
+
+
 def _lion(c: _Constants, chunk: _Chunk) -> None:
     p, g, t = chunk.parameters, chunk.g, chunk.t
     (m,) = chunk.moments
     direction = _clipped(c, chunk)
     _decay_first(c, chunk)
-    np.multiply(direction, c.one_minus_beta2, out=t)  # for m, which is still needed as it is
+    np.multiply(direction, c.one_minus_beta2, out=t)  # for the update of m below
     mixed = np.multiply(direction, c.one_minus_beta1, out=g)
     scaled = m * c.beta1
     np.add(mixed, scaled, out=g)
     np.sign(g, out=g)
     np.multiply(g, c.learning_rate, out=g)
-    # The sign of zero is libraries' own: 0 - 0 and 0 + 0 are not.
+    # Libraries disagree on the sign of sign(-0.0); adding 0.0 makes it +0.0.
     np.add(g, np.float32(0.0), out=g)
     np.subtract(p, g, out=p)
     np.multiply(m, c.beta2, out=m)
@@ -417,18 +479,20 @@ def _schedule_free(c: _Constants, chunk: _Chunk) -> None:
 
 _RULES: Final[dict[str, _Rule]] = {
     "sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov, "adamw": _adamw, "lion": _lion,
-    "schedule-free": _schedule_free,
+    "schedule-free": _schedule_free, "adam": _adam, "rmsprop": _rmsprop, "adagrad": _adagrad,
 }  # fmt: skip
 
 
 def averages(spec: OptimizerSpec) -> bool:
-    """Whether what is evaluated and saved is not the parameters themselves, but `averaged`."""
+    """Whether `averaged` is evaluated and saved instead of the parameters."""
     return spec.name == "schedule-free"
 
 
 def averaged(spec: OptimizerSpec, parameters: Array, moments: Moments) -> Array:
-    """What is evaluated and saved: of schedule-free x = y - (1 / beta1 - 1) (z - y), a new array;
-    else the parameters themselves."""
+    """Return what is evaluated and saved: the parameters, or for schedule-free a new array.
+
+    The latter is x = y - (1 / beta1 - 1) (z - y).
+    """
     if not averages(spec):
         return parameters
     with np.errstate(all="ignore"):
@@ -437,17 +501,21 @@ def averaged(spec: OptimizerSpec, parameters: Array, moments: Moments) -> Array:
 
 
 def is_finite(array: Array) -> bool:
-    """Whether all values are; without the array of truths that numpy.isfinite would fill."""
+    """Whether all values are finite, without the temporary array of numpy.isfinite."""
+    if (library := library_for(array)) is not None:
+        return library.is_finite(array)
     return not array.size or bool(array.min() > -np.inf and array.max() < np.inf)
 
 
 def square_sum(array: Array) -> float:
-    """Sum of squares in float64, of a flat array.
+    """Return the sum of squares of an array, in float64.
 
-    Each square is exact. `np.add.reduce` within chunks of `SQUARE_SUM_CHUNK_ELEMENTS`, and the
-    chunks' sums added from the first to the last. Not BLAS: its bits change with threads.
+    Each square is exact. Chunks of `SQUARE_SUM_CHUNK_ELEMENTS` are summed by `np.add.reduce`, and
+    their sums are added in order. BLAS is not used: its bits depend on the number of threads.
     """
     flat = array.reshape(-1)
+    if (library := library_for(flat)) is not None:
+        return sum(library.square_sums(flat).tolist(), 0.0)
     scratch = np.empty(min(flat.size, SQUARE_SUM_CHUNK_ELEMENTS), np.float64)
     total = 0.0
     with np.errstate(all="ignore"):
@@ -461,7 +529,7 @@ def square_sum(array: Array) -> float:
 
 
 def global_norm(square_sums: Iterable[float]) -> float:
-    """The gradient's Euclidean norm from `square_sum` of each block, added in block order."""
+    """Return the gradient's Euclidean norm from the `square_sum` of each block, in block order."""
     total = 0.0
     for block in square_sums:
         total += block
@@ -469,31 +537,38 @@ def global_norm(square_sums: Iterable[float]) -> float:
 
 
 def clip_factor(clip_norm: float | None, gradient_norm: float) -> float:
-    """What brings the norm down to `clip_norm`, at most 1; torch.nn.utils.clip_grad_norm_'s."""
+    """Return the factor, at most 1, that clips the norm, as torch.nn.utils.clip_grad_norm_ does."""
     if clip_norm is None:
         return 1.0
     return min(1.0, clip_norm / (gradient_norm + 1e-6))
 
 
-def average(sums: Array, total_weight: float, out: Array) -> None:
-    """Turn gradient sums into averages, written to `out` (which may be `sums`).
+def average(sums: Array, total_weight: float, out: Array) -> bool:
+    """Divide gradient sums by their weight and write the averages to `out`, which may be `sums`.
 
-    A multiplication by the reciprocal, taken in float64 and rounded to float32. A step without
-    any weight (no sample, no token) has a gradient of zero. What is absent stays absent.
+    It multiplies by the reciprocal, computed in float64 and rounded to float32. A step without
+    weight (no sample, no token) has a gradient of zero. Absent gradients stay absent.
+
+    Returns:
+        Whether all averages are finite.
     """
     assert math.isfinite(total_weight)
     assert total_weight >= 0
     if total_weight == 0:
         keep_absent(sums, out)
-        return
+        return True
     with np.errstate(all="ignore"):
-        np.multiply(sums, np.float32(1.0 / total_weight), out=out)
+        factor = np.float32(1.0 / total_weight)
+        if (library := library_for(sums, writes=(out,))) is not None:
+            return library.scale(sums, float(factor), out)
+        np.multiply(sums, factor, out=out)
+    return is_finite(out)
 
 
-def _rounded(value: float) -> float:
-    """The nearest float32; out of range it is infinite, which validation refuses.
+def nearest_float32(value: float) -> float:
+    """Round to the nearest float32; out of range gives infinity, which validation refuses.
 
-    As `np.float32(value)` does, in a tenth of its time: every commit that is read has twelve.
+    Like `np.float32(value)` in a tenth of the time: every commit that is read has twelve.
     """
     try:
         (nearest,) = _FLOAT32.unpack(_FLOAT32.pack(value))

@@ -1,4 +1,4 @@
-"""What a run is to be: the run spec, the manifest that follows from it, and the files it reads.
+"""Define a run: its run spec, the manifest derived from it, and the card of its result.
 
-Imports `protocol.base`. Start with `run_spec`.
+Imports `protocol.base` and `protocol.spec.sections`. Start with `run_spec`.
 """

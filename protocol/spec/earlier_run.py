@@ -1,28 +1,33 @@
-"""What is still known of the run that left a directory: beside its result, or in it."""
+"""Recover the settings of the run that wrote a directory, and apply `init_from`.
+
+With `init_from`, settings that decide what the model computes are those of the earlier run, unless
+the new run spec sets them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.base.errors import DataError
+from protocol.base.errors import DataError, RunSpecError
 from protocol.base.regular_file import read_json
 
 TRAINED: Final = "samestep.json"
-"""Beside the result of a classify run; see `worker.tasks.trained`."""
+"""File beside the result of a classify run; see `worker.tasks.labels.result_info`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """Sections of its run spec, as documents; empty where nothing says what they were.
+    """Settings of an earlier run, as sections of its run spec; empty where unknown.
 
     Attributes:
-        task: What was trained; empty where that is not known.
-        model: Where its base was, and how it computed.
-        tokenizer: None for the model's own.
-        chat_template: None for the tokenizer's.
-        labels: Of a classifier, by number; empty without.
+        task: The task.
+        model: The section `model`.
+        tokenizer: The section `tokenizer`; None for the model's own.
+        chat_template: None for the tokenizer's own.
+        labels: Labels of a classifier, by number.
     """
 
     task: str
@@ -33,12 +38,16 @@ class EarlierRun:
 
     @staticmethod
     def that_left(directory: Path) -> EarlierRun:
-        """Of a directory with an adapter or a model.
+        """Read the settings of the run that wrote a model or an adapter.
 
-        Its own files count before those of the run around it; the card alone says the least.
+        The directory's own files take precedence over those of the run around it, and both over
+        the model card.
+
+        Args:
+            directory: The directory of the model or adapter.
 
         Raises:
-            DataError: `samestep.json` is there and cannot be read.
+            DataError: `samestep.json` cannot be read.
         """
         own, spec = _own(directory), _spec_around(directory)
         model = _section(own, "model") or _section(spec, "model") or _of_card(directory)
@@ -57,21 +66,21 @@ def _own(directory: Path) -> dict[str, Any]:
     path = directory / TRAINED
     try:
         found = _document(path)
-    except (FileNotFoundError, NotADirectoryError):  # (a GGUF file is its own directory)
+    except (FileNotFoundError, NotADirectoryError):  # a GGUF file has no directory of its own
         return {}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {str(path)!r}: {error}") from None
     labels = found.get("labels")
     if not isinstance(labels, list) or not all(isinstance(each, str) for each in labels):
         raise DataError(
-            f"{str(path)!r} is not what a classify run writes (labels); copy the directory again "
-            "from where the run left it"
+            f"expected labels in {str(path)!r}, as a classify run writes it, found none; copy the "
+            "directory again from the run"
         )
     return found
 
 
 def _spec_around(directory: Path) -> dict[str, Any]:
-    """Of the run whose directory this lies in, where the run has put it."""
+    """Return the run spec of the run whose directory contains this one; empty if there is none."""
     above = directory.absolute().parent
     run = above.parent.parent if above.parent.name == "checkpoints" else above
     try:
@@ -81,7 +90,7 @@ def _spec_around(directory: Path) -> dict[str, Any]:
 
 
 def _of_card(directory: Path) -> dict[str, Any]:
-    from protocol.spec.model_card import read_card  # noqa: PLC0415  (it knows run specs)
+    from protocol.spec.model_card import read_card  # noqa: PLC0415  (it imports run_spec)
 
     facts = read_card(directory)
     return {} if facts is None else {"source": facts.base, "base_dtype": facts.base_dtype}
@@ -95,3 +104,115 @@ def _document(path: Path) -> dict[str, Any]:
 def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
     found = document.get(key)
     return found if isinstance(found, dict) else {}
+
+
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+
+OF_BASE: Final = ("base_dtype",)
+"""Keys of `model` that are inherited with an adapter; a whole model has no frozen base."""
+COMPUTING: Final = ("dtype", "precision", "attention")
+"""Keys of `model` that are always inherited."""
+IN_FLOAT16: Final = ("loss_scale", "loss_scale_every")
+"""Keys of `model` that are inherited with precision float16."""
+
+
+def begin_from(document: dict[str, Any]) -> None:
+    """Apply `init_from`: fill in `model`, for an adapter also `lora` and `tokenizer`, and the
+    chat template, where the document does not set them.
+
+    Raises:
+        RunSpecError: There is no finished run, or the document names another model.
+    """
+    source = document.get("init_from")
+    if not isinstance(source, str):
+        return
+    found = _result(source)
+    model = document.setdefault("model", {})
+    if not isinstance(model, dict):
+        return
+    if model.get("config") is not None:
+        raise RunSpecError("expected init_from or model.config, got both: remove one of them")
+    try:
+        earlier = EarlierRun.that_left(found)
+    except DataError as error:
+        raise RunSpecError(f"init_from: {error}") from None
+    if (found / _ADAPTER_CONFIG).is_file():
+        _begin_from_adapter(document, model, found, earlier)
+    elif model.setdefault("source", str(found)) != str(found):
+        raise RunSpecError(
+            f"expected init_from or model.source, got both ({source!r} and {model['source']!r}): "
+            "remove one of them"
+        )
+    _take_over(model, earlier.model, COMPUTING)
+    if model.get("precision") == "float16":
+        _take_over(model, earlier.model, IN_FLOAT16)
+    data = document.get("data")
+    if isinstance(data, dict) and _reads_conversations(document, data):
+        _take_over(data, {"chat_template": earlier.chat_template}, ("chat_template",))
+
+
+def _begin_from_adapter(
+    document: dict[str, Any], model: dict[str, Any], found: Path, earlier: EarlierRun
+) -> None:
+    try:
+        config = read_json(found / _ADAPTER_CONFIG)
+        adapter_lora = {
+            "r": config["r"],
+            "alpha": float(config["lora_alpha"]),
+            "dropout": float(config.get("lora_dropout", 0.0)),
+            "targets": sorted(config["target_modules"]),
+            "rslora": bool(config.get("use_rslora")) or None,
+            "dora": bool(config.get("use_dora")) or None,
+            "rank_pattern": config.get("rank_pattern") or None,
+            "alpha_pattern": config.get("alpha_pattern") or None,
+            "target_parameters": config.get("target_parameters") or None,
+        }
+        if document.get("task") != "classify":  # its head is trained in full anyway
+            adapter_lora["modules_to_save"] = config.get("modules_to_save") or None
+        named = str(config["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunSpecError(f"cannot read the adapter in {str(found)!r}: {error!r}") from None
+    if "source" not in model:
+        # A base with a name is found where the earlier run found it.
+        known = earlier.model.get("source") if earlier.model.get("name") == named else None
+        model["source"] = known or named
+        _take_over(model, earlier.model, ("name",))
+    model.setdefault("adapter", str(found))
+    _take_over(model, earlier.model, OF_BASE)
+    lora = document.get("lora")
+    if lora is None:
+        lora = document["lora"] = {}
+    if isinstance(lora, dict):
+        _take_over(lora, adapter_lora, adapter_lora)
+    if earlier.tokenizer is not None and document.get("task") == "causal-lm":
+        document.setdefault("tokenizer", {"source": str(found)})  # the one it was trained with
+
+
+def _take_over(section: dict[str, Any], earlier: Mapping[str, Any], keys: Iterable[str]) -> None:
+    for key in keys:
+        if earlier.get(key) is not None:
+            section.setdefault(key, earlier[key])
+
+
+def _reads_conversations(document: dict[str, Any], data: dict[str, Any]) -> bool:
+    conversing = document.get("task") in {"causal-lm", "teacher-logits"}
+    return document.get("task") == "dpo" or (conversing and data.get("format", "text") != "text")
+
+
+def _result(source: str) -> Path:
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:  # no such user
+        path = Path(source)
+    if (path / "run.json").is_file() and not (path / "result.json").is_file():
+        raise RunSpecError(
+            f"init_from: expected a finished run in {source!r}, got one that has not finished; "
+            "resume it (--resume), or name another"
+        )
+    for inner in (path, path / "model", path / "adapter"):
+        if (inner / _ADAPTER_CONFIG).is_file() or (inner / "config.json").is_file():
+            return inner
+    raise RunSpecError(
+        f"init_from: expected a finished run or a trained model in {source!r}, found neither a "
+        "model nor an adapter"
+    )

@@ -1,9 +1,9 @@
-"""The manifest: what a worker derives from a run spec, and all workers must agree on.
+"""The manifest: what workers derive from a run spec and must agree on.
 
-It lists the trainable tensors, cut into blocks; the number of samples and held-out parts; how
-sums become metrics; the digests of everything read; and how the result is saved. Every worker
-sends it with `Ready`; one whose manifest differs is refused. The coordinator learns the model's
-shape from it alone, and so never needs torch.
+It lists the trainable tensors, divided into blocks; the number of samples and evaluation parts;
+how sums become metrics; the digests of everything that was read; and how the result is saved.
+Every worker sends it with `Ready`, and one whose manifest differs is refused. The coordinator
+learns the model's shape from the manifest alone, so it does not need torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,13 +20,59 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from protocol.base import limits
 from protocol.base.errors import MessageError
 from protocol.base.fields import PRINTABLE, Small
-from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.sampling import Sampling
+
+FLOAT16_BYTES: Final = 2
+_SAMPLE_ID_BYTES: Final = 8
+_COUNT_BYTES: Final = 4
+_TOKEN_BYTES: Final = 4
+_MASK_BYTES: Final = 1
+_LSE_BYTES: Final = 2 * 4
+
+
+class CaptureLayout(BaseModel):
+    """The layout of captured logits: which logits, for how many tokens of each sample.
+
+    A sample is a window of tokens. Row t is the teacher's prediction of token t + 1.
+
+    Attributes:
+        tokens: Most rows of a sample, which has one more token than rows.
+        vocabulary: Number of tokens in the teacher's vocabulary.
+        top_k: Logits per row: the largest ones, or those of drawn tokens.
+        drawn: Whether tokens are drawn from the distribution.
+        temperature: Temperature of the draws and of the second log-sum-exp.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: Annotated[int, Field(ge=1, le=65_536)]
+    vocabulary: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    top_k: Annotated[int, Field(ge=1, le=limits.ROW_LOGITS_ELEMENTS)]
+    drawn: bool = False
+    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
+
+    @property
+    def id_bytes(self) -> int:
+        """Size of a token's number."""
+        return 2 if self.vocabulary <= 2**16 else 4
+
+    @property
+    def logits_bytes(self) -> int:
+        """Size of a row's token numbers, logits and log-sum-exps: 264 for 64 of 65,536 tokens."""
+        return self.top_k * (self.id_bytes + FLOAT16_BYTES) + _LSE_BYTES
+
+    @property
+    def sample_bytes(self) -> int:
+        """Size of a sample in a message, padded to the longest sample."""
+        each = self.logits_bytes + _TOKEN_BYTES + _MASK_BYTES
+        return _SAMPLE_ID_BYTES + _COUNT_BYTES + _TOKEN_BYTES + self.tokens * each
+
 
 Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS, pattern=PRINTABLE)]
-BlockKind = Literal["block", "non_block"]
+BlockKind = Literal["block", "non_block", "buffers", "counters"]
 
 BEST: Final = "best"
-"""Where the state with the best held-out figure is saved, beside the last one."""
+"""Directory of the state with the best evaluation metric, beside that of the last state."""
 
 RESERVED: Final = frozenset(
     {
@@ -43,13 +89,14 @@ RESERVED: Final = frozenset(
     | {"replicas", "report.html", "result.json", "run.json", "set-aside", "terms.json"}
     | {"trackers"}
 )
-"""What else lies in a run's directory."""
+"""Names in a run's directory that an export may not use."""
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
-"""An export's text file that names the model which the trained tensors are added to."""
+"""File of an export that names the base model of an adapter."""
 
 _CHUNKS_OF_A_BLOCK: Final = 4
 _ALIGNED_ELEMENTS: Final = 1024
+_TOPK_REGION: Final = 4096
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
@@ -72,8 +119,13 @@ class TensorSpec(_Frozen):
 class Block(_Frozen):
     """Tensors that travel together: a transformer layer's, or a group of non-block tensors.
 
-    On the wire and in memory a block is one flat float32 array: its tensors one after the other
-    in this order, each in C order.
+    On the wire and in memory a block is one flat float32 array: its tensors concatenated in this
+    order, each in C order.
+
+    Tensors that forward itself changes (running statistics, a teacher) are `buffers`; integers
+    among them are `counters`. No optimizer updates them: what travels instead of a gradient is by
+    how much a microbatch has changed them, and a step adds the mean change, rounded to an integer
+    for counters (`Replica.apply`).
     """
 
     name: Name
@@ -85,28 +137,37 @@ class Block(_Frozen):
         return sum(tensor.elements for tensor in self.tensors)
 
     @property
-    def chunk_elements(self) -> int:
-        """Elements of each chunk but the last.
+    def is_trained(self) -> bool:
+        """Whether an optimizer updates these tensors, by their gradients."""
+        return self.kind in {"block", "non_block"}
 
-        A quarter of the block, within the limits: what has come of a block is averaged and sent
-        while the rest still arrives, so a link is used in both directions at once.
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of each chunk except the last.
+
+        A quarter of the block, within the limits: averages of received chunks are sent while the
+        rest still arrives, so both directions of a link are used at once, and several owners can
+        share each block.
         """
         quarter = -(-self.elements // _CHUNKS_OF_A_BLOCK)
-        even = -(-quarter // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+        # topk chooses within regions of 4096: a small chunk is a whole number of them. Larger ones
+        # keep the boundaries of protocol version 10, and so the bits of what topk chooses.
+        aligned = _TOPK_REGION if quarter <= 2 * limits.SMALL_CHUNK_ELEMENTS else _ALIGNED_ELEMENTS
+        even = -(-quarter // aligned) * aligned
         return min(max(even, limits.SMALL_CHUNK_ELEMENTS), limits.CHUNK_ELEMENTS)
 
     @property
     def chunks(self) -> int:
-        """How many chunks the block is sent in."""
+        """Number of chunks that the block is sent in."""
         return max(1, -(-self.elements // self.chunk_elements))
 
     def chunk_slice(self, chunk: int) -> slice:
-        """Elements of the flat array that a chunk holds."""
+        """Return a chunk's elements of the flat array."""
         lo = chunk * self.chunk_elements
         return slice(lo, min(lo + self.chunk_elements, self.elements))
 
     def slices(self) -> Iterator[tuple[TensorSpec, slice]]:
-        """Each tensor with the elements of the flat array that are its own."""
+        """Yield each tensor with its elements of the flat array."""
         at = 0
         for tensor in self.tensors:
             yield tensor, slice(at, at + tensor.elements)
@@ -114,18 +175,18 @@ class Block(_Frozen):
 
 
 class Ratio(_Frozen):
-    """Evaluation sums over evaluation sums: (sum of a_i * s_i) / (sum of b_i * s_i).
+    """A ratio of evaluation sums s: (sum of a_i * s_i) / (sum of b_i * s_i).
 
-    So accuracy is correct / samples, and F1 is 2 tp / (2 tp + fp + fn). Without any b_i it is the
-    numerator, for plain counts. Over zero it is no number; but zero for a share (every s_i above
-    is below too), as of a class that nobody has or was taken for.
+    Accuracy is correct / samples, F1 is 2 tp / (2 tp + fp + fn). Without a denominator the value
+    is the numerator, for plain counts. A zero denominator gives NaN, or zero for a share (every
+    s_i of the numerator is in the denominator), such as the F1 of a class without samples.
     """
 
     numerator: dict[Small, float] = {}
     denominator: dict[Small, float] = {}
 
     def value(self, sums: dict[str, float]) -> float:
-        """The figure for these sums; a sum that is missing counts as zero."""
+        """Evaluate the ratio; a missing sum counts as zero."""
         above = sum(factor * sums.get(name, 0.0) for name, factor in self.numerator.items())
         if not self.denominator:
             return above
@@ -136,41 +197,101 @@ class Ratio(_Frozen):
 
 
 class Metric(Ratio):
-    """A figure made of evaluation sums.
+    """An evaluation metric, computed from evaluation sums.
 
-    `exponential` takes e to the ratio's power (perplexity). With `mean_of` the figure is the
-    mean of those ratios (macro F1), and there is no ratio of its own. `detail` marks figures for
-    files rather than for a line on the screen (confusion counts).
+    `exponential` applies exp to the value (perplexity). With `mean_of` the metric is the mean of
+    those ratios (macro F1) and has no ratio of its own. With `pearson` it is Pearson's correlation
+    of x and y, from the sums samples, x, y, xx, yy and xy; NaN if one of them does not vary.
+    `detail` marks metrics that are written to files and not shown on consoles (confusion counts).
     """
 
     name: Name
     exponential: bool = False
     mean_of: tuple[Ratio, ...] = ()
     detail: bool = False
+    pearson: bool = False
 
     @model_validator(mode="after")
     def _one_rule(self) -> Metric:
-        if bool(self.numerator) == bool(self.mean_of):
-            raise ValueError("expected either a numerator or mean_of")
+        if bool(self.numerator) + bool(self.mean_of) + self.pearson != 1:
+            raise ValueError("expected a numerator, mean_of or pearson")
         return self
 
     def value(self, sums: dict[str, float]) -> float:
-        """The figure for these sums."""
+        """Evaluate the metric."""
+        if self.pearson:
+            return _pearson(sums)
         if self.mean_of:
-            figures = [ratio.value(sums) for ratio in self.mean_of]
-            # fsum refuses what does not sum to a finite number.
-            total = sum(figures)
-            figure = (math.fsum(figures) if math.isfinite(total) else total) / len(figures)
+            ratios = [ratio.value(sums) for ratio in self.mean_of]
+            # fsum raises if the sum is not finite.
+            total = sum(ratios)
+            value = (math.fsum(ratios) if math.isfinite(total) else total) / len(ratios)
         else:
-            figure = super().value(sums)
-        return math.exp(min(figure, 700.0)) if self.exponential else figure
+            value = super().value(sums)
+        return math.exp(min(value, 700.0)) if self.exponential else value
+
+
+_PEARSON_SUMS: Final = ("samples", "x", "y", "xx", "yy", "xy")
+
+
+def _pearson(sums: dict[str, float]) -> float:
+    """Return the correlation of x and y, in [-1, 1], from their sums."""
+    samples, x, y, xx, yy, xy = (sums.get(name, 0.0) for name in _PEARSON_SUMS)
+    spread = (samples * xx - x * x) * (samples * yy - y * y)
+    if not spread > 0:
+        return math.nan
+    return max(-1.0, min(1.0, (samples * xy - x * y) / math.sqrt(spread)))
+
+
+class EmbeddingField(_Frozen):
+    """One tensor per sample of what a loss over a whole step reads."""
+
+    name: Small
+    dtype: Literal["float32", "int64"]
+    shape: tuple[Annotated[int, Field(ge=1, le=2**20)], ...] = Field((), max_length=4)
+
+
+class EmbeddingLayout(_Frozen):
+    """What a loss over a whole step reads of each sample (`protocol.exact.embedding_rows`).
+
+    Fields of float32 are embeddings, through which gradients flow; they come first. Fields of int64
+    are labels and numbers of texts, which the loss reads as they are.
+    """
+
+    fields: tuple[EmbeddingField, ...] = Field(min_length=1, max_length=limits.EMBEDDED_TENSORS)
+
+    @model_validator(mode="after")
+    def _embeddings_first(self) -> EmbeddingLayout:
+        if sorted(self.fields, key=lambda field: field.dtype != "float32") != list(self.fields):
+            raise ValueError("expected the float32 fields before the int64 fields")
+        if self.fields[0].dtype != "float32":
+            raise ValueError("expected a field of float32, got only int64")
+        if len({field.name for field in self.fields}) != len(self.fields):
+            raise ValueError("expected distinct names of fields, got duplicates")
+        if self.sample_bytes > limits.EMBEDDING_SAMPLE_BYTES:
+            raise ValueError(
+                f"expected at most {limits.EMBEDDING_SAMPLE_BYTES} bytes per sample, got "
+                f"{self.sample_bytes}"
+            )
+        return self
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Size of a sample's embeddings, without labels."""
+        return sum(4 * math.prod(f.shape) for f in self.fields if f.dtype == "float32")
+
+    @property
+    def sample_bytes(self) -> int:
+        """Size of a sample in a message."""
+        labels = (8 * math.prod(f.shape) for f in self.fields if f.dtype == "int64")
+        return self.embedding_bytes + sum(labels)
 
 
 class Export(_Frozen):
     """How the trained tensors are saved.
 
-    `directory` below the run's output holds `weights_file` (safetensors, every tensor under
-    `names.get(name, name)`) and the text `files` as they are.
+    `directory`, in the run's output, contains `weights_file` (safetensors, each tensor under
+    `names.get(name, name)`) and the text `files`, each beside it or one folder below.
     """
 
     directory: str = "model"
@@ -181,42 +302,51 @@ class Export(_Frozen):
     @model_validator(mode="after")
     def _own_directory(self) -> Export:
         if self.directory in RESERVED:
-            raise ValueError(f"{self.directory!r} is a name that a run keeps for itself")
+            raise ValueError(
+                f"expected a directory that a run does not use, got {self.directory!r}"
+            )
         return self
 
     @model_validator(mode="after")
     def _plain_names(self) -> Export:
         for name in (self.directory, self.weights_file, *self.files):
-            if not _FILE_NAME.fullmatch(name):
+            folder, slash, file = name.rpartition("/")
+            plain = _FILE_NAME.fullmatch(file) and (not slash or _FILE_NAME.fullmatch(folder))
+            if not plain or (slash and name not in self.files):
                 raise ValueError(f"expected a plain file name, got {name!r}")
         return self
 
 
 class Manifest(_Frozen):
-    """See the module's text. Blocks are in forward order; gradients arrive in reverse order."""
+    """See the module's docstring. Blocks are in forward order; gradients arrive in reverse."""
 
     blocks: tuple[Block, ...] = Field(min_length=1, max_length=limits.BLOCKS)
     train_samples: int = Field(ge=1, le=limits.SAMPLES)
     evaluation_parts: int = Field(ge=0, le=limits.EVALUATION_PARTS, default=0)
     metrics: tuple[Metric, ...] = ()
     digests: dict[Name, str] = {}
-    """BLAKE3 of what was read, by what it is: base_weights, tokenizer, data."""
+    """BLAKE3 digests of what was read: base_weights, tokenizer, data."""
     notes: dict[Name, int] = {}
-    """Counts that a user should hear of: texts_truncated, duplicates_removed, tokens."""
+    """Counts to report to the user: texts_truncated, duplicates_removed, tokens."""
     export: Export = Export()
     capture: CaptureLayout | None = None
-    """What is kept of each sample, where the run is no training but the capture of a teacher."""
+    """The layout of captured logits, if the run is a capture."""
+    embeddings: EmbeddingLayout | None = None
+    """What the loss reads of all samples of a step, if the loss couples them: such a step has two
+    phases (`coordinator.run.exchange.embeddings`)."""
     row_groups: tuple[tuple[int, ...], ...] = ()
-    """Where the samples lie in files in groups that are read at once: samples by group, by file."""
+    """Sizes of row groups by file, if samples are in files whose row groups are read at once."""
+    sampling: Sampling | None = None
+    """How an epoch's samples are drawn; None: each one once."""
 
     @model_validator(mode="after")
     def _distinct(self) -> Manifest:
         names = [tensor.name for block in self.blocks for tensor in block.tensors]
         if len(set(names)) != len(names):
-            raise ValueError("expected every tensor once, got a name twice")
-        figures = [metric.name for metric in self.metrics]
-        if len(set(figures)) != len(figures):
-            raise ValueError("expected every metric once, got a name twice")
+            raise ValueError("expected distinct names of tensors, got duplicates")
+        metrics = [metric.name for metric in self.metrics]
+        if len(set(metrics)) != len(metrics):
+            raise ValueError("expected distinct names of metrics, got duplicates")
         if len(names) > limits.TENSORS:
             raise ValueError(f"expected at most {limits.TENSORS} tensors, got {len(names)}")
         if self.elements > limits.TRAINABLE_ELEMENTS:
@@ -225,22 +355,44 @@ class Manifest(_Frozen):
             )
         return self
 
+    @model_validator(mode="after")
+    def _possible_draws(self) -> Manifest:
+        if self.sampling is not None:
+            try:
+                self.sampling.check(self.train_samples)
+            except MessageError as error:
+                raise ValueError(str(error)) from None
+            if self.row_groups:
+                raise ValueError("expected no draws of samples that are read in row groups")
+        return self
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.train_samples if self.sampling is None else self.sampling.draws
+
     @property
     def elements(self) -> int:
         return sum(block.elements for block in self.blocks)
 
     def to_bytes(self) -> bytes:
-        """The canonical document: what is sent, and what the digest is taken of."""
-        # What most runs have not is left out: their manifests are those of releases before it.
-        seldom = {name for name in ("capture", "row_groups") if not getattr(self, name)}
-        return self.model_dump_json(exclude=seldom).encode()
+        """Return the canonical document, which is sent and digested."""
+        # Without them the document, and so its digest, is that of earlier releases.
+        unset: dict[str, Any] = {
+            name: True
+            for name in ("capture", "embeddings", "row_groups", "sampling")
+            if not getattr(self, name)
+        }
+        if not any(metric.pearson for metric in self.metrics):
+            unset["metrics"] = {"__all__": {"pearson"}}
+        return self.model_dump_json(exclude=unset).encode()
 
     @staticmethod
     def from_bytes(document: bytes | bytearray | memoryview) -> Manifest:
         """Read a document from the network.
 
         Raises:
-            MessageError: It is no manifest.
+            MessageError: It is not a manifest.
         """
         try:
             return Manifest.model_validate_json(bytes(document))

@@ -1,8 +1,8 @@
-"""The card beside a trained model: a README of what its run recorded, for people and for programs.
+"""The model card: a README beside a trained model with what its run recorded.
 
-Front matter as model hubs read it (https://huggingface.co/docs/hub/model-cards), the run's facts
-in it under `samestep`; then the same as tables. What the run does not know (a licence, what the
-model is good for) is left to whoever passes it on.
+It has front matter as model hubs read it (https://huggingface.co/docs/hub/model-cards), with the
+run's facts under `samestep`, and then the same facts as tables. What the run does not know (a
+license, intended use) is left to the publisher.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocol.base.regular_file import read_regular
 from protocol.spec.manifest import Manifest
-from protocol.spec.run_spec import BaseDtype, RunSpec
-from protocol.spec.run_spec_text import read_yaml
+from protocol.spec.run_spec import RunSpec
+from protocol.spec.sections.document import read_yaml
+from protocol.spec.sections.model import BaseDtype
 
 CARD: Final = "README.md"
 _FENCE: Final = "---\n"
@@ -26,7 +27,7 @@ _KEY: Final = "samestep"
 
 
 class Measured(BaseModel):
-    """Held-out figures after so many steps; None for one that is not finite."""
+    """Evaluation metrics after a number of steps; None for a value that is not finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,24 +36,24 @@ class Measured(BaseModel):
 
 
 class CardFacts(BaseModel):
-    """What a run recorded of itself.
+    """What a run recorded about itself.
 
     Attributes:
-        run_id: Of the run.
-        name: The run spec's.
-        task: What was trained.
-        release: Of the software that wrote this.
+        run_id: The run's id.
+        name: The run spec's name.
+        task: The task.
+        release: The release of samestep that wrote the card.
         outcome: How the run ended.
-        steps: How many were taken.
-        train_samples: What was trained on.
-        base: Where the run spec found the model that was trained; None for one that began anew.
-        base_dtype: What the frozen weights were rounded to.
-        adapter: Whether the trained tensors are LoRA's, beside the base.
-        digests: Of what was read; see `Manifest.digests`.
-        weights_digest: Of the trained tensors.
-        exact: Whether all workers computed with the same signature.
-        evaluations: Held-out figures, rising by step.
-        made: What was done to the result afterwards, in sentences.
+        steps: Number of steps taken.
+        train_samples: Number of training samples.
+        base: The name or source of the base model; None for a model trained from scratch.
+        base_dtype: The type to which frozen weights were rounded.
+        adapter: Whether the result is a LoRA adapter.
+        digests: Digests of what was read; see `Manifest.digests`.
+        weights_digest: Digest of the trained tensors.
+        exact: Whether all workers computed with the same numerics profile.
+        evaluations: Evaluation metrics, in order of steps.
+        made: What was done to the result later, in sentences.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,14 +82,14 @@ class CardFacts(BaseModel):
         release: str,
         evaluations: Sequence[Measured],
     ) -> CardFacts:
-        """The facts of a run that has ended.
+        """Collect the facts of a run that has ended.
 
         Args:
-            spec: What was asked for.
-            manifest: What the workers found.
-            result: What `result.json` says.
-            release: Of this software.
-            evaluations: From the journal.
+            spec: The run spec.
+            manifest: The run's manifest.
+            result: The content of `result.json`.
+            release: The release of samestep.
+            evaluations: Evaluation metrics from the journal.
         """
         shown = {metric.name for metric in manifest.metrics if not metric.detail}
         model = spec.model
@@ -116,7 +117,7 @@ class CardFacts(BaseModel):
 
 
 def card_text(facts: CardFacts) -> str:
-    """The whole file."""
+    """Return the card's text."""
     library = "peft" if facts.adapter else "transformers"
     head: dict[str, Any] = {"library_name": library, "tags": [_KEY, *(["lora"] * facts.adapter)]}
     if facts.base is not None:
@@ -127,7 +128,7 @@ def card_text(facts: CardFacts) -> str:
 
 
 def read_card(directory: Path) -> CardFacts | None:
-    """The facts in a directory's card; None where there is none of ours."""
+    """Read the facts from a directory's card; None if it has no card of samestep."""
     try:
         text = read_regular(directory / CARD).decode("utf-8")
         _, front, _ = text.split(_FENCE, 2)
@@ -141,12 +142,12 @@ def _body(facts: CardFacts) -> Iterator[str]:
     yield f"# {facts.name}"
     yield ""
     yield (
-        f"{what}, trained with samestep. Everything below is what the run recorded; what the model "
-        "is good for, and its limits, are for whoever passes it on to say."
+        f"{what}, trained with samestep. The run recorded everything below; add the model's "
+        "intended use and limits before you publish it."
     )
     yield ""
     yield (
-        "Licence: not stated. Give one that the licences of the base model and of the data allow, "
+        "License: not stated. Add one that the licenses of the base model and of the data permit, "
         "as `license:` at the top of this file."
     )
     for sentence in facts.made:
@@ -159,7 +160,7 @@ def _body(facts: CardFacts) -> Iterator[str]:
         yield f"| {name} | {value} |"
     if facts.evaluations:
         yield ""
-        yield "## Held-out figures"
+        yield "## Evaluation metrics"
         yield ""
         yield from _table(facts.evaluations)
 
@@ -180,7 +181,7 @@ def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
         (
             "yes: every worker computed with the same bits"
             if facts.exact
-            else "no: unlike machines took part"
+            else "no: machines with different numerics profiles took part"
         ),
     )
     yield "software", f"samestep {facts.release}"

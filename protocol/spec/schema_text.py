@@ -1,45 +1,117 @@
-"""The keys of a run spec for a person: default, bounds and meaning, a line each."""
+"""Describe the keys of a run spec for people: default, bounds and meaning, one line each."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from protocol.base.errors import UsageError
-from protocol.spec.run_spec import RunSpec
-from protocol.spec.run_spec_text import section_of
+from protocol.spec.run_spec import RUNS, RunSpec
+from protocol.spec.sections.section import Tagged, flat, has_key, model_at
 
 _SHOWN: Final = 5
-"""Keys like the one that was asked for."""
+"""Number of similar keys that an error suggests."""
+_TYPE_NAMES: Final = {str: "text", int: "integer", float: "number", bool: "true or false"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a run spec, as texts.
+
+    Attributes:
+        path: The key with its sections, joined by dots.
+        is_section: Whether it has keys of its own.
+        choices: Its values, or their bounds.
+        type: The type of a value that is not one of some choices; empty for a section.
+        default: The default in YAML; `required`, or `-` for none.
+        variants: The tasks, optimizers or formats that have the key; empty for all.
+        description: The meaning.
+    """
+
+    path: str
+    is_section: bool
+    choices: str
+    type: str
+    default: str
+    variants: str
+    description: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def text(self) -> str:
+        """Everything except path and default, in one line."""
+        return "; ".join(filter(None, [self.variants, self.choices, self.description]))
 
 
 def schema_lines(like: str = "") -> list[str]:
-    """All keys in the order of the sections, or those that are meant by `like`.
+    """List all keys in the order of the sections, or those that match `like`.
 
     Raises:
-        UsageError: None is; it names those most like it.
+        UsageError: No key matches; it names the most similar ones.
     """
-    rows = list(_rows(RunSpec, ""))
+    keys = list(schema_keys())
     if like:
-        rows = _meant(rows, like)
-    wide, default = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return [f"{key:{wide}}  {value:{default}}  {text}".rstrip() for key, value, text in rows]
+        keys = _meant(keys, like)
+    rows = [(key.path, key.default) for key in keys]
+    path, default = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [f"{k.path:{path}}  {k.default:{default}}  {k.text}".rstrip() for k in keys]
 
 
-def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
+def schema_keys() -> Iterator[Key]:
+    """Yield all keys in the order of the sections."""
+    return _keys_of(RunSpec, [])
+
+
+def _keys_of(model: type[BaseModel], parents: list[str]) -> Iterator[Key]:
     for name, field in model.model_fields.items():
-        section = section_of(model, name)
+        path = [*parents, name]
+        section = model_at(model, name)
+        tags = " | ".join(RUNS.variants) if path == [RUNS.key] else _variants_with(path)
+        choices, kind = ("", "") if section is not None else (_choices(field), _type(field))
+        if "|" in tags:  # the key that selects a variant
+            choices, kind, tags = tags, "", ""
         if section is None:
-            yield prefix + name, _default(field), _meaning(field)
-            continue
-        first = (section.__doc__ or "").strip().partition("\n")[0]
-        yield prefix + name, "-" if field.default is None else "", first
-        yield from _rows(section, f"{prefix}{name}.")
+            default, meaning = _default(field), field.description or ""
+        else:
+            default = "-" if field.default is None else ""
+            meaning = (flat(section).__doc__ or "").strip().partition("\n")[0]
+        yield Key(".".join(path), section is not None, choices, kind, default, tags, meaning)
+        if section is not None:
+            yield from _keys_of(flat(section), path)
+
+
+def _variants_with(path: list[str]) -> str:
+    """Return which variants have a key; empty if all have it or its section's line says so.
+
+    A user-defined task has every key.
+    """
+    section = model_at(RunSpec, path[0])
+    unions = [(RUNS, path)]
+    if isinstance(section, Tagged) and len(path) > 1:
+        if path[1:] == [section.key]:
+            return " | ".join(section.variants)
+        unions.append((section, path[1:]))
+    for union, inner in reversed(unions):
+        variants = union.variants.items()
+        parents = inner[:-1]
+        possible = [tag for tag, each in variants if not parents or has_key(each, parents)]
+        having = [tag for tag in possible if has_key(union.variants[tag], inner)]
+        lacking = [tag for tag in possible if tag not in having]
+        if len(lacking) == 1:
+            return f"not for {lacking[0]}"
+        if lacking:
+            return f"for {', '.join(tag for tag in having if tag != Tagged.OTHER) or Tagged.OTHER}"
+    return ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -48,15 +120,29 @@ def _default(field: FieldInfo) -> str:
     return "-" if field.default is None else json.dumps(field.default)
 
 
-def _meaning(field: FieldInfo) -> str:
-    bounds = [_bound(each) for each in field.metadata]
-    choices = [str(each) for each in getattr(field.annotation, "__args__", ()) if _is_word(each)]
-    parts = [" | ".join(choices), " ".join(filter(None, bounds)), field.description or ""]
-    return "; ".join(filter(None, parts))
+def _words(field: FieldInfo) -> list[str]:
+    return [each for each in get_args(field.annotation) if isinstance(each, str)]
 
 
-def _is_word(value: object) -> bool:
-    return isinstance(value, str)
+def _choices(field: FieldInfo) -> str:
+    return " | ".join(_words(field)) or " ".join(filter(None, map(_bound, field.metadata)))
+
+
+def _type(field: FieldInfo) -> str:
+    return "" if _words(field) else _type_name(field.annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    """Name a type: `text`, `number`, `list of text`; empty if there is no simple name."""
+    arguments = [each for each in get_args(annotation) if each not in (type(None), ...)]
+    origin = get_origin(annotation) or annotation
+    if origin in (tuple, list):
+        return f"list of {_type_name(arguments[0])}" if arguments else "list"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "mapping"
+    if arguments:
+        return " or ".join(dict.fromkeys(filter(None, map(_type_name, arguments))))
+    return _TYPE_NAMES.get(annotation, "")
 
 
 def _bound(constraint: Any) -> str:
@@ -67,26 +153,22 @@ def _bound(constraint: Any) -> str:
     return ""
 
 
-def _meant(rows: list[tuple[str, str, str]], like: str) -> list[tuple[str, str, str]]:
-    """Those that hold the word, else those of its initials or with it in their meaning."""
-    holding = [row for row in rows if like.lower() in row[0].lower()]
+def _meant(keys: list[Key], like: str) -> list[Key]:
+    """Return the keys that contain the word, else those with its initials or it in their text."""
+    holding = [key for key in keys if like.lower() in key.path.lower()]
     if holding:
         return holding
     initials = "".join(word[:1] for word in like.split("_"))
     words = like.replace("_", " ")
-    found = [row for row in rows if _last(row) == initials or words in row[2]]
+    found = [key for key in keys if key.name == initials or words in key.text]
     if found:
         return found
-    near = sorted(rows, key=lambda row: _closeness(like, row), reverse=True)[:_SHOWN]
+    near = sorted(keys, key=lambda key: _closeness(like, key.name), reverse=True)[:_SHOWN]
     raise UsageError(
-        f"no key of a run spec is called {like!r}; most like it: "
-        f"{', '.join(row[0] for row in near)}; `coordinator schema --text` shows all"
+        f"expected a key of a run spec, got {like!r}; the most similar are "
+        f"{', '.join(key.path for key in near)}; see all with: coordinator schema --text"
     )
 
 
-def _last(row: tuple[str, str, str]) -> str:
-    return row[0].rpartition(".")[2]
-
-
-def _closeness(like: str, row: tuple[str, str, str]) -> float:
-    return difflib.SequenceMatcher(None, like, _last(row)).ratio()
+def _closeness(like: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, like, name).ratio()

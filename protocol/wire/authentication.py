@@ -79,39 +79,58 @@ class Exchange:
         return Challenge(method=METHOD, nonce=self.coordinator_nonce, proof=proof)
 
     def check_worker(self, key: bytes, proof: Proof) -> None:
-        """Coordinator: is it a member?
+        """Check the proof of the side that dialed.
 
         Raises:
-            NotAuthorised: It does not know the secret.
+            NotAuthorised: It does not know the key.
         """
-        if not hmac.compare_digest(self.prove("worker", key), proof.proof):
+        if hmac.compare_digest(self.prove("worker", key), proof.proof):
+            return
+        if isinstance(self.hello, PeerHello):
             raise NotAuthorised(
-                "the proof is wrong: this worker has another join token or key; get the present "
-                "one with: coordinator token show"
+                f"the proof is wrong: worker {self.hello.name!r} does not know the key of this link"
             )
-
-
-def answer(hello: Hello, challenge: Challenge, fingerprint: bytes, key: bytes) -> Proof:
-    """Worker: check the coordinator, then answer it.
-
-    Args:
-        hello: What this worker sent.
-        challenge: What came back.
-        fingerprint: Of the certificate that the other end of this connection has shown.
-        key: The secret.
-
-    Raises:
-        NotAuthorised: The other side does not know the secret, or asks in another way.
-    """
-    if challenge.method != METHOD:
         raise NotAuthorised(
-            f"the coordinator asks for the method {challenge.method!r}, this worker has {METHOD!r}"
+            "the proof is wrong: this worker has another join token or key; get the present one "
+            "with: coordinator token show"
         )
-    exchange = Exchange(hello, challenge.nonce, fingerprint)
-    if not hmac.compare_digest(exchange.prove("coordinator", key), challenge.proof):
+
+    def check_coordinator(self, key: bytes, proof: bytes) -> None:
+        """Check the proof of the side that was dialed.
+
+        Raises:
+            NotAuthorised: It does not know the key.
+        """
+        if hmac.compare_digest(self.prove("coordinator", key), proof):
+            return
+        if isinstance(self.hello, PeerHello):
+            raise NotAuthorised(
+                f"the proof is wrong: worker {self.hello.to!r} does not know the key of this link"
+            )
         raise NotAuthorised(
             "the coordinator does not know this worker's join token or key: it is outdated "
             "(changed by token rotate or revoke) or another coordinator's; print the present "
             "token on its machine: coordinator token show"
         )
+
+
+def answer(hello: Hello | PeerHello, challenge: Challenge, fingerprint: bytes, key: bytes) -> Proof:
+    """Check the side that was dialed, then return this side's proof.
+
+    Args:
+        hello: What this worker sent.
+        challenge: The reply to it.
+        fingerprint: SHA-256 of the certificate that the other side has shown.
+        key: The secret.
+
+    Raises:
+        NotAuthorised: The other side does not know the key, or uses another method.
+    """
+    if challenge.method != METHOD:
+        raise NotAuthorised(
+            f"expected authentication method {METHOD!r}, got {challenge.method!r}; install the "
+            "same release on both sides"
+        )
+    exchange = Exchange(hello, challenge.nonce, fingerprint)
+    exchange.check_coordinator(key, challenge.proof)
     return Proof(proof=exchange.prove("worker", key))

@@ -1,20 +1,26 @@
-"""A self-signed certificate, made once: not its names count but its fingerprint."""
+"""Self-signed certificates: a peer checks the fingerprint, not the names."""
 
 from __future__ import annotations
 
 import datetime as dt
+import os
+import ssl
+import tempfile
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from protocol.wire import tls
+
 
 def self_signed(name: str = "samestep coordinator") -> tuple[str, str]:
-    """A new certificate and its key, in PEM.
+    """Return a new certificate and its key, in PEM.
 
-    P-256: fast on every machine. It is valid for ever (RFC 5280, 4.1.2.5), so that a wrong clock
-    shuts nobody out; what ends it is a new one with another fingerprint.
+    P-256 is fast on every machine. The certificate never expires (RFC 5280, 4.1.2.5), so a wrong
+    clock locks nobody out; a new certificate with another fingerprint replaces it.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -35,3 +41,15 @@ def self_signed(name: str = "samestep coordinator") -> tuple[str, str]:
         serialization.NoEncryption(),
     )
     return certificate.public_bytes(serialization.Encoding.PEM).decode(), private.decode()
+
+
+def temporary_context(name: str) -> tuple[ssl.SSLContext, bytes]:
+    """Return a TLS server context with a new certificate, and its SHA-256; no file remains."""
+    certificate, key = self_signed(name)
+    with tempfile.TemporaryDirectory() as directory:
+        paths = [Path(directory) / "certificate.pem", Path(directory) / "key.pem"]
+        for path, text in zip(paths, (certificate, key), strict=True):
+            with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+                file.write(text)
+        context = tls.server_context(*paths)
+    return context, tls.fingerprint(ssl.PEM_cert_to_DER_cert(certificate))

@@ -16,18 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.base import limits
-from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, VersionMismatch
+from protocol.base.errors import FrameError, LocalProtocolError, OutOfOrder, VersionMismatch
 from protocol.exact.codecs import body_bytes
 from protocol.exact.replica import part_slices
-from protocol.exact.slices import SliceGrid
 from protocol.spec.manifest import Block
-from protocol.spec.replicas_spec import Codec, Codecs
+from protocol.spec.sections.exchange import Codec, Codecs
 from protocol.wire import frames
 from protocol.wire.messages import (
     Assign,
     AveragedBlockGradient,
     AveragedGradient,
+    AverageDigests,
     AveragedNonBlockGradient,
+    AverageMismatch,
+    AveragesRequest,
     BlobChunk,
     BlobRequest,
     BlockGradientPayload,
@@ -35,14 +37,9 @@ from protocol.wire.messages import (
     Cancel,
     CapturedRows,
     Challenge,
+    ChunkReduced,
     Commit,
     Continue,
-    CopiesHeld,
-    CopyDone,
-    CopyList,
-    CopyPiece,
-    CopyRead,
-    CopyRemove,
     Credit,
     DeviceNote,
     DoorOpen,
@@ -59,36 +56,31 @@ from protocol.wire.messages import (
     LinkTraffic,
     MemoryReturned,
     Message,
-    NodeLoss,
     NonBlockGradientPayload,
-    NonFiniteNode,
+    NonFiniteSum,
     OpenDoor,
     Owners,
     PeerHello,
     PeerProbe,
     Peers,
     PeerWelcome,
+    Preparing,
     Proof,
     Ready,
-    SliceAverage,
-    SliceDigests,
-    SliceDone,
-    SliceSum,
-    SlicesWanted,
     StartRun,
     StateChunk,
     StateRequest,
     StepApplied,
+    StepEmbeddings,
     StepPlan,
     StretchProgress,
     StretchRequest,
     StretchState,
-    SumNotFinite,
+    SubtreeLoss,
     SumsArrived,
     Unlinked,
     Unready,
     Welcome,
-    WrongSlice,
     decode_message,
 )
 
@@ -118,11 +110,11 @@ FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.PROVING: frozenset({Proof, Goodbye}),
     Phase.ADMITTING: frozenset({Goodbye}),
     Phase.OPEN: frozenset({
-        Ready, Unready, StateChunk, BlockGradientPayload, NonBlockGradientPayload, NodeLoss,
-        CapturedRows, NonFiniteNode, StepApplied, EvalResult, Heartbeat, Drain, Goodbye,
-        BlobRequest, CopiesHeld, CopyPiece, CopyDone, StretchProgress, Boundary, StretchRequest,
-        DoorOpen, Linked, LinkTraffic, Unlinked, SliceSum, SliceAverage, SliceDone, SumsArrived,
-        SumNotFinite, SlicesWanted, WrongSlice, DeviceNote, MemoryReturned,
+        Ready, Unready, StateChunk, BlockGradientPayload, NonBlockGradientPayload, SubtreeLoss,
+        CapturedRows, NonFiniteSum, StepApplied, EvalResult, Heartbeat, Preparing, Drain, Goodbye,
+        BlobRequest, StretchProgress, Boundary, StretchRequest,
+        DoorOpen, Linked, LinkTraffic, Unlinked, AveragedBlockGradient, AveragedNonBlockGradient,
+        ChunkReduced, SumsArrived, AveragesRequest, AverageMismatch, DeviceNote, MemoryReturned,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
@@ -135,14 +127,23 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.OPEN: frozenset({
         StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,
         AveragedNonBlockGradient, Commit, Assign, Cancel, Credit, EvalPlan, Heartbeat, Halt,
-        Continue, EndRun, Goodbye, BlobChunk, CopyList, CopyPiece, CopyRead, CopyRemove,
-        StretchState, OpenDoor, Peers, Owners, SliceSum, SliceDigests, MemoryReturned,
+        Continue, EndRun, Goodbye, BlobChunk,
+        StretchState, OpenDoor, Peers, Owners, BlockGradientPayload, NonBlockGradientPayload,
+        AverageDigests, MemoryReturned, StepEmbeddings,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
 
 _BETWEEN_PEERS: Final[frozenset[type[Message]]] = frozenset(
-    {SliceSum, SliceAverage, PeerProbe, Heartbeat, Goodbye}
+    {
+        BlockGradientPayload,
+        NonBlockGradientPayload,
+        AveragedBlockGradient,
+        AveragedNonBlockGradient,
+        PeerProbe,
+        Heartbeat,
+        Goodbye,
+    }
 )
 FROM_DIALLER: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.GREETING: frozenset({PeerHello}),
@@ -180,7 +181,6 @@ _LEADS_TO: Final[dict[type[Message], Phase]] = {
 
 _SHARED: Final = (
     BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient, AveragedNonBlockGradient,
-    SliceAverage,
 )  # fmt: skip
 """What comes in each step, and is kept for no longer than that."""
 _SCRATCH_BYTES: Final = 64 * limits.KIB
@@ -189,7 +189,7 @@ _STRANGERS_SCRATCH_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
 
 
 class Lending(Protocol):
-    """Memory that both ends of a connection map; see `protocol.host.lent_memory`.
+    """Memory that both ends of a connection map; see `protocol.machine.shared_segment`.
 
     Attributes:
         least_bytes: What is shorter goes through the connection.
@@ -293,7 +293,6 @@ class Connection:
         self.role: Role = role
         self.phase = Phase.GREETING
         self.blocks: tuple[Block, ...] | None = None
-        self._grid: SliceGrid | None = None
         self.exchange = Codecs()
         self.memory: Lending | None = None
         self.shared_bytes = 0
@@ -427,9 +426,9 @@ class Connection:
         self._pending = (prefix, header, message)
         self._body_filled = min(len(available), prefix.body_bytes)
         self._body.data[: self._body_filled] = available[: self._body_filled]
-        taken = self._body_filled
+        filled = self._body_filled
         self._finish_body(received)
-        return taken
+        return filled
 
     def _finish_body(self, received: list[Received]) -> None:
         assert self._body is not None
@@ -486,10 +485,10 @@ class Connection:
         message = decode_message(prefix.tag, header)
         kind = type(message)
         if kind not in self._receivable[self.phase]:
-            raise OutOfPlace(f"{kind.__name__} is not expected in the phase {self.phase.value}")
+            raise OutOfOrder(f"{kind.__name__} is not expected in the phase {self.phase.value}")
         expected = self._expected_body_bytes(message)
         if expected is not None and prefix.body_bytes != expected:
-            raise OutOfPlace(
+            raise OutOfOrder(
                 f"{kind.__name__}: expected a body of {expected} bytes, got {prefix.body_bytes}"
             )
         return message
@@ -501,26 +500,17 @@ class Connection:
         if message.body in ("document", "bytes"):
             return None
         if self.blocks is None:
-            raise OutOfPlace(f"{type(message).__name__} before the manifest is known")
-        if isinstance(message, SliceSum | SliceAverage):
-            return self._slice_bytes(self.blocks, message)
+            raise OutOfOrder(f"{type(message).__name__} before the manifest is known")
         block, chunk = _place(message)
         state = message.kind if isinstance(message, StateChunk) else "parameters"
         pieces = part_slices(state, self.blocks[block]) if block < len(self.blocks) else []
         if chunk >= len(pieces):
-            raise OutOfPlace(f"{type(message).__name__}: no chunk {chunk} of block {block}")
+            raise OutOfOrder(f"{type(message).__name__}: no chunk {chunk} of block {block}")
         kind = self.blocks[block].kind
-        if _KIND.get(type(message), kind) != kind:
-            raise OutOfPlace(f"{type(message).__name__}: block {block} is of kind {kind!r}")
+        is_block = kind == "block"
+        if _IS_BLOCK.get(type(message), is_block) != is_block:
+            raise OutOfOrder(f"{type(message).__name__}: block {block} is of kind {kind!r}")
         elements = pieces[chunk].stop - pieces[chunk].start
-        return body_bytes(codec_of(message, self.exchange), elements)
-
-    def _slice_bytes(self, blocks: tuple[Block, ...], message: SliceSum | SliceAverage) -> int:
-        if self._grid is None or self._grid.blocks is not blocks:
-            self._grid = SliceGrid(blocks)
-        if message.slice >= self._grid.count:
-            raise OutOfPlace(f"{type(message).__name__}: there is no slice {message.slice}")
-        elements = self._grid.elements(message.slice)
         return body_bytes(codec_of(message, self.exchange), elements)
 
     def _advance(self, kind: type[Message]) -> None:
@@ -530,10 +520,9 @@ class Connection:
 
 def codec_of(message: Message, exchange: Codecs) -> Codec:
     """In which the values of a message travel; a state's are float32 always."""
-    if isinstance(message, GradientPayload | SliceSum):
+    if isinstance(message, GradientPayload):
         return exchange.precision
-    averaged = isinstance(message, AveragedGradient | SliceAverage)
-    return exchange.averages if averaged else "float32"
+    return exchange.averages if isinstance(message, AveragedGradient) else "float32"
 
 
 def _place(message: Message) -> tuple[int, int]:
@@ -548,9 +537,9 @@ def _place(message: Message) -> tuple[int, int]:
     return message.block, message.chunk
 
 
-_KIND: Final[dict[type[Message], str]] = {
-    BlockGradientPayload: "block",
-    NonBlockGradientPayload: "non_block",
-    AveragedBlockGradient: "block",
-    AveragedNonBlockGradient: "non_block",
+_IS_BLOCK: Final[dict[type[Message], bool]] = {
+    BlockGradientPayload: True,
+    NonBlockGradientPayload: False,
+    AveragedBlockGradient: True,
+    AveragedNonBlockGradient: False,
 }

@@ -1,7 +1,7 @@
-"""Make TCP connections: with a time limit, to all addresses of a name side by side (RFC 8305).
+"""Make TCP connections with a time limit, to all addresses of a name in parallel (RFC 8305).
 
-A name is resolved in a daemon thread, which is abandoned at the time limit: nothing interrupts
-getaddrinfo(3), and a process waits at its end for the threads of an executor.
+Names are resolved in a daemon thread, which is abandoned at the time limit: getaddrinfo(3) cannot
+be interrupted, and a process waits at exit for the threads of an executor.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from protocol.base.address import format_address
 Cause = Literal["refused", "no route", "no answer", "unknown name", "no name server", "other"]
 
 STAGGER_S: Final = 0.25
-"""Between the attempts at two addresses, unless the first fails earlier (RFC 8305, 5)."""
+"""The delay between attempts at two addresses, unless one fails earlier (RFC 8305, 5)."""
 _UNREACHABLE: Final = frozenset(
     {
         errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL,
         errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENODEV,
     }
 )  # fmt: skip
-"""EINVAL: a route that is a black hole, or a link-local address without its zone."""
+"""EINVAL: a blackhole route, or a link-local address without its zone."""
 _ADVICE: Final[dict[Cause, str]] = {
     "refused": "start it there, with --bind 0.0.0.0:PORT for other machines, or correct the "
     "address",
@@ -42,11 +42,11 @@ _ADVICE: Final[dict[Cause, str]] = {
 
 
 class DialError(OSError):
-    """A connection was not made.
+    """A connection could not be made.
 
     Attributes:
-        cause: What kind of failure it is.
-        found: What was tried and what came of it.
+        cause: The kind of failure.
+        found: What was tried, and its result.
         advice: What to do.
     """
 
@@ -58,14 +58,14 @@ class DialError(OSError):
 
 
 class Address(NamedTuple):
-    """Where to connect to, as getaddrinfo gives it."""
+    """A socket address, as returned by getaddrinfo."""
 
     family: int
     socket_address: tuple[Any, ...]
 
     @property
     def host(self) -> str:
-        """The IP address, of a link-local one with its zone."""
+        """The IP address; a link-local one includes its zone."""
         return host_of(self.socket_address)
 
     def __str__(self) -> str:
@@ -73,8 +73,7 @@ class Address(NamedTuple):
 
 
 def host_of(socket_address: tuple[Any, ...]) -> str:
-    """The IP address in what getsockname or getaddrinfo gives; of a link-local one with its zone,
-    which they give as a number beside it."""
+    """Return the IP address of a socket address; a link-local one with its zone as a name."""
     host, scope = str(socket_address[0]), socket_address[3] if len(socket_address) == 4 else 0
     if not scope or "%" in host or not host.startswith("fe80:"):
         return host
@@ -84,15 +83,15 @@ def host_of(socket_address: tuple[Any, ...]) -> str:
 
 
 async def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A connected socket that does not block.
+    """Return a connected non-blocking socket.
 
     Args:
         host: A name or an IP address.
-        port: At each address of the host.
-        timeout_s: For the name and the connection together.
+        port: The port, at each address of the host.
+        timeout_s: The limit for name resolution and connection together.
 
     Raises:
-        DialError: No address of the host takes the connection.
+        DialError: No address of the host accepts the connection.
     """
     until_s = asyncio.get_running_loop().time() + timeout_s
     addresses = await resolve(host, port, timeout_s)
@@ -102,42 +101,46 @@ async def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def connect_blocking(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Like `connect`, for callers that block; the socket has that timeout."""
-    with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop, as in a notebook
+    """Like `connect`, for blocking callers; the socket gets that timeout."""
+    with ThreadPoolExecutor(
+        1
+    ) as thread:  # the caller's thread may run an event loop, as in a notebook
         endpoint = thread.submit(asyncio.run, connect(host, port, timeout_s)).result()
     endpoint.settimeout(timeout_s)
     return endpoint
 
 
 async def resolve(host: str, port: int, timeout_s: float, flags: int = 0) -> list[Address]:
-    """The addresses of a host, in the order in which the system prefers them.
+    """Return the addresses of a host, in the system's order of preference.
 
     Args:
         host: A name or an IP address.
-        port: At each of them.
-        timeout_s: How long the name servers may take.
-        flags: More for getaddrinfo(3).
+        port: The port of the addresses.
+        timeout_s: The limit for the name servers.
+        flags: Further flags for getaddrinfo(3).
 
     Raises:
-        DialError: It has none, or no name server answers in time.
+        DialError: The host has no address, or no name server answers in time.
     """
 
     def ask(more: int) -> list[Address]:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags | more)
-        return list(dict.fromkeys(Address(family, address) for family, _, _, _, address in found))
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags | more)
+        return list(
+            dict.fromkeys(Address(family, address) for family, _, _, _, address in addresses)
+        )
 
     with suppress(OSError, UnicodeError):
-        return ask(socket.AI_NUMERICHOST)  # asks no server
+        return ask(socket.AI_NUMERICHOST)  # needs no name server
     try:
         async with asyncio.timeout(timeout_s):
             return await _in_abandoned_thread(lambda: ask(0))
     except TimeoutError:
-        found = f"no name server answered for {host!r} within {timeout_s:.0f} s"
-        raise DialError("no name server", found) from None
+        reason = f"no name server answered for {host!r} within {timeout_s:.0f} s"
+        raise DialError("no name server", reason) from None
     except socket.gaierror as error:
         if error.errno == socket.EAI_AGAIN:
-            found = f"the name servers have no answer for {host!r} just now"
-            raise DialError("no name server", found) from None
+            reason = f"the name servers have no answer for {host!r} just now"
+            raise DialError("no name server", reason) from None
         raise DialError("unknown name", f"no address is known for {host!r}") from None
     except (OSError, UnicodeError):
         raise DialError("unknown name", f"no address is known for {host!r}") from None
@@ -146,10 +149,10 @@ async def resolve(host: str, port: int, timeout_s: float, flags: int = 0) -> lis
 async def connect_first(
     addresses: list[Address], timeout_s: float
 ) -> tuple[socket.socket, Address]:
-    """Connect to whichever address answers first; each next one is tried a moment after the last.
+    """Connect to the address that answers first, starting attempts `STAGGER_S` apart.
 
     Raises:
-        DialError: None does in time.
+        DialError: No address answers in time.
     """
     waiting, errors = _interleaved(addresses), list[DialError]()
     running: dict[asyncio.Task[socket.socket], Address] = {}
@@ -160,10 +163,10 @@ async def connect_first(
                     address = waiting.pop(0)
                     running[asyncio.create_task(_connect_one(address))] = address
                 stagger_s = STAGGER_S if waiting else None
-                done, _ = await asyncio.wait(
+                finished, _ = await asyncio.wait(
                     running, timeout=stagger_s, return_when=asyncio.FIRST_COMPLETED
                 )
-                for task in done:
+                for task in finished:
                     address = running.pop(task)
                     if (error := task.exception()) is None:
                         return task.result(), address
@@ -255,21 +258,21 @@ async def _in_abandoned_thread(work: Callable[[], list[Address]]) -> list[Addres
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[Address]] = loop.create_future()
 
-    def deliver(found: list[Address] | Exception) -> None:
+    def deliver(outcome: list[Address] | Exception) -> None:
         if answer.done():
             return
-        if isinstance(found, Exception):
-            answer.set_exception(found)
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
         else:
-            answer.set_result(found)
+            answer.set_result(outcome)
 
     def run() -> None:
         try:
-            found: list[Address] | Exception = work()
+            outcome: list[Address] | Exception = work()
         except (OSError, UnicodeError) as error:
-            found = error
+            outcome = error
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, found)
+            loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=run, name="name resolution", daemon=True).start()
     return await answer

@@ -39,15 +39,15 @@ class JoinToken:
         Raises:
             UsageError: It is none.
         """
-        found = _TOKEN.fullmatch(text.strip())
-        if found is None:
+        match = _TOKEN.fullmatch(text.strip())
+        if match is None:
             raise UsageError(
                 f"expected a join token (64 hexadecimal digits, a dot, 43 characters) in {source}, "
                 "got something else; print the coordinator's with: coordinator token show"
             )
-        secret = base64.urlsafe_b64decode(found[2] + "=")
+        secret = base64.urlsafe_b64decode(match[2] + "=")
         assert len(secret) == KEY_BYTES
-        return cls(bytes.fromhex(found[1]), secret)
+        return cls(bytes.fromhex(match[1]), secret)
 
     def reveal(self) -> str:
         """The text to hand to a member; to nobody else, and into no log."""

@@ -14,15 +14,17 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.base import limits
-from protocol.base.duty import Duty
 from protocol.base.errors import MessageError
-from protocol.base.fields import Bytes32, Digest, Number, Small, Text
-from protocol.exact.tree import Node
+from protocol.base.fields import Bytes32, Digest, Duty, Number, Small, Text
+from protocol.exact.reducer import NonFinite
+from protocol.exact.tree import Subtree
 from protocol.exact.update import StepScalars
 
-NodeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
+SubtreeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
 BodyRule = Literal["none", "values", "document", "bytes"]
 StateKind = Literal["parameters", "first_moment", "second_moment", "missed_updates"]
+StepPhase = Literal["embeddings", "gradients"]
+"""What an attempt computes: a step whose loss couples all samples collects embeddings first."""
 Outcome = Literal["finished", "drained", "failed"]
 """Of a run."""
 
@@ -68,7 +70,7 @@ class Hello(Message):
     duty: Duty
     enrolled: bool
     nonce: Bytes32
-    devices: Annotated[int, Field(ge=1, le=limits.DEVICES_PER_HOST)] = 1
+    devices: Annotated[int, Field(ge=1, le=limits.DEVICES_PER_WORKER)] = 1
 
 
 class Challenge(Message):
@@ -104,8 +106,8 @@ class Welcome(Message):
 class StartRun(Message):
     """Coordinator: build this run's task, of which `step` steps are committed. Body: the spec.
 
-    `blobs` is the digest of the list of files that the task reads (`protocol.spec.blob_list`): to
-    be asked for like any blob. Without it the worker has all it needs.
+    `blobs` is the digest of the list of files that the task reads, which is requested like any
+    blob (`protocol.spec.files.blob_list`). Without it the worker has all it needs.
     """
 
     tag = 5
@@ -134,7 +136,7 @@ class Ready(Message):
     state_digest: Digest
     signature: Digest
     signature_text: Text
-    devices: Annotated[int, Field(ge=1, le=limits.DEVICES_PER_HOST)] = 1
+    devices: Annotated[int, Field(ge=1, le=limits.DEVICES_PER_WORKER)] = 1
     left_out: Text = ""
 
 
@@ -201,36 +203,62 @@ class BlobChunk(Message):
 
 
 class StepPlan(_InStep):
-    """Coordinator: your nodes of this step, of a tree over so many microbatches.
+    """Coordinator: your subtrees of this step, of a tree over so many microbatches.
 
-    `uploads` chunks of each may be sent, in the order of `protocol.exact.upload_order`, until a
-    `Credit` says more. With a table of `owners` none are sent: slices go to those (`Owners`).
+    `uploads` chunks of each may be sent to the coordinator, in the order of
+    `protocol.exact.chunk_grid`, until a `Credit` says more. `owners` is the number of the table
+    that says who averages which chunk (`Owners`); 0: the coordinator averages all. `phase`: for
+    embeddings the answer to a subtree is `CapturedRows` and a `SubtreeLoss` of loss 0, and no
+    gradients; all `StepEmbeddings` come before the plan for the gradients.
     """
 
     tag = 10
     view: Number
     owners: Number
     microbatches: Annotated[int, Field(ge=1, le=limits.MICROBATCHES_PER_STEP)]
-    nodes: NodeList
+    subtrees: SubtreeList
     uploads: Number
     loss_scale: Annotated[float, Field(ge=1.0, le=limits.LOSS_SCALE_FACTOR)]
+    phase: StepPhase = "gradients"
 
 
-class _Payload(_InStep):
-    body = "values"
+class StepEmbeddings(_InStep):
+    """Coordinator: what the loss reads of all samples of the step, a chunk of it, in the order of
+    microbatches; `attempt` is that of the plan that follows."""
+
+    tag = 63
+    body = "bytes"
+    chunk: Number
+    last: bool
+
+
+class _OfChunk(_InStep):
+    """About one chunk, averaged as table `owners` says; 0: by the coordinator, like all others."""
+
     block: Number
     chunk: Number
+    owners: Number = 0
+
+
+class _Payload(_OfChunk):
+    body = "values"
     lo: Number
     hi: Number
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    worker: Small = ""
 
     @property
-    def node(self) -> Node:
-        return Node(self.lo, self.hi)
+    def subtree(self) -> Subtree:
+        return Subtree(self.lo, self.hi)
 
 
 class BlockGradientPayload(_Payload):
-    """Worker: a chunk of a block's gradient sum over a node of total weight `weight`."""
+    """Worker, to the chunk's owner: a chunk of a block's gradient sum over a subtree of total
+    weight `weight`.
+
+    A worker that cannot reach the owner sends it to the coordinator, which passes it on and says
+    whose it is in `worker`; empty, it is the sender's.
+    """
 
     tag = 11
 
@@ -241,28 +269,27 @@ class NonBlockGradientPayload(_Payload):
     tag = 12
 
 
-class _Averaged(_InStep):
+class _Averaged(_OfChunk):
     body = "values"
-    block: Number
-    chunk: Number
 
 
 class AveragedBlockGradient(_Averaged):
-    """Coordinator: a chunk of a block's gradient, averaged over all samples of the step."""
+    """The chunk's owner: a chunk of a block's gradient, averaged over all samples of the step."""
 
     tag = 13
 
 
 class AveragedNonBlockGradient(_Averaged):
-    """Coordinator: the same for a group of non-block tensors."""
+    """The chunk's owner: the same for a group of non-block tensors."""
 
     tag = 14
 
 
 class CapturedRows(_InStep):
-    """Worker: what microbatch `microbatch` of node [lo, hi) gave beside its loss, a chunk of it.
+    """Worker: what microbatch `microbatch` of subtree [lo, hi) gave beside its loss, a chunk of it.
 
-    Of a run that captures; all chunks of a node come before its `NodeLoss`.
+    Captured logits, a replica's own state, or embeddings; all chunks of a subtree come before its
+    `SubtreeLoss`.
     """
 
     tag = 30
@@ -273,14 +300,15 @@ class CapturedRows(_InStep):
     chunk: Number
 
     @property
-    def node(self) -> Node:
-        return Node(self.lo, self.hi)
+    def subtree(self) -> Subtree:
+        return Subtree(self.lo, self.hi)
 
 
-class NodeLoss(_InStep):
-    """Worker: a node is done; its loss sum (which may be non-finite: that halts the run).
+class SubtreeLoss(_InStep):
+    """Worker: a subtree is done; its loss sum (which may be non-finite: that halts the run).
 
-    `sums` is the checksum of its gradients where slices of them went to others (xxh3-128).
+    `sums` is the checksum of its gradients where others average them (xxh3-128). `unlike`: the
+    microbatches, 64 at most, whose embeddings have other bits here than in `StepEmbeddings`.
     """
 
     tag = 15
@@ -290,25 +318,29 @@ class NodeLoss(_InStep):
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     elapsed_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     sums: Annotated[bytes, Field(max_length=16)]
+    unlike: Annotated[tuple[Number, ...], Field(max_length=limits.UNLIKE_MICROBATCHES)] = ()
 
     @property
-    def node(self) -> Node:
-        return Node(self.lo, self.hi)
+    def subtree(self) -> Subtree:
+        return Subtree(self.lo, self.hi)
 
 
-class NonFiniteNode(_InStep):
-    """Worker: what a device of this host computed of node [lo, hi) has a value that is not finite,
-    in this block or (None) in the loss. It is told instead of what it would spoil."""
+class NonFiniteSum(_InStep):
+    """Worker: a sum over the microbatches [lo, hi) has NaN or infinity; see `NonFinite`.
+
+    It is sent instead of the sum: for the worker's own subtree, or as the owner of what is summed.
+    """
 
     tag = 60
     lo: Number
     hi: Number
+    worker: Small | None
     block: Number | None
     device: Small
 
     @property
-    def node(self) -> Node:
-        return Node(self.lo, self.hi)
+    def found(self) -> NonFinite:
+        return NonFinite(Subtree(self.lo, self.hi), self.worker, self.block, self.device)
 
 
 class DeviceNote(Message):
@@ -329,35 +361,31 @@ class Commit(_InStep):
 
 
 class StepApplied(Message):
-    """Worker: my replica has taken `step` steps and has this digest.
-
-    `differing`: digests of devices of the same host that have another, by name.
-    """
+    """Worker: my replica has taken `step` steps and has this digest."""
 
     tag = 17
     epoch: Number
     step: Number
     state_digest: Digest
-    differing: Annotated[dict[Small, Digest], Field(max_length=4)] = {}
 
 
 class Assign(_InStep):
-    """Coordinator: more nodes of the present step."""
+    """Coordinator: more subtrees of the present step."""
 
     tag = 18
     view: Number
-    nodes: NodeList
+    subtrees: SubtreeList
 
 
 class Cancel(_InStep):
-    """Coordinator: leave out these nodes of the present step; others have done them."""
+    """Coordinator: leave out these subtrees of the present step; others have done them."""
 
     tag = 19
-    nodes: NodeList
+    subtrees: SubtreeList
 
 
 class Credit(_InStep):
-    """Coordinator: so many chunks of each of your nodes may be sent by now.
+    """Coordinator: so many chunks of each of your subtrees may be sent by now.
 
     There is room for their sums, and the others that send are about as far.
     """
@@ -366,7 +394,7 @@ class Credit(_InStep):
     uploads: Number
 
 
-# Stretches, where a run has replicas: node [k, k + 1) of a step is replica k's part of a round.
+# Stretches, where a run has replicas: subtree [k, k + 1) of a step is replica k's part of a round.
 
 
 class _OfReplica(_InStep):
@@ -431,71 +459,7 @@ class EvalResult(Message):
     sums: Annotated[dict[Small, float], Field(max_length=limits.EVALUATION_SUMS)]
 
 
-# Copies of checkpoints that a worker keeps; the coordinator asks, one thing at a time.
-
-CopyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-
-
-class CopyList(Message):
-    """Coordinator: which copies do you keep, of this run or of any? `CopiesHeld` answers."""
-
-    tag = 32
-    run_id: CopyName | None
-
-
-class CopiesHeld(Message):
-    """Worker: what it keeps. Body: a JSON list of objects with the fields of `CopyPiece`."""
-
-    tag = 33
-    body = "document"
-
-
-class CopyPiece(Message):
-    """Either side: bytes of a copy, an archive of so many with this digest.
-
-    `epoch`, `lines`, `head` and `branch` say which history of the run it knows
-    (`coordinator.storage.copies`). A worker answers with `CopyDone`.
-    """
-
-    tag = 34
-    body = "bytes"
-    run_id: CopyName
-    name: CopyName
-    offset: Number
-    total: Number
-    digest: Digest
-    epoch: Number
-    lines: Number
-    head: Digest
-    branch: Digest | None
-
-
-class CopyRead(Message):
-    """Coordinator: give the piece of a copy that starts at `offset`; `CopyPiece` answers, or
-    `CopyDone` with what is wrong."""
-
-    tag = 35
-    run_id: CopyName
-    name: CopyName
-    offset: Number
-
-
-class CopyRemove(Message):
-    """Coordinator: this copy is not needed any more. `CopyDone` answers."""
-
-    tag = 36
-    run_id: CopyName
-    name: CopyName
-
-
-class CopyDone(Message):
-    """Worker: what was asked for is done, or why not."""
-
-    tag = 37
-    error: Text
-
-
-# Slices: members average among themselves (see `protocol.exact.slices`).
+# Workers that average among themselves.
 
 
 class OpenDoor(Message):
@@ -550,9 +514,9 @@ class LinkTraffic(Message):
 
 
 class Owners(Message):
-    """Coordinator: who averages which slice from now on. Body: `protocol.wire.peers`.
+    """Coordinator: who averages which chunk from now on. Body: `protocol.wire.peers`.
 
-    A step in progress goes on with it: sums of slices that have another owner are sent again.
+    A step in progress goes on with it: sums of chunks that have another owner are sent again.
     """
 
     tag = 47
@@ -562,35 +526,8 @@ class Owners(Message):
     number: Annotated[int, Field(ge=1, lt=2**63)]
 
 
-class _OfSlice(_InStep):
-    owners: Number
-    slice: Number
-
-
-class SliceSum(_OfSlice):
-    """Worker, to the slice's owner, maybe by way of the coordinator: a slice of a node's sum."""
-
-    tag = 48
-    body = "values"
-    worker: Small
-    lo: Number
-    hi: Number
-    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-    @property
-    def node(self) -> Node:
-        return Node(self.lo, self.hi)
-
-
-class SliceAverage(_OfSlice):
-    """Owner, to all and to the coordinator: a slice, averaged over all samples of the step."""
-
-    tag = 49
-    body = "values"
-
-
-class SliceDone(_OfSlice):
-    """Owner: I have averaged this slice. Body: its origin, whose nodes were added (JSON)."""
+class ChunkReduced(_OfChunk):
+    """Owner: I have averaged this chunk. Body: its origin, whose subtrees were added (JSON)."""
 
     tag = 50
     body = "document"
@@ -598,7 +535,7 @@ class SliceDone(_OfSlice):
 
 
 class SumsArrived(_InStep):
-    """Owner: of this worker's node all that is mine is here."""
+    """Owner: of this worker's subtree all that is mine is here."""
 
     tag = 51
     owners: Number
@@ -607,52 +544,37 @@ class SumsArrived(_InStep):
     hi: Number
 
     @property
-    def node(self) -> Node:
-        return Node(self.lo, self.hi)
+    def subtree(self) -> Subtree:
+        return Subtree(self.lo, self.hi)
 
 
-class SumNotFinite(_InStep):
-    """Owner: NaN or infinity, in a sum of this worker's, or (without one) once all were added."""
-
-    tag = 52
-    slice: Number
-    worker: Small | None
-    lo: Number
-    hi: Number
-
-    @property
-    def node(self) -> Node:
-        return Node(self.lo, self.hi)
-
-
-class SliceDigests(_InStep):
-    """Coordinator: what the slices' averages must be; the commit follows. Body: 16 bytes each."""
+class AverageDigests(_InStep):
+    """Coordinator: the digests of all averages of this step; the commit follows. Body: 16 bytes
+    for each chunk."""
 
     tag = 53
     body = "bytes"
 
 
-class SlicesWanted(_InStep):
-    """Worker: slices of a step that is committed have not come here; send me its averages."""
+class AveragesRequest(_InStep):
+    """Worker: averages of a committed step have not come here; send me all of them."""
 
     tag = 54
 
 
-class WrongSlice(_InStep):
-    """Worker: this slice's average, as its owner sent it to me, has another digest."""
+class AverageMismatch(_OfChunk):
+    """Worker: the average that `owner` sent me for this chunk has another digest."""
 
     tag = 55
-    slice: Number
     owner: Small
 
 
 class PeerHello(Message):
-    """Who dials: I am `name`, to see `to`, and I am going to send (or to receive)."""
+    """Worker that dials: I am `name` and look for `to`."""
 
     tag = 56
     name: Small
     to: Small
-    sends: bool
     nonce: Bytes32
 
 
@@ -678,6 +600,13 @@ class Heartbeat(Message):
     tag = 22
 
 
+class Preparing(Message):
+    """Worker: how far the preparation of the run's task is; empty once it is over."""
+
+    tag = 64
+    progress: Text
+
+
 class Halt(_InStep):
     """Coordinator: stop computing, apply nothing, and why."""
 
@@ -692,7 +621,7 @@ class Continue(_InStep):
 
 
 class Drain(Message):
-    """Worker: I want to leave; give me no more nodes."""
+    """Worker: I want to leave; give me no more subtrees."""
 
     tag = 25
 
@@ -733,19 +662,17 @@ MESSAGES: dict[int, type[Message]] = {
     for message in (
         Hello, Challenge, Proof, Welcome, StartRun, Ready, Unready, StateRequest, StateChunk,
         StepPlan, BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient,
-        AveragedNonBlockGradient, NodeLoss, Commit, StepApplied, Assign, Cancel, Credit, EvalPlan,
-        EvalResult, Heartbeat, Halt, Continue, Drain, EndRun, Goodbye, BlobRequest, BlobChunk,
-        CapturedRows, CopyList, CopiesHeld, CopyPiece, CopyRead, CopyRemove, CopyDone,
-        StretchProgress, Boundary, StretchRequest, StretchState,
-        OpenDoor, DoorOpen, Peers, Linked, Unlinked, Owners, SliceSum, SliceAverage,
-        SliceDone, SumsArrived, SumNotFinite, SliceDigests, SlicesWanted, WrongSlice, PeerHello,
-        PeerWelcome, PeerProbe, LinkTraffic, NonFiniteNode, DeviceNote, MemoryReturned,
+        AveragedNonBlockGradient, SubtreeLoss, Commit, StepApplied, Assign, Cancel, Credit,
+        EvalPlan, EvalResult, Heartbeat, Preparing, Halt, Continue, Drain, EndRun, Goodbye,
+        BlobRequest, BlobChunk, CapturedRows, StretchProgress, Boundary, StretchRequest,
+        StretchState,
+        OpenDoor, DoorOpen, Peers, Linked, Unlinked, Owners, ChunkReduced, SumsArrived,
+        AverageDigests, AveragesRequest, AverageMismatch, PeerHello, PeerWelcome, PeerProbe,
+        LinkTraffic, NonFiniteSum, DeviceNote, MemoryReturned, StepEmbeddings,
     )
 }  # fmt: skip
 
 GradientPayload = BlockGradientPayload | NonBlockGradientPayload
-CopyQuestion = CopyList | CopyPiece | CopyRead | CopyRemove
-CopyAnswer = CopiesHeld | CopyPiece | CopyDone
 AveragedGradient = AveragedBlockGradient | AveragedNonBlockGradient
 
 

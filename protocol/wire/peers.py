@@ -20,6 +20,8 @@ from protocol.base.fields import Number, Small
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
 HERE: Final = ""
 """The address of a member on the coordinator's machine: others dial that as they know it."""
+COORDINATOR: Final = ""
+"""The coordinator's name, as an owner of chunks and as a sender."""
 
 
 class _Document(BaseModel):
@@ -53,7 +55,7 @@ class PeerList(_Document):
 
     Attributes:
         me: Its own name.
-        listens: Whether others can come to its own door.
+        listens: Whether it has a port for links.
         peers: The others.
     """
 
@@ -69,11 +71,13 @@ class Traffic(_Document):
 
 
 class OwnerTable(_Document):
-    """Who owns which slice.
+    """Who averages which chunk.
 
     Attributes:
-        members: Those that send each other slices; all others do by way of the coordinator.
-        owners: For each slice the owner's place in `members`.
+        members: Workers that send each other sums and averages; the coordinator passes on the sums
+            of all others. Or the coordinator alone, in a star: it is never a member among workers.
+        owners: For each chunk, in the order of `protocol.exact.chunk_grid`, the owner's index in
+            `members`.
         scribe: Who gives the coordinator the averages, its own and others'; None: each owner does.
     """
 
@@ -81,9 +85,26 @@ class OwnerTable(_Document):
     owners: Annotated[tuple[int, ...], Field(max_length=2**20)]
     scribe: Small | None
 
+    @classmethod
+    def star(cls, chunks: int) -> OwnerTable:
+        """The table whose only owner is the coordinator."""
+        return cls(members=(COORDINATOR,), owners=(0,) * chunks, scribe=None)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether any worker averages."""
+        return self.members != (COORDINATOR,)
+
     def owner(self, number: int) -> str:
-        """The owner of a slice."""
+        """The owner of a chunk."""
         return self.members[self.owners[number]]
+
+    def owned_by(self, member: str) -> set[int]:
+        """The chunks that a member owns."""
+        if member not in self.members:
+            return set()
+        index = self.members.index(member)
+        return {number for number, owner in enumerate(self.owners) if owner == index}
 
 
 _Kind = TypeVar("_Kind", bound=_Document)
@@ -96,16 +117,18 @@ def parse(kind: type[_Kind], document: bytes) -> _Kind:
         MessageError: It is none of this kind.
     """
     try:
-        found = kind.model_validate_json(document)
+        message = kind.model_validate_json(document)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the document"
         raise MessageError(f"{kind.__name__}: {where}: {first['msg']}") from None
-    if isinstance(found, OwnerTable) and not all(
-        0 <= owner < len(found.members) for owner in found.owners
+    if isinstance(message, OwnerTable) and not all(
+        0 <= owner < len(message.members) for owner in message.owners
     ):
         raise MessageError("OwnerTable: an owner that is no member")
-    return found
+    if isinstance(message, OwnerTable) and message.has_peers and COORDINATOR in message.members:
+        raise MessageError("OwnerTable: expected workers or the coordinator, got both")
+    return message
 
 
 def pair_key(secret: bytes, one: str, other: str) -> bytes:

@@ -1,11 +1,10 @@
 """TLS over a socket: small messages in the event loop, bulk in threads.
 
-asyncio's own transports encrypt and decrypt all bytes in the event loop, one to two seconds of it
-for each GB. Here the loop does so for headers and small messages alone. Once a large body has
-begun, the rest of it is read, decrypted and checked in a thread of the connection's; large messages
-are encrypted and written in another. The parser is in one thread at a time, and in order, as if all
-were done in the loop. An SSL object must not be used by two threads at once: a lock holds for a
-piece.
+asyncio's transports encrypt and decrypt all bytes in the event loop, at one to two seconds per GB.
+Here the loop handles only headers and small messages. Once a large body has begun, a reader thread
+of the connection reads, decrypts and checks the rest; a writer thread encrypts and writes large
+messages. The parser is used by one thread at a time, in order, as if everything ran in the loop. An
+SSL object must not be used by two threads at once, so a lock is held for each piece.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from protocol.base import limits
@@ -27,129 +26,120 @@ from protocol.wire import dial, frames
 from protocol.wire.transport import Channel, Parsed
 
 _READ_BYTES: Final = 32 * limits.KIB
-"""In the event loop at once."""
+"""The most that the event loop reads at once."""
 _PIECE_BYTES: Final = 256 * limits.KIB
-"""Read or encrypted at once in a thread."""
+"""The most that a thread reads or encrypts at once."""
+_UNHANDLED_BYTES: Final = limits.MIB
+"""Bytes of bodies read by the thread and not yet handled by the loop, at which the thread stops."""
+_NEXT_BODY_S: Final = 0.02
+"""How long a thread waits for the next body before the event loop watches the socket again."""
 _LINGER_S: Final = limits.GOODBYE_TIMEOUT_MS / 1000
-"""Until the peer ends too, once it was told all, or what it has said last was read."""
+"""How long to wait for the peer to close, after everything was written or its last data read."""
 _FLUSH_S: Final = 30.0
-"""Until it has read all, after `close`."""
+"""How long `close` waits for the peer to read everything."""
 _LEAST_DIAL_S: Final = 1.0
-"""For the next address, after a handshake at one has come to nothing."""
+"""The least time for dialing the next address after a failed handshake."""
 _SELECTOR: Final[type[Any]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
-"""Not epoll's, which takes a descriptor of its own."""
+"""Not epoll, which would need another file descriptor."""
 
 
-@dataclass(slots=True)
-class _Secured:
-    """TLS between two buffers."""
-
-    context: ssl.SSLContext
-    server_side: bool
-    incoming: ssl.MemoryBIO = field(default_factory=ssl.MemoryBIO)
-    outgoing: ssl.MemoryBIO = field(default_factory=ssl.MemoryBIO)
-    tls: ssl.SSLObject = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tls = self.context.wrap_bio(self.incoming, self.outgoing, self.server_side)
-
-    async def shake_hands(self, endpoint: socket.socket) -> None:
-        """Raises OSError (ssl.SSLError) if it comes to nothing."""
-        loop = asyncio.get_running_loop()
-        done = False
-        while not done:
-            try:
-                self.tls.do_handshake()
-                done = True
-            except ssl.SSLWantReadError:
-                pass
-            finally:  # what is wrong is told to the peer, too
-                if self.outgoing.pending:
-                    await loop.sock_sendall(endpoint, self.outgoing.read())
-            if not done:
-                data = await loop.sock_recv(endpoint, _READ_BYTES)
-                if not data:
-                    raise ConnectionResetError("the peer closed the connection")
-                self.incoming.write(data)
+async def _shake_hands(endpoint: ssl.SSLSocket) -> None:
+    """Do the TLS handshake; raises OSError (ssl.SSLError) if it fails."""
+    loop = asyncio.get_running_loop()
+    while True:
+        ready = asyncio.Event()
+        try:
+            endpoint.do_handshake()
+        except ssl.SSLWantReadError:
+            add, remove = loop.add_reader, loop.remove_reader
+        except ssl.SSLWantWriteError:
+            add, remove = loop.add_writer, loop.remove_writer
+        else:
+            return
+        add(endpoint, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            remove(endpoint)
 
 
 class _Thread:
-    """Does one thing after the other, once there is any; nobody waits for its end."""
+    """A daemon thread that runs work items in order; started with the first item, never joined."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._begun = False
+        self._has_started = False
 
     def do(self, work: Callable[[], None]) -> None:
-        if not self._begun:
+        if not self._has_started:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
-            self._begun = True
+            self._has_started = True
         self._work.put(work)
 
     def end(self) -> None:
-        if self._begun:
+        if self._has_started:
             self._work.put(None)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del work  # with it the transport
+            del work  # it refers to the transport
 
 
 class TlsTransport(asyncio.Transport):
-    """One end of a connection whose TLS handshake is done.
+    """The transport of a connection after its TLS handshake.
 
     Args:
-        endpoint: The socket, which does not block; it belongs to the transport from then on.
-        secured: TLS on it.
-        channel: Who reads and writes.
+        endpoint: The non-blocking socket; owned by the transport from now on.
+        channel: The protocol that reads and writes.
     """
 
-    def __init__(self, endpoint: socket.socket, secured: _Secured, channel: Channel) -> None:
+    def __init__(self, endpoint: ssl.SSLSocket, channel: Channel) -> None:
         super().__init__({
             "socket": endpoint,
             "sockname": endpoint.getsockname(),
             "peername": endpoint.getpeername(),
-            "ssl_object": secured.tls,
+            "ssl_object": endpoint,
         })  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
-        self._tls, self._incoming, self._outgoing = secured.tls, secured.incoming, secured.outgoing
         self._tls_lock = threading.Lock()
         self._channel = channel
         self._closing = self._lost = False
-        self._raw = memoryview(bytearray(_READ_BYTES))
         self._reader = _Thread("bulk in")
         self._reading = False
-        """The thread has a body, and with it the parser."""
+        """Whether the reader thread reads a body, and so uses the parser."""
         self._paused = False
         self._watched = False
-        self._parsed: Parsed | None = None
-        """A body that came while nothing was to be read."""
-        self._broken: ssl.SSLError | None = None
-        """What came is no TLS; it is told once what came before is heard."""
-        self._ended = False
-        """The peer has ended in the midst of a body."""
+        self._parsed: deque[Parsed] = deque()
+        """Messages parsed by the reader thread, to be handled by the event loop."""
+        self._unhandled_bytes = 0
+        self._selectors: dict[int, Any] = {}
+        """One selector per thread, by event; none needs a descriptor."""
+        self._broken: OSError | None = None
+        """A TLS error. Deferred: data received before it must be delivered first."""
+        self._at_eof = False
+        """Whether the peer closed the connection within a body."""
         self._writer = _Thread("bulk out")
         self._out_lock = threading.Lock()
         self._out: deque[frames.Buffer] = deque()
         self._out_bytes = 0
         self._writing = False
-        """The thread writes what there is, until there is nothing."""
-        self._encrypted = memoryview(b"")
-        """What the socket did not take yet, of what the event loop wrote."""
+        """Whether the writer thread is draining `_out`."""
+        self._unsent: deque[frames.Buffer] = deque()
+        """Data of the event loop that the socket has not accepted yet."""
         self._high_bytes = self._low_bytes = 0
         self._full = False
         self._error: OSError | None = None
-        """Why nothing can be written any more: the peer has gone, but may have said why before."""
+        """Why writing failed. Reading continues: the peer may have sent its reason before."""
         self._finished = False
         self._timer: asyncio.TimerHandle | None = None
-        """Until this ends whatever the peer does."""
+        """Ends the connection even if the peer does nothing."""
         self.set_write_buffer_limits()
 
     def begin(self) -> None:
-        """The channel has its transport; what came with the handshake is read at once."""
+        """Connect the channel, and read data that arrived with the handshake."""
         self._channel.connection_made(self)
         self._loop.call_soon(self._go_on)
 
@@ -167,11 +157,11 @@ class TlsTransport(asyncio.Transport):
         if not (self._closing or self._reading):
             self._loop.call_soon(self._go_on)
 
-    def _watch(self, wanted: bool) -> None:  # noqa: FBT001
-        if wanted == self._watched or self._lost:
+    def _watch(self, should_watch: bool) -> None:  # noqa: FBT001
+        if should_watch == self._watched or self._lost:
             return
-        self._watched = wanted
-        if wanted:
+        self._watched = should_watch
+        if should_watch:
             self._loop.add_reader(self._endpoint, self._readable)
         else:
             self._loop.remove_reader(self._endpoint)
@@ -180,57 +170,45 @@ class TlsTransport(asyncio.Transport):
         return not (self._paused or self._closing or self._reading)
 
     def _go_on(self) -> None:
-        """Hear what came meanwhile, and read."""
+        """Handle messages parsed meanwhile, and continue reading."""
         if not self._may_read():
             return
-        parsed, self._parsed = self._parsed, None
         with self._ending_if_it_fails():
-            if parsed is not None:
-                self._channel.hear(parsed)
-            if self._ended and self._may_read():
+            self._hear()
+            if self._at_eof and self._may_read():
                 self._eof()
             self._read_on()
 
+    def _hear(self) -> None:
+        """Handle messages that the thread has parsed, unless reading is paused."""
+        while self._parsed and not (self._paused or self._closing):
+            parsed = self._parsed.popleft()
+            self._channel.hear(parsed)
+
     def _readable(self) -> None:
-        try:
-            self._receive(self._raw)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self._end(error)
-            return
         with self._ending_if_it_fails():
             self._read_on()
 
     @contextlib.contextmanager
     def _ending_if_it_fails(self) -> Iterator[None]:
-        """An error of our own must not leave a connection that nobody reads."""
+        """End the connection if the block raises: otherwise it would stay open, unread."""
         try:
             yield
         except Exception:
             self._end(None)
             raise
 
-    def _receive(self, raw: memoryview) -> None:
-        """What has come, to be decrypted."""
-        count = self._endpoint.recv_into(raw)
-        with self._tls_lock:
-            if count:
-                self._incoming.write(raw[:count])
-            else:
-                self._incoming.write_eof()
-
     def _read_on(self) -> None:
-        """Decrypt and parse what has come; a large body is the thread's."""
+        """Decrypt and parse available data; hand a large body to the reader thread."""
         while self._may_read():
             if self._channel.connection.rest_of_body >= limits.BULK_BYTES:
                 self._watch(False)
-                self._reader.do(self._read_body)
+                self._reader.do(self._read_bulk)
                 self._reading = True
                 return
             try:
                 count = self._decrypt(self._channel.get_buffer(-1))
-            except ssl.SSLError as error:
+            except OSError as error:
                 self._end(error)
                 return
             if count is None:
@@ -242,68 +220,117 @@ class TlsTransport(asyncio.Transport):
             self._channel.buffer_updated(count)
 
     def _eof(self) -> None:
-        """The peer says no more."""
+        """Handle the end of the peer's data."""
         self._watch(False)
         self._channel.eof_received()
         self.close()
 
     def _decrypt(self, into: memoryview) -> int | None:
-        """How many bytes there were; 0 at the end of the connection, None if more must come."""
+        """Decrypt into a buffer; return the byte count, 0 at the end, None if no data is there."""
         filled = 0
         if self._broken is not None:
             raise self._broken
-        with self._tls_lock:
-            while filled < len(into):
-                try:
-                    count = self._tls.read(len(into) - filled, into[filled:])
-                except ssl.SSLWantReadError:
-                    break
-                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                    return filled  # if there was anything, the end is found the next time
-                except ssl.SSLError as error:
-                    self._broken = error
-                    break
-                if not count:
-                    return filled
-                filled += int(count)  # with a buffer it is a number
+        read, lock = self._endpoint.read, self._tls_lock
+        while filled < len(into):
+            try:
+                with lock:  # one record at a time, so that the other direction can continue
+                    count = read(len(into) - filled, into[filled:])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                break
+            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                return filled  # if data was read, the next call finds the end
+            except OSError as error:
+                self._broken = error
+                break
+            if not count:
+                return filled
+            filled += int(count)  # typeshed: bytes without a buffer
         if self._broken is not None and not filled:
             raise self._broken
         return filled or None
 
-    def _read_body(self) -> None:
-        """In its thread: the rest of a body, and whatever it completes."""
-        filled = 0
-        parsed: Parsed | None = None
+    def _read_bulk(self) -> None:
+        """In the reader thread: read a body, and further ones if they follow at once."""
         error: Exception | None = None
         try:
-            buffer = self._channel.get_buffer(-1)
-            raw = memoryview(bytearray(min(len(buffer) + limits.KIB, _PIECE_BYTES)))
-            with _SELECTOR() as readable:
-                readable.register(self._endpoint, selectors.EVENT_READ)
-                while filled < len(buffer) and not self._lost:
-                    count = self._decrypt(buffer[filled:])
-                    if count == 0:
-                        self._ended = True
-                        break
-                    if count is not None:
-                        filled += count
-                        self._channel.came(count)
-                        continue
-                    readable.select()
-                    with contextlib.suppress(BlockingIOError, InterruptedError):
-                        self._receive(raw)
-            if filled:
-                parsed = self._channel.parse(filled)
-        except Exception as wrong:  # noqa: BLE001 -- the event loop is told
+            connection = self._channel.connection
+            while True:
+                size = connection.rest_of_body
+                parsed = self._read_body()
+                if not parsed.is_empty:
+                    self._unhandled_bytes += size
+                    self._tell(partial(self._parsed_in_thread, parsed, size))
+                if not self._reads_on_in_thread(parsed):
+                    break
+        except Exception as wrong:  # noqa: BLE001 -- the event loop raises it
             error = wrong
-        self._tell(lambda: self._body_read(parsed, error))
+        self._tell(lambda: self._bulk_read(error))
 
-    def _body_read(self, parsed: Parsed | None, error: Exception | None) -> None:
+    def _read_body(self) -> Parsed:
+        """Read the rest of a body; return the messages that it completes."""
+        filled = 0
+        buffer = self._channel.get_buffer(-1)
+        while filled < len(buffer) and not self._lost:
+            count = self._decrypt(buffer[filled:])
+            if count == 0:
+                self._at_eof = True
+                break
+            if count is not None:
+                filled += count
+                self._channel.came(count)
+                continue
+            self._wait(selectors.EVENT_READ)
+        return self._channel.parse(filled) if filled else Parsed([])
+
+    def _reads_on_in_thread(self, parsed: Parsed) -> bool:
+        """Return whether another large body has begun.
+
+        After any other message the event loop parses: what it does with that message may decide
+        how the next one is checked.
+        """
+        if parsed.error is not None or self._unhandled_bytes > _UNHANDLED_BYTES:
+            return False
+        if not all(received.message.body == "values" for received in parsed.received):
+            return False
+        if self._at_eof or self._paused or self._closing:
+            return False
+        buffer = self._channel.get_buffer(-1)
+        try:
+            count = self._decrypt(buffer)
+            if count is None and self._wait(selectors.EVENT_READ, _NEXT_BODY_S):
+                count = self._decrypt(buffer)
+        except OSError:
+            return False  # the event loop meets the error again, after earlier messages
+        if not count:
+            self._at_eof = count == 0
+            return False
+        self._channel.came(count)
+        parsed = self._channel.parse(count)
+        if not parsed.is_empty:
+            self._tell(partial(self._parsed_in_thread, parsed, 0))
+            return False
+        return self._channel.connection.rest_of_body >= limits.BULK_BYTES
+
+    def _wait(self, event: int, timeout_s: float | None = None) -> bool:
+        """Wait in a thread until the socket can be read or written; return whether it can."""
+        if (selector := self._selectors.get(event)) is None:
+            selector = self._selectors[event] = _SELECTOR()
+            selector.register(self._endpoint, event)
+        return bool(selector.select(timeout_s))
+
+    def _parsed_in_thread(self, parsed: Parsed, size: int) -> None:
+        self._unhandled_bytes -= size
+        if self._lost:
+            return
+        self._parsed.append(parsed)
+        with self._ending_if_it_fails():
+            self._hear()
+
+    def _bulk_read(self, error: Exception | None) -> None:
         self._reading = False
         if self._lost:
             self._release()
             return
-        self._parsed = parsed
         if isinstance(error, OSError):
             self._end(error)
         elif error is not None:
@@ -315,7 +342,7 @@ class TlsTransport(asyncio.Transport):
             self._go_on()
 
     def _tell(self, what: Callable[[], None]) -> None:
-        """From a thread. An event loop that is over hears nothing."""
+        """Schedule a call from a thread; close everything if the event loop has ended."""
         try:
             self._loop.call_soon_threadsafe(what)
         except RuntimeError:
@@ -330,7 +357,7 @@ class TlsTransport(asyncio.Transport):
         self._low_bytes = self._high_bytes // 4 if low is None else low
 
     def get_write_buffer_size(self) -> int:
-        return self._out_bytes + len(self._encrypted)
+        return self._out_bytes + sum(map(len, self._unsent))
 
     def write(self, data: frames.Buffer) -> None:
         self.writelines((data,))
@@ -342,14 +369,14 @@ class TlsTransport(asyncio.Transport):
             self._out.extend(list_of_data)
             self._out_bytes += sum(map(len, list_of_data))
             writing = self._writing
-        if not writing and not self._encrypted:
+        if not writing and not self._unsent:
             self._write_on()
         if self._out_bytes > self._high_bytes and not self._full:
             self._full = True
             self._channel.pause_writing()
 
     def _write_on(self) -> None:
-        """Encrypt and write what there is; what is large is the thread's."""
+        """Encrypt and write pending data; hand large data to the writer thread."""
         if self._out_bytes >= limits.BULK_BYTES:
             try:
                 with self._out_lock:  # where the thread ends with it
@@ -358,44 +385,40 @@ class TlsTransport(asyncio.Transport):
             except RuntimeError as error:  # this process may have no more threads
                 self._end(OSError(str(error)))
             return
-        try:
-            with self._tls_lock:
-                for buffer in filter(len, self._out):
-                    self._tls.write(buffer)
-                self._encrypted = memoryview(self._outgoing.read())
-        except ssl.SSLError as error:
-            self._end(error)
-            return
+        self._unsent.append(b"".join(self._out))  # one TLS record for all
         self._out.clear()
         self._out_bytes = 0
-        self._write_encrypted()
+        self._write_small()
 
-    def _write_encrypted(self) -> None:
+    def _write_small(self) -> None:
         try:
-            sent = self._endpoint.send(self._encrypted) if self._encrypted else 0
-        except (BlockingIOError, InterruptedError):
-            sent = 0
+            while self._unsent:
+                if data := self._unsent[0]:
+                    with self._tls_lock:
+                        count = self._endpoint.write(data)
+                    if count < len(data):
+                        self._unsent[0] = data[count:]
+                        continue
+                self._unsent.popleft()
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            self._loop.add_writer(self._endpoint, self._writable)
         except OSError as error:
             self._unwritable(error)
-            return
-        self._encrypted = self._encrypted[sent:]
-        if self._encrypted:
-            self._loop.add_writer(self._endpoint, self._writable)
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._endpoint)
-        self._write_encrypted()
-        if not self._encrypted and not self._lost:
+        self._write_small()
+        if not self._unsent and not self._lost:
             self._written()
 
     def _written(self) -> None:
-        """There is room again, or nothing left."""
+        """Resume after writing: pending data is below the limit, or gone."""
         if self._lost:
             return
         if self._full and self._out_bytes <= self._low_bytes:
             self._full = False
             self._channel.resume_writing()
-        if self._writing or self._encrypted:
+        if self._writing or self._unsent:
             return
         if self._out:
             self._write_on()
@@ -403,16 +426,14 @@ class TlsTransport(asyncio.Transport):
             self._finish()
 
     def _write_bulk(self) -> None:
-        """In its thread: write, until nothing is left."""
+        """In the writer thread: write until nothing is pending."""
         error: Exception | None = None
         try:
-            with _SELECTOR() as writable:
-                writable.register(self._endpoint, selectors.EVENT_WRITE)
-                while (buffer := self._next()) is not None:
-                    view = memoryview(buffer).cast("B")
-                    for at in range(0, len(view), _PIECE_BYTES):
-                        self._write_piece(view[at : at + _PIECE_BYTES], writable)
-        except Exception as wrong:  # noqa: BLE001 -- the event loop is told
+            while (buffer := self._next()) is not None:
+                view = memoryview(buffer).cast("B")
+                for at in range(0, len(view), _PIECE_BYTES):
+                    self._write_piece(view[at : at + _PIECE_BYTES])
+        except Exception as wrong:  # noqa: BLE001 -- the event loop handles it
             error = wrong
         self._tell(lambda: self._bulk_written(error))
 
@@ -422,19 +443,18 @@ class TlsTransport(asyncio.Transport):
                 self._writing = False  # from here on the event loop writes
             return self._out.popleft() if self._out else None
 
-    def _write_piece(self, piece: memoryview, writable: Any) -> None:
-        with self._tls_lock:
-            self._tls.write(piece)
-            encrypted = memoryview(self._outgoing.read())
-        while encrypted:
+    def _write_piece(self, piece: memoryview) -> None:
+        size = len(piece)
+        while piece:
             if self._lost:
                 raise ConnectionAbortedError
             try:
-                encrypted = encrypted[self._endpoint.send(encrypted) :]
-            except (BlockingIOError, InterruptedError):
-                writable.select()
+                with self._tls_lock:
+                    piece = piece[self._endpoint.write(piece) :]
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                self._wait(selectors.EVENT_WRITE)
         with self._out_lock:
-            self._out_bytes -= len(piece)
+            self._out_bytes -= size
             room = self._full and self._out_bytes <= self._low_bytes
         if room:
             self._tell(self._written)
@@ -453,7 +473,7 @@ class TlsTransport(asyncio.Transport):
             self._written()
 
     def _unwritable(self, error: OSError) -> None:
-        """The peer has gone. What it said last may wait to be read, and ends with an error too."""
+        """Stop writing; keep reading for a while, as the peer's last data may still be unread."""
         if self._closing or self._paused:
             self._end(error)
             return
@@ -467,7 +487,7 @@ class TlsTransport(asyncio.Transport):
         return self._closing
 
     def close(self) -> None:
-        """Read no more; end once all is written."""
+        """Stop reading; end once everything is written."""
         if self._closing:
             return
         self._closing = True
@@ -486,8 +506,10 @@ class TlsTransport(asyncio.Transport):
         self._end(None)
 
     def _finish(self) -> None:
-        """All is written: say so, and wait a little until the peer ends too. To end before it has
-        read what was said last could keep that from it."""
+        """Shut down writing, and wait for the peer to close.
+
+        Closing earlier could reset the connection before the peer has read the last data.
+        """
         if self._error is not None:
             self._end(None)
             return
@@ -495,13 +517,9 @@ class TlsTransport(asyncio.Transport):
             return
         self._finished = True
         with contextlib.suppress(OSError):
-            with self._tls_lock:
-                with contextlib.suppress(ssl.SSLError):
-                    self._tls.unwrap()
-                last = self._outgoing.read()
-            with contextlib.suppress(BlockingIOError, InterruptedError):
-                self._endpoint.send(last)
-            self._endpoint.shutdown(socket.SHUT_WR)
+            with self._tls_lock, contextlib.suppress(ssl.SSLError):
+                self._endpoint.unwrap()
+            socket.socket.shutdown(self._endpoint, socket.SHUT_WR)
         self._end_after(_LINGER_S)
         self._drop_what_comes()
 
@@ -510,9 +528,9 @@ class TlsTransport(asyncio.Transport):
             self._loop.add_reader(self._endpoint, self._drop)
 
     def _drop(self) -> None:
-        """Nobody reads this any more."""
+        """Discard data that arrives after `close`."""
         try:
-            if self._endpoint.recv_into(self._raw):
+            if socket.socket.recv(self._endpoint, _READ_BYTES):
                 return
         except (BlockingIOError, InterruptedError):
             return
@@ -521,7 +539,7 @@ class TlsTransport(asyncio.Transport):
             return
         if self._finished:
             self._end(None)
-        else:  # it reads on, perhaps
+        else:  # the peer closed its side, but may still read
             self._loop.remove_reader(self._endpoint)
 
     def _end(self, error: OSError | None) -> None:
@@ -534,7 +552,7 @@ class TlsTransport(asyncio.Transport):
         self._loop.remove_writer(self._endpoint)
         self._discard()
         with contextlib.suppress(OSError):  # wakes the threads
-            self._endpoint.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._endpoint, socket.SHUT_RDWR)
         self._loop.call_soon(self._channel.connection_lost, error or self._error)
         self._release()
 
@@ -542,10 +560,10 @@ class TlsTransport(asyncio.Transport):
         with self._out_lock:
             self._out.clear()
             self._out_bytes = 0
-        self._encrypted = memoryview(b"")
+        self._unsent.clear()
 
     def _release(self) -> None:
-        """The socket's number may be another's as soon as it is closed: not while one uses it."""
+        """Close the socket once no thread uses it: its descriptor may be reused at once."""
         if not (self._reading or self._writing):
             self._endpoint.close()
             self._reader.end()
@@ -560,18 +578,27 @@ async def secure(
     server_side: bool,
     timeout_s: float,
 ) -> None:
-    """Do the handshake on a connected socket that does not block, and begin to read.
+    """Do the handshake on a connected non-blocking socket, and start reading.
 
     Raises:
-        OSError: It came to nothing (ssl.SSLError, TimeoutError); the socket is left open.
+        OSError: The handshake failed (ssl.SSLError, TimeoutError); the socket is closed.
     """
-    secured = _Secured(context, server_side)
+    secured = context.wrap_socket(
+        endpoint,
+        server_side=server_side,
+        do_handshake_on_connect=False,
+        suppress_ragged_eofs=False,
+    )
     try:
         async with asyncio.timeout(timeout_s):
-            await secured.shake_hands(endpoint)
+            await _shake_hands(secured)
     except TimeoutError:
+        secured.close()
         raise TimeoutError(f"no answer to the TLS handshake for {timeout_s:.0f} s") from None
-    TlsTransport(endpoint, secured, channel).begin()
+    except BaseException:
+        secured.close()
+        raise
+    TlsTransport(secured, channel).begin()
 
 
 async def connect(
@@ -581,13 +608,13 @@ async def connect(
 
     Args:
         host: A name or an IP address.
-        port: At each address of the host.
-        context: A client's.
-        channel: Hears what comes.
-        timeout_s: For name and connection, and again for the handshake at each address.
+        port: The port, at each address of the host.
+        context: The client's TLS context.
+        channel: The protocol of the connection.
+        timeout_s: The limit for name resolution and connection, and for each handshake.
 
     Raises:
-        OSError: None does, or the handshake came to nothing.
+        OSError: No address answers, or the handshake failed.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + timeout_s
@@ -600,7 +627,7 @@ async def connect(
             await secure(endpoint, context, channel, server_side=False, timeout_s=timeout_s)
         except BaseException as error:
             endpoint.close()
-            # Another address may lead there by another path; what speaks no TLS does so nowhere.
+            # Another address may have a working route; a server without TLS has none anywhere.
             if not addresses or not isinstance(error, OSError) or isinstance(error, ssl.SSLError):
                 raise
         else:

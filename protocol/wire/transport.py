@@ -20,7 +20,7 @@ from typing import Final, Protocol, cast
 
 from protocol.base import limits
 from protocol.base.address import format_address
-from protocol.base.errors import OutOfPlace, ProtocolError, SharedMemoryFull
+from protocol.base.errors import OutOfOrder, ProtocolError, SharedMemoryFull
 from protocol.base.fields import cut_text
 from protocol.wire import frames
 from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
@@ -33,14 +33,15 @@ from protocol.wire.messages import (
     Heartbeat,
     MemoryReturned,
     Message,
+    StepEmbeddings,
 )
 
 _LAST_ANSWER: Final = struct.Struct("56xI")
 """Of `struct tcp_info`: tcpi_last_ack_recv, in milliseconds."""
-_URGENT = (Halt, Cancel, Heartbeat, Goodbye)
+URGENT: Final[tuple[type[Message], ...]] = (Halt, Cancel, Heartbeat, Goodbye)
 _MANY_PLACES: Final = 16
 """That are returned without waiting for something else to be sent."""
-_COMPUTED = (Boundary, CapturedRows)
+_COMPUTED = (Boundary, CapturedRows, StepEmbeddings)
 """Pieces of one array as large as a state: all of it is there anyway, as of gradients."""
 
 
@@ -55,6 +56,10 @@ class Parsed:
 
     received: list[Received]
     error: ProtocolError | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.received and self.error is None
 
 
 class ChannelOwner(Protocol):
@@ -71,8 +76,15 @@ class Channel(asyncio.BufferedProtocol):
     """One connection to one peer."""
 
     def __init__(
-        self, connection: Connection, owner: ChannelOwner, clock: Callable[[], float]
+        self,
+        connection: Connection,
+        owner: ChannelOwner,
+        clock: Callable[[], float],
+        priority: tuple[type[Message], ...] = URGENT,
+        take_values: Callable[[Received], None] | None = None,
     ) -> None:
+        self._take_values = take_values
+        self._priority = priority
         self.connection = connection
         self.peer = "?"
         self.last_received_s = clock()
@@ -185,7 +197,7 @@ class Channel(asyncio.BufferedProtocol):
         if self._closing or self.connection.phase is Phase.CLOSED:
             return
         encoded = self.connection.send(encode(message) if isinstance(message, Message) else message)
-        urgent = isinstance(encoded.message, _URGENT)
+        urgent = isinstance(encoded.message, self._priority)
         (self._urgent if urgent else self._queue).append(encoded)
         self._count(encoded, 1)
         if self._queued_bytes > limits.SEND_QUEUE_BYTES:
@@ -245,7 +257,7 @@ class Channel(asyncio.BufferedProtocol):
         self._transport = transport
         high_bytes = limits.WRITE_HIGH_WATER_BYTES
         if self.connection.memory is not None:
-            high_bytes -= min(limits.LENT_COPIES_BYTES, high_bytes // 2)
+            high_bytes -= min(limits.SEGMENT_COPIES_BYTES, high_bytes // 2)
         transport.set_write_buffer_limits(high=high_bytes)
         address = transport.get_extra_info("peername")
         self.peer = format_address(*address[:2]) if isinstance(address, tuple) else "this machine"
@@ -274,7 +286,13 @@ class Channel(asyncio.BufferedProtocol):
     def parse(self, nbytes: int) -> Parsed:
         """What these bytes complete; in the thread that reads."""
         try:
-            return Parsed(self.connection.buffer_updated(nbytes))
+            received = self.connection.buffer_updated(nbytes)
+            if self._take_values is None:
+                return Parsed(received)
+            for each in received:
+                if each.message.body == "values" and not self._closing:
+                    self._take_values(each)
+            return Parsed([each for each in received if each.message.body != "values"])
         except ProtocolError as error:
             return Parsed([], error)
 
@@ -294,7 +312,7 @@ class Channel(asyncio.BufferedProtocol):
         memory = self.connection.memory
         if isinstance(received.message, MemoryReturned):
             if memory is None:
-                raise OutOfPlace("MemoryReturned on a connection that shares none")
+                raise OutOfOrder("MemoryReturned on a connection that shares none")
             memory.returned(received.message.places)
             return
         self._owner.on_message(self, received)

@@ -1,7 +1,8 @@
-"""`samestep.hf.Trainer`: a script for `transformers.Trainer` with the class swapped.
+"""`samestep.hf.Trainer`: takes the place of `transformers.Trainer` in a script.
 
-`arguments` says of every training argument whether it is honoured, without effect, or refused;
-`training` trains. Imports `samestep` and transformers.
+Start with `training`. `arguments` lists every training argument as honored, without effect or
+refused; `losses` makes sums of losses; `callbacks` runs callbacks and writes the log. Imports
+`samestep` and transformers.
 """
 
 from samestep.hf.training import SamestepMixin, Trainer

@@ -1,4 +1,4 @@
-"""`samestep.hf.sft.SFTTrainer`: TRL's, trained by samestep; its data and its loss are TRL's own."""
+"""`samestep.hf.sft.SFTTrainer`: TRL's SFTTrainer, trained by samestep; its data and loss stay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from samestep.hf.training import SamestepMixin, fields_of
 
 
 class SFTTrainer(SamestepMixin, PlainSFTTrainer):  # type: ignore[misc]  # it ships no types
-    """`trl.SFTTrainer`, whose own arguments say how it makes its data and its loss."""
+    """`trl.SFTTrainer`, trained by samestep; `SFTConfig` configures data and loss as usual."""
 
-    honoured_by_the_class = fields_of(SFTConfig, TrainingArguments)
-    # TRL's own offload activations, and count tokens and save model cards.
+    honored_by_class = fields_of(SFTConfig, TrainingArguments)
+    # TRL's changes offload activations, count tokens and save model cards.
     loop_of_the_class = frozenset(PlainSFTTrainer.__mro__)

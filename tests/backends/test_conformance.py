@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from backends.base.interface import Batch, BlockAdded, BlockGradient, Loss, Program, Trainable
-from backends.base.node_stream import HostSums, NodeStream
+from backends.base.subtree_gradients import HostSums, SubtreeGradients
 from backends.registry import choose
 from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import SamestepError
 from protocol.exact.absent import is_absent
 from protocol.spec.manifest import Block, TensorSpec
+from tests.tested_backend import KIND
 
-BACKENDS = ["scripted", "cpu", *(["cuda"] if torch.cuda.is_available() else []), "vulkan"]
+BACKENDS = ["scripted", "vulkan", *sorted({"cpu", KIND})]
 WIDTH = 6
 
 
@@ -130,8 +131,8 @@ def test_gradients_of_what_is_not_reached_are_absent_and_no_others(program, back
     if backend == "scripted":
         pytest.skip("reaches everything")
     blocks = make_trainable().blocks
-    node = [(make_batch(seed=seed), seed) for seed in range(leaves)]
-    gradients = [item for item in program.gradients(node) if isinstance(item, BlockGradient)]
+    subtree = [(make_batch(seed=seed), seed) for seed in range(leaves)]
+    gradients = [item for item in program.gradients(subtree) if isinstance(item, BlockGradient)]
     missed = {
         tensor.name
         for item in gradients
@@ -166,7 +167,7 @@ def test_leaving_a_loop_early_abandons_too(program):
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 3, 7, 8])
-def test_a_nodes_sums_are_those_of_its_microbatches_along_the_tree(program, leaves):
+def test_a_subtrees_sums_are_those_of_its_microbatches_along_the_tree(program, leaves):
     blocks = make_trainable().blocks
     # The third has no samples at all.
     batches = [make_batch(0 if leaf == 2 else 4, seed=leaf) for leaf in range(leaves)]
@@ -180,7 +181,7 @@ def test_a_nodes_sums_are_those_of_its_microbatches_along_the_tree(program, leav
             total = expected.add(leaf, item.block, item.values)
             if total is not None:
                 sums[item.block] = total.tobytes()
-    for _ in range(2):  # a node leaves nothing behind for the next
+    for _ in range(2):  # a subtree leaves nothing behind for the next
         items = list(program.gradients([(batch, leaf) for leaf, batch in enumerate(batches)]))
         added = [BlockAdded(n) for n in reversed(range(len(blocks)))] * (leaves - 1)
         assert items[: len(added)] == added
@@ -190,7 +191,7 @@ def test_a_nodes_sums_are_those_of_its_microbatches_along_the_tree(program, leav
         assert found == loss
 
 
-def test_a_node_that_is_abandoned_leaves_the_next_whole(program):
+def test_a_subtree_that_is_abandoned_leaves_the_next_whole(program):
     def whole() -> list[bytes]:
         items = program.gradients([(make_batch(seed=leaf), leaf) for leaf in range(3)])
         return [item.values.tobytes() for item in items if isinstance(item, BlockGradient)]
@@ -241,7 +242,7 @@ def test_another_thread_may_close_while_the_device_computes(backend):
     program = choose(name).backend.compile(trainable, make_batch())
     armed.append(True)
     stream = program.gradients([(make_batch(), 0)])
-    assert isinstance(stream, NodeStream)
+    assert isinstance(stream, SubtreeGradients)
     seen: list[object] = []
 
     def receive() -> None:
@@ -250,7 +251,7 @@ def test_another_thread_may_close_while_the_device_computes(backend):
 
     receiver = threading.Thread(target=receive)
     receiver.start()
-    if backend in {"cpu", "cuda"}:  # on vulkan forward is traced, and called no more
+    if backend in {"cpu", KIND}:  # on vulkan forward is traced, and called no more
         assert entered.wait(30)
     release.set()
     stream.close()

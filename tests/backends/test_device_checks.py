@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.device_checks import KernelFiles, device_findings
-from backends.nvidia_driver import LOCKED_CUDA, least_driver
+from backends.device_checks import LOCKED_CUDA, KernelFiles, device_findings, least_driver
 from backends.registry import devices
 
 torch = pytest.importorskip("torch")

@@ -33,9 +33,7 @@ def machine(monkeypatch):
 
     def set_up(*kinds: str) -> None:
         rows = {kind: (usable if kind in kinds else unusable)(kind) for kind in AUTO_ORDER}
-        monkeypatch.setattr(registry, "_cuda_devices", lambda: [rows["cuda"]])
-        monkeypatch.setattr(registry, "_vulkan_devices", lambda: [rows["vulkan"]])
-        monkeypatch.setattr(registry, "_cpu_device", lambda: rows["cpu"])
+        monkeypatch.setattr(registry, "_devices_of", lambda kind: [rows[kind]])
         monkeypatch.setattr(registry, "_make", lambda kind, index: (kind, index))
 
     return set_up
@@ -45,8 +43,9 @@ def machine(monkeypatch):
     ("kinds", "taken", "passed_over"),
     [
         (("cuda", "vulkan", "cpu"), "cuda", []),
-        (("vulkan", "cpu"), "vulkan", ["cuda"]),
-        (("cpu",), "cpu", ["cuda", "vulkan"]),
+        (("xpu", "vulkan", "cpu"), "xpu", ["cuda"]),
+        (("vulkan", "cpu"), "vulkan", ["cuda", "xpu"]),
+        (("cpu",), "cpu", ["cuda", "xpu", "vulkan"]),
     ],
 )
 def test_auto_takes_the_first_usable_kind_and_says_why(machine, kinds, taken, passed_over):
@@ -101,18 +100,25 @@ CARDS = [
 ]
 
 
+def with_cards(monkeypatch: pytest.MonkeyPatch, cards: list[DeviceInfo]) -> None:
+    others = registry._devices_of
+    monkeypatch.setattr(
+        registry, "_devices_of", lambda kind: cards if kind == "vulkan" else others(kind)
+    )
+
+
 @pytest.mark.parametrize(
     ("wanted", "index"), [(0, 0), (1, 1), (2, 2), ("arc", 1), ("LLVMPIPE", 2), ("r", 0)]
 )
 def test_a_card_is_chosen_by_number_or_part_of_its_name(machine, monkeypatch, wanted, index):
     machine()
-    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS)
+    with_cards(monkeypatch, CARDS)
     assert made(registry.choose("vulkan", wanted)) == ("vulkan", index)
 
 
 def test_a_part_of_several_names_takes_the_first_and_says_so(machine, monkeypatch):
     machine()
-    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS)
+    with_cards(monkeypatch, CARDS)
     reason = registry.choose("vulkan", "a").reason
     assert "the first of 2 whose names have 'a' in them: 'AMD Radeon" in reason
     for clear in (1, "arc"):
@@ -125,18 +131,18 @@ def test_a_part_of_several_names_takes_the_first_and_says_so(machine, monkeypatc
 )
 def test_a_card_that_is_not_there(machine, monkeypatch, wanted, reason):
     machine()
-    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS)
+    with_cards(monkeypatch, CARDS)
     with pytest.raises(BackendUnavailable, match=reason):
         registry.choose("vulkan", wanted)
 
 
 def test_auto_takes_a_card_but_no_software(machine, monkeypatch):
     machine("cpu")
-    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS)
+    with_cards(monkeypatch, CARDS)
     assert made(registry.choose("auto")) == ("vulkan", 0)
     with pytest.raises(BackendUnavailable, match=r"llvmpipe \(LLVM 15.0.6\) is software; ask for"):
         registry.choose("auto", "llvm")
-    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS[2:])
+    with_cards(monkeypatch, CARDS[2:])
     choice = registry.choose("auto")
     assert made(choice) == ("cpu", 0)
     assert "no vulkan: llvmpipe (LLVM 15.0.6) is software; ask for it" in choice.reason

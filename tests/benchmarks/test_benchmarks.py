@@ -29,7 +29,7 @@ from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turns", [1, 2])
-def test_sync_measures_every_round_of_both_ways(turns):
+def test_sync_measures_every_round_of_both_sides(turns):
     case = sync.Case(workers=2, blocks=2, block_bytes=4096, quiet_ms=200)
     measured = sync.measure(case, rounds=2, turns=turns)
     assert len(measured.averaged_ms) + measured.uneven_rounds == 2 * turns
@@ -45,7 +45,7 @@ def test_sync_measures_every_round_of_both_ways(turns):
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "hosts can be made")
-def test_shaped_measures_both_ways_over_links_and_counts_their_bytes():
+def test_shaped_measures_both_topologies_and_counts_bytes():
     row = shaped.Row((1000, 100), (0, 0, 1), sync.Case(3, 2, 4096, 200))
     assert row.star_limit_ms() == pytest.approx(8192 * 8 / 1e5)
     turns = shaped.measure(row, ["star", "sharded"], rounds=2, turns=1)
@@ -65,7 +65,7 @@ def test_reconnect_measures_short_and_long_logs():
 
 
 @pytest.mark.slow
-def test_overlap_measures_every_way():
+def test_overlap_measures_both_sides():
     case = overlap.Case(workers=2, blocks=2, block_bytes=4096, block_ms=2)
     exposed = overlap.measure(case, rounds=2, turns=1)
     assert [*exposed][:2] == ["ours", "DDP, default buckets"]
@@ -78,7 +78,7 @@ def test_overlap_measures_every_way():
 
 
 @pytest.mark.slow
-def test_uneven_measures_ours_and_equal_shares():
+def test_uneven_measures_samestep_and_equal_shares():
     speeds_ms = (5.0, 10.0)
     for measured in (
         uneven.measure(speeds_ms, 3, steps=2),
@@ -140,7 +140,7 @@ def test_hostile_measures_calm_and_attacked_turns():
         (math.nan, 1.0, 25, ["p99 of joins nan, at most 250 ms", "memory 25, at most 24 MiB"]),
     ],
 )
-def test_hostile_says_which_aim_is_missed(join_ms, step_ms, memory_mib, missed):
+def test_hostile_names_missed_goals(join_ms, step_ms, memory_mib, missed):
     calm = hostile.Measured(joins_ms=[900.0] * 9, steps_ms=[100.0], memory_bytes=[99 << 20])
     attacked = hostile.Measured([join_ms] * 9, [step_ms], [1 << 20, memory_mib << 20])
     assert hostile.missed(calm, attacked) == missed
@@ -216,7 +216,7 @@ def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.slow
-def test_diloco_kills_one_of_ours_in_a_round_and_finds_the_same_state(tmp_path):
+def test_diloco_has_the_same_state_after_a_kill(tmp_path):
     case = diloco.Case(blocks=2, block_elements=64, inner_steps=20, inner_ms=80, rounds=3)
     calm, killed = (
         diloco.ours(case, kill=kill, directory=tmp_path / str(kill)) for kill in (False, True)

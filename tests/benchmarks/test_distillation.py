@@ -28,7 +28,7 @@ STUDENT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", duty.WAYS)
-def test_steps_of_every_way_are_timed(way):
+def test_steps_of_both_sides_are_timed(way):
     assert all(ms > 0 for ms in duty.measure(way, steps=4))
 
 
@@ -44,7 +44,7 @@ def test_a_capture_and_reading_are_timed(tmp_path):
     assert 0 < reading.share < 1
 
 
-def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
+def test_finished_seeds_are_not_repeated(tmp_path, monkeypatch):
     """The second call finds the results, and makes the run that is missing."""
     begun: list[list[str]] = []
 

@@ -33,7 +33,7 @@ def test_the_bare_loop_takes_the_same_steps_as_a_worker():
 
 
 @pytest.mark.slow
-def test_a_workers_way_to_its_first_step_is_timed(tmp_path):
+def test_a_workers_startup_is_timed(tmp_path):
     times = startup.measure(short("digits", 1), "cpu", tmp_path)
     assert 0 < times.connected_s < times.ready_s <= times.started_s < times.committed_s
 
@@ -54,7 +54,7 @@ def test_efficiency_is_throughput_over_n_times_one():
     assert second == ["scripted, 50 ms: 2 workers", "3", "6.4", "8.0", "0.800", "0.800"]
 
 
-def test_ratios_are_ours_to_bare():
+def test_ratios_are_relative_to_the_bare_loop():
     def taken(*times_ms):
         return [StepTime(step, ms, ms / 2, 1.0) for step, ms in times_ms]
 
@@ -76,12 +76,12 @@ def test_a_steps_time_is_split_into_computing_update_and_rest():
         return {"name": name, "ts": at_us, "dur": lasts_us, "args": {"step": step}}
 
     timeline = Timeline((
-        span("node [0, 2)", 0.0, 500.0, 0),  # an earlier run's
-        span("node [0, 2)", 1000.0, 3000.0, 0),
+        span("subtree [0, 2)", 0.0, 500.0, 0),  # an earlier run's
+        span("subtree [0, 2)", 1000.0, 3000.0, 0),
         span("apply step", 5000.0, 100.0, 1),
-        span("node [0, 1)", 6000.0, 1000.0, 1),
+        span("subtree [0, 1)", 6000.0, 1000.0, 1),
         {"name": "receive block 0", "ts": 7500.0, "args": {"step": 1}},
-        span("node [1, 2)", 7000.0, 1500.0, 1),
+        span("subtree [1, 2)", 7000.0, 1500.0, 1),
         span("apply step", 9000.0, 200.0, 2),
     ))  # fmt: skip
     (step,) = step_times(timeline, 900.0, 10_000.0)
@@ -89,7 +89,7 @@ def test_a_steps_time_is_split_into_computing_update_and_rest():
     assert step.rest_ms == pytest.approx(1.4)
 
 
-def test_moments_of_a_start_are_read_from_the_coordinators_log():
+def test_startup_times_come_from_the_coordinators_log():
     log = "\n".join(
         f'{{"event": "{event}", "timestamp": "2026-01-02T03:04:{second:09.6f}Z"}}'
         for event, second in [

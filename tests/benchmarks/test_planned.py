@@ -8,17 +8,17 @@ from benchmarks import planned
 from coordinator.run.exchange.times import Volume, sharded_s, star_s
 
 
-def test_the_page_has_the_plot_that_the_command_makes():
+def test_the_page_shows_the_commands_plot():
     page = Path(__file__).parents[2] / "docs" / "images" / "ways.svg"
     assert page.read_text() == planned.plot(1.0), "write it: python -m benchmarks.planned --plot"
 
 
-def test_what_was_measured_is_what_was_expected_within_15_percent():
+def test_predictions_are_within_15_percent_of_measurements():
     for what, *_, ratio in planned.compared():
         assert float(ratio) == pytest.approx(1, abs=0.15), what
 
 
-def test_the_table_names_the_best_way_of_each_row():
+def test_the_table_names_the_best_topology_of_each_row():
     found = [line[-1] for line in planned.rows(1.0)]
     assert len(found) == 48
     assert set(found) <= {"star", "sharded", "replicas"}
@@ -28,3 +28,8 @@ def test_the_table_names_the_best_way_of_each_row():
         Volume(5_300_000, 5_300_000, 12), planned.members_of(4, 100)
     )
     assert sharded_s(Volume(1, 1, 1), planned.members_of(4, 100)) < 0.01
+
+
+def test_two_levels_of_stars_are_faster_than_one_and_slower_than_sharded():
+    for what, star, two_levels, sharded in planned.many_hosts():
+        assert float(sharded) < float(two_levels) < float(star), what

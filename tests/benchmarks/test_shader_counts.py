@@ -30,7 +30,7 @@ fn main(@builtin(local_invocation_index) me: u32) {{
 
 
 @pytest.mark.parametrize(("vectors", "turns"), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 8), (5, 1)])
-def test_what_lies_in_one_bank_is_served_one_after_the_other(vectors, turns):
+def test_bank_conflicts_are_serialized(vectors, turns):
     moved = 10 * 2 * 16
     assert counts_of(strided(vectors), (3, 1, 1)) == Counts(10, moved, 10, 10 * turns).times(3)
 

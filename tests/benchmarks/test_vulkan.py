@@ -30,7 +30,7 @@ def test_sides_take_turns_and_the_first_round_is_left_out():
     assert turns.ratios([2.0, 6.0, 1.0], [1.0, 2.0, 1.0]) == "2.00 (1.00-3.00)"
 
 
-def test_a_product_is_measured_and_right(backend):
+def test_a_matrix_product_is_timed_and_correct(backend):
     row = vulkan.matmul_row(backend, torch_side("cpu"), (16, 32, 8), 1, peak=1e-9)
     named = dict(zip(vulkan._PRODUCTS, row, strict=True))
     assert named["product"] == "16 x 32 by 32 x 8"
@@ -52,13 +52,13 @@ def test_a_decoder_computes_the_same_on_both_sides(backend):
 
 
 @pytest.mark.slow
-def test_node_sums_come_back_once(backend):
+def test_subtree_sums_come_back_once(backend):
     row = vulkan_steps.sums_row(backend, "causal-lm", 1, 2)
     device, host = map(int, row[-2:])
-    assert host == vulkan_steps.NODE_LEAVES * device
+    assert host == vulkan_steps.SUBTREE_LEAVES * device
 
 
-def test_which_torch_is_measured_against():
+def test_the_reference_torch_device_is_chosen():
     there = torch.cuda.is_available()
     assert torch_side("auto").device.type == ("cuda" if there else "cpu")
     assert torch_side("cpu").shares_cpu

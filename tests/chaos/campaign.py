@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from coordinator.service.listener import LoopHeld
+from coordinator.service.events import EventLoopBlocked
 from protocol.spec.run_spec import LogMode
 from tests.chaos.plan import Fault, Kind, Size, draw, run_document
 from tests.chaos.processes import Coordinator, Stuck, Worker
@@ -267,7 +267,9 @@ class _Campaign:
             for a, b in pairwise(commits)
             if b.fields["step"] == a.fields["step"] + 1
         ]
-        held = [e.fields["held_ms"] for e in self.coordinator.events if e.name == LoopHeld.event]
+        held = [
+            e.fields["held_ms"] for e in self.coordinator.events if e.name == EventLoopBlocked.name
+        ]
         outcome.loop_held_ms = max(held, default=0.0)
         calm = _undisturbed_gaps(gaps, self._disturbed)
         outcome.step_s = median(calm) if calm else math.nan

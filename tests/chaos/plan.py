@@ -114,7 +114,7 @@ def run_document(
         "evaluate_every": 50,
         "log": log,
         "checkpoint": {"every": 20, "keep_last": 2, "keep_log": keep_log},
-        "exchange": {"way": "sharded" if sharded else "star"},
+        "exchange": {"topology": "sharded" if sharded else "star"},
     }
 
 

@@ -14,7 +14,7 @@ import pytest
 from coordinator import local_workers
 from coordinator.local_workers import RESTARTS
 from protocol.base.errors import RunFailed
-from protocol.command.own_command import own_environment
+from protocol.cli.command_line import child_environment
 from tests.cluster import PATIENCE_S, Cluster
 
 RUN = """
@@ -36,9 +36,7 @@ def test_one_that_is_killed_is_started_again_a_few_times(tmp_path):
         assert cluster.wait_for_exit(cluster.coordinator) == 1
         assert cluster.coordinator.stderr is not None
         *told, last = cluster.coordinator.stderr.read().splitlines()
-    line = (
-        "coordinator: local worker 'local-0' was ended by SIGKILL; started again, {} of at most 3"
-    )
+    line = "coordinator: local worker 'local-0' was ended by SIGKILL; restarted, {} of at most 3"
     assert [each.removesuffix(" times") for each in told] == [line.format(n) for n in (1, 2, 3)]
     assert last.startswith("coordinator: all local workers have ended")
 
@@ -60,7 +58,7 @@ def test_one_that_is_told_to_end_is_not_started_again(tmp_path):
         os.kill(child, signal.SIGHUP)
         cluster.wait_for_exit(cluster.coordinator)
         assert cluster.coordinator.stderr is not None
-        assert "started again" not in cluster.coordinator.stderr.read()
+        assert "restarted" not in cluster.coordinator.stderr.read()
 
 
 def test_a_killed_coordinator_leaves_no_local_worker_behind(tmp_path):
@@ -89,15 +87,15 @@ def test_ctrl_c_before_anything_has_begun_is_one_line(command):
         f"runpy.run_module('{command}', run_name='__main__')\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-P", "-c", begin], env=own_environment(), capture_output=True, text=True,
-        timeout=60, check=False,
+        [sys.executable, "-P", "-c", begin], env=child_environment(),
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (130, f"{command}: interrupted\n")
 
 
 async def test_one_that_cannot_be_started_is_told_in_a_line(tmp_path, monkeypatch):
     nothing = str(tmp_path / "python")
-    monkeypatch.setattr(local_workers, "own_command", lambda _: [nothing])
+    monkeypatch.setattr(local_workers, "command_of", lambda _: [nothing])
     address = ("127.0.0.1", 1)
     workers = local_workers.LocalWorkers(address, "cpu", (), tmp_path / "token", print)
     with pytest.raises(
@@ -112,7 +110,7 @@ async def test_one_that_the_kernel_killed_for_memory_is_told_as_that(tmp_path, m
     counts = iter(range(20))
     monkeypatch.setattr(local_workers, "killed_for_memory", lambda: {"group": next(counts)})
     kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    monkeypatch.setattr(local_workers, "own_command", lambda _: kill)
+    monkeypatch.setattr(local_workers, "command_of", lambda _: kill)
     told: list[str] = []
     workers = local_workers.LocalWorkers(
         ("127.0.0.1", 1), "cpu", (), tmp_path / "token", told.append
@@ -121,5 +119,5 @@ async def test_one_that_the_kernel_killed_for_memory_is_told_as_that(tmp_path, m
     assert await workers.all_ended() == [-signal.SIGKILL]
     await workers.stop()
     assert len(told) == RESTARTS
-    line = "local worker 'local-0' was killed by the kernel for memory (oom_kill); started again"
+    line = "local worker 'local-0' was killed by the kernel for memory (oom_kill); restarted"
     assert all(each.startswith(line) for each in told)

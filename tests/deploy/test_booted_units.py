@@ -115,7 +115,7 @@ def ended(machine, run_id, since):
 
 
 @pytest.mark.slow
-def test_devices_compute_for_users_that_exist_only_while_they_do(machine):
+def test_devices_work_for_dynamic_users(machine):
     """The CPU, and Vulkan where it is there (Mesa's compiles kernels and runs them at once)."""
     second = "cpu1" if isinstance(adapters(), str) else "vulkan0"
     units = ["samestep-worker@cpu0.service", f"samestep-worker@{second}.service"]
@@ -165,7 +165,7 @@ def test_stopped_processes_are_replaced_by_the_watchdog(cluster, digest):
 
 
 @pytest.mark.slow
-def test_a_stop_drains_and_a_start_goes_on(cluster, digest):
+def test_a_stop_drains_and_a_start_resumes(cluster, digest):
     since, run_id = begin(cluster)
     cluster.run("systemctl", "stop", WORKERS[0])
     left = cluster.wait_for(since, MESSAGE="goodbye: drained", _SYSTEMD_UNIT=WORKERS[0])
@@ -192,7 +192,7 @@ def test_a_stop_drains_and_a_start_goes_on(cluster, digest):
         ({"SAMESTEP_TOKEN": f"{'0' * 64}.{'A' * 43}", "SAMESTEP_NAME": "stranger"}, "77"),
     ],
 )
-def test_what_someone_has_to_mend_first_is_not_tried_again(machine, options, code):
+def test_errors_that_need_an_operator_do_not_restart(machine, options, code):
     unit = f"samestep-worker@cpu{code}.service"
     lines = [f"{name}={value}\n" for name, value in options.items()]
     machine.write(f"/etc/samestep/worker-cpu{code}.env", "".join(lines))
@@ -206,7 +206,7 @@ def test_what_someone_has_to_mend_first_is_not_tried_again(machine, options, cod
     assert told["SAMESTEP_EXIT_CODE"] == code
 
 
-def test_a_coordinator_that_is_away_is_tried_again(machine):
+def test_an_unreachable_coordinator_is_retried(machine):
     unit = "samestep-worker@cpu69.service"
     options = "SAMESTEP_COORDINATOR=127.0.0.1:9\nSAMESTEP_RETRY_FOR=0\n"
     machine.write("/etc/samestep/worker-cpu69.env", options)

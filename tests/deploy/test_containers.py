@@ -22,7 +22,7 @@ SECRET = "a-password-for-pip-3f9c"
 LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096")
 
 
-def test_there_is_one_for_each_daemon():
+def test_each_daemon_has_a_container_file():
     assert [file.stem for file in FILES] == ["coordinator", "worker"]
 
 
@@ -31,13 +31,13 @@ class TestText:
     def test_it_runs_as_a_user_that_is_not_root(self, file):
         assert re.findall(r"^USER (.*)$", file.read_text(), re.MULTILINE) == ["10001:10001"]
 
-    def test_no_secret_comes_in_by_an_argument_or_a_copy(self, file):
+    def test_no_secret_in_build_arguments_or_copies(self, file):
         telling = re.compile(r"token|password|secret|pip\.conf|index|COPY \. ", re.IGNORECASE)
         for line in re.findall(r"^(?:ARG|ENV|COPY|ADD) .*$", file.read_text(), re.MULTILINE):
             assert not telling.search(line), line
         assert file.read_text().count("--mount=type=secret,id=pip.conf") == 1
 
-    def test_what_it_copies_is_there_and_not_ignored(self, file):
+    def test_copied_files_exist_and_are_tracked(self, file):
         allowed = (ROOT / ".dockerignore").read_text()
         assert allowed.splitlines()[1] == "*"
         for line in re.findall(r"^COPY (?!--)(.*)$", file.read_text(), re.MULTILINE):
@@ -45,7 +45,7 @@ class TestText:
                 assert (ROOT / source).exists()
                 assert re.search(rf"^!{re.escape(source)}($|/)", allowed, re.MULTILINE), source
 
-    def test_it_says_whether_it_is_well(self, file):
+    def test_the_health_check_works(self, file):
         (check,) = re.findall(r"^HEALTHCHECK (.*)$", file.read_text(), re.MULTILINE)
         assert (check == "NONE") is (file.stem == "worker")
 

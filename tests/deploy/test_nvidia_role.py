@@ -65,9 +65,7 @@ ALL = (
     "machines",
     [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.slow)],
 )
-def test_a_driver_that_is_too_old_is_named_and_one_that_is_not_there_would_be_installed(
-    tmp_path, machines
-):
+def test_an_old_driver_is_refused_and_a_missing_one_installed(tmp_path, machines):
     hosts = {}
     for name, loaded, variables in machines:
         driver = tmp_path / f"{name}.driver"

@@ -72,7 +72,7 @@ def run_ansible(
 
 
 @pytest.mark.slow
-def test_ansible_lint_has_no_word_against_it(tmp_path):
+def test_ansible_lint_passes(tmp_path):
     done = run_ansible(
         "ansible-lint", "--offline", "--nocolor", "--profile", "production", ".", home=tmp_path
     )
@@ -169,7 +169,7 @@ def cluster(wheels, tmp_path_factory) -> Iterator[Cluster]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_first_all_is_made_then_nothing_changes_then_what_is_wanted(cluster, tmp_path):
+def test_the_playbook_installs_then_changes_nothing_then_applies_changes(cluster, tmp_path):
     first_run(cluster)
     assert cluster.play()[0] == {"desk": 0, "tower": 0}
     assert cluster.play("--check", "--diff")[0] == {"desk": 0, "tower": 0}

@@ -83,7 +83,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def test_makes_the_environment_and_runs_the_main_job(place: Place):
+def test_quickstart_creates_the_environment_and_runs(place: Place):
     done = place.run("--set", "steps=20")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
@@ -97,7 +97,7 @@ def test_makes_the_environment_and_runs_the_main_job(place: Place):
     ]
 
 
-def test_a_second_run_installs_nothing_and_says_nothing(place: Place):
+def test_a_second_run_changes_and_prints_nothing(place: Place):
     place.run()
     before = place.did()
     again = place.run()
@@ -114,7 +114,7 @@ def test_another_lock_installs_again(place: Place):
     assert len(place.did()) == 2 * before
 
 
-def test_an_environment_cut_off_half_way_is_made_anew(place: Place):
+def test_an_interrupted_environment_is_recreated(place: Place):
     place.run(FAKE_PIP="ERROR: killed")
     left = place.repository / ".venv" / "left"
     left.touch()
@@ -122,7 +122,7 @@ def test_an_environment_cut_off_half_way_is_made_anew(place: Place):
     assert not left.exists()
 
 
-def test_an_environment_for_development_serves_for_running(place: Place):
+def test_a_development_environment_also_runs(place: Place):
     environment(place, "dev")
     before = place.did()
     assert "pip -r requirements/dev.txt" in before
@@ -158,13 +158,13 @@ NOT_OFFERED = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 CPU, CUDA = "pip -r requirements/cpu.txt", "pip -r requirements/cuda.txt"
 
 
-def test_without_the_cpu_build_takes_what_the_index_has(place: Place):
+def test_without_the_cpu_build_the_indexs_build_is_installed(place: Place):
     assert place.run(FAKE_CPU=NOT_OFFERED).returncode == 0
     assert CUDA in place.did()
 
 
 @pytest.mark.parametrize("version", ["580", "580.65.06", "610.57.04"])
-def test_a_driver_that_is_new_enough_gets_cuda(place: Place, version):
+def test_a_recent_driver_gets_cuda(place: Place, version):
     place.has_driver(version, version)  # a line for each of two cards
     assert "driver" not in environment(place, "worker")
     assert CUDA in place.did()
@@ -172,15 +172,15 @@ def test_a_driver_that_is_new_enough_gets_cuda(place: Place, version):
 
 
 @pytest.mark.parametrize("version", ["535.261.03", "579.99.99", "90.1"])
-def test_a_driver_that_is_too_old_is_said_and_left_out(place: Place, version):
+def test_an_old_driver_is_reported_and_cuda_left_out(place: Place, version):
     place.has_driver(version)
     said = environment(place, "worker")
-    assert f"NVIDIA's driver is {version}, CUDA here needs 580 or later" in said
+    assert f"NVIDIA's driver is {version}, but CUDA needs 580 or later" in said
     assert CPU in place.did()
     assert CUDA not in place.did()
 
 
-def test_a_driver_that_has_become_new_enough_gets_cuda(place: Place):
+def test_a_driver_upgrade_switches_to_cuda(place: Place):
     place.has_driver("535.261.03")
     environment(place, "worker")
     before = place.did()
@@ -190,7 +190,7 @@ def test_a_driver_that_has_become_new_enough_gets_cuda(place: Place):
     assert environment(place, "worker", TORCH="cpu") == ""
     assert environment(place, "coordinator") == ""
     assert place.did() == before
-    assert "new enough for CUDA now" in environment(place, "worker")
+    assert "now recent enough for CUDA" in environment(place, "worker")
     assert CUDA in place.did()[len(before) :]
     after = place.did()
     assert environment(place, "worker") == ""
@@ -199,7 +199,7 @@ def test_a_driver_that_has_become_new_enough_gets_cuda(place: Place):
     assert place.did() == after
 
 
-def test_the_cpu_build_may_be_wanted_beside_an_old_driver(place: Place):
+def test_the_cpu_build_may_be_requested_with_an_old_driver(place: Place):
     place.has_driver("535.261.03")
     assert "driver" not in environment(place, "worker", TORCH="cpu")
     assert CPU in place.did()
@@ -211,13 +211,13 @@ def test_the_cpu_build_of_later_pythons(place: Place, version):
     assert CPU in place.did()
 
 
-def test_a_python_whose_cpu_build_is_not_locked_takes_what_the_index_has(place: Place):
+def test_a_python_without_a_locked_cpu_build_gets_the_indexs_build(place: Place):
     assert "not locked for Python 3.14" in environment(place, "worker", FAKE_MINOR="3.14")
     assert CPU not in place.did()
     assert CUDA in place.did()
 
 
-def test_the_other_build_of_torch_takes_the_first_one_s_place(place: Place):
+def test_the_other_build_of_torch_replaces_the_first(place: Place):
     environment(place, "worker")
     environment(place, "worker", TORCH="cpu")
     before = place.did()
@@ -244,20 +244,24 @@ NO_NETWORK = (
     [
         ({"FAKE_PIP": NO_NETWORK}, 69, "cannot reach the package index"),
         ({"FAKE_CPU": NO_NETWORK}, 69, "cannot reach"),
-        ({"FAKE_CPU": NOT_OFFERED, "TORCH": "cpu"}, 69, "index of them in PIP_EXTRA_INDEX_URL"),
+        (
+            {"FAKE_CPU": NOT_OFFERED, "TORCH": "cpu"},
+            69,
+            "set PIP_EXTRA_INDEX_URL to PyTorch's index",
+        ),
         (
             {"FAKE_MINOR": "3.14", "TORCH": "cpu"},
             78,
             "for Python 3.11 3.12 3.13, found 3.14",
         ),
         ({"TORCH": "gpu"}, 2, "expected TORCH=cpu or TORCH=cuda, got 'gpu'"),
-        ({"FAKE_PIP": "ERROR: No matching distribution found for x==1"}, 69, "not offered x==1"),
+        ({"FAKE_PIP": "ERROR: No matching distribution found for x==1"}, 69, "finds no x==1"),
         ({"FAKE_PIP": "ERROR: [Errno 28] No space left on device"}, 1, "the disk is full"),
         ({"FAKE_FREE": "1000000"}, 1, "expected 2000 MiB free for .venv, found 976"),
         ({"FAKE": "no-venv"}, 78, "apt install python3-venv"),
         ({"FAKE_VERSION": "3.9.2", "PYTHON": "python3.11"}, 78, "found python3.11 is Python 3.9.2"),
         ({"PYTHON": "no-such-python"}, 78, "expected Python 3.11 or later, found none"),
-        ({"FAKE_PIP": "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"}, 78, "hash differs"),
+        ({"FAKE_PIP": "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"}, 78, "wrong hash"),
         ({"FAKE_PIP": "note\nERROR: something new\n"}, 1, "ERROR: something new"),
     ],
 )
@@ -267,11 +271,11 @@ def test_a_failure_is_one_line_and_an_exit_code(place: Place, fakes, code, says)
     assert says in last
     assert last.startswith("samestep: ")
     assert done.returncode == code
-    assert all(line.startswith(("samestep: making", "samestep: installing")) for line in progress)
+    assert all(line.startswith(("samestep: creating", "samestep: installing")) for line in progress)
     assert done.stdout == ""
 
 
-def test_cuda_that_was_asked_for_is_not_installed_for_an_old_driver(place: Place):
+def test_requested_cuda_is_refused_with_an_old_driver(place: Place):
     place.has_driver("550.163.01")
     done = place.run(TORCH="cuda")
     assert done.returncode == 78

@@ -46,26 +46,26 @@ def complaints(unit: Path, directory: Path, old: str = "", new: str = "") -> str
 
 @tools
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_systemd_has_no_word_against_it(unit, tmp_path):
+def test_systemd_analyze_accepts_the_units(unit, tmp_path):
     assert complaints(unit, tmp_path) == ""
 
 
 @tools
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_a_misspelt_key_would_be_seen(unit, tmp_path):
+def test_a_misspelled_key_is_found(unit, tmp_path):
     assert "ProtectHomes" in complaints(unit, tmp_path, "ProtectHome=", "ProtectHomes=")
 
 
 @tools
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_it_is_exposed_to_little(unit):
+def test_units_have_a_low_exposure_score(unit):
     done = analyze("security", "--offline=yes", str(unit))
     found = EXPOSURE.search(done.stdout)
     assert found is not None, done.stderr
     assert float(found[1]) <= 2.0
 
 
-def test_there_is_a_unit_for_each_daemon():
+def test_each_daemon_has_a_unit():
     assert [unit.name for unit in UNITS] == [
         "samestep-coordinator.service",
         "samestep-worker@.service",
@@ -73,7 +73,7 @@ def test_there_is_a_unit_for_each_daemon():
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_what_someone_has_to_mend_first_is_not_tried_again(unit):
+def test_errors_that_need_an_operator_do_not_restart(unit):
     line = re.search(r"^RestartPreventExitStatus=(.*)$", unit.read_text(), re.MULTILINE)
     assert line is not None
     final = {ExitCode.USAGE, ExitCode.NOT_AUTHORISED, ExitCode.MISMATCH}
@@ -90,8 +90,8 @@ def settings_of(unit: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_a_stop_drains_and_one_that_hangs_is_replaced_and_tells_where_it_stood(unit):
-    """That daemons do their part: test_restart.py, test_commands.py and test_supervisor.py; with
+def test_a_stop_drains_and_a_hung_daemon_is_restarted_with_its_stacks(unit):
+    """That daemons do their part: test_restart.py, test_commands.py and test_systemd.py; with
     systemd itself, slow ones of test_booted_units.py."""
     said = settings_of(unit)
     assert said["Type"] == ["notify"]

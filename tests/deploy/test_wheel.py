@@ -57,7 +57,7 @@ def run(command: Path, *arguments: str, folder: Path) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
-def test_what_runs_is_the_wheel(installed, folder):
+def test_commands_run_the_wheel(installed, folder):
     show = "import protocol, worker.cli; print(protocol.__file__)"
     done = run(installed / "python", "-P", "-c", show, folder=folder)
     assert done.stdout.startswith(str(installed.parent)), done.stderr
@@ -73,7 +73,7 @@ def test_local_workers_are_those_of_the_wheel(installed, folder):
     assert (folder / "out" / "result.json").exists()
 
 
-def test_a_worker_for_each_device_is_that_of_the_wheel(installed, folder):
+def test_device_processes_run_the_wheel(installed, folder):
     nowhere = ("--coordinator", "127.0.0.1:9", "--retry-for", "0", "--backend", "scripted")
     done = run(installed / "worker", *nowhere, "--gpus", "0,1", folder=folder)
     assert done.returncode == 69

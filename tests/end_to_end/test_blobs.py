@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from protocol.spec.sources import model_source, text_source
+from protocol.spec.files.sources import model_source, text_source
 from tests import reading_task
 from tests.cluster import RUNS, Cluster
 from tests.processes import ended
@@ -121,7 +121,7 @@ def started_alone(machine: Path, *arguments: str) -> subprocess.CompletedProcess
     ("missing", "what"),
     [
         ("spam.csv", "a data file at 'spam.csv', found none; name it: --set data.train=FILE"),
-        ("models/minilm", "a model's directory at '{}', found none"),
+        ("models/minilm", "the directory of a model at '{}', found none"),
     ],
 )
 def test_a_missing_file_is_one_line_before_any_worker_is_asked(machine, missing, what):

@@ -9,14 +9,14 @@ import pytest
 
 from backends.wgpu.device.adapters import adapters
 from coordinator.audit.audit import AuditResult, audit
-from coordinator.audit.recomputed import Asked, StepFound
+from coordinator.audit.recomputed import RecomputedStep, RecomputeRequest
 from coordinator.storage.directory.run_directory import RunDirectory
+from tests.bit_flip_worker import ELEMENT
 from tests.cluster import RUNS, Cluster
 from tests.commands import called
-from tests.flipping_worker import ELEMENT
 from tests.processes import start
 from tests.small_decoder import decoder_run
-from worker.recomputing import StepsAgain
+from worker.recompute import StepRecomputer
 
 pytest.importorskip("ziglang")
 
@@ -52,9 +52,11 @@ def computed_again(directory: Path) -> AuditResult:
     run, manifest = kept.read_run(), kept.read_manifest()
     assert run is not None
     assert manifest is not None
-    steps = StepsAgain(run.spec.model_copy(update={"threads": 2}), manifest.digest())
+    steps = StepRecomputer(run.spec.model_copy(update={"threads": 2}), manifest.digest())
     try:
-        return audit(directory, asked=Asked(4, lambda *step: StepFound(*steps.step(*step))))
+        return audit(
+            directory, request=RecomputeRequest(4, lambda *step: RecomputedStep(*steps.step(*step)))
+        )
     finally:
         steps.close()
 
@@ -64,7 +66,7 @@ def flipped_run(directory: Path) -> Path:
     job = ("--run", str(RUNS / "regress.yaml"), *CANONICAL, *SHORT)
     with Cluster(directory, "--expect-workers", "1", *job) as cluster:
         cluster.workers["w0"] = start(
-            "tests.flipping_worker", "2", "--coordinator", cluster.address["data"],
+            "tests.bit_flip_worker", "2", "--coordinator", cluster.address["data"],
             "--name", "w0", "--backend", "cpu",
         )  # fmt: skip
         assert cluster.result()["exact"]
@@ -77,7 +79,7 @@ def assert_the_flip_is_named(lines: list[str]) -> None:
     assert "step 2: recomputed, its gradients have digest" in bad[0]
     place = f"block 'linear', tensor 'weight', element {ELEMENT} is"
     assert f"step 2: recomputed, {place}" in bad[1]
-    assert "4 of 4 steps computed again" in bad[2]
+    assert "4 of 4 steps recomputed" in bad[2]
 
 
 @pytest.mark.slow
@@ -86,7 +88,7 @@ def test_a_cpu_and_a_vulkan_device_are_exact_together(tmp_path):
     train(tmp_path, "regress.yaml", ("cpu", "vulkan"), *SHORT)
     found = computed_again(tmp_path / "out")
     assert found.ok, found.lines()
-    assert "4 of 4 steps computed again" in "\n".join(found.lines())
+    assert "4 of 4 steps recomputed" in "\n".join(found.lines())
 
 
 def test_a_flipped_bit_is_found_by_computing_again_alone(tmp_path):

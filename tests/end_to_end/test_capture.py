@@ -11,15 +11,15 @@ import pytest
 
 from coordinator.audit.audit import audit
 from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.rollback import roll_back
 from coordinator.storage.states.checkpoint import checkpoint_steps
-from coordinator.storage.way_back import go_back
 from protocol.base.errors import UsageError
-from protocol.data.capture_index import read_index
-from protocol.spec.capture_layout import CaptureLayout
+from protocol.datasets.capture_index import read_index
+from protocol.spec.manifest import CaptureLayout
 from tests.cluster import ROOT, Cluster
 from tests.end_to_end.test_restart import ANYWHERE, result_of, run
 from tests.free_ports import free_address
-from tests.made_up_capture import capture_of
+from tests.sample_capture import capture_of
 
 SPEC = """
 name: tiny-teacher
@@ -49,7 +49,7 @@ def undisturbed(job, tmp_path_factory) -> Path:
     local = ("--local-workers", "1", "--backend", "cpu")
     ended = run(*ANYWHERE, *job, *local, "--out", str(directory))
     assert ended.returncode == 0, ended.stderr
-    assert "bytes for a token" in ended.stdout
+    assert "bytes per token" in ended.stdout
     return directory
 
 
@@ -98,8 +98,8 @@ def test_a_finished_capture_that_cannot_go_back_is_left_as_it_is(undisturbed, tm
     shutil.copytree(undisturbed, directory)
     there = sorted(path.relative_to(directory) for path in directory.rglob("*"))
     step = checkpoint_steps(directory / "checkpoints")[-1]
-    with pytest.raises(UsageError, match=r"nothing was changed.* capture anew") as raised:
-        go_back(RunDirectory(directory), step, 2)
+    with pytest.raises(UsageError, match=r"nothing was changed.* capture again") as raised:
+        roll_back(RunDirectory(directory), step, 2)
     assert "\n" not in str(raised.value)
     assert sorted(path.relative_to(directory) for path in directory.rglob("*")) == there
     assert audit(directory).ok
@@ -110,7 +110,7 @@ def test_a_finished_capture_that_cannot_go_back_is_left_as_it_is(undisturbed, tm
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
     found = audit(directory)
     assert not found.ok
-    assert "the logits of step 0 are in no file" in "\n".join(found.lines())
+    assert "the logits of step 0 are missing" in "\n".join(found.lines())
 
 
 STUDENT = """

@@ -12,6 +12,7 @@ from protocol.spec.model_card import read_card
 from tests.cluster import Cluster
 from tests.commands import called
 from tests.small_chat import chat_run, dpo_run, packed_run
+from tests.tool_chat import tool_run
 
 
 def int4_run(directory: Path) -> Path:
@@ -31,12 +32,12 @@ def float16_run(directory: Path) -> Path:
 
 RUNS = {
     "chat": chat_run, "dpo": dpo_run, "int4": int4_run, "float16": float16_run,
-    "packed": packed_run,
+    "packed": packed_run, "tools": tool_run,
 }  # fmt: skip
 KINDS = [
-    pytest.param(kind, marks=pytest.mark.slow if kind in {"float16", "packed"} else ())
+    pytest.param(kind, marks=pytest.mark.slow if kind in {"float16", "packed", "tools"} else ())
     for kind in RUNS
-]  # quick tests of those two: test_float16.py, tests/worker/data/test_packing.py
+]  # quick tests of those: test_float16.py, tests/worker/data/{test_packing,test_tools_and_masks}.py
 
 
 def train(run: Path, out: Path, workers: int) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 
 from tests import reading_task
 from tests.cluster import Cluster
-from tests.elsewhere_worker import LACKING
 from tests.processes import Process, start
+from tests.restricted_worker import LACKING
 
 READ = f"task: {reading_task.NAME}\nsteps: 3\nbatch: {{samples: 18, microbatch: 1}}\n"
 REGRESS = "task: regress\nsteps: 3\nbatch: {samples: 8, microbatch: 2}\n"
@@ -22,7 +22,7 @@ def worker_without(
     """One whose home and cache are empty, started anew."""
     home.mkdir()
     process = start(
-        "tests.elsewhere_worker", lacking, "--coordinator", cluster.address["data"],
+        "tests.restricted_worker", lacking, "--coordinator", cluster.address["data"],
         "--name", name, "--backend", backend, cwd=home,
         environment={
             "HOME": str(home),

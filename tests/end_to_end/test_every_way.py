@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.manifest import CaptureLayout
 from tests import processes
 from tests.cluster import Cluster
-from tests.free_ports import free_ports
-from tests.made_up_capture import capture_of
 from tests.samestep.scripts import HEAD, RunningScript, close, said
+from tests.sample_capture import capture_of
 from tests.small_chat import chat_run, dpo_run
 from tests.small_decoder import decoder_run
 
@@ -76,13 +75,14 @@ TASKS: dict[str, Callable[[Path], Path]] = {
     "teacher-logits": teacher,
     "distil": student,
     "a task of one's own": lambda d: saved(d, task="tests.frozen_base_task:FrozenBase"),
+    "buffers that forward changes": lambda d: saved(
+        d, task="tests.buffers_task:Normed", batch=BATCH | {"unit": "microbatch"}
+    ),
     "replicas": lambda d: saved(d, task="regress", regress={"samples": 64}, replicas=REPLICAS),
     "canonical": lambda d: saved(d, task="digits", arithmetic={"mode": "canonical"}),
 }
 
 ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
-SHARED_BY_RANKS = TASKS.keys() - {"teacher-logits", "replicas", "canonical"}
-"""Tasks whose microbatches a group of ranks computes together."""
 
 
 def digest_in(out: Path) -> object:
@@ -143,24 +143,11 @@ def submitted(directory: Path, run: Path) -> object:
         return digest_in(out)
 
 
-def ranks_of_torchrun(directory: Path, run: Path) -> object:
-    with Cluster(directory, "--expect-workers", "1", "--run", str(run)) as cluster:
-        port = str(free_ports(1)[0])
-        for rank in range(2):
-            cluster.workers[f"rank-{rank}"] = processes.start(
-                "tests.one_rank", str(rank), "2", port, "--coordinator", cluster.address["data"],
-                "--name", "pair", "--backend", "cpu",
-            )  # fmt: skip
-        cluster.result()
-        return digest_in(directory / "out")
-
-
 WAYS = {
     "two devices": two_devices,
     "two workers": two_workers,
     "resumed": resumed,
     "submitted": submitted,
-    "ranks of torchrun": ranks_of_torchrun,
 }
 QUICK = {("distil", "two devices"), ("dpo", "submitted"), ("teacher-logits", "resumed")}
 
@@ -172,7 +159,6 @@ def table() -> list[Any]:
         )
         for task in TASKS
         for way in WAYS
-        if way != "ranks of torchrun" or task in SHARED_BY_RANKS
     ]
 
 

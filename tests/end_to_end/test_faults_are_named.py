@@ -12,7 +12,7 @@ def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
     job = ("--run", str(spec))
     with Cluster(tmp_path, "--expect-workers", "3", *job) as cluster:
         arguments = ("--coordinator", cluster.address["data"], "--backend", "scripted", "--name")
-        cluster.workers["odd"] = start("tests.odd_worker", "10", *arguments, "odd")
+        cluster.workers["odd"] = start("tests.corrupted_worker", "10", *arguments, "odd")
         # However late the odd one's answer is, they do not go on without it.
         holds = [cluster.held_worker(name, 10, "--backend", "scripted") for name in ("w0", "w1")]
         halted = cluster.wait_for("halted")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.command.own_command import own_environment
+from protocol.cli.command_line import child_environment
 from tests.cluster import PATIENCE_S, RUNS, Cluster
 from tests.processes import Process
 
@@ -61,7 +61,7 @@ def test_hosts_of_two_devices_that_own_slices_have_the_bits_of_the_star(tmp_path
     with Cluster(tmp_path / "star", "--expect-workers", "1", *job) as cluster:
         cluster.worker("w0", "--backend", "scripted")
         star = digest(cluster)
-    way = ("--set", "exchange.way=sharded")
+    way = ("--set", "exchange.topology=sharded")
     with Cluster(tmp_path / "sharded", "--expect-workers", "5", *job, *way) as cluster:
         hosts = [cluster.worker(name, *TWO) for name in ("one", "other")]
         hosts.append(cluster.worker("alone", "--backend", "scripted:2"))
@@ -72,7 +72,7 @@ def test_hosts_of_two_devices_that_own_slices_have_the_bits_of_the_star(tmp_path
         assert [cluster.wait_for_exit(host) for host in hosts] == [0, 0, 0]
 
 
-def test_a_device_s_process_that_is_killed_is_begun_again_and_the_host_stays(tmp_path):
+def test_a_device_s_process_that_is_killed_is_restarted_and_the_worker_stays(tmp_path):
     with Cluster(tmp_path / "one", "--expect-workers", "1", "--run", spec_of(tmp_path, 60)) as one:
         one.worker("w0", "--backend", "scripted")
         alone = digest(one)
@@ -85,7 +85,7 @@ def test_a_device_s_process_that_is_killed_is_begun_again_and_the_host_stays(tmp
         assert not two.every("worker_lost")
         assert host.stderr is not None
         told = host.stderr.read()
-    assert "was ended by SIGKILL; begun again, 1 of at most 3 times" in told
+    assert "was ended by SIGKILL; restarted, 1 of at most 3 times" in told
 
 
 def test_a_host_s_own_process_has_no_torch():
@@ -93,7 +93,7 @@ def test_a_host_s_own_process_has_no_torch():
     modules = "worker.cli, worker.main, worker.shell.client, worker.shell.device_processes, sys"
     ran = subprocess.run(
         [sys.executable, "-P", "-c", f"import {modules}; print('torch' in sys.modules)"],
-        env=own_environment(), capture_output=True, text=True, check=True,
+        env=child_environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert ran.stdout == "False\n"
 

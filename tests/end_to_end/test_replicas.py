@@ -18,7 +18,7 @@ from coordinator.operator.status_text import status_lines
 from coordinator.run.exchange.round import Round
 from protocol.base.errors import StorageDamaged
 from protocol.spec.run_spec import parse_run_spec
-from protocol.spec.run_spec_text import read_yaml
+from protocol.spec.sections.document import read_yaml
 from tests.cluster import PATIENCE_S, RUNS
 from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
@@ -94,7 +94,7 @@ async def test_any_number_of_workers(tmp_path, codec, inner_state):
     (run,) = (path for path in (tmp_path / "two").iterdir() if path.is_dir())
     told = audit(run)
     assert told.ok, told.lines()
-    assert "3 of 3 steps taken again" in "\n".join(told.lines())
+    assert "3 of 3 steps repeated" in "\n".join(told.lines())
 
 
 SMALL = {"count": 2, "inner_steps": 2, "codec": "int8", "inner_state": "carry"}

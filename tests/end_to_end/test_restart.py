@@ -147,9 +147,9 @@ def test_a_second_signal_ends_at_once_and_says_how_to_go_on(job, tmp_path, finis
     with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
         # The step in progress does not end.
         cluster.held_worker("w0", 16, "--backend", "scripted").reached()
-        cluster.coordinator.terminate()
+        cluster.coordinator.send_signal(signal.SIGINT)
         cluster.wait_for("draining")
-        cluster.coordinator.terminate()
+        cluster.coordinator.send_signal(signal.SIGINT)
         assert cluster.wait_for_exit(cluster.coordinator) == 1
         again = f"--resume --out {tmp_path / 'out'}"
         assert cluster.coordinator.stderr is not None
@@ -182,4 +182,4 @@ def test_a_killed_coordinator_goes_on_with_the_same_worker(job, tmp_path, finish
     audited = run("audit", str(tmp_path / "out"))
     assert audited.returncode == 0, audited.stdout
     if mode == "full":
-        assert f"{STEPS} of {STEPS} steps taken again" in audited.stdout
+        assert f"{STEPS} of {STEPS} steps repeated" in audited.stdout

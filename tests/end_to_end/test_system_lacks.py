@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.disk.claim import Claim
+from coordinator.disk.directory_lock import DirectoryLock
 from coordinator.members.credentials import CoordinatorCredentials
 from protocol.base.errors import (
     OUT_OF_THREADS,
     StorageFailed,
     UsageError,
-    in_words,
+    describe_error,
     lock_failure,
     text_of,
 )
-from protocol.host.cache_directory import cache_directory
-from protocol.host.secret_file import state_home
-from protocol.spec.file_digest import FileDigests
+from protocol.machine.cache_directory import cache_directory
+from protocol.machine.secret_file import state_home
+from protocol.spec.files.file_digest import FileDigests
 from tests.commands import called
 from worker.shell.blob_cache import BlobCache
 
@@ -68,7 +68,7 @@ def test_no_more_threads(command, monkeypatch, tmp_path):
 
 def test_no_more_threads_elsewhere():
     error = RuntimeError("can't start new thread")
-    assert text_of(error) == in_words(error) == OUT_OF_THREADS
+    assert text_of(error) == describe_error(error) == OUT_OF_THREADS
     assert text_of(RuntimeError("x")).startswith("internal error")
 
 
@@ -78,9 +78,9 @@ def test_no_locks(number, monkeypatch, tmp_path):
         raise OSError(number, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    lacks = "expected a file system with locks, as on a local disk, got one without (No locks"
+    lacks = "expected a file system with locks, such as a local disk, got none (No locks"
     with pytest.raises(UsageError) as claimed:
-        Claim.take(tmp_path / "run")
+        DirectoryLock.acquire(tmp_path / "run")
     assert lacks in str(claimed.value)
     assert "--out DIR" in str(claimed.value)
     with pytest.raises(UsageError) as opened:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from backends.wgpu.device.adapters import adapters
-from protocol.spec.run_spec_file import load_run_spec
+from protocol.spec.files.run_spec_file import load_run_spec
 from tests.cluster import RUNS, Cluster
 from tests.small_chat import packed_run
 from tests.small_decoder import decoder_run

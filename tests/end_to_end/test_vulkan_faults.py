@@ -120,5 +120,5 @@ def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job,
         assert "failed: out of memory" in line
         # wgpu has no way but to end the process, and says something itself before.
         line = last_words(cluster, "lost")[-1]
-        assert line.startswith("worker: the device ")
+        assert line.startswith("worker: device ")
         assert "loses the device" in line

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from protocol.wire.authentication import Exchange, answer, new_key
 from protocol.wire.connection import (
     FROM_COORDINATOR,
+    FROM_DIALLER,
+    FROM_LISTENER,
     FROM_WORKER,
     Connection,
     Encoded,
@@ -18,16 +20,16 @@ from protocol.wire.connection import (
     Role,
 )
 from protocol.wire.connection import encode as encoded
-from protocol.wire.messages import Hello, Welcome
+from protocol.wire.messages import Hello, PeerHello, PeerWelcome, Welcome
 from tests.message_samples import BLOCKS, EXAMPLES, flat, frame
 
 PHASES = tuple(phase for phase in Phase if phase is not Phase.CLOSED)
-ROLES: tuple[Role, ...] = ("coordinator", "worker")
+ROLES: tuple[Role, ...] = ("coordinator", "worker", "listener", "dialler")
 _CERTIFICATE = bytes(range(32))
 
 
 class Handshake(NamedTuple):
-    """The four messages of one, in order; they are sent from the worker's side first."""
+    """The four messages of one, in order; who connects sends first."""
 
     hello: Encoded
     challenge: Encoded
@@ -35,27 +37,38 @@ class Handshake(NamedTuple):
     welcome: Encoded
 
 
-def handshake() -> Handshake:
+def handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome]) -> Handshake:
     """A real one, both of whose proofs are right."""
-    secret, hello = new_key(), EXAMPLES[Hello]
-    assert isinstance(hello, Hello)
+    secret, hello = new_key(), EXAMPLES[first]
+    assert isinstance(hello, Hello | PeerHello)
     exchange = Exchange(hello, bytes(range(32, 64)), _CERTIFICATE)
     challenge = exchange.challenge(secret)
     proof = answer(hello, challenge, _CERTIFICATE, secret)
     exchange.check_worker(secret, proof)
-    return Handshake(*(encoded(each) for each in (hello, challenge, proof, EXAMPLES[Welcome])))
+    return Handshake(*(encoded(each) for each in (hello, challenge, proof, EXAMPLES[last])))
 
 
-_SENT = handshake()
+_SENT = dict.fromkeys(("coordinator", "worker"), handshake(Hello, Welcome)) | dict.fromkeys(
+    ("listener", "dialler"), handshake(PeerHello, PeerWelcome)
+)
+_HEARS = {
+    "coordinator": FROM_WORKER, "worker": FROM_COORDINATOR, "listener": FROM_DIALLER,
+    "dialler": FROM_LISTENER,
+}  # fmt: skip
+PLACES: list[tuple[Role, Phase]] = [
+    (role, phase) for role in ROLES for phase in PHASES if _HEARS[role][phase]
+]
+"""Roles and phases in which there is anything that may be said."""
 
 
 def connection(role: Role, phase: Phase) -> Connection:
     """This side of a connection whose handshake has come to `phase`."""
     made = Connection(role)
-    for message, sender in zip(_SENT, ("worker", "coordinator") * 2, strict=True):
+    connects = role in ("worker", "dialler")
+    for message, sends in zip(_SENT[role], (connects, not connects) * 2, strict=True):
         if made.phase is phase:
             break
-        if sender == role:
+        if sends:
             made.send(message)
         else:
             made.receive_data(flat(message))
@@ -67,6 +80,5 @@ def connection(role: Role, phase: Phase) -> Connection:
 
 def legal_frames(role: Role, phase: Phase) -> list[bytes]:
     """What the peer may say in this phase."""
-    table = FROM_WORKER if role == "coordinator" else FROM_COORDINATOR
-    kinds = sorted(table[phase], key=lambda kind: kind.tag)
+    kinds = sorted(_HEARS[role][phase], key=lambda kind: kind.tag)
     return [frame(EXAMPLES[kind]) for kind in kinds]

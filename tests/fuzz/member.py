@@ -19,13 +19,13 @@ from protocol.wire.messages import (
     EvalResult,
     Goodbye,
     Message,
-    NodeLoss,
     Ready,
     StartRun,
     StateChunk,
     StateRequest,
     StepApplied,
     StepPlan,
+    SubtreeLoss,
 )
 from tests.message_samples import flat
 from worker.logic.events import Built
@@ -83,7 +83,7 @@ class Member:
         message = Ready(
             run_id=start.run_id, backend=built.backend, device=built.device,
             initial_digest=built.initial_digest, step=built.step, state_digest=built.state_digest,
-            signature=built.signature, signature_text=built.signature_text,
+            signature=built.numerics_profile, signature_text=built.numerics_text,
         )  # fmt: skip
         return flat(encode(message, built.manifest.to_bytes()))
 
@@ -98,12 +98,12 @@ class Member:
     def _gradients(self, plan: StepPlan | Assign) -> Iterator[bytes]:
         blocks = self._built.manifest.blocks
         place = {"epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt}
-        for lo, hi in plan.nodes:
-            node: dict[str, Any] = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}
+        for lo, hi in plan.subtrees:
+            subtree: dict[str, Any] = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}
             for number, block in reversed([*enumerate(blocks)]):
-                payload = BlockGradientPayload(**node, block=number, chunk=0)
+                payload = BlockGradientPayload(**subtree, block=number, chunk=0)
                 yield flat(encode(payload, np.zeros(block.elements, np.float32)))
-            yield flat(encode(NodeLoss(**node, loss_sum=1.0, sums=b"", elapsed_ms=1.0)))
+            yield flat(encode(SubtreeLoss(**subtree, loss_sum=1.0, sums=b"", elapsed_ms=1.0)))
 
     def _applied(self, step: int) -> Iterator[bytes]:
         while (digest := self._digest_after(step)) is None:

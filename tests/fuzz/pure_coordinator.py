@@ -5,12 +5,11 @@ Connection, run, chronicle and replica are the product's; disk, threads and sock
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
+from coordinator.run import inputs
 from coordinator.run.outputs import actions as act
 from coordinator.run.run import Run, RunPhase
-from coordinator.service.chronicle import records_of
-from coordinator.service.replica_keeper import ReplicaKeeper
+from coordinator.service.coordinator_replica import CoordinatorReplica
+from coordinator.service.journal_lines import records_of
 from protocol.base.errors import ProtocolError, RemoteProtocolError
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
@@ -47,7 +46,7 @@ class PureCoordinator:
     def _begin(self) -> None:
         self.run = Run("r", self._spec, 1, 1)
         self.runs += 1
-        self._keeper: ReplicaKeeper | None = None
+        self._keeper: CoordinatorReplica | None = None
         self._digests: dict[int, str] = {}
         self._tail: list[Encoded] = []
         self._following = False
@@ -65,8 +64,8 @@ class PureCoordinator:
         self._told = bytearray()
         self.open, self._following = True, False
         if self.run.phase is RunPhase.HALTED:
-            self._do(lambda: self.run.end_halt(skip_step=False))
-        self._do(lambda: self.run.invite("m"))
+            self._step(inputs.ContinueRun())
+        self._step(inputs.WorkerAvailable("m"))
         return self._take()
 
     def feed(self, data: bytes) -> bytes:
@@ -91,7 +90,7 @@ class PureCoordinator:
 
     def _lose(self, reason: str) -> None:
         self.open = False
-        self._do(lambda: self.run.lost("m", reason))
+        self._step(inputs.WorkerGone("m", reason))
 
     def _take(self) -> bytes:
         told = bytes(self._told)
@@ -110,12 +109,12 @@ class PureCoordinator:
             body = None
             if raw is not None:
                 body = raw.tobytes() if message.body == "document" else raw.view("<f4")
-            self._do(lambda: self.run.receive("m", message, body))
+            self._step(inputs.WorkerMessage("m", message, body))
             if isinstance(message, Ready) and self.run.manifest is not None:
                 self._connection.blocks = self.run.manifest.blocks
 
-    def _do(self, event: Callable[[], Sequence[act.Action]]) -> None:
-        actions = event()
+    def _step(self, input_: inputs.Input) -> None:
+        actions = self.run.step(input_)
         records_of(actions, self.run)
         for action in actions:
             self._do_one(action)
@@ -127,24 +126,25 @@ class PureCoordinator:
                 self._tell(encode(action.message, action.body))
             case act.Broadcast():
                 self._broadcast(action.message, encode(action.message, action.body))
-            case act.Follow():
+            case act.Subscribe():
                 self._follow(action.step)
             case act.Seed() | act.Replay():
                 self._seed()
-                self._do(lambda: run.replayed("m"))
-            case act.Adopt():
-                self._keeper = ReplicaKeeper(action.manifest, run.spec)
+                self._step(inputs.WorkerCaughtUp("m"))
+            case act.AdoptManifest():
+                self._keeper = CoordinatorReplica(action.manifest, run.spec)
             case act.FillReplica():
                 assert self._keeper is not None
                 self._keeper.fill(action.message, action.values)
             case act.DigestReplica():
                 assert self._keeper is not None
-                self._digests[0] = self._keeper._digests().state_digest
-                self._do(lambda: run.replica_loaded(action.upload, self._digests[0]))
+                self._digests[0] = self._keeper._replica.state_digest()
+                initial_digest = self._keeper._replica.initial_digest()
+                self._step(inputs.ReplicaLoaded(action.upload, initial_digest, self._digests[0]))
             case act.Persist():
-                self._do(lambda: run.durable(action.record.commit.step))
+                self._step(inputs.CommitDurable(action.record.commit.step))
             case act.MakeCheckpoint():
-                self._do(lambda: run.checkpointed(action.step))
+                self._step(inputs.CheckpointDurable(action.step))
             case act.ApplyStep():
                 self._apply(action)
             case act.Dismiss():
@@ -161,7 +161,7 @@ class PureCoordinator:
             replica.apply(action.averages, action.scalars)
         self._digests[replica.step] = replica.state_digest()
         self._tail.clear()
-        self._do(lambda: self.run.replica_applied(replica.step, self._digests[replica.step]))
+        self._step(inputs.ReplicaApplied(replica.step, self._digests[replica.step]))
 
     def _tell(self, encoded: Encoded) -> None:
         if self.open:

@@ -12,11 +12,11 @@ from protocol.exact.replica import Replica
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Phase, encode
 from protocol.wire.messages import Welcome
+from tests.exchanging_session import ExchangingSession
 from tests.fuzz.handshakes import connection
 from tests.message_samples import EXAMPLES, flat
 from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.session import WorkerSession
 
 
 class PureWorker:
@@ -38,7 +38,7 @@ class PureWorker:
         self._connection = connection("worker", Phase.OPEN)
         self._connection.blocks = None
         self._replica = Replica(built.manifest.blocks, spec.optimizer)
-        self._session = WorkerSession()
+        self._session = ExchangingSession()
         self._said = bytearray()
         welcome = EXAMPLES[Welcome]
         assert isinstance(welcome, Welcome)
@@ -96,21 +96,22 @@ class PureWorker:
         return [
             events.Built(
                 run_id=action.run_id, manifest=built.manifest, initial_digest=built.initial_digest,
-                step=built.step, state_digest=built.state_digest, signature=built.signature,
-                signature_text=built.signature_text, backend=built.backend, device=built.device,
+                step=built.step, state_digest=built.state_digest,
+                numerics_profile=built.numerics_profile, numerics_text=built.numerics_text,
+                backend=built.backend, device=built.device,
             )
         ]  # fmt: skip
 
     def _compute(self, action: act.Compute) -> list[events.Event]:
-        weight = float(action.node.leaves)
+        weight = float(action.subtree.leaves)
         blocks = [*enumerate(self._built.manifest.blocks)]
         sums: list[events.Event] = [
             events.BlockSum(
-                action.place, action.node, number, np.zeros(block.elements, np.float32), weight
+                action.step_id, action.subtree, number, np.zeros(block.elements, np.float32), weight
             )
             for number, block in reversed(blocks)
         ]
-        return [*sums, events.NodeDone(action.place, action.node, Loss(1.0, weight), 1.0)]
+        return [*sums, events.SubtreeDone(action.step_id, action.subtree, Loss(1.0, weight), 1.0)]
 
     def _apply(self, action: act.Apply) -> list[events.Event]:
         if action.scalars is None:

@@ -16,7 +16,7 @@ import pytest
 from protocol.base import limits
 from protocol.base.errors import FrameError, RemoteProtocolError
 from protocol.wire.connection import Connection, Phase
-from tests.fuzz.handshakes import PHASES, ROLES, connection, legal_frames
+from tests.fuzz.handshakes import PLACES, connection, legal_frames
 from tests.fuzz.mutations import MUTATIONS
 from tests.message_samples import EXAMPLES, frame
 from tests.resident_memory import MIB, measured_growth
@@ -28,10 +28,10 @@ PIECES = (1, 3, 18, 100, *[70_000] * 12)
 
 both_sides_and_every_phase = pytest.mark.parametrize(
     ("role", "phase"),
-    [(role, phase) for role in ROLES for phase in PHASES],
+    PLACES,
     ids=lambda each: each if isinstance(each, str) else each.value,
 )
-WAYS = len(ROLES) * len(PHASES) * len(MUTATIONS)
+WAYS = len(PLACES) * len(MUTATIONS)
 
 
 def read(reader: Connection, data: bytes, rng: random.Random) -> int:
@@ -86,6 +86,8 @@ def test_broken_frames(role, phase, frames):
     with measured_growth() as growth:
         survivors = campaign(role, phase, frames // WAYS)
     assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
+    if len(legal_frames(role, phase)) == 1:
+        return  # a second one is not legal, and ends what came with it
     # Some must pass, or the changes test no more than the gates.
     assert survivors["noise"] < survivors["sealed"]
     assert survivors["refilled"] > 0

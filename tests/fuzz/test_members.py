@@ -16,6 +16,7 @@ from collections.abc import Callable
 import pytest
 import structlog
 
+from coordinator.run.inputs import ContinueRun
 from coordinator.run.run import RunPhase
 from protocol.base.errors import MessageError
 from protocol.spec.manifest import Manifest
@@ -31,6 +32,7 @@ from tests.fuzz.pure_coordinator import PureCoordinator
 from tests.live_service import LiveService, Scripted, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, flat, frame
 from tests.resident_memory import MIB, measured_growth
+from worker.logic import actions as act
 from worker.logic.events import Built, Event
 from worker.shell.engine import Engine
 
@@ -57,7 +59,7 @@ async def build() -> Built:
         loop.call_soon_threadsafe(done.set_result, event)
 
     engine = Engine(Scripted(), emit)
-    engine.build("r", SPEC)
+    engine.do(act.Build("r", SPEC, keep=False))
     made = await done
     await loop.run_in_executor(None, engine.close)
     assert isinstance(made, Built)
@@ -222,8 +224,7 @@ async def go_on(live: LiveService) -> None:
     if service.current is None:
         service.submit(SPEC)
     elif service.current.run.phase is RunPhase.HALTED:
-        run = service.current.run
-        service.current.command("continue", lambda: run.end_halt(skip_step=False))
+        service.current.command(ContinueRun())
 
 
 @pytest.mark.usefixtures("_quick_and_quiet")
@@ -247,4 +248,4 @@ async def test_a_service_outlives_members_that_break_what_they_say(tmp_path, con
                     raise AssertionError(f"seed {seed}") from error
         assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
         assert len(live.every("run_ended")) > 1
-        assert not live.service._joining
+        assert not live.service._pending

@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep import fitting, own_coordinator
+from samestep import coordinator_subprocess, fitting
 from tests.processes import forked_popen
 
 
 @pytest.fixture(autouse=True)
 def _forked_coordinators(monkeypatch):
     ours = SimpleNamespace(**{**vars(subprocess), "Popen": forked_popen})
-    monkeypatch.setattr(own_coordinator, "subprocess", ours)
+    monkeypatch.setattr(coordinator_subprocess, "subprocess", ours)
 
 
 @pytest.fixture(autouse=True)
 def _any_port(monkeypatch):
     """Tests beside each other take none of each other's, also where a process listens again."""
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
-    monkeypatch.setattr(fitting, "_LISTENED", [])
+    monkeypatch.setattr(fitting, "_BOUND_TO", [])

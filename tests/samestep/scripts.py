@@ -79,7 +79,7 @@ class RunningScript:
         """Likewise, and it waits in this step."""
         hold = Hold()
         process = start(
-            "tests.held_worker", str(step), str(hold.port), "--coordinator", self.address,
+            "tests.paused_worker", str(step), str(hold.port), "--coordinator", self.address,
             "--name", name, str(self.script),
             cwd=self.script.parent,
         )  # fmt: skip

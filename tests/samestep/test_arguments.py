@@ -17,12 +17,20 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
-from protocol.base.errors import SamestepError, error_for
+from protocol.base.errors import SamestepError, Unreachable
+from samestep import fitting
 from samestep.arguments import Arguments
-from samestep.fitted import FittedTask
-from samestep.fitting import _until_over, _with_our_way_on
-from samestep.own_coordinator import CoordinatorEnded, Happened, Line, OwnCoordinator
+from samestep.coordinator_subprocess import (
+    CoordinatorEnded,
+    CoordinatorSubprocess,
+    EventQueue,
+    Interrupted,
+    Line,
+)
+from samestep.fitting import _until_over
+from samestep.worker_thread import WorkerEnded
 from tests.samestep.specs import SPEC
+from worker.scripts.script_task import ScriptTask
 
 X = torch.linspace(-1, 1, 8)[:, None]
 DATA = TensorDataset(X, 2 * X)
@@ -71,8 +79,8 @@ def task(**other):
         ({"evaluate_every": -1}, "evaluate_every: expected a number of at least 0, got -1"),
         ({"precision": "fp16"}, "precision: expected float32, bfloat16 or float16, got 'fp16'$"),
         ({"precision": torch.bfloat16}, "precision: .* got torch.bfloat16"),
-        ({"device": "tpu"}, "device: expected a backend out of auto, .* got 'tpu'"),
-        ({"device": "cuda0-3"}, "device: expected one device, .* got 'cuda0-3'"),
+        ({"device": "tpu"}, "device: expected a backend, one of auto, .* got 'tpu'"),
+        ({"device": "cuda0-3"}, "device: expected one device for this process, got 'cuda0-3'"),
         ({"device": ""}, "device: .* got ''"),
         ({"device": "cuda99"}, "backend 'cuda' is not usable here"),
         ({"directory": ""}, "directory: expected a path, got ''"),
@@ -83,15 +91,15 @@ def task(**other):
         ({"settings": [1]}, r"settings: expected keys and values, got \[1\]"),
         ({"options": "a"}, "options: expected keys and values, got 'a'"),
         ({"options": {"a": 1}}, r"options: .* takes none: write def build\(options\)"),
-        ({"resume": True}, "resume: expected the directory of the run to go on with, got none"),
+        ({"resume": True}, "resume: expected the directory of the run to resume, got none"),
         ({"resume": True, "directory": "typo"}, "resume: .* in 'typo', found no such directory"),
-        ({"control": "127.0.0.1:1", "workers": 2}, "workers, directory and resume are for"),
-        ({"control": "127.0.0.1:1", "directory": "x"}, "workers, directory and resume are for"),
-        ({"settings": {"epochs": 2}}, "'epochs': fit has that as an argument"),
-        ({"settings": {"lora": {"r": 4}}}, "settings: a script has no use for 'lora'"),
-        ({"settings": {"model": {"source": "x"}}}, "settings: a script has no use for 'model'"),
-        ({"settings": {"capture": {"top_k": 3}}}, "settings: a script has no use for 'capture'"),
-        ({"settings": {"init_from": "x"}}, "settings: a script has no use for 'init_from'"),
+        ({"control": "127.0.0.1:1", "workers": 2}, "expected none of them with control"),
+        ({"control": "127.0.0.1:1", "directory": "x"}, "expected none of them with control"),
+        ({"settings": {"epochs": 2}}, "'epochs': use the argument of fit"),
+        ({"settings": {"lora": {"r": 4}}}, "keys that apply to a script, got 'lora'"),
+        ({"settings": {"model": {"source": "x"}}}, "keys that apply to a script, got 'model'"),
+        ({"settings": {"capture": {"top_k": 3}}}, "keys that apply to a script, got 'capture'"),
+        ({"settings": {"init_from": "x"}}, "keys that apply to a script, got 'init_from'"),
     ],
 )  # fmt: skip
 def test_is_refused_in_one_line_that_names_it(given, told, tmp_path):
@@ -146,22 +154,22 @@ def no_number(*_):
 )
 def test_a_metric_is_tried_on_the_first_batch(metric, told):
     with pytest.raises(SamestepError, match=told):
-        FittedTask(task(held_out=DATA, metrics={"near": metric}), SPEC, {})
+        ScriptTask(task(held_out=DATA, metrics={"near": metric}), SPEC, {})
 
 
 def test_more_metrics_than_an_evaluation_has_sums_are_refused():
     many = {f"figure {n}": lambda *_: 1.0 for n in range(12)}
     with pytest.raises(SamestepError, match="expected at most 11 metrics, got 12"):
-        FittedTask(task(held_out=DATA, metrics=many), SPEC, {})
+        ScriptTask(task(held_out=DATA, metrics=many), SPEC, {})
     del many["figure 11"]
-    FittedTask(task(held_out=DATA, metrics=many), SPEC, {})
+    ScriptTask(task(held_out=DATA, metrics=many), SPEC, {})
 
 
 def test_a_metric_without_data_and_one_that_fails_later_are_named():
     with pytest.raises(SamestepError, match="the metric 'near' has nothing to measure"):
-        FittedTask(task(metrics={"near": no_number}), SPEC, {})
+        ScriptTask(task(metrics={"near": no_number}), SPEC, {})
     calls = itertools.count()
-    later = FittedTask(
+    later = ScriptTask(
         task(held_out=DATA, metrics={"near": lambda *_: [1.0][next(calls)]}), SPEC, {}
     )
     arrays = {n: torch.tensor(a) for n, a in later.evaluation_batch(1).arrays.items()}
@@ -172,7 +180,7 @@ def test_a_metric_without_data_and_one_that_fails_later_are_named():
 
 @pytest.mark.parametrize("pair", [(1, 0), (0, 0)])
 def test_a_pair_over_zero_is_no_figure(pair):
-    fitted = FittedTask(task(held_out=DATA, metrics={"near": lambda *_: pair}), SPEC, {})
+    fitted = ScriptTask(task(held_out=DATA, metrics={"near": lambda *_: pair}), SPEC, {})
     arrays = {n: torch.tensor(a) for n, a in fitted.evaluation_batch(0).arrays.items()}
     with torch.no_grad():
         sums = dict(fitted._evaluate(fitted.user.module, arrays))
@@ -184,66 +192,75 @@ def test_a_pair_over_zero_is_no_figure(pair):
 def test_a_worker_refuses_a_precision_that_a_coordinator_says():
     spec = SPEC.model_copy(update={"options": {"precision": "float64"}})
     with pytest.raises(SamestepError, match="precision: expected float32, bfloat16 or float16"):
-        FittedTask(task(), spec, {})
+        ScriptTask(task(), spec, {})
 
 
 class Ended:
-    """A coordinator that has said something and ended, and a worker that it did without."""
+    """A coordinator that has said something and ended, or hangs, and a worker that did without."""
 
     over = ""
 
-    def __init__(self, lines, code=1):
-        self.happened: Happened = queue.SimpleQueue()
-        self.last = ""
-        for line in lines:
-            self.happened.put(line)
-            self.last = line.text.removeprefix("coordinator: ") if line.fault else self.last
-        self.happened.put(CoordinatorEnded(code))
+    def __init__(self, lines, end=None):
+        self.happened: EventQueue = queue.SimpleQueue()
+        for event in (*lines, *([] if end is None else [end])):
+            self.happened.put(event)
+        self.asked = 0
+        self.ended = None
 
-    def error(self, code):
-        return error_for(code, self.last)
+    def drain(self):
+        self.asked += 1
+
+    def kill(self):
+        self.happened.put(CoordinatorEnded(-9, "it was ended by SIGKILL"))
 
     def until_over(self, directory, *, alone=True):
         both: Any = self
-        _until_over(both, both, self.happened, directory, alone=alone, resumed=False)
+        _until_over(both, both, self.happened, directory, print, alone=alone, resumed=False)
 
 
-UNFIT = Line("worker a cannot take part: no rule for 'sort'", fault=False)
-LAST = Line("coordinator: worker 'a': no rule for 'sort'", fault=True)
-READY = Line("worker b ready on cpu", fault=False)
+UNFIT = Line("worker a cannot take part: no rule for 'sort'", unfit="no rule for 'sort'")
+FAILED = CoordinatorEnded(1, "worker 'a': no rule for 'sort'")
+READY = Line("worker b ready on cpu")
 
 
 def test_what_is_raised_is_not_said_as_well(tmp_path, capsys):
-    for lines in ([UNFIT, LAST], [LAST, UNFIT], [LAST]):
+    for lines in ([UNFIT], []):
         with pytest.raises(SamestepError, match=r"^worker 'a': no rule for 'sort'$"):
-            Ended(lines).until_over(tmp_path)
+            Ended(lines, FAILED).until_over(tmp_path)
         assert capsys.readouterr() == ("", "")
 
 
 def test_a_worker_that_is_not_fit_is_told_of_where_the_run_goes_on_or_others_wait(tmp_path, capsys):
-    Ended([UNFIT, READY], 0).until_over(tmp_path)
+    Ended([UNFIT, READY], CoordinatorEnded(0)).until_over(tmp_path)
     assert capsys.readouterr() == (f"{UNFIT.text}\n{READY.text}\n", "")
-    Ended([UNFIT], 0).until_over(tmp_path)
+    Ended([UNFIT], CoordinatorEnded(0)).until_over(tmp_path)
     assert capsys.readouterr() == (f"{UNFIT.text}\n", "")
     with pytest.raises(SamestepError):
-        Ended([UNFIT, LAST]).until_over(tmp_path, alone=False)
+        Ended([UNFIT], FAILED).until_over(tmp_path, alone=False)
     assert capsys.readouterr() == (f"{UNFIT.text}\n", "")
 
 
-def test_what_is_raised_names_the_way_on_of_the_script(tmp_path):
-    last = Line("coordinator: lost; go on with it: coordinator --resume --out r", fault=True)
-    with pytest.raises(SamestepError) as raised:
-        Ended([last]).until_over(tmp_path)
+def test_the_way_on_is_that_of_the_script(tmp_path, capsys):
     way = f"fit(..., directory={str(tmp_path)!r}, resume=True)"
-    assert str(raised.value) == f"lost; go on with it: {way}"
+    with pytest.raises(SamestepError) as raised:
+        Ended([], CoordinatorEnded(1, "lost", is_resumable=True)).until_over(tmp_path)
+    assert str(raised.value) == f"lost; resume it: {way}"
+    Ended([], CoordinatorEnded(0, is_resumable=True)).until_over(tmp_path)
+    assert capsys.readouterr().out == f"resume it: {way}\n"
 
 
-def test_the_way_on_is_that_of_the_script(tmp_path):
-    said = "drained: a worker left; go on with it: coordinator --resume --out r --bind 1.2.3.4:5"
-    line = _with_our_way_on(Line(said, fault=False), tmp_path)
-    assert line.text == (
-        f"drained: a worker left; go on with it: fit(..., directory={str(tmp_path)!r}, resume=True)"
-    )
+def test_a_coordinator_that_does_not_answer_is_waited_for_no_longer_than_stated(
+    tmp_path, monkeypatch
+):
+    """It is asked to end twice, then made to, whoever else takes part."""
+    monkeypatch.setattr(fitting, "_END_TIMEOUT_S", 0.05)
+    for alone in (True, False):
+        hangs = Ended([WorkerEnded(Unreachable("no coordinator answers"))])
+        with pytest.raises(Unreachable, match="no coordinator answers"):
+            hangs.until_over(tmp_path, alone=alone)
+        assert hangs.asked == 2
+    with pytest.raises(KeyboardInterrupt):
+        Ended([Interrupted(), Interrupted()]).until_over(tmp_path)
 
 
 @pytest.mark.parametrize("where", ["build", "start"])
@@ -260,7 +277,7 @@ def test_an_interrupt_before_the_start_is_one_line_and_leaves_nothing(
     if begun_as == "a script":
         main.__file__ = __file__
     monkeypatch.setitem(sys.modules, "__main__", main)
-    monkeypatch.setattr(OwnCoordinator, "listening", interrupt)
+    monkeypatch.setattr(CoordinatorSubprocess, "listening", interrupt)
     with pytest.raises(BaseException) as ended:  # noqa: PT011 -- which it is comes below
         samestep.fit(build, steps=1, batch=4, device="cpu")
     if begun_as == "a script":
@@ -268,5 +285,5 @@ def test_an_interrupt_before_the_start_is_one_line_and_leaves_nothing(
         assert ended.value.code == 130
     else:  # its other cells are to go on
         assert ended.type is KeyboardInterrupt
-    assert capsys.readouterr().err == "samestep: interrupted; nothing of this fit goes on\n"
+    assert capsys.readouterr().err == "samestep: interrupted; this fit has ended\n"
     assert not list(Path("runs").glob("*"))

@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from protocol.base.errors import ExitCode, Mismatch, SamestepError, Unreachable, UsageError
-from samestep import fitting, own_coordinator
+from samestep import coordinator_subprocess, fitting
+from samestep.coordinator_subprocess import default_bind, show
 from samestep.fitting import new_directory
-from samestep.own_coordinator import show, usual_bind
 from tests.cluster import Cluster
 from tests.processes import PATIENCE_S
 
@@ -76,14 +76,14 @@ def test_the_usual_port_that_another_takes_meanwhile_is_given_up_for_a_free_one(
     monkeypatch.delenv("SAMESTEP_BIND")
     with socket.create_server(("127.0.0.1", 0)) as other:
         usual = other.getsockname()
-        monkeypatch.setattr(own_coordinator, "_USUAL", usual)
+        monkeypatch.setattr(coordinator_subprocess, "_DEFAULT_ADDRESS", usual)
         answers = [f"127.0.0.1:{usual[1]}"]
         monkeypatch.setattr(
-            fitting, "usual_bind", lambda: answers.pop() if answers else usual_bind()
+            fitting, "default_bind", lambda: answers.pop() if answers else default_bind()
         )
         result = samestep.fit(line, steps=1, **FEW)
     assert result.outcome == "finished"
-    assert not fitting._LISTENED[0].endswith(f":{usual[1]}")
+    assert not fitting._BOUND_TO[0].endswith(f":{usual[1]}")
 
 
 def test_a_module_given_back_has_its_frozen_weights_and_can_be_trained_again():
@@ -107,7 +107,7 @@ def test_a_run_that_has_finished_is_given_again(capsys):
     assert again.history == first.history
     assert again.module is not first.module
     assert values_of(again.module) == values_of(first.module)
-    assert capsys.readouterr().out == "the run in 'done' has finished; nothing is to be done\n"
+    assert capsys.readouterr().out == "the run in 'done' has finished; nothing left to do\n"
 
 
 def values_of(module):
@@ -125,7 +125,7 @@ def values_of(module):
 def test_a_run_that_was_begun_otherwise_is_refused_by_what_differs(now, told, of_an_older_default):
     given = {"steps": 20, **FEW, "directory": of_an_older_default, **now}
     with pytest.raises(
-        Mismatch, match=rf"^resume: .*'older'.* another {told}; give what"
+        Mismatch, match=rf"^resume: .*'older'.* another {told}; use the same"
     ) as caught:
         samestep.fit(line, **given, resume=True)
     assert "--" not in str(caught.value)
@@ -134,7 +134,9 @@ def test_a_run_that_was_begun_otherwise_is_refused_by_what_differs(now, told, of
 def test_a_run_is_not_recommended_to_whoever_has_other_data(of_an_older_default, capsys):
     other = partial(line, train=TensorDataset(X, 3 * X))
     capsys.readouterr()
-    with pytest.raises(Mismatch, match="'older' goes on with what it was begun with: give that"):
+    with pytest.raises(
+        Mismatch, match="'older' can only be resumed with what it was started with: use that"
+    ):
         samestep.fit(other, steps=20, directory=of_an_older_default, resume=True, **FEW)
     said = capsys.readouterr()
     assert "after 2 steps" in said.out + said.err
@@ -178,7 +180,7 @@ def test_a_directory_that_cannot_be_one_is_refused_in_a_scripts_words(directory,
 
 
 def test_no_coordinator_where_one_is_to_serve_is_told_in_a_scripts_words():
-    with pytest.raises(Unreachable, match=r'say where it is with control="HOST:PORT"$'):
+    with pytest.raises(Unreachable, match=r'name its address with control="HOST:PORT"$'):
         samestep.fit(line, steps=3, control="127.0.0.1:1", **FEW)
 
 
@@ -239,7 +241,7 @@ def test_an_interrupt_before_the_first_step_ends_the_script_and_leaves_nothing(
     with pytest.raises(SystemExit) as ended:
         samestep.fit(lambda: line(loss=loss), steps=20, **FEW)
     assert ended.value.code == ExitCode.INTERRUPTED
-    assert "nothing of this fit goes on" in capsys.readouterr().err
+    assert "this fit has ended" in capsys.readouterr().err
     assert not [*Path("runs").iterdir()]
 
 
@@ -251,7 +253,7 @@ def test_a_halt_ends_the_call_and_the_run_goes_on_once_that_is_mended():
     with pytest.raises(SamestepError, match=r"halted: .*non-finite.*resume=True") as caught:
         samestep.fit(lambda: line(loss=once_not_finite), steps=20, name="nan", **FEW)
     assert "directory='runs/nan-1'" in str(caught.value)
-    assert "with another script, other data or arguments begin in another" in str(caught.value)
+    assert "if script, data or arguments did, change them and start in another" in str(caught.value)
     rest = samestep.fit(line, steps=20, directory="runs/nan-1", resume=True, name="nan", **FEW)
     assert (rest.outcome, rest.digest) == ("finished", whole.digest)
 
@@ -275,7 +277,7 @@ def test_float16_scales_its_losses_and_takes_a_step_that_overflows_again(capsys)
         for precision in ("float32", "float16")
     )
     said = capsys.readouterr().out
-    assert "step 0: overflow in float16; again with scale 32768" in said
+    assert "step 0: overflow in float16; repeated with loss scale 32768" in said
     for mine, exact in zip(half.history, wide.history, strict=True):
         assert mine["loss"] == pytest.approx(exact["loss"], rel=1e-2)
     assert half.digest != wide.digest

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from protocol.exact.samples import SampleOrder
-from protocol.spec.run_spec import BatchSpec
+from protocol.spec.sections.tasks import BatchSpec
 from tests.samestep.test_hf_trainer import CONFIG, TEXTS, _Epochs, losses
 
 SET = {

@@ -12,13 +12,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerState, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
 
 import samestep.hf
 from protocol.base.errors import SamestepError
 from protocol.exact.samples import SampleOrder
-from protocol.spec.run_spec import BatchSpec
-from samestep.hf.arguments import HARMLESS, HONOURED, REFUSED, refuse_what_is_not_had
+from protocol.spec.sections.tasks import BatchSpec
+from samestep.hf.arguments import HARMLESS, HONORED, REFUSED, check_arguments
+from samestep.hf.callbacks import CallbackLoop
 from samestep.hf.training import _task
 from tests.cluster import Cluster
 
@@ -151,13 +156,34 @@ def test_the_log_is_that_of_the_stock_trainer(tmp_path, ours, how):
         ours = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
     else:
         ours = copy(ours)
-        arguments = TrainingArguments(output_dir=str(tmp_path), **{**SET, **how})
-        ours.args, ours.state = arguments, TrainerState()
-        ours._take_over(ours.fitted, 0.0)
+        ours.args = TrainingArguments(output_dir=str(tmp_path), **{**SET, **how})
+        loop = CallbackLoop(ours, len(TEXTS))
+        with loop.watching():
+            for row in ours.fitted.history:
+                loop.take(row)
+            loop.end(ours.fitted)
     there, here = log_of(stock), log_of(ours)
     assert [list(row) for row in here] == [list(row) for row in there]
     for row, expected in zip(here, there, strict=True):
         assert row == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("polynomial", {"power": 2.0}),
+        ("cosine_with_restarts", {"num_cycles": 2}),
+        ("cosine_with_min_lr", {"min_lr": 1e-3}),
+    ],
+)
+def test_other_schedules_give_the_losses_of_the_stock_trainer(tmp_path, schedule, options):
+    how = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "num_train_epochs": 1}
+    stock = trained(InOurOrder, tmp_path / "stock", **how)
+    found = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
+    assert losses(found) == pytest.approx(losses(stock), rel=1e-5)
+    rates = [[row["learning_rate"] for row in t.state.log_history if "loss" in row]
+             for t in (stock, found)]  # fmt: skip
+    assert rates[0] == pytest.approx(rates[1], rel=1e-6)
 
 
 def test_a_trainer_gives_its_run_to_a_coordinator_that_serves(tmp_path, monkeypatch):
@@ -169,7 +195,7 @@ def test_a_trainer_gives_its_run_to_a_coordinator_that_serves(tmp_path, monkeypa
 
 
 def test_every_argument_is_in_one_list():
-    lists = (HONOURED, HARMLESS, REFUSED)
+    lists = (HONORED, HARMLESS, REFUSED)
     for field in dataclasses.fields(TrainingArguments):
         assert sum(field.name in each for each in lists) == 1, field.name
 
@@ -181,24 +207,25 @@ def test_what_is_refused_is_refused_where_it_is_set(tmp_path, name):
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none")
     setattr(arguments, name, "set")
     with pytest.raises(SamestepError, match=rf"TrainingArguments\.{name}='set' cannot be hono"):
-        refuse_what_is_not_had(arguments)
+        check_arguments(arguments)
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"torch_compile": True}, "torch_compile=True cannot be honoured: leave it out"),
-        ({"dataloader_drop_last": True}, "dataloader_drop_last=True cannot be honoured"),
-        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 cannot be honoured"),
-        ({"load_best_model_at_end": True, "save_strategy": "no"}, "load_best_model_at_end=True"),
-        ({"lr_scheduler_type": "polynomial"}, "write one of linear, cosine"),
+        ({"torch_compile": True}, "torch_compile=True cannot be honored: leave it out"),
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 cannot be honored"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "write one of linear, cosine"),
+        (
+            {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 3}},
+            "'timescale' cannot be honored",
+        ),
         ({"optim": "adafactor"}, "write one of adamw_torch"),
-        ({"per_device_train_batch_size": 0}, "train_batch_size=0 cannot be honoured: write 1"),
-        ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0 cannot be honoured"),
-        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "write no, steps or epoch"),
+        ({"per_device_train_batch_size": 0}, "train_batch_size=0 cannot be honored: write 1"),
+        ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0 cannot be honored"),
     ],
 )
-def test_what_cannot_be_honoured_is_named(tmp_path, arguments, named):
+def test_what_cannot_be_honored_is_named(tmp_path, arguments, named):
     with pytest.raises(SamestepError, match=named):
         trained(samestep.hf.Trainer, tmp_path, **arguments)
 
@@ -208,9 +235,9 @@ def test_an_argument_that_a_newer_release_has_is_refused_where_it_is_set(tmp_pat
     class Newer(TrainingArguments):
         gradient_noise: float = 0.0
 
-    refuse_what_is_not_had(Newer(output_dir=str(tmp_path)))
+    check_arguments(Newer(output_dir=str(tmp_path)))
     with pytest.raises(SamestepError, match=r"gradient_noise=0\.5 .*does not know it"):
-        refuse_what_is_not_had(Newer(output_dir=str(tmp_path), gradient_noise=0.5))
+        check_arguments(Newer(output_dir=str(tmp_path), gradient_noise=0.5))
 
 
 class OwnStep(samestep.hf.Trainer):
@@ -234,11 +261,11 @@ class OwnEvaluation(samestep.hf.Trainer):
 
 def test_a_loop_of_ones_own_is_named(tmp_path):
     for kind, named in ((OwnStep, "OwnStep.training_step"), (Mixed, "OwnInputs._prepare_inputs")):
-        with pytest.raises(SamestepError, match=rf"{re.escape(named)} cannot be honoured"):
+        with pytest.raises(SamestepError, match=rf"{re.escape(named)} cannot be honored"):
             made(kind, tmp_path).train()
     patched = made(samestep.hf.Trainer, tmp_path)
     patched.get_train_dataloader = list
-    with pytest.raises(SamestepError, match=r"Trainer\.get_train_dataloader cannot be honoured"):
+    with pytest.raises(SamestepError, match=r"Trainer\.get_train_dataloader cannot be honored"):
         patched.train()
     trainer = made(OwnEvaluation, tmp_path)
     trainer.args.eval_strategy = "epoch"
@@ -295,5 +322,5 @@ def test_data_without_a_length_is_refused_in_one_line(tmp_path, data):
 def test_an_optimizer_of_ones_own_is_named(tmp_path):
     trainer = made(samestep.hf.Trainer, tmp_path)
     trainer.optimizer_cls_and_kwargs = (torch.optim.Adagrad, {"lr": 1.0})
-    with pytest.raises(SamestepError, match="an optimizer or scheduler of one's own cannot be"):
+    with pytest.raises(SamestepError, match="a custom optimizer or scheduler cannot be"):
         trainer.train()

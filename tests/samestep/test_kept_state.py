@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import parse_run_spec
-from samestep.fitted import FittedTask
+from worker.scripts.script_task import ScriptTask
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 DATA = TensorDataset(X, X.sum(1))
@@ -120,17 +120,6 @@ def endless():
         number += 1
 
 
-class Collator:
-    __slots__ = ("drawn",)
-
-    def __init__(self):
-        self.drawn = random.Random(0)
-
-    def __call__(self, items):
-        self.drawn.random()
-        return torch.utils.data.default_collate(items)
-
-
 class Counting:
     """A data set whose counter acts late."""
 
@@ -183,8 +172,6 @@ def weight_that_draws():
         (lambda: task(loss=counts_on_itself), r"got (loss|the global counts_on_itself)\.calls,"),
         (lambda: task(loss=counts_in_a_closure()), r"got loss\.calls\[0\],"),
         (lambda: task(loss=functools.partial(passes_on, itertools.count())), r"got loss\[0\],"),
-        (lambda: task(collate=Collator()), r"got collate\.drawn,"),
-        (lambda: task(collate=Collator().__call__), r"got collate\.drawn,"),
         (lambda: task(train=Counting()), r"got train\.n,"),
         (lambda: task(weight=weight_that_draws()), r"got weight\.generator,"),
     ],
@@ -192,7 +179,7 @@ def weight_that_draws():
 )  # fmt: skip
 def test_a_counter_or_a_generator_is_refused_by_its_name(build, named):
     with pytest.raises(DataError, match=named) as raised:
-        FittedTask(build(), SPEC, {})
+        ScriptTask(build(), SPEC, {})
     assert "\n" not in str(raised.value)
 
 
@@ -285,4 +272,4 @@ def llama():
     ids=map(str, itertools.count()),
 )
 def test_a_cache_and_what_is_seeded_pass(build):
-    assert FittedTask(build(), SPEC, {}).manifest.train_samples == 8
+    assert ScriptTask(build(), SPEC, {}).manifest.train_samples == 8

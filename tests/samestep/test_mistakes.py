@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import samestep
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import parse_run_spec
-from samestep.fitted import FittedTask
 from samestep.fitting import new_directory
+from worker.scripts.script_task import ScriptTask
 
 X = torch.linspace(-1, 1, 8)[:, None]
 DATA = TensorDataset(X, 2 * X)
@@ -47,14 +47,9 @@ def contrastive(module, batch):
     return -torch.log_softmax(y @ y.T, 1).diagonal().sum()
 
 
-def stateful():
-    generator = torch.Generator()
-
-    def collate(items):
-        x = torch.stack([item[0] for item in items])
-        return [x + torch.rand(x.shape, generator=generator), x]
-
-    return collate
+def unrepeatable(items):
+    x = torch.stack([item[0] for item in items])
+    return [x + float(np.random.default_rng().random()), x]
 
 
 def unfinished():
@@ -236,8 +231,8 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (task(loss=None), {}, "got none: write loss=lambda module, batch"),
         (task(module=BATCH_NORM), {}, "running statistics.*use LayerNorm or GroupNorm"),
         (task(module=ACROSS), {}, "sample 0 alone raised.*is there a layer across the batch"),
-        (task(module=SCRIPTED), {}, r"got one that torch\.jit\.script has compiled as '1': give"),
-        (task(module=SCRIPTED[1]), {}, r"torch\.jit\.script has compiled: give the nn\.Module"),
+        (task(module=SCRIPTED), {}, r"one compiled by torch\.jit\.script as '1'; pass"),
+        (task(module=SCRIPTED[1]), {}, r"torch\.jit\.script; pass the nn\.Module"),
         (task(module=nn.Linear(1, 1, device="meta")), {}, r"on the CPU.*leave out \.to"),
         (task(module=nn.Linear(1, 1).bfloat16()), {}, r"float32.*write module\.float\(\)"),
         (task(module=Frozen()), {}, "no trainable tensor: leave some"),
@@ -246,21 +241,21 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (task(train=DataLoader(DATA)), {}, "got a DataLoader: give its dataset"),
         (task(train=(X, X)), {}, r"write torch\.utils\.data\.TensorDataset\(x, y\)"),
         (task(train=[]), {}, "expected samples as train, got an empty list"),
-        (task(collate=stateful()), {}, "another batch for the same samples.*parameter seed"),
+        (task(collate=unrepeatable), {}, "same batch from samples 0, 1 at each read.*draw from"),
         (task(collate=lambda _: {"text": "a"}), {}, "'text' of type str: leave it out"),
         (lambda: nn.Linear(1, 1), {}, r"got Linear: write return samestep\.Task"),
         (task()(), {}, r"got UserTask: write def build\(\)"),
         (unfinished, {}, "build raised KeyError: 'weights'"),
-        (lambda: nn.Linear(2**22, 2**23), {}, "than can be had: 131072.00 GiB at once; .* can be"),
+        (lambda: nn.Linear(2**22, 2**23), {}, "available: tried to allocate 131072.00 GiB; only"),
         (task(), {"optimizer": SGD}, r'write optimizer={"name": "sgd", "lr": 0.5}'),
         (lambda options: options, {"options": {"model": SGD}}, "models and tensors inside build"),
         (task(), {"epochs": 1}, "expected either steps= or epochs="),
-        (task(), {"batch": 64}, "at least a microbatch.*lower batch= or microbatch="),
-        (task(), {"evaluate_every": 1}, r"got 1 and no held_out: give samestep\.Task\(held_out"),
+        (task(), {"batch": 64}, "expected at least .*one microbatch.*lower batch= or microbatch="),
+        (task(), {"evaluate_every": 1}, "expected held-out data, got none"),
         (task(), {"microbatch": 64}, "microbatch <= samples, got 64 > 4"),
-        (task(), {"settings": {"seed": 1}}, "'seed': fit has that as an argument"),
+        (task(), {"settings": {"seed": 1}}, "'seed': use the argument of fit"),
         (task(), {"settings": {"checkpont": {}}}, "did you mean 'checkpoint'"),
-        (lambda: samestep.fit(task(), steps=1), {}, "one inside of another: call them in turn"),
+        (lambda: samestep.fit(task(), steps=1), {}, "one within another: call one after the other"),
     ],
 )  # fmt: skip
 def test_is_told_in_one_line_what_to_write(build, arguments, told):
@@ -427,7 +422,7 @@ def test_what_adds_up_is_not_refused(module):
         "optimizer": {"name": "sgd", "lr": 0.1},
     })  # fmt: skip
     user = samestep.Task(module=module, train=data, loss=lambda m, b: (m(b[0]) ** 2).sum())
-    assert FittedTask(user, spec, {}).manifest.train_samples == 8
+    assert ScriptTask(user, spec, {}).manifest.train_samples == 8
 
 
 def test_runs_that_cannot_be_kept_are_told_in_one_line(tmp_path, monkeypatch):
@@ -435,7 +430,7 @@ def test_runs_that_cannot_be_kept_are_told_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(UsageError) as raised:
         new_directory(Path("runs"), "run")
-    told = "expected a directory that can be written for runs, got 'runs' (File exists); write fit("
+    told = "expected a writable directory for runs, got 'runs' (File exists); write fit("
     assert str(raised.value).startswith(told)
     (tmp_path / "runs").unlink()
     assert [new_directory(Path("runs"), "run").name for _ in range(2)] == ["run-1", "run-2"]

@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from protocol.base.errors import DataError
-from samestep.nested import NestedBatches, batch_digest
+from worker.scripts.nested_batches import NestedBatches, batch_digest
 
 ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3, 4])
 
@@ -58,8 +58,8 @@ class Labelled(list[Any]):
 
 def there_and_back(batch, batches=None):
     batches = batches or NestedBatches()
-    arrays = batches.apart(batch)
-    with batches.together(tensors_of(arrays)) as made:
+    arrays = batches.flatten(batch)
+    with batches.rebuild(tensors_of(arrays)) as made:
         return made
 
 
@@ -126,12 +126,12 @@ def test_structures_of_the_same_names_are_kept_apart():
         {"x": ONE, "y": None}, {"x (2)": ONE}, {"x": ONE},
     ]  # fmt: skip
     batches = NestedBatches()
-    apart = [batches.apart(batch) for batch in given]
+    apart = [batches.flatten(batch) for batch in given]
     for arrays, batch in zip(apart, given, strict=True):
         tensors = {name: torch.tensor(values) for name, values in arrays.items()}
-        with batches.together(tensors) as made:
+        with batches.rebuild(tensors) as made:
             assert_alike(made, batch)
-        assert set(batches.apart(batch)) == set(arrays)
+        assert set(batches.flatten(batch)) == set(arrays)
     assert len({batch_digest(batch) for batch in given}) == len(given)
 
 
@@ -161,13 +161,13 @@ def with_attribute():
 )
 def test_what_cannot_come_back_is_refused_by_name(batch, told):
     with pytest.raises(DataError, match=told) as raised:
-        NestedBatches().apart(batch)
+        NestedBatches().flatten(batch)
     assert "\n" not in str(raised.value)
 
 
 def test_a_quantized_tensor_is_refused_by_name():
     with pytest.raises(DataError, match=r"\.dequantize\(\)"):
-        NestedBatches().apart({"x": quantized()})
+        NestedBatches().flatten({"x": quantized()})
 
 
 def test_a_tensor_that_is_in_a_batch_twice_is_one_again():
@@ -189,18 +189,20 @@ def test_a_tensor_that_is_in_a_batch_twice_is_one_again():
 def test_views_that_overlap_are_read_and_not_changed():
     tokens = torch.arange(12).view(2, 6)
     batches = NestedBatches()
-    arrays = batches.apart({"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "x": tokens[0] + 0})
-    with batches.together(tensors_of(arrays)) as made:
+    arrays = batches.flatten(
+        {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "x": tokens[0] + 0}
+    )
+    with batches.rebuild(tensors_of(arrays)) as made:
         made["x"].zero_()
         assert torch.equal(made["inputs"] + 1, made["labels"])
     told = r"'labels' of the batch.* view that shares it with 'inputs'.*\.clone\(\)"
-    with pytest.raises(DataError, match=told), batches.together(tensors_of(arrays)) as made:
+    with pytest.raises(DataError, match=told), batches.rebuild(tensors_of(arrays)) as made:
         made["labels"][:, 0] = -100
     with pytest.raises(DataError, match="'inputs' of the batch"):  # noqa: SIM117
-        with batches.together(tensors_of(arrays)) as made:
+        with batches.rebuild(tensors_of(arrays)) as made:
             made["inputs"].mul_(2)
-    apart = batches.apart({"inputs": tokens[:, :3], "labels": tokens[:, 3:], "x": tokens[0] + 0})
+    apart = batches.flatten({"inputs": tokens[:, :3], "labels": tokens[:, 3:], "x": tokens[0] + 0})
     assert apart.keys() == arrays.keys()
     fresh = NestedBatches()
-    with fresh.together(tensors_of(fresh.apart([tokens[:, :3], tokens[:, 3:]]))) as made:
+    with fresh.rebuild(tensors_of(fresh.flatten([tokens[:, :3], tokens[:, 3:]]))) as made:
         made[0].zero_()

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop
 
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
 from protocol.exact.update import global_norm, square_sum, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import OptimizerSpec
 from samestep.optimizers import optimizer_of
 
 NESTEROV: dict[str, Any] = {"lr": 0.1, "momentum": 0.8, "weight_decay": 5e-4, "nesterov": True}
@@ -46,6 +46,9 @@ def section_in(told):
         (Adam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
         (AdamW, ADAMW),
         (AdamW, {"lr": 0.01}),
+        (Adam, {"lr": 0.01, "weight_decay": 0.1}),
+        (RMSprop, {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.1}),
+        (Adagrad, {"lr": 0.1}),
     ],
 )
 def test_the_section_does_what_torch_does(kind, settings):
@@ -73,15 +76,23 @@ def test_the_section_does_what_torch_does(kind, settings):
     [
         (SGD([nn.Parameter(torch.ones(1))], lr=1, momentum=0.9, dampening=0.1), "dampening=0.1"),
         (partial(AdamW, amsgrad=True), "amsgrad=True"),
-        (partial(Adam, weight_decay=0.1), "no equal for weight_decay=0.1 that is added to the"),
-        (partial(RMSprop, lr=0.5), r"RMSprop, which has no exact equal.*\"lr\": 0\.5"),
-        (type("Own", (SGD,), {}), "torch's Own, which has no exact equal"),
+        (partial(RMSprop, momentum=0.9), "an equivalent: momentum=0.9"),
+        (partial(Adagrad, lr_decay=0.1), "an equivalent: lr_decay=0.1"),
+        (partial(Adadelta, lr=0.5), r"Adadelta, which has no exact equivalent.*\"lr\": 0\.5"),
+        (type("Own", (SGD,), {}), "torch's Own, which has no exact equivalent"),
         (
             AdamW([
                 {"params": [nn.Parameter(torch.ones(1))], "weight_decay": 0.1},
                 {"params": [nn.Parameter(torch.ones(1))], "weight_decay": 0.0, "lr": 0.5},
             ]),
-            "groups of parameters with other weight_decay and lr, no_decay names the tensors",
+            '"match": ."names of the 1 tensors of group 2".*"weight_decay": 0',
+        ),
+        (
+            AdamW([
+                {"params": [nn.Parameter(torch.ones(1))], "betas": (0.9, 0.9)},
+                {"params": [nn.Parameter(torch.ones(1))], "betas": (0.5, 0.9)},
+            ]),
+            "groups of parameters with other betas",
         ),
     ],
 )  # fmt: skip

@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
-import samestep.data_digest
+import worker.scripts.data_digest
 from backends.eager.eager import EagerBackend
 from samestep import fitting
-from samestep.fitted import FittedTask
-from samestep.refusals import task_of
 from samestep.script import Script
 from tests.samestep.specs import SPEC
+from worker.scripts.checks import check_task
+from worker.scripts.script_task import ScriptTask
 
 X = torch.linspace(-1, 1, 8)[:, None]
 
@@ -33,7 +33,7 @@ def squares(module, batch):
 
 def fitted(**given: Any):
     task = {"module": nn.Linear(1, 1), "train": TensorDataset(X, 2 * X), "loss": squares, **given}
-    return FittedTask(samestep.Task(**task), SPEC, {})
+    return ScriptTask(samestep.Task(**task), SPEC, {})
 
 
 def tensors_of(batch):
@@ -257,8 +257,10 @@ def test_a_norm_in_training_mode_is_refused_with_a_way_on():
     for module in (with_modes(normed(nn.BatchNorm1d(4)), head=nn.Linear(4, 1)).eval(),
                    after(with_modes(normed(nn.BatchNorm1d(4)).eval(), head=nn.Linear(4, 1)),
                          lambda m: m[0][2].train())):  # fmt: skip
-        with pytest.raises(samestep.SamestepError, match=r"'0\.2' .*leave it in evaluation mode"):
-            task_of(samestep.Task(module=module, train=TensorDataset(X, X), loss=squares))
+        with pytest.raises(
+            samestep.SamestepError, match=r"'0\.2' .*keep the layer in evaluation mode"
+        ):
+            check_task(samestep.Task(module=module, train=TensorDataset(X, X), loss=squares))
 
 
 def test_a_trained_part_as_from_pretrained_leaves_it_is_to_say_its_mode():
@@ -276,7 +278,7 @@ def test_a_parameter_that_is_frozen_or_unfrozen_on_the_way_is_named():
     task = fitted(module=with_modes(nn.Linear(1, 1)), loss=loss)
     program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
     try:
-        with pytest.raises(samestep.SamestepError, match=r"'0\.weight' unfrozen on the way"):
+        with pytest.raises(samestep.SamestepError, match=r"'0\.weight' unfrozen during training"):
             list(program.gradients([(task.batch([7]), 7)]))
     finally:
         program.close()
@@ -317,9 +319,9 @@ def expanded():
     ("module", "told"),
     [
         (tied_by_data(), r"'1\.weight' and '0\.weight' to be one parameter.*b\.weight = a\.weight"),
-        (with_buffer(), "memory of its own for 'weight', which is trained, got 'was' in the same"),
-        (with_attribute(), r"for 'weight', which is trained, got 'module.seen\[0\]' in the same"),
-        (of_rows(), "to be one parameter, got two in one memory"),
+        (with_buffer(), "'weight', which is trained, to share memory with no other .*got 'was'"),
+        (with_attribute(), r"'weight', which is trained, to share .* got 'module.seen\[0\]'"),
+        (of_rows(), "to be one parameter, got two that share memory"),
         (expanded(), r"each element of 'bias'.*write \.clone\(\)"),
     ],
 )
@@ -341,7 +343,7 @@ def test_what_shares_no_element_or_is_one_parameter_is_trained():
 def digests_of(data, read):
     spec = SPEC.model_copy(update={"options": {"read": read}})
     user = samestep.Task(module=nn.Linear(1, 1), train=data, held_out=data, loss=squares)
-    return FittedTask(user, spec, {})
+    return ScriptTask(user, spec, {})
 
 
 def test_a_label_of_any_sample_is_in_the_digest_of_the_data():
@@ -368,7 +370,7 @@ clock = [0.0]
 
 def test_what_was_read_in_time_is_what_others_read_and_the_rest_is_told(monkeypatch, capsys):
     monkeypatch.setattr(
-        samestep.data_digest, "time", types.SimpleNamespace(monotonic=lambda: clock[0])
+        worker.scripts.data_digest, "time", types.SimpleNamespace(monotonic=lambda: clock[0])
     )
     data = Slow((x, 2 * x) for x in torch.linspace(-1, 1, 100)[:, None])
     task = digests_of(data, {})
@@ -376,8 +378,8 @@ def test_what_was_read_in_time_is_what_others_read_and_the_rest_is_told(monkeypa
     assert read == {"data": 6, "held_out": 6}
     assert digests_of([*data], read).manifest.digests == task.manifest.digests
     assert digests_of([*data, data[0]], read).manifest.digests != task.manifest.digests
-    fitting._say_what_was_not_read(task)
-    assert "12 of 100 samples of data are compared" in capsys.readouterr().out
+    fitting._report_sampled_digests(task)
+    assert "workers compare only 12 of 100 samples of data" in capsys.readouterr().out
 
 
 EARLIER = "30a58b4cb088cb2ecf308928d2c8df685811c772d785ddd7f4a2fdf004d7a1cf"

@@ -12,7 +12,7 @@ from torch import nn
 
 import samestep
 from protocol.exact.samples import SampleOrder
-from protocol.spec.run_spec import BatchSpec
+from protocol.spec.sections.tasks import BatchSpec
 from tests.samestep import experts
 from tests.samestep.scripts import RunningScript, close
 
@@ -83,7 +83,7 @@ def test_one_digest_for_one_worker_and_two_of_which_one_is_killed(tmp_path, way)
 from tests.samestep import experts
 import samestep
 r = samestep.fit(experts.task, steps=6, batch=8, microbatch=2, workers=WORKERS,
-    optimizer={OPTIMIZERS["adamw"]!r}, settings={{"exchange": {{"way": "{way}"}}}})
+    optimizer={OPTIMIZERS["adamw"]!r}, settings={{"exchange": {{"topology": "{way}"}}}})
 print("digest", r.digest)
 """
     path = tmp_path / "train.py"

@@ -18,10 +18,12 @@ from random import Random
 from typing import Any, Final
 from unittest import mock
 
+from coordinator.run.inputs import ContinueRun
 from coordinator.run.run import RunPhase
 from coordinator.service.execution import Execution
 from protocol.base import limits
-from protocol.spec.run_spec import RunSpec, Way
+from protocol.spec.run_spec import RunSpec
+from protocol.spec.sections.exchange import Topology
 from protocol.wire.messages import Outcome
 from tests.simulation.device import Flaws
 from tests.simulation.disk import Disk
@@ -29,12 +31,12 @@ from tests.simulation.disturbances import Disturbances
 from tests.simulation.job import LAYOUT, MANY_STEPS, STEPS, VARIANTS, Job, job_of
 from tests.simulation.ledger import Ledger
 from tests.simulation.network import Network
-from tests.simulation.peers import PeerNetwork
+from tests.simulation.peers import WorkerPorts
 from tests.simulation.probes import Probes
 from tests.simulation.processes import CoordinatorProcess, WorkerProcess
 from tests.simulation.replica_job import REPLICA_VARIANTS, replica_job_of
 from tests.simulation.virtual_time import Clock
-from worker.shell import obtaining
+from worker.shell import file_fetcher
 
 _MOST_EVENTS: Final = 400_000
 _LOOKS_EVERY_MS: Final = 500.0
@@ -54,7 +56,7 @@ _PATH_CHARACTERS: Final = 200
 is."""
 _LIMITS: Final = {
     "BODY_BYTES": 4096,
-    "CHUNK_ELEMENTS": 8,
+    "CHUNK_ELEMENTS": 4,
     "WRITE_HIGH_WATER_BYTES": 2_000,
     "SEND_AHEAD_BYTES": 300,
     "RECEIVED_AHEAD_BYTES": 100,
@@ -63,7 +65,7 @@ _LIMITS: Final = {
     "TICK_MS": 250,
     "LOGITS_FILE_BYTES": 20 * LAYOUT.sample_bytes,
     "ROW_GROUP_BYTES": 4 * LAYOUT.sample_bytes,
-    "SLICE_ELEMENTS": 4,
+    "PEER_PROBE_BYTES": 500,
 }
 """For blocks of a few elements that still travel in several chunks, through queues that fill; and
 as late and as seldom as a busy process is."""
@@ -98,6 +100,8 @@ class Cluster:
         files: Whether workers fetch a file for each.
         evaluators: Workers that evaluate while the others train.
         captures: Whether the runs keep rows, and train nothing.
+        embeds: Whether their loss couples all samples of a step.
+        buffers: Whether forward changes buffers.
         replicas: Whether each has replicas that take many steps alone.
         way: How gradients travel.
     """
@@ -114,8 +118,10 @@ class Cluster:
         files: bool = False,
         evaluators: int = 0,
         captures: bool = False,
+        embeds: bool = False,
+        buffers: bool = False,
         replicas: bool = False,
-        way: Way = "star",
+        way: Topology = "star",
     ) -> None:
         self.seed = seed
         self.rng = rng = Random(seed)
@@ -138,9 +144,13 @@ class Cluster:
         count = runs or (1 if calm else rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2)))
         of, variants = (replica_job_of, REPLICA_VARIANTS) if replicas else (job_of, VARIANTS)
         also: dict[str, Any] = {"captures": True} if captures else {}
+        if embeds:
+            also["embeds"] = True
+        if buffers:
+            also["buffers"] = True
         if way != "star":
             also["way"] = way
-        self.peers = PeerNetwork(self.clock)
+        self.peers = WorkerPorts(self.network)
         self.wiring = Random(f"wiring {seed}")
         jobs: list[Job] = [of(rng.randrange(variants), steps, **also) for _ in range(count)]
         self.jobs = jobs
@@ -156,7 +166,7 @@ class Cluster:
         sums_bytes = 1 if queue_bytes == 32_000 else 200_000
         self._limits = {
             **_LIMITS, "SEND_QUEUE_BYTES": queue_bytes, "PARTIAL_SUMS_BYTES": sums_bytes,
-            "SUMMARISED_AT_ONCE_BYTES": sums_bytes, "UPLOAD_AHEAD_BYTES": sums_bytes,
+            "EVENT_LOOP_REDUCE_BYTES": sums_bytes, "UPLOAD_AHEAD_BYTES": sums_bytes,
             "UPLOAD_AHEAD_CHUNKS": 1,
         }  # fmt: skip
         self.expect_workers = rng.randint(1, 4)
@@ -205,7 +215,7 @@ class Cluster:
             stack.enter_context(mock.patch.dict(vars(limits), self._limits))
             stack.enter_context(self.disk.interposed())
             # No worker finds the coordinator's files where the run spec names them.
-            stack.enter_context(mock.patch.object(obtaining, "_local_files", return_value={}))
+            stack.enter_context(mock.patch.object(file_fetcher, "_local_files", return_value={}))
             stack.enter_context(mock.patch.object(tempfile, "tempdir", str(self.root)))
             stack.enter_context(Probes(self).in_place())
             yield
@@ -263,9 +273,11 @@ class Cluster:
 
     # Life.
 
-    def start_coordinator(self) -> None:
+    def start_coordinator(self, *, take_over: bool = False) -> None:
+        """Start one where none is alive; a successor also takes over from one that is cut off."""
         self._restarting = False
-        if self.coordinators and self.coordinators[-1].alive and not self.coordinators[-1].side:
+        last = self.coordinators[-1] if self.coordinators else None
+        if last is not None and last.alive and not (take_over and last.side):
             return
         self.coordinators.append(CoordinatorProcess(self))
 
@@ -315,11 +327,11 @@ class Cluster:
             return
         ledger = self.ledger(run.run_id)
         assert ledger is not None
-        poisoned = any(step == run.step for step, _, _ in self.poison)
+        poisoned = any(step == run.steps_committed for step, _, _ in self.poison)
         skip = self.rng.random() < (0.7 if poisoned else 0.25)
         # What was committed as taken and is done again is not to be left out now.
-        skip = skip and run.step >= len(ledger.skips)
-        execution.command("skip_step" if skip else "continue", lambda: run.end_halt(skip_step=skip))
+        skip = skip and run.steps_committed >= len(ledger.skips)
+        execution.command(ContinueRun(skip))
 
     def _look(self) -> None:
         """People look after it: a coordinator that has ended is started, and workers if need be."""
@@ -381,6 +393,7 @@ class Cluster:
         round_ = progress.round if progress is not None else None
         owing = {n: [str(x) for x in round_.unfinished(n)] for n in round_.shares} if round_ else {}
         return (
-            f"nothing can happen: {run.phase.value}, step {run.step}, members {members}, "
+            f"nothing can happen: {run.phase.value}, step {run.steps_committed}, "
+            f"members {members}, "
             f"owed by {waits}, unfinished {owing}, nobody's {round_ and round_.unassigned()}"
         )

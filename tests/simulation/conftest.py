@@ -4,6 +4,7 @@ import gc
 import logging
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,16 @@ def play(_home, monkeypatch):
         finally:
             gc.enable()
             gc.collect()
+            _freeze_what_is_imported()
 
     yield play
     structlog.reset_defaults()
+
+
+@cache
+def _freeze_what_is_imported():
+    """Once: no collection between two plays looks through all modules again."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -13,22 +13,24 @@ from typing import Any
 import numpy as np
 
 from backends.base.interface import (
+    EMBEDDING_GRADIENT,
     Array,
     Batch,
     BlockGradient,
     Captured,
     DeviceInfo,
+    GradientItem,
     Leaf,
     Loss,
-    NodeItem,
+    StepLoss,
     Sums,
     Trainable,
 )
-from backends.base.node_stream import Microbatch, NodeStream, added_on_host
+from backends.base.subtree_gradients import Microbatch, SubtreeGradients, added_on_host
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
 from protocol.spec.run_spec import RunSpec
-from tests.simulation.job import Job
+from tests.simulation.job import Job, Rows
 
 _HOST_MS = 1.0
 
@@ -87,8 +89,9 @@ class SimulatedDevice:
         self._job: Job | None = None
         self._parameters: list[Array] = []
         self._own: list[bytes] = []
+        self._embedded: list[Rows] = []
 
-    # worker.shell.engine.Toolbox
+    # worker.shell.engine.BackendFactory
 
     def backend(self) -> SimulatedDevice:
         return self
@@ -102,7 +105,7 @@ class SimulatedDevice:
 
     # backends.base.interface.Backend
 
-    def signature(self, threads: int) -> Mapping[str, str]:
+    def numerics_profile(self, threads: int) -> Mapping[str, str]:
         del threads
         return {"device": "simulated", "flavour": str(self._flaws.flavour)}
 
@@ -128,6 +131,26 @@ class SimulatedDevice:
         samples = batch.arrays["sample_ids"].tolist()
         return Captured(job.rows(samples), job.captured_loss(samples))
 
+    def embed(self, batch: Batch, seed: int) -> Rows:
+        job = self._job
+        assert job is not None
+        del batch
+        self._around.charge(self._flaws.microbatch_ms / 3)
+        step, microbatch = job.place(seed)
+        rows = job.embedded(self._parameters, step, microbatch)
+        if self._is_spoilt(step, microbatch, -1):
+            rows[0, :4].view(np.float32)[0] = np.nan
+        return rows
+
+    def step_loss(self, rows: Rows, seed: int) -> StepLoss:
+        del seed
+        assert self._job is not None
+        return self._job.step_loss(rows)
+
+    def take_embedded(self) -> list[Rows]:
+        embedded, self._embedded = self._embedded, []
+        return embedded
+
     def load(self, parameters: list[Array]) -> None:
         replica, flaws = self._around.replica(), self._flaws
         if replica is not None and parameters[0] is replica.parameters[0]:
@@ -141,7 +164,7 @@ class SimulatedDevice:
         self._around.charge(_HOST_MS)
         self._parameters = [values.copy() for values in parameters]
 
-    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
+    def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
         assert self._job is not None
         return added_on_host(leaves, self._microbatch, len(self._job.blocks))
 
@@ -149,13 +172,16 @@ class SimulatedDevice:
         del leaf
         return Microbatch(self._items(batch, seed), lambda: None)
 
-    def _items(self, batch: Batch, seed: int) -> Iterator[NodeItem]:
+    def _items(self, batch: Batch, seed: int) -> Iterator[GradientItem]:
         job, rng = self._job, self._around.rng
         assert job is not None
         step, microbatch = job.place(seed)
         probe = not seed
+        carries = EMBEDDING_GRADIENT + "embedding" in batch.arrays
+        if carries:
+            self._embedded.append(job.embedded(self._parameters, step, microbatch))
         for block in reversed(range(len(job.blocks))):
-            values = job.gradient(self._parameters, step, microbatch, block)
+            values = job.gradient(self._parameters, step, microbatch, block, batch.arrays)
             if not probe:
                 if block == len(job.blocks) - 1:
                     self._around.charge(self._flaws.microbatch_ms)
@@ -165,7 +191,7 @@ class SimulatedDevice:
                     values[0] = np.nan
             yield BlockGradient(block, values)
         loss = job.loss(self._parameters, step, microbatch)
-        if not probe and self._is_spoilt(step, microbatch, -1):
+        if not probe and not carries and self._is_spoilt(step, microbatch, -1):
             loss = float("inf")
         yield Loss(loss, batch.weight)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator.service.execution import Execution
+from coordinator.run.inputs import DrainRun, HaltRun, SaveState
+from coordinator.service.execution import Command, Execution
 from tests.simulation.processes import CoordinatorProcess, WorkerProcess
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Disturbances:
 
     def _on_worker(self, one: WorkerProcess) -> list[Choice]:
         rng, execution, flaws = self._rng, self._cluster.execution, one.flaws
-        step = (execution.run.step if execution else 0) + rng.randint(0, 1)
+        step = (execution.run.steps_committed if execution else 0) + rng.randint(0, 1)
         return [
             (5, "kill", one.kill),
             (2, "worker_drains", one.drain),
@@ -99,6 +100,7 @@ class Disturbances:
 
         return [
             (4, "cut_peers", lambda: peers.cut_off(rng.choice(linked), lasts_ms)),
+            (2, "cut_one_way", lambda: peers.cut_one_way(rng.choice(linked), lasts_ms)),
             (2, "slow_owner", sends_slowly),
             (2, "kill_two", kill_both),
         ]
@@ -110,18 +112,16 @@ class Disturbances:
     def _on_coordinator(
         self, coordinator: CoordinatorProcess, execution: Execution, alive: list[WorkerProcess]
     ) -> list[Choice]:
-        run = execution.run
-
-        def command(word: str, event: Callable[[], object]) -> None:
-            coordinator.do(lambda: execution.command(word, event))  # type: ignore[arg-type]
+        def command(asked: Command) -> None:
+            coordinator.do(lambda: execution.command(asked))
 
         found: list[Choice] = [
-            (2, "operator_halts", lambda: command("halt", lambda: run.halt("an operator"))),
-            (2, "save", lambda: command("checkpoint", run.save)),
+            (2, "operator_halts", lambda: command(HaltRun("an operator"))),
+            (2, "save", lambda: command(SaveState())),
             (2, "stall_coordinator", lambda: self._stall(coordinator)),
         ]
         if self._rng.random() < 0.1:
-            found.append((2, "drain", lambda: command("drain", run.drain)))
+            found.append((2, "drain", lambda: command(DrainRun())))
         kill = partial(self._kill_coordinator, coordinator)
         found += [
             (4, "kill_coordinator", lambda: self._now_or_at_commit(coordinator, kill)),
@@ -212,7 +212,7 @@ class Disturbances:
             root = self._cluster.disk.root
             for directory in (root, *(path for path in root.iterdir() if path.is_dir())):
                 (directory / "lock").unlink(missing_ok=True)
-            self._cluster.start_coordinator()
+            self._cluster.start_coordinator(take_over=True)
 
         self._clock.after(self._rng.choice((100.0, 1000.0)), take_over)
 

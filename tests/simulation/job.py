@@ -8,7 +8,7 @@ with wrong weights shows; weights and losses are no whole numbers, so that the o
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -18,29 +18,40 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from backends.base.interface import Array, Batch, Trainable
+from backends.base.interface import (
+    EMBEDDING_GRADIENT,
+    PARAMETER_GRADIENT,
+    Array,
+    Batch,
+    StepLoss,
+    Trainable,
+)
 from coordinator.capture.captured_files import CapturedFiles
-from protocol.data.captured_rows import record_dtype
+from protocol.datasets.logits_file import record_dtype
 from protocol.exact.absent import absent
 from protocol.exact.digest import weights_digest
+from protocol.exact.embedding_rows import join_fields, split_fields
 from protocol.exact.replica import MISSED, Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.exact.update import StepScalars, global_norm, square_sum, step_scalars
 from protocol.exact.update import average as scale_to_average
-from protocol.spec.capture_layout import CaptureLayout
-from protocol.spec.manifest import Block, Export, Manifest, Metric, TensorSpec
-from protocol.spec.run_spec import (
-    BatchSpec,
-    CheckpointSpec,
-    ExchangeSpec,
-    LogMode,
-    OptimizerSpec,
-    Precision,
-    RunSpec,
-    Way,
+from protocol.spec.manifest import (
+    Block,
+    CaptureLayout,
+    EmbeddingField,
+    EmbeddingLayout,
+    Export,
+    Manifest,
+    Metric,
+    TensorSpec,
 )
-from tests.nearest_bfloat16 import nearest
+from protocol.spec.run_spec import LogMode, OwnRun
+from protocol.spec.sections.checkpoint import CheckpointSpec
+from protocol.spec.sections.exchange import ExchangeSpec, Precision, Topology
+from protocol.spec.sections.optimizer import Adamw, Momentum
+from protocol.spec.sections.tasks import BatchSpec
+from tests.reference_bfloat16 import nearest
 
 STEPS = 4
 MANY_STEPS = 40
@@ -48,6 +59,13 @@ PARTS = 3
 MOST_MICROBATCHES = 13
 LAYOUT = CaptureLayout(tokens=3, vocabulary=9, top_k=2)
 """Of what is kept where a job captures."""
+EMBEDDINGS = EmbeddingLayout(
+    fields=(
+        EmbeddingField(name="embedding", dtype="float32", shape=(2,)),
+        EmbeddingField(name="sample", dtype="int64"),
+    )
+)
+"""Of what the loss reads of a whole step, where a job has such a loss."""
 Rows = NDArray[np.uint8]
 COVERAGE = 2
 """Number of the block whose gradient is 1 at the place of its microbatch: it counts them."""
@@ -59,13 +77,18 @@ _BLOCKS: tuple[tuple[str, str, dict[str, tuple[int, ...]]], ...] = (
     ("layer.0", "block", {"layer.0": (2, 4), "layer.0.expert": (3,)}),
     ("coverage", "block", {"coverage": (MOST_MICROBATCHES,)}),
 )
+_CHANGING: tuple[tuple[str, str, dict[str, tuple[int, ...]]], ...] = (
+    ("buffers", "buffers", {"statistics": (3,)}),
+    ("counters", "counters", {"counter": (2,)}),
+)
+"""What forward changes, where a job has such: no optimizer updates it."""
 EXPERT = slice(8, 11)
 """Where that tensor lies in its block."""
 _BATCHES = ((1, 13, 30), (1, 8, 40), (2, 11, 25), (1, 5, 12), (1, 2, 9), (3, 3, 7), (1, 12, 12))
 """Samples per microbatch, per step, and in all: the last step of an epoch may be smaller."""
 _OPTIMIZERS = (
-    OptimizerSpec(name="adamw", lr=0.01, weight_decay=0.1, clip_norm=0.5, schedule="linear"),
-    OptimizerSpec(name="momentum", lr=0.05),
+    Adamw(name="adamw", lr=0.01, weight_decay=0.1, clip_norm=0.5, schedule="linear"),
+    Momentum(name="momentum", lr=0.05),
 )
 _KEPT: tuple[tuple[LogMode, int], ...] = (
     ("full", 0), ("full", 2), ("checkpoint", 1), ("checkpoint", 3), ("full", 1), ("checkpoint", 0),
@@ -78,7 +101,7 @@ _EXCHANGES = (
     ExchangeSpec(averages="bfloat16"),
 )
 _DOUBLE_CHECKS = (2, 4, 256)
-"""In one step of so many a node is computed twice."""
+"""In one step of so many a subtree is computed twice."""
 VARIANTS = len(_BATCHES) * len(_OPTIMIZERS) * len(_KEPT)
 
 
@@ -97,22 +120,30 @@ class Job:
     """One of a few run specs with its scripted numbers; `variant` below `VARIANTS`.
 
     It is a task too, as far as a worker's engine looks at one. One that captures trains nothing:
-    its steps keep rows that follow from the samples alone.
+    its steps keep rows that follow from the samples alone. One that embeds has a loss that couples
+    all samples of a step. One with buffers has some that forward changes.
     """
 
     def __init__(
-        self, variant: int, steps: int = STEPS, way: Way = "star", *, captures: bool = False
+        self,
+        variant: int,
+        steps: int = STEPS,
+        way: Topology = "star",
+        *,
+        captures: bool = False,
+        embeds: bool = False,
+        buffers: bool = False,
     ) -> None:
         mode, every = _KEPT[variant // (len(_BATCHES) * len(_OPTIMIZERS))]
         variant %= len(_BATCHES) * len(_OPTIMIZERS)
         microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
         optimizer = _OPTIMIZERS[variant // len(_BATCHES)]
-        self.spec = RunSpec(
+        self.spec = OwnRun(
             task="tests.simulation.job:Job",
             steps=steps,
             batch=BatchSpec(samples=samples, microbatch=microbatch),
             optimizer=optimizer,
-            exchange=_EXCHANGES[variant % len(_EXCHANGES)].model_copy(update={"way": way}),
+            exchange=_EXCHANGES[variant % len(_EXCHANGES)].model_copy(update={"topology": way}),
             evaluate_every=0 if captures else 2 if steps == STEPS else 7,
             log=mode,
             checkpoint=CheckpointSpec(every=every if steps == STEPS else 5 * every),
@@ -128,7 +159,7 @@ class Job:
                     ),
                 }
             )
-            for name, kind, tensors in _BLOCKS
+            for name, kind, tensors in (*_BLOCKS, *(_CHANGING if buffers else ()))
         )
         ratio = Metric(name="ratio", numerator={"hits": 1.0}, denominator={"all": 1.0})
         self.manifest = Manifest(
@@ -139,17 +170,19 @@ class Job:
             digests=dict.fromkeys(("base_weights", "vocabulary"), "a" * 64) if captures else {},
             export=Export(directory="logits" if captures else "model"),
             capture=LAYOUT if captures else None,
+            embeddings=EMBEDDINGS if embeds else None,
         )
         self.manifest_document = self.manifest.to_bytes()
         self.order = SampleOrder(self.spec.seed, train_samples, self.spec.batch)
         self.captures = captures
+        self.embeds = embeds
         self.steps = min(steps, self.order.steps_per_epoch) if captures else steps
         self.trainable = Trainable(blocks=self.blocks)
-        self._taken = _taken_of(variant, steps, captures=captures)
+        self._taken = _taken_of(variant, steps, captures=captures, embeds=embeds, buffers=buffers)
         self._files: dict[tuple[bool, ...], dict[str, str]] = {}
         self._fresh: dict[int, Replica] = {}
         self._coverage: dict[int, Array] = {}
-        self._weights: dict[tuple[int, Node], float] = {}
+        self._weights: dict[tuple[int, Subtree], float] = {}
         self._places = {
             microbatch_seed(self.spec.seed, step, leaf): (step, leaf)
             for step in range(steps)
@@ -161,11 +194,15 @@ class Job:
         return self._places.get(seed, (0, 0))
 
     def initial_parameters(self) -> list[Array]:
-        """See `worker.tasks.base.Task`."""
+        """See `worker.tasks.base.task.Task`."""
         return self.initial()
 
+    def user_objects(self) -> dict[str, object]:
+        """No user's code: a worker need not look through all objects for what it moves."""
+        return {}
+
     def batch(self, samples: Sequence[int]) -> Batch:
-        """See `worker.tasks.base.Task`: nothing but a weight."""
+        """See `worker.tasks.base.task.Task`: nothing but a weight."""
         arrays = {"sample_ids": np.asarray(samples, np.int64)} if self.captures else {}
         return Batch(arrays, _weight(samples))
 
@@ -192,7 +229,7 @@ class Job:
         return self._files[skips]
 
     def evaluation_batch(self, part: int) -> Batch:
-        """See `worker.tasks.base.Task`."""
+        """See `worker.tasks.base.task.Task`."""
         return Batch({}, float(part))
 
     def replica(self, flavour: int = 0) -> Replica:
@@ -209,7 +246,51 @@ class Job:
             for index, block in enumerate(self.blocks)
         ]
 
-    def gradient(self, parameters: list[Array], step: int, microbatch: int, block: int) -> Array:
+    def embedded(self, parameters: list[Array], step: int, microbatch: int) -> Rows:
+        """The embeddings of one microbatch."""
+        samples = np.asarray(self.order.microbatches(step)[microbatch], np.int64)
+        weights = parameters[0][:2] + parameters[1][:2]
+        factors = (samples % 5 + 1).astype(np.float32)[:, None] / np.float32(3)
+        fields = {"embedding": weights[None] * factors, "sample": samples}
+        return join_fields(EMBEDDINGS, fields)
+
+    def step_loss(self, rows: Rows) -> StepLoss:
+        """The loss over a whole step, which depends on the order of its samples."""
+        fields = split_fields(EMBEDDINGS, rows)
+        embeddings, samples = fields["embedding"], fields["sample"]
+        before = np.zeros(2, np.float32)
+        gradients = np.empty_like(embeddings)
+        for number, own in enumerate(embeddings):
+            gradients[number] = own + before + np.float32(samples[number] % 3)
+            before = before * np.float32(0.75) + own
+        losses = (embeddings * gradients).sum(axis=1)
+        return StepLoss(losses, {"embedding": gradients}, {"embedding": np.resize(before, 5)})
+
+    def _whole_loss(self, parameters: list[Array], step: int) -> tuple[StepLoss, list[slice]]:
+        """The loss of a step, and which of its samples are of which microbatch."""
+        count = self.order.microbatch_count(step)
+        parts = [self.embedded(parameters, step, leaf) for leaf in range(count)]
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        slices = [slice(end - len(part), end) for end, part in zip(ends, parts, strict=True)]
+        return self.step_loss(np.concatenate(parts)), slices
+
+    def carried(self, arrays: Mapping[str, NDArray[Any]], block: int) -> Array | float:
+        """What a microbatch's gradient has beside its own, from the loss over the whole step."""
+        carried = arrays.get(EMBEDDING_GRADIENT + "embedding")
+        if carried is None or block == COVERAGE or not self.blocks[block].is_trained:
+            return 0.0
+        of_loss = arrays.get(PARAMETER_GRADIENT + "embedding")
+        own = np.resize(carried.sum(axis=0), self.blocks[block].elements) * np.float32(0.25)
+        return own if block or of_loss is None else own + of_loss
+
+    def gradient(
+        self,
+        parameters: list[Array],
+        step: int,
+        microbatch: int,
+        block: int,
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Array:
         """The gradient sum of one block over one microbatch."""
         if self.captures:
             return np.zeros(self.blocks[block].elements, np.float32)
@@ -218,7 +299,13 @@ class Job:
             values[microbatch] = 1
             return values
         noise = _noise(1000 + step, microbatch, 0, block, self.blocks[block].elements)
+        weight = np.float32(self.weight(step, microbatch))
+        if self.blocks[block].kind == "counters":
+            return np.full(noise.shape, weight)
+        if self.blocks[block].kind == "buffers":
+            return (noise - parameters[block]) * np.float32(0.25) * weight
         values = noise + parameters[block] * np.float32(0.125)
+        values = (values + self.carried(arrays or {}, block)).astype(np.float32)
         if block == LAYER and not reaches(step, microbatch):
             values[EXPERT] = absent(EXPERT.stop - EXPERT.start)
         return values
@@ -228,17 +315,27 @@ class Job:
     ) -> Array:
         return self.gradient(parameters, step, microbatch, block)
 
+    def _carrying(
+        self,
+        arrays: Sequence[Mapping[str, NDArray[Any]]],
+        parameters: list[Array],
+        step: int,
+        block: int,
+        microbatch: int,
+    ) -> Array:
+        return self.gradient(parameters, step, microbatch, block, arrays[microbatch])
+
     def weight(self, step: int, microbatch: int) -> float:
         """Of a microbatch."""
         return _weight(self.order.microbatches(step)[microbatch])
 
-    def node_weight(self, step: int, node: Node) -> float:
-        """The weight of a node, along the tree."""
-        if (step, node) not in self._weights:
-            self._weights[step, node] = along_tree(
-                node.leaves, lambda leaf: self.weight(step, node.lo + leaf)
+    def subtree_weight(self, step: int, subtree: Subtree) -> float:
+        """The weight of a subtree, along the tree."""
+        if (step, subtree) not in self._weights:
+            self._weights[step, subtree] = along_tree(
+                subtree.leaves, lambda leaf: self.weight(step, subtree.lo + leaf)
             )
-        return self._weights[step, node]
+        return self._weights[step, subtree]
 
     def loss(self, parameters: list[Array], step: int, microbatch: int) -> float:
         """The loss sum of one microbatch."""
@@ -265,7 +362,7 @@ class Job:
 
     def total_weight(self, step: int) -> float:
         """The weight of a whole step, along the tree."""
-        return self.node_weight(step, Node(0, self.order.microbatch_count(step)))
+        return self.subtree_weight(step, Subtree(0, self.order.microbatch_count(step)))
 
     def coverage(self, step: int) -> Array | None:
         """The average of the block that counts microbatches."""
@@ -287,6 +384,20 @@ class Job:
             if part.block == LAYER and part.kind != MISSED:
                 same = there[part.kind, LAYER][EXPERT].tobytes() == part.values[EXPERT].tobytes()
                 assert same, f"step {before.step}: an expert that nothing reached has moved"
+
+    def _check_changed(
+        self, before: Replica, after: Replica, averages: list[Array], *, counts: bool
+    ) -> None:
+        """What forward changes has moved by the mean change, and no optimizer has touched it."""
+        for block in range(len(_BLOCKS), len(self.blocks)):
+            change = averages[block]
+            if self.blocks[block].kind == "counters":
+                change = np.full(change.shape, np.float32(counts))
+            expected = before.parameters[block] + change
+            assert after.parameters[block].tobytes() == expected.tobytes(), "a buffer is elsewhere"
+            for part in after.parts():
+                if part.block == block and part.kind != "parameters":
+                    assert not part.values.any(), "a buffer has a moment"
 
     def undisturbed(self, skips: tuple[bool, ...], flavour: int = 0) -> Taken:
         """The run without workers, after as many steps as there are skips; True skips a step."""
@@ -310,13 +421,24 @@ class Job:
         step, count = replica.step, self.order.microbatch_count(replica.step)
         parameters, total = replica.parameters, self.total_weight(replica.step)
         averages = []
+        arrays: list[Mapping[str, NDArray[Any]]] = [{}] * count
+        if self.embeds:
+            found, slices = self._whole_loss(parameters, step)
+            arrays = [
+                found.carried_by(Batch({}, 1.0), part, is_first=not leaf).arrays
+                for leaf, part in enumerate(slices)
+            ]
         for block in range(len(self.blocks)):
-            leaf = partial(self._gradient_of, parameters, step, block)
+            leaf = partial(self._carrying, arrays, parameters, step, block)
             average = along_tree(count, leaf, self.spec.exchange.precision)
             scale_to_average(average, total, out=average)
             averages.append(_rounded(average, self.spec.exchange.averages))
         loss = along_tree(count, lambda m: self.loss(parameters, step, m))
-        norm = global_norm([square_sum(array) for array in averages])
+        if self.embeds:
+            loss = along_tree(count, lambda m: sum(found.losses[slices[m]].tolist()))
+        norm = global_norm(
+            [square_sum(array) for array in averages[: len(_BLOCKS)]]  # the others are no gradients
+        )
         scalars = step_scalars(
             self.spec.optimizer, replica.optimizer_step + 1, step, self.steps, norm
         )
@@ -329,6 +451,7 @@ class Job:
         digest = blake3("".join(digests).encode()).hexdigest()
         replica.apply(averages, scalars)
         self._check_unreached(before, replica)
+        self._check_changed(before, replica, averages, counts=bool(total))
         mean = loss / total if total else 0.0
         return Taken(replica, replica.state_digest(), mean, digest, scalars)
 
@@ -344,17 +467,27 @@ def _weight(samples: Sequence[int]) -> float:
 
 
 @cache
-def _taken_of(variant: int, steps: int, *, captures: bool) -> dict[tuple[bool, ...], Taken]:
+def _taken_of(
+    variant: int, steps: int, *, captures: bool, embeds: bool, buffers: bool
+) -> dict[tuple[bool, ...], Taken]:
     """The undisturbed run does not depend on what is logged."""
-    del variant, steps, captures
+    del variant, steps, captures, embeds, buffers
     return {}
 
 
 @cache
-def job_of(variant: int, steps: int = STEPS, way: Way = "star", *, captures: bool = False) -> Job:
+def job_of(
+    variant: int,
+    steps: int = STEPS,
+    way: Topology = "star",
+    *,
+    captures: bool = False,
+    embeds: bool = False,
+    buffers: bool = False,
+) -> Job:
     """The same object each time: the undisturbed run is computed once for many seeds, and has the
     same bits whichever way gradients travel."""
-    return Job(variant, steps, way, captures=captures)
+    return Job(variant, steps, way, captures=captures, embeds=embeds, buffers=buffers)
 
 
 @cache

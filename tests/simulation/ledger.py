@@ -18,15 +18,16 @@ from typing import Any, Final, NamedTuple
 
 from blake3 import blake3
 
-from coordinator.disk.claim import stored_epoch
+from coordinator.disk.directory_lock import stored_epoch
 from coordinator.run.outputs.actions import Finish
 from coordinator.run.outputs.restart import CommitRecord
-from coordinator.service.accepted_run import AcceptedRun
+from coordinator.service.run_instance import RunInstance
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.states.checkpoint import checkpoint_steps
 from protocol.exact.replica import Replica
 from protocol.exact.update import Array
-from protocol.spec.run_spec import DataSpec, RunSpec
+from protocol.spec.run_spec import RunSpec
+from protocol.spec.sections.data import OwnData
 from protocol.wire.messages import Commit
 from tests.simulation.job import Job, Taken
 
@@ -86,7 +87,7 @@ class Ledger:
     @property
     def spec(self) -> RunSpec:
         """As it is submitted."""
-        data = None if self.data is None else DataSpec(train=str(self.data))
+        data = None if self.data is None else OwnData(train=str(self.data))
         return self.job.spec.model_copy(update={"data": data})
 
     def expected(self, step: int) -> Taken:
@@ -111,13 +112,14 @@ class Ledger:
         """A coordinator commits a step without having compared the workers' states.
 
         Args:
-            record: The commit, and whose nodes are in it.
+            record: The commit, and whose subtrees are in it.
             averages: What they make.
             since: The first step that it commits so.
         """
         commit = record.commit
         assert commit.step - since < _MOST_ON_TRUST, "too many steps rest on the workers"
         computed = {worker for way in record.counted or () for worker in way}
+        computed |= set(() if record.embedded is None else record.embedded.of)
         if computed & self.excused:
             place = (commit.epoch, commit.step, commit.attempt)
             self._may_count[place] = OnTrust(commit, [values.copy() for values in averages])
@@ -148,7 +150,9 @@ class Ledger:
         """A coordinator broadcasts a commit."""
         place = (commit.epoch, commit.step, commit.attempt)
         assert place in self._durable, "a commit is told before it is durable, or by a side cut off"
-        assert commit.attempt <= self.anew, "an attempt that nothing has made needful"
+        phases = 2 if self.job.embeds else 1
+        most = phases * (self.anew + 1) - 1
+        assert commit.attempt <= most, "an attempt that nothing has made needful"
         self.anew = 0
         self._note(commit.step, skipped=commit.scalars is None)
         self._settle_trust(commit)
@@ -159,13 +163,13 @@ class Ledger:
         assert commit.scalars == taken.scalars, "a commit has other scalars"
         assert commit.scalars is None or commit.loss == taken.loss, "a commit has another loss"
 
-    def check_terms(self, signatures: set[str], *, mixed: bool) -> None:
+    def check_terms(self, profiles: set[str], *, mixed: bool) -> None:
         """Whose bits are in it is known to a restart."""
-        terms = self.directory.read_terms()
-        if not signatures and terms is None:
+        terms = self.directory.read_admission_record()
+        if not profiles and terms is None:
             return  # steps were skipped before anyone computed
         assert terms is not None, "terms are not remembered"
-        assert set(terms.signatures) == signatures
+        assert set(terms.signatures) == profiles
         assert terms.mixed == mixed
 
     def _note(self, step: int, *, skipped: bool) -> None:
@@ -175,7 +179,7 @@ class Ledger:
             assert step == len(self.skips), "a step was left out"
             self.skips = (*self.skips, skipped)
 
-    def found(self, accepted: AcceptedRun) -> None:
+    def found(self, accepted: RunInstance) -> None:
         """A coordinator starts, and finds this."""
         self.anew = 0
         if accepted.restart is None:
@@ -282,7 +286,7 @@ class Ledger:
         """The schedule made a cause for it, and the reason names it."""
         causes = (
             "operator", "non-finite gradient in block", "non-finite difference in block",
-            "non-finite loss", "on device",
+            "non-finite loss", "non-finite embedding", "on device",
             "input/output", "no space left",
         )  # fmt: skip
         named = [name for name in self.excused if repr(name) in reason]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any, Final
 
-from protocol.host.machine import DeviceThread, Job, Machine
+from protocol.machine.machine import DeviceThread, Job, Machine
 from tests.simulation.disk import Disk, Killed
 from tests.simulation.virtual_time import Clock, Process
 

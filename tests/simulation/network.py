@@ -56,22 +56,44 @@ class Network:
         if not reachable:
             raise ConnectionRefusedError(111, "Connection refused")
         server = clock.rng.choice(reachable)
-        self.links = [link for link in self.links if not link.over]
-        link = Link(self, process, server)
-        self.links.append(link)
         protocol = factory()
+        link = self.join(process, server, protocol, lambda: self._listening.get(server))
+        return link.client, protocol
+
+    def join(
+        self,
+        client: Process,
+        server: Process,
+        protocol: Any,
+        greet: Callable[[], Greet | None],
+        slowness_ms: Callable[[Process], float] = lambda _: 0.0,
+    ) -> Link:
+        """Connect two processes.
+
+        Args:
+            client: The one that dials.
+            server: The one that accepts, a moment later.
+            protocol: The client's.
+            greet: Returns what greets the client at the server; None if it no longer listens.
+            slowness_ms: How much later than usual what a process sends arrives.
+        """
+        clock = self.clock
+        self.links = [link for link in self.links if not link.over]
+        link = Link(self, client, server)
+        link.client.slowness_ms = link.server.slowness_ms = slowness_ms
+        self.links.append(link)
         link.client.begin(protocol)
 
         def accept() -> None:
-            greet = self._listening.get(server)
-            channel = greet((process.host, 50_000)) if greet is not None else None
+            found = greet()
+            channel = found((client.host, 50_000)) if found is not None else None
             if channel is None:
                 link.server.abort()
             else:
                 link.server.begin(channel)
 
         clock.after(self.latency_ms * clock.rng.random(), accept, server)
-        return link.client, protocol
+        return link
 
 
 class Link:
@@ -98,6 +120,25 @@ class Link:
         for end in (self.client, self.server):
             end.fail()
 
+    def lose_one_way(self, sender: Process, lasts_ms: float) -> None:
+        """What the sender sends is lost for a while; only systems that wait for answers notice."""
+        receiving = self.server if self.client.process is sender else self.client
+        receiving.held = True
+        clock, ends = receiving.peer.clock, (receiving.peer, receiving)
+        notices = ends if clock.rng.random() < 0.5 else ends[:1]
+
+        def release() -> None:
+            receiving.held = False
+            receiving.pump()
+
+        def notice() -> None:
+            for end in notices:
+                end.time_out()
+
+        clock.after(lasts_ms, release)
+        if lasts_ms > limits.LIVENESS_TIMEOUT_MS:
+            clock.after(limits.LIVENESS_TIMEOUT_MS, notice)
+
     def died(self, process: Process) -> None:
         """The system of a killed process closes for it: what it had sent may arrive."""
         for end in (self.client, self.server):
@@ -116,6 +157,7 @@ class Transport(asyncio.Transport):
     """
 
     peer: Transport
+    slowness_ms: Callable[[Process], float]
 
     def __init__(self, network: Network, process: Process) -> None:
         super().__init__()
@@ -138,6 +180,10 @@ class Transport(asyncio.Transport):
         self._protocol = protocol
         protocol.connection_made(self)
         self.pump()
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
 
     # asyncio.Transport
 
@@ -200,6 +246,14 @@ class Transport(asyncio.Transport):
 
     # The network.
 
+    def time_out(self) -> None:
+        """The system gives up, since nobody acknowledges what this end has sent."""
+        if not self.lost:
+            self._closing = True
+            self._unsent.clear()
+            self.peer.fail()
+            self._lose(TimeoutError(110, "Connection timed out"))
+
     def fail(self) -> None:
         """The connection breaks: some of what was sent arrives all the same, then its end."""
         if not self._ends:
@@ -218,6 +272,7 @@ class Transport(asyncio.Transport):
             self._due = True
             network = self._network
             delay_ms = network.latency_ms * (0.1 + 2 * self._clock.rng.random())
+            delay_ms += self.slowness_ms(self.peer.process)
             self._clock.after(delay_ms, self._arrive, self.process)
 
     def _send(self) -> None:
@@ -289,8 +344,8 @@ class Transport(asyncio.Transport):
             self.process.loop.call_soon(self._protocol.connection_lost, error)
 
 
-class Entrance:
-    """A coordinator's doorway: see `coordinator.service.service.Entrance`."""
+class SimulatedAcceptor:
+    """A coordinator's acceptor: see `coordinator.service.service.ConnectionSource`."""
 
     def __init__(self, network: Network, process: Process, greet: Greet) -> None:
         self.address = ("", 0)

@@ -1,213 +1,151 @@
-"""Links between simulated workers: what their threads and sockets do, in virtual time.
+"""The sockets of links between simulated workers, on the network that all processes share.
 
-Each direction keeps its order. Every message goes through the product's protocol as bytes, made as
-late as a sender thread may make them, so that a buffer that was changed after it was sent shows.
+The links themselves are the product's: dialing, handshake, queues and what is done after a break.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Final
+import asyncio
+from typing import Any
 
-from protocol.base.errors import RemoteProtocolError
 from protocol.spec.manifest import Block
-from protocol.spec.replicas_spec import Codecs
-from protocol.wire.connection import Connection, Encoded, Phase
-from protocol.wire.peers import Peer, PeerList
-from tests.simulation.virtual_time import Clock, Process
-from worker.peers.links import Links, LinksOwner
+from protocol.spec.sections.exchange import Codecs
+from protocol.wire.acceptor import Greet
+from protocol.wire.authentication import NO_CERTIFICATE
+from protocol.wire.connection import Received
+from protocol.wire.peers import Peer
+from protocol.wire.transport import Channel
+from tests.simulation.network import Link, Network
+from tests.simulation.virtual_time import Process
+from worker.peers.links import Links, LinksOwner, MakeLinks, PeerLinks
 
-_AGAIN_MS: Final = 300.0
 
-
-class PeerNetwork:
-    """All that listen for others, and between whom nothing gets through.
+class WorkerPorts:
+    """The ports at which workers accept links, and pairs of workers that cannot reach each other.
 
     Attributes:
-        ends: Of all workers, in whatever run.
-        cut: Pairs of workers, by address, that do not reach each other.
+        links: Of the simulated network, those between workers.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.ends: list[SimulatedLinks] = []
-        self.cut: set[frozenset[str]] = set()
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.listening: dict[int, tuple[Process, Greet]] = {}
+        self._links: list[Link] = []
+        self._cut: set[frozenset[str]] = set()
+        self._next_port = 7000
+
+    @property
+    def links(self) -> list[Link]:
+        self._links = [link for link in self._links if not link.over]
+        return self._links
+
+    def open(self, process: Process, greet: Greet) -> int:
+        """Return a new port of this process."""
+        self._next_port += 1
+        self.listening[self._next_port] = (process, greet)
+        return self._next_port
+
+    def connect(self, client: Process, port: int, channel: Channel) -> None:
+        """Connect to a port.
+
+        Raises:
+            ConnectionRefusedError: Nobody listens there, or it cannot be reached.
+        """
+        server, _ = self.listening.get(port, (client, None))
+        pair = _pair(client, server)
+        if server is client or not server.alive or client.side != server.side or pair in self._cut:
+            raise ConnectionRefusedError(111, "Connection refused")
+        self._links.append(
+            self.network.join(
+                client, server, channel, lambda: self.listening.get(port, (None, None))[1],
+                lambda process: float(getattr(process, "sends_slowly_ms", 0.0)),
+            )
+        )  # fmt: skip
 
     def linked(self) -> list[frozenset[str]]:
-        """Pairs of workers that have a link."""
-        return [
-            frozenset((end.process.host, pipe.to.process.host))
-            for end in self.ends
-            if end.process.alive
-            for pipe in end.pipes.values()
-        ]
+        """Return the pairs of workers that have a link."""
+        return [_pair(link.client.process, link.server.process) for link in self.links]
 
     def cut_off(self, pair: frozenset[str], lasts_ms: float) -> None:
-        """The link of two breaks, and cannot be made again for a while."""
-        self.cut.add(pair)
-        for end in self.ends:
-            for name, pipe in list(end.pipes.items()):
-                if frozenset((end.process.host, pipe.to.process.host)) == pair:
-                    end.broken(name)
-        self.clock.after(lasts_ms, lambda: self.cut.discard(pair))
+        """Cut the links of two workers, and keep them from making another for a while."""
+        self._cut.add(pair)
+        for link in self._of(pair):
+            link.cut()
+        self.network.clock.after(lasts_ms, lambda: self._cut.discard(pair))
 
-    def died(self, process: Process) -> None:
-        """Its system closes its links: what it had sent may arrive."""
-        for end in self.ends:
-            for name, pipe in list(end.pipes.items()):
-                if pipe.to.process is process:
-                    self.clock.after(self.delay_ms(), partial(end.broken, name), end.process)
+    def cut_one_way(self, pair: frozenset[str], lasts_ms: float) -> None:
+        """Lose what one of two workers sends the other, for a while; neither can dial meanwhile."""
+        clock = self.network.clock
+        self._cut.add(pair)
+        sender = clock.rng.choice(sorted(pair))
+        for link in self._of(pair):
+            ends = (link.client.process, link.server.process)
+            link.lose_one_way(ends[ends[1].host == sender], lasts_ms)
+        clock.after(lasts_ms, lambda: self._cut.discard(pair))
 
-    def delay_ms(self) -> float:
-        return self.clock.rng.choice((0.1, 1.0, 5.0)) * self.clock.rng.random()
-
-    def reach(self, one: Process, other: Process) -> bool:
-        """Whether what one sends gets to the other."""
-        return one.side == other.side and frozenset((one.host, other.host)) not in self.cut
-
-
-class _Pipe:
-    """One direction of a link: what is on its way, in order."""
-
-    def __init__(self, end: SimulatedLinks, to: SimulatedLinks, blocks: Any) -> None:
-        self.to = to
-        self.over = False
-        self._from = end
-        self._last_ms = 0.0
-        self._connection = Connection("listener")
-        self._connection.phase = Phase.OPEN
-        self._connection.blocks, self._connection.exchange = blocks
-
-    def send(self, encoded: Encoded) -> None:
-        network = self._from.network
-        self._last_ms = max(self._last_ms, network.clock.now_ms + network.delay_ms())
-        self._last_ms += self._from.slowness_ms()
-        network.clock.at(self._last_ms, lambda: self._arrive(encoded), self.to.process)
-
-    def _arrive(self, encoded: Encoded) -> None:
-        network = self._from.network
-        if self.over or self.to.closed:
-            return
-        if not network.reach(self._from.process, self.to.process):  # held until that ends
-            network.clock.after(_AGAIN_MS, lambda: self._arrive(encoded), self.to.process)
-            return
-        data = b"".join(bytes(buffer) for buffer in encoded.buffers)
-        try:
-            for received in self._connection.receive_data(data):
-                self.to.owner.on_slice(self._from.me, received)
-        except RemoteProtocolError as error:
-            self.to.refused = str(error)
-            self.to.broken(self._from.me)
+    def _of(self, pair: frozenset[str]) -> list[Link]:
+        return [
+            link for link in self.links if _pair(link.client.process, link.server.process) == pair
+        ]
 
 
-class SimulatedLinks:
-    """See `worker.peers.links.Links`.
+def _pair(one: Process, other: Process) -> frozenset[str]:
+    return frozenset((one.host, other.host))
 
-    Attributes:
-        refused: Why a link was ended by what came over it; no worker sends such things.
-    """
 
-    def __init__(
-        self,
-        network: PeerNetwork,
-        process: Process,
-        me: str,
-        shape: tuple[tuple[Block, ...], Codecs],
-        owner: LinksOwner,
-    ) -> None:
-        self.network = network
-        self.process = process
-        self.me = me
-        self.owner = owner
-        self.pipes: dict[str, _Pipe] = {}
-        self.closed = False
-        self.refused = ""
-        self.traffic: dict[str, tuple[int, int]] = {}
-        self._shape = shape
-        self._peers: dict[str, Peer] = {}
-        self._listens = False
-        network.ends = [end for end in network.ends if end.process.alive and not end.closed]
-        network.ends.append(self)
+class SimulatedSockets:
+    """See `worker.peers.links.PeerSockets`."""
 
-    def slowness_ms(self) -> float:
-        """How much longer than usual its messages take."""
-        return float(getattr(self.process, "sends_slowly_ms", 0.0))
+    def __init__(self, ports: WorkerPorts, process: Process) -> None:
+        self._ports = ports
+        self._process = process
+        self._port = 0
 
-    def listen(self) -> tuple[int, bytes]:
-        if getattr(self.process, "only_dials", False):
-            raise OSError("nobody gets in here")
-        self._listens = True
-        return 7000, bytes(32)
+    def listen(self, greet: Greet) -> tuple[int, bytes]:
+        if getattr(self._process, "only_dials", False):
+            raise OSError("no port can be opened here")
+        if not self._port:
+            self._port = self._ports.open(self._process, greet)
+        return self._port, NO_CERTIFICATE
 
-    def know(self, listing: PeerList) -> None:
-        known = {peer.name: peer for peer in listing.peers}
-        for name in [name for name in self._peers if known.get(name) != self._peers[name]]:
-            del self._peers[name]
-            self.broken(name)
-        new = [peer for name, peer in known.items() if name not in self._peers]
-        self._peers.update(known)
-        for peer in new:
-            self._try_soon(peer)
+    def pause(self) -> None:
+        """Nothing: no simulated port is full."""
 
-    def _try_soon(self, peer: Peer, delay_ms: float = 0.0) -> None:
-        delay_ms += self.network.delay_ms()
-        self.network.clock.after(delay_ms, lambda: self._try(peer), self.process)
+    def resume(self) -> None:
+        """Nothing: no simulated port is full."""
 
-    def _try(self, peer: Peer) -> None:
-        if self.closed or self._peers.get(peer.name) != peer or peer.name in self.pipes:
-            return
-        other = next((end for end in self.network.ends if self._is(end, peer)), None)
-        listening = other is not None and (other._listens or self._listens)
-        if other is None or not listening or not self.network.reach(self.process, other.process):
-            self._try_soon(peer, _AGAIN_MS)
-            return
-        for end, to in ((self, other), (other, self)):
-            end.pipes[to.me] = _Pipe(end, to, self._shape)
-        mbit = self.network.clock.rng.choice((60.0, 1000.0, 1000.0))
-        self._later(lambda: self.owner.on_linked(other.me, mbit))
-        other._later(lambda: other.owner.on_linked(self.me, mbit))
-
-    def _is(self, end: SimulatedLinks, peer: Peer) -> bool:
-        """Whether this is the peer, and both have one key."""
-        theirs = end._peers.get(self.me)
-        there = end.me == peer.name and end.process.alive and not end.closed
-        return there and theirs is not None and theirs.key == peer.key and self.me not in end.pipes
-
-    def _later(self, act: Callable[[], None]) -> None:
-        self.network.clock.after(
-            self.network.delay_ms(), lambda: None if self.closed else act(), self.process
-        )
-
-    def send(self, peer: str, encoded: Encoded) -> None:
-        pipe = self.pipes.get(peer)
-        if pipe is not None:
-            pipe.send(encoded)
-
-    def broken(self, name: str) -> None:
-        """The link to this one is over, at both ends."""
-        pipe = self.pipes.pop(name, None)
-        if pipe is None:
-            return
-        pipe.over = True
-        back = pipe.to.pipes.pop(self.me, None)
-        if back is not None:
-            back.over = True
-        for end, other in ((self, name), (pipe.to, self.me)):
-            end._later(partial(end.owner.on_unlinked, other, "cut"))
-            if (peer := end._peers.get(other)) is not None:
-                end._try_soon(peer, _AGAIN_MS)
+    async def connect(self, peer: Peer, channel: Channel) -> None:
+        network = self._ports.network
+        await asyncio.sleep(network.latency_ms * (0.1 + network.clock.rng.random()) / 1000)
+        self._ports.connect(self._process, peer.port, channel)
 
     def close(self) -> None:
-        for name in list(self.pipes):
-            self.broken(name)
-        self.closed = True
+        self._ports.listening.pop(self._port, None)
 
 
-def links_of(network: PeerNetwork, process: Process) -> Any:
-    """Makes a worker's links; see `worker.peers.exchange.MakeLinks`."""
+class _WithSpeeds:
+    """An owner of links to which their speeds are as the seed says."""
+
+    def __init__(self, owner: LinksOwner, ports: WorkerPorts) -> None:
+        self._owner = owner
+        self._rng = ports.network.clock.rng
+
+    def on_gradient(self, peer: str, received: Received) -> None:
+        self._owner.on_gradient(peer, received)
+
+    def on_linked(self, peer: str, mbit: float) -> None:
+        del mbit
+        self._owner.on_linked(peer, self._rng.choice((60.0, 1000.0, 1000.0)))
+
+    def on_unlinked(self, peer: str, reason: str) -> None:
+        self._owner.on_unlinked(peer, reason)
+
+
+def links_of(ports: WorkerPorts, process: Process) -> MakeLinks:
+    """Return what makes a worker's links; see `worker.peers.links.MakeLinks`."""
 
     def make(me: str, blocks: tuple[Block, ...], exchange: Codecs, owner: LinksOwner) -> Links:
-        return SimulatedLinks(network, process, me, (blocks, exchange), owner)
+        sockets: Any = SimulatedSockets(ports, process)
+        return PeerLinks(me, blocks, exchange, _WithSpeeds(owner, ports), sockets)
 
     return make

@@ -12,34 +12,36 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from coordinator.run.exchange.round import Round
+from coordinator.run.inputs import Input, ReplicaLoaded, WorkerMessage
 from coordinator.run.outputs.actions import Dismiss, Report
-from coordinator.run.outputs.facts import StepCommitted
+from coordinator.run.outputs.events import Committed
 from coordinator.run.run import Run, RunPhase
-from coordinator.run.workers.membership import MemberState
+from coordinator.run.workers.membership import COMPUTING, MemberState
+from coordinator.service.coordinator_replica import CoordinatorReplica, ReplicaState
 from coordinator.service.execution import Execution
-from coordinator.service.followers import Followers
-from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
+from coordinator.service.subscribers import Subscribers
 from coordinator.storage import run_storage
 from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.wire.messages import (
     Assign,
     AveragedGradient,
     Cancel,
     Commit,
     GradientPayload,
-    NodeLoss,
+    Owners,
     StartRun,
     StepApplied,
+    SubtreeLoss,
 )
 from protocol.wire.transport import Channel
 from tests.simulation.job import COVERAGE
 from tests.simulation.processes import CoordinatorProcess, WorkerProcess
-from worker.logic.events import StepAttempt
+from worker.logic.events import StepId
 from worker.shell.client import Client
-from worker.shell.obtaining import Obtainer
+from worker.shell.file_fetcher import FileFetcher
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -48,12 +50,35 @@ _STEPS_KEPT = 8
 """More steps' broadcasts than these are not kept in memory."""
 
 
+def check_invariant(run: Run) -> None:
+    """What holds in each phase between two inputs, as `coordinator.run.run` says."""
+    progress = run.progress
+    round_ = progress.round if progress is not None else None
+    if run.phase is not RunPhase.WAITING and run.phase is not RunPhase.OVER:
+        assert progress is not None
+    match run.phase:
+        case RunPhase.WAITING:
+            assert round_ is None
+            assert not run.members.names(*COMPUTING)
+        case RunPhase.TRAINING:
+            assert run.evaluation is None
+        case RunPhase.EVALUATING:
+            assert progress is not None
+            assert run.evaluation is not None
+            assert round_ is None
+            assert not progress.persisting
+        case RunPhase.HALTED:
+            assert run.reason
+        case RunPhase.OVER:
+            assert run.outcome is not None
+
+
 class Probes:
     """Those of one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._owed: dict[str, set[Node]] = {}
+        self._owed: dict[str, set[Subtree]] = {}
         self._owing = False
 
     @contextmanager
@@ -63,15 +88,14 @@ class Probes:
             for owner, name, before, after in (
                 (GradientLog, "commit", self._syncs, self._synced),
                 (RunStorage, "commit", self._commits, None),
-                (Followers, "broadcast", self._broadcast, None),
-                (ReplicaKeeper, "_digests", None, self._digests),
+                (Subscribers, "broadcast", self._broadcast, None),
+                (CoordinatorReplica, "_present_state", None, self._present_state),
                 (run_storage, "write_checkpoint", None, self._saved),
                 (Execution, "_do", None, self._done),
-                (Run, "replica_loaded", self._loaded, None),
-                (Run, "receive", self._receives, self._received),
+                (Run, "step", self._steps, self._stepped),
                 (Round, "surplus", self._before_surplus, self._after_surplus),
                 (Client, "_transmit", self._transmitted, None),
-                (Obtainer, "_store", None, self._stored),
+                (FileFetcher, "_store", None, self._stored),
                 (Client, "on_message", self._heard, None),
                 (Channel, "_refuse", self._refused, None),
                 (Channel, "send", None, self._sent),
@@ -150,9 +174,9 @@ class Probes:
         coordinator.ledger.synced(record.commit)
         progress = execution.run.progress
         assert progress is not None
-        coordinator.ledger.check_terms(set(progress.signatures), mixed=progress.mixed)
+        coordinator.ledger.check_terms(set(progress.numerics_profiles), mixed=progress.mixed)
 
-    def _broadcast(self, _followers: Any, message: Any, values: Any, *_: Any) -> None:
+    def _broadcast(self, _subscribers: Any, message: Any, values: Any, *_: Any) -> None:
         coordinator = self._coordinator
         if isinstance(message, Commit):
             self._commit_told(coordinator, message)
@@ -177,11 +201,15 @@ class Probes:
         assert applied is not None
         assert applied.step == commit.step, "the replica has not agreed on the step before"
 
-    def _digests(self, applied: ReplicaState, _keeper: Any) -> None:
-        if self._coordinator.execution is not None:
-            self._coordinator.ledger.replica_is(applied.step, applied.state_digest)
+    def _present_state(self, applied: ReplicaState, _keeper: Any) -> None:
+        coordinator = self._coordinator
+        if coordinator.execution is None:
+            return
+        if not applied.step and coordinator is not self._cluster.coordinator:
+            return  # cut off before it had a state: what it starts from counts for nobody
+        coordinator.ledger.replica_is(applied.step, applied.state_digest)
 
-    def _loaded(self, _run: Any, _upload: int, digest: str) -> None:
+    def _loaded(self, digest: str) -> None:
         job = self._coordinator.ledger.job
         initial = [job.undisturbed((), flavour).state_digest for flavour in (0, 1)]
         assert digest in initial, "state 0 is nobody's"
@@ -193,33 +221,44 @@ class Probes:
 
     def _done(self, _: None, execution: Execution, actions: Any) -> None:
         run = execution.run
-        if any(isinstance(a, Report) and isinstance(a.fact, StepCommitted) for a in actions):
+        if any(isinstance(a, Report) and isinstance(a.event, Committed) for a in actions):
             dismissed = {action.worker for action in actions if isinstance(action, Dismiss)}
             kept = dismissed.issuperset(run.members.names(MemberState.DRAINING))
             assert kept, "a worker that owes nothing may not leave"
         if execution._closed:
             return
-        assert len(run.losses) == run.step
+        assert len(run.losses) == run.steps_committed
         if run.phase in (RunPhase.WAITING, RunPhase.HALTED):
             assert run.reason, "a run that waits says why"
         else:
             assert run.phase is RunPhase.OVER or not run.reason
-        tail = execution._followers._tail
+        tail = execution._subscribers._tail
         if tail:
             assert tail[-1][0] - tail[0][0] <= _STEPS_KEPT, "what was broadcast long ago is kept"
 
-    def _receives(self, run: Run, worker: str, message: Any, _body: Any) -> None:
+    def _steps(self, run: Run, input_: Input) -> None:
+        if isinstance(input_, ReplicaLoaded):
+            self._loaded(input_.digest)
+        elif isinstance(input_, WorkerMessage):
+            self._receives(run, input_.worker, input_.message)
+
+    def _stepped(self, _: Any, run: Run, input_: Input) -> None:
+        check_invariant(run)
+        if isinstance(input_, WorkerMessage):
+            self._received(run, input_.worker, input_.message)
+
+    def _receives(self, run: Run, worker: str, message: Any) -> None:
         progress = run.progress
         round_ = progress.round if progress is not None else None
         share = round_.shares.get(worker) if round_ is not None else None
         self._owing = (
-            isinstance(message, NodeLoss) and share is not None and message.node in share.owed
+            isinstance(message, SubtreeLoss) and share is not None and message.subtree in share.owed
         )
 
-    def _received(self, _: Any, run: Run, worker: str, message: Any, _body: Any) -> None:
+    def _received(self, run: Run, worker: str, message: Any) -> None:
         """What has come counts; what others have done, nobody is left to compute."""
         progress = run.progress
-        if not isinstance(message, NodeLoss) or progress is None or progress.persisting:
+        if not isinstance(message, SubtreeLoss) or progress is None or progress.persisting:
             return
         place = {"epoch": message.epoch, "step": message.step, "attempt": message.attempt}
         round_ = progress.round
@@ -229,8 +268,8 @@ class Probes:
             for share in round_.shares.values():
                 missing = all(round_._missing(n) for n in share.owed if n not in kept)
                 assert missing, "Cancel is lost"
-            if self._owing and message.node not in round_.shares[worker].owed:
-                assert not round_._missing(message.node), "what has come is not counted"
+            if self._owing and message.subtree not in round_.shares[worker].owed:
+                assert not round_._missing(message.subtree), "what has come is not counted"
 
     def _before_surplus(self, round_: Round) -> None:
         self._owed = {name: set(share.owed) for name, share in round_.shares.items()}
@@ -238,7 +277,9 @@ class Probes:
     def _after_surplus(self, _: Any, round_: Round) -> None:
         for name, share in round_.shares.items():
             gone = self._owed[name].difference(share.owed)
-            assert not any(round_._missing(node) for node in gone), "what is missing is forgotten"
+            assert not any(round_._missing(subtree) for subtree in gone), (
+                "what is missing is forgotten"
+            )
 
     # At a worker.
 
@@ -251,20 +292,24 @@ class Probes:
         elif isinstance(message, Cancel) and client._session is not None:
             # One that has overtaken the plan or an Assign comes too early for them.
             task, place = client._session._task, (message.step, message.attempt)
-            known = task.nodes if task.place == StepAttempt(*place) else set()
-            cancelled = known.intersection(Node(*node) for node in message.nodes)
-            worker.cancelled.update((message.epoch, *place, node) for node in cancelled)
+            known = task.subtrees if task.step_id == StepId(*place) else set()
+            cancelled = known.intersection(Subtree(*subtree) for subtree in message.subtrees)
+            worker.cancelled.update((message.epoch, *place, subtree) for subtree in cancelled)
+        elif isinstance(message, Owners):  # whoever has sums sends them to new owners
+            worker.cancelled.clear()
         elif isinstance(message, Assign):  # again, where an owner was lost that had its sums
             given = (message.epoch, message.step, message.attempt)
-            worker.cancelled.difference_update((*given, Node(*node)) for node in message.nodes)
+            worker.cancelled.difference_update(
+                (*given, Subtree(*subtree)) for subtree in message.subtrees
+            )
 
     def _transmitted(self, client: Client, action: Any) -> None:
         message, worker = action.message, self._worker
         session = client._session
         self._cluster.transmitted += 1
-        if isinstance(message, GradientPayload | NodeLoss):
-            place = (message.epoch, message.step, message.attempt, message.node)
-            assert place not in worker.cancelled, "a cancelled node is sent"
+        if isinstance(message, GradientPayload | SubtreeLoss):
+            place = (message.epoch, message.step, message.attempt, message.subtree)
+            assert place not in worker.cancelled, "a cancelled subtree is sent"
             self._cluster.spoils(worker)
         if isinstance(message, StepApplied) and session is not None:
             ledger = self._cluster.ledger(session.run_id)
@@ -274,7 +319,7 @@ class Probes:
             newest = worker.newest.get(session.run_id, 0)
             assert session.epoch >= newest, "an older coordinator is obeyed"
 
-    def _stored(self, _event: Any, _obtainer: Obtainer, _action: Any, _cache: Any) -> None:
+    def _stored(self, _event: Any, _obtainer: FileFetcher, _action: Any, _cache: Any) -> None:
         self._cluster.disturbances.fetched(self._worker)
 
     # On both sides.

@@ -11,23 +11,23 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.files.blob_index import index_blobs
-from coordinator.run.outputs.facts import Fact
+from coordinator.run.outputs.events import Event
 from coordinator.service.execution import Execution
 from coordinator.service.service import Service, Settings
-from protocol.base.duty import Duty
 from protocol.base.errors import SamestepError, StorageFailed, UsageError
+from protocol.base.fields import Duty
 from protocol.exact.replica import Replica
 from tests.simulation.device import Flaws, SimulatedDevice, Surroundings
-from tests.simulation.host import MakeDevice, SimulatedDevices
+from tests.simulation.device_group import MakeDevice, SimulatedDevices
 from tests.simulation.ledger import Ledger
 from tests.simulation.machine import Device, SimulatedMachine
-from tests.simulation.network import Entrance
+from tests.simulation.network import SimulatedAcceptor
 from tests.simulation.peers import links_of
 from tests.simulation.virtual_time import Process
-from worker.joining.credentials import WorkerCredentials
+from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 from worker.shell.engine import Engine
-from worker.shell.host_engine import Several
+from worker.shell.group_engine import DeviceSet
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -86,9 +86,9 @@ class CoordinatorProcess(Process):
         settings = Settings(
             (self.host, 9000), cluster.expect_workers, cluster.disk.root, once=False, plaintext=True
         )
-        doorway = partial(Entrance, cluster.network, self)
-        self.service = service = Service(settings, self.machine, lambda greet, _: doorway(greet))
-        service.listeners.append(self)
+        acceptor = partial(SimulatedAcceptor, cluster.network, self)
+        self.service = service = Service(settings, self.machine, lambda greet, _: acceptor(greet))
+        service.event_sinks.append(self)
         try:
             await service.start()
             for ledger in cluster.ledgers:
@@ -140,11 +140,11 @@ class CoordinatorProcess(Process):
         disk.close(self.fds)
         self._cluster.network.listens_no_more(self)
 
-    # coordinator.service.listener.Listener
+    # coordinator.service.events.EventSink
 
-    def reported(self, fact: Fact, run_id: str = "") -> None:
+    def emit(self, event: Event, run_id: str = "") -> None:
         del run_id
-        self._cluster.noticing(lambda: self._reported(fact.event, fact.fields()))
+        self._cluster.noticing(lambda: self._reported(event.name, event.fields()))
 
     def _reported(self, event: str, fields: Mapping[str, Any]) -> None:
         cluster, service = self._cluster, self.service
@@ -179,7 +179,7 @@ class CoordinatorProcess(Process):
             step = fields["step"]
             assert fields["ratio"] == ledger.job.figure(ledger.expected(step).replica)
             ledger.evaluated_step = max(ledger.evaluated_step, step)
-            ledger.counts["evaluated_late"] += step < service.current.run.step
+            ledger.counts["evaluated_late"] += step < service.current.run.steps_committed
 
     def _run_ended(self, service: Service) -> None:
         execution = service.finished
@@ -189,7 +189,7 @@ class CoordinatorProcess(Process):
         if execution.superseded or (drained and self._cluster.coordinator is not self):
             return  # a successor may go on with it before its writer tells of it
         ledger = self._ledger(execution)
-        keeper = execution._keeper
+        keeper = execution._coordinator_replica
         known = execution.run.has_state and keeper is not None
         ledger.ended(
             execution.outcome, keeper._replica if known and keeper else None, execution.run.losses
@@ -245,7 +245,8 @@ class WorkerProcess(Process):
         cluster = self._cluster
 
         def device(
-            charge: Callable[[float], None], replica: Callable[[], Replica | None]
+            charge: Callable[[float], None],
+            replica: Callable[[], Replica | None] = lambda: None,
         ) -> SimulatedDevice:
             around = Surroundings(
                 cluster.rng, cluster.job, cluster.poison, charge, replica, self._flip
@@ -255,7 +256,7 @@ class WorkerProcess(Process):
         name = f"worker-{self.instance}"
         self.client = Client(
             Target("coordinator", 9000, name, "scripted", _PATIENCE_S, self._duty),
-            self._several(device) or device(self._charge, lambda: self.replica),
+            self._device_set(device) or device(self._charge, lambda: self.replica),
             WorkerCredentials(plaintext=True, environment=dict(os.environ)),
             lambda _: None,
             cache=cluster.cache(self),
@@ -268,14 +269,14 @@ class WorkerProcess(Process):
     def _duty(self) -> Duty:
         return "evaluate" if self.flaws.evaluates else "train"
 
-    def _several(self, make: MakeDevice) -> Several | None:
-        """Some are hosts of several devices; their processes die by themselves, too."""
+    def _device_set(self, make: MakeDevice) -> DeviceSet | None:
+        """Some have several devices; their processes die by themselves, too."""
         rng = Random(f"{self._cluster.seed} {self.instance}")
         if rng.random() < 0.7:
             return None
-        self.devices = SimulatedDevices(self, rng, make)
+        self.devices = SimulatedDevices(self, rng, make, self.flaws.flips, self._flip)
         names = [f"device{n}" for n in range(rng.choice((2, 2, 3)))]
-        return Several(names, self.devices, lambda _: None)
+        return DeviceSet(names, self.devices, lambda _: None)
 
     def _charge(self, ms: float) -> None:
         assert isinstance(self.machine.device, Device)
@@ -337,4 +338,3 @@ class WorkerProcess(Process):
             self.end()
             for link in self._cluster.network.links:
                 link.died(self)
-            self._cluster.peers.died(self)

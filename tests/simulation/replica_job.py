@@ -22,8 +22,7 @@ from protocol.exact.samples import microbatch_seed
 from protocol.exact.update import average as scale_to_average
 from protocol.exact.update import global_norm, square_sum, step_scalars
 from protocol.spec.manifest import Block
-from protocol.spec.replicas_spec import Codec, OuterSpec, ReplicasSpec
-from protocol.spec.run_spec import ExchangeSpec
+from protocol.spec.sections.exchange import Codec, ExchangeSpec, OuterSpec, ReplicasSpec
 from tests.simulation.job import STEPS, Job, Taken, along_tree
 
 _FEEDBACK: Final = np.float32(0.95)

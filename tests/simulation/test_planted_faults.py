@@ -1,6 +1,7 @@
 """The simulation is itself tested: each fault planted here, in the product's own code, is caught
 within a thousand seeds, by the check that it is for."""
 
+import dataclasses
 import inspect
 import os
 from dataclasses import dataclass
@@ -9,32 +10,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.disk.claim import Claim
+from coordinator.disk.directory_lock import DirectoryLock
 from coordinator.run import run
+from coordinator.run.checkpoint_schedule import CheckpointSchedule
+from coordinator.run.evaluation import Evaluation
+from coordinator.run.exchange.embeddings import JoinedEmbeddings
 from coordinator.run.exchange.round import Round, Share
-from coordinator.run.held_out.evaluation import Evaluation
-from coordinator.run.outputs.actions import Follow
+from coordinator.run.inputs import CommitDurable
+from coordinator.run.outputs.actions import Subscribe
 from coordinator.run.progress import Progress
-from coordinator.run.saves import Saves
 from coordinator.run.workers.admission import Admission
 from coordinator.run.workers.agreement import Agreement
 from coordinator.service.execution import Execution
-from coordinator.service.followers import Followers
+from coordinator.service.subscribers import Subscribers
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.log import log_reader
 from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.log.log_records import HEAD_BYTES
 from coordinator.storage.run_storage import RunStorage
 from protocol.base.errors import SamestepError
-from protocol.exact import replica, slice_merge
+from protocol.exact import reducer, replica
 from protocol.exact.tree import parent, root, sibling
 from protocol.exact.tree_sum import ADDITIONS, TreeSum, add_arrays
-from protocol.spec.run_spec import Way
+from protocol.spec.sections.exchange import Topology
 from protocol.wire.messages import Assign, Cancel, StartRun
 from tests.simulation.job import Job
+from worker.logic.actions import LoadEmbeddings, TakeWeights
+from worker.logic.device_group import DeviceGroup
+from worker.logic.events import AveragesReady, StepId, WeightsTaken
 from worker.logic.session import WorkerSession
-from worker.peers.share import AllAveraged, SlicePart
+from worker.peers.share import GradientExchange
 from worker.shell.blob_cache import Part
+from worker.shell.engine import Engine
 
 pytestmark = pytest.mark.simulation
 
@@ -42,59 +49,59 @@ _ENOUGH_SEEDS = 1000
 _ABSENT = np.uint32(0x80000000)
 
 
-def counts_what_is_covered(self, node, value):
+def counts_what_is_covered(self, subtree, value):
     """A duplicate is added once more."""
     for held in self._held:
-        if held.covers(node):
+        if held.covers(subtree):
             self._held[held] = self._add(self._held[held], value)
             return True
-    self._held[node] = value
-    _merge(self, node)
+    self._held[subtree] = value
+    _merge(self, subtree)
     return True
 
 
-def keeps_ancestor_and_descendant(self, node, value):
-    """A node is added beside those below it, which are held already."""
-    if any(held.covers(node) for held in self._held):
+def keeps_ancestor_and_descendant(self, subtree, value):
+    """A subtree is added beside those below it, which are held already."""
+    if any(held.covers(subtree) for held in self._held):
         return False
-    for held in [held for held in self._held if node.covers(held)]:
+    for held in [held for held in self._held if subtree.covers(held)]:
         value = self._add(value, self._held.pop(held))
-    self._held[node] = value
-    _merge(self, node)
+    self._held[subtree] = value
+    _merge(self, subtree)
     return True
 
 
-def drops_what_overlaps(self, node, value):
-    """A node is dropped when only a part of it is there."""
-    if any(held.lo < node.hi and node.lo < held.hi for held in self._held):
+def drops_what_overlaps(self, subtree, value):
+    """A subtree is dropped when only a part of it is there."""
+    if any(held.lo < subtree.hi and subtree.lo < held.hi for held in self._held):
         return False
-    self._held[node] = value
-    _merge(self, node)
+    self._held[subtree] = value
+    _merge(self, subtree)
     return True
 
 
-def sums_as_they_arrive(self, node, value):
+def sums_as_they_arrive(self, subtree, value):
     """One running sum, in the order of arrival."""
     come = self.__dict__.setdefault("come", set())
-    if come & set(range(node.lo, node.hi)):
+    if come & set(range(subtree.lo, subtree.hi)):
         return False
-    come |= set(range(node.lo, node.hi))
-    self.running = value if len(come) == node.leaves else self._add(self.running, value)
+    come |= set(range(subtree.lo, subtree.hi))
+    self.running = value if len(come) == subtree.leaves else self._add(self.running, value)
     if len(come) == self._microbatches:
         self._held[root(self._microbatches)] = self.running
     return True
 
 
-def _merge(self, node):
-    while (other := sibling(node, self._microbatches)) is not None and other in self._held:
-        left, right = sorted((node, other))
+def _merge(self, subtree):
+    while (other := sibling(subtree, self._microbatches)) is not None and other in self._held:
+        left, right = sorted((subtree, other))
         value = self._add(self._held.pop(left), self._held.pop(right))
-        node = parent(node, self._microbatches)
-        self._held[node] = value
+        subtree = parent(subtree, self._microbatches)
+        self._held[subtree] = value
 
 
-def never_covered(self, node):
-    del self, node
+def never_covered(self, subtree):
+    del self, subtree
     return False
 
 
@@ -116,7 +123,7 @@ def nobody_is_odd(self, step):
         return [], []
     answers = self._answers.pop(step, {})
     if step == self._newest:
-        self._owed.difference_update(answers)
+        self._missing.difference_update(answers)
     return sorted(answers), []
 
 
@@ -126,18 +133,22 @@ def any_round(self, message):
     return None if self.persisting else self.round
 
 
-def any_share(self, worker, node):
-    """Nodes are taken from whoever sends them."""
-    del node
+def any_share(self, worker, subtree):
+    """Subtrees are taken from whoever sends them."""
+    del subtree
     return self.shares.setdefault(worker, Share())
 
 
 def takes_what_is_there(self, now):
     """A commit is enough."""
-    if now.expected is None:
+    if not now.committed:
         return []
     self._now = None
-    return [AllAveraged(now.place["step"], now.place["attempt"], now.averages)]
+    arrays = [
+        now.averages.part(each.start) if len(each) == 1 else now.averages.arrays[block]
+        for block, each in enumerate(map(self._grid.of_block, range(len(self._blocks))))
+    ]
+    return [AveragesReady(StepId(now.id["step"], now.id["attempt"]), arrays)]
 
 
 def assumes_proven(self, worker, *, proven):
@@ -152,7 +163,7 @@ def forgets_nothing(self, worker, *, proven):
 
 
 def reached_by_all_or_none(left, right):
-    """A tensor that one of two nodes has not reached is taken for one that neither has."""
+    """A tensor that one of two subtrees has not reached is taken for one that neither has."""
     lost = (left.view(np.uint32) == _ABSENT) | (right.view(np.uint32) == _ABSENT)
     add_arrays(left, right)[lost] = -0.0
     return left
@@ -165,7 +176,7 @@ def takes_anew(self, skips, flavour=0):
 
 async def tells_first(self, action):
     """A commit is told, then synced."""
-    self._do(self.run.durable(action.record.commit.step))
+    self._step(CommitDurable(action.record.commit.step))
     await PERSIST(self, action)
 
 
@@ -185,7 +196,7 @@ def trusts(self, member, step, agreement):
     """Who has taken as many steps is let in, whatever its state."""
     if member.step == step:
         self._members.activate(member)
-        return [Follow(member.name, step)]
+        return [Subscribe(member.name, step)]
     return ADMIT(self, member, step, agreement)
 
 
@@ -199,7 +210,7 @@ def trusts_those_behind(self, member, step, agreement):
 
 def forgets_what_was_refused(self):
     """The disk refuses a second time, and nothing is owed any more."""
-    self._owed, self._asked = self._asked is not None, None
+    self._must_retry, self._requested = self._requested is not None, None
 
 
 async def reads_what_failed(self, step):
@@ -243,10 +254,15 @@ def forgets_what_is_pending(self):
     return surplus
 
 
-def knows_no_epochs(self, epochs=None, allocate=None):
+def knows_no_epochs(self, epochs=None):
     """The newest epoch is not kept from one connection to the next."""
     del epochs
-    NEW_SESSION(self, allocate=allocate)
+    NEW_SESSION(self)
+
+
+def tells_without_taking(self, action):
+    """A device of a group goes on with the weights that it has."""
+    self._emit(WeightsTaken(action.step, reads_on=False))
 
 
 def goes_on_counting(self, *step_and_digest):
@@ -265,7 +281,44 @@ def keeps_anything(self):
     return True
 
 
+def keeps_the_rows_of_before(self, task, step_id):
+    """Gradients rest on the embeddings of the first step that has come here."""
+    actions = LOAD_ROWS(self, task, step_id)
+    if not actions:
+        return actions
+    self.kept_rows = self.__dict__.get("kept_rows", actions[0].rows)
+    return [LoadEmbeddings(step_id, self.kept_rows)]
+
+
+def nobody_compares(self, worker, profile, message):
+    """Embeddings that are computed again may be any."""
+    del self, worker, profile, message
+
+
+def knows_nobody_who_delivered(self):
+    """Who is lost between the phases was not needed."""
+    return dataclasses.replace(JOIN(self), delivered=frozenset())
+
+
+def takes_rows_of_an_older_attempt(self):
+    """Embeddings that came in an attempt that was given up count in the next."""
+    before = self.round
+    actions = BEGIN(self)
+    if before is not None and before.embeds and before.place["step"] == self.step:
+        self.round.kept = before.kept
+    return actions
+
+
+def joins_backward(pieces, *origin_and_more):
+    """The last microbatch's rows stand first."""
+    return JOIN_PIECES(pieces[::-1], *origin_and_more)
+
+
 PERSIST = Execution._persist
+LOAD_ROWS = WorkerSession._load_rows
+JOIN = Round.join_embeddings
+BEGIN = Progress.begin
+JOIN_PIECES = JoinedEmbeddings.of
 SEND = Execution._send
 SURPLUS = Round.surplus
 NEW_SESSION = WorkerSession.__init__
@@ -288,6 +341,7 @@ class Planted:
         runs: How many one after the other.
         files: Whether workers fetch a file for each.
         way: How gradients travel.
+        embeds: Whether the loss couples all samples of a step.
     """
 
     instead: list[tuple[Any, str, Any]]
@@ -296,7 +350,8 @@ class Planted:
     seed: int = 0
     runs: int | None = None
     files: bool = False
-    way: Way = "star"
+    way: Topology = "star"
+    embeds: bool = False
 
 
 PLANTED = {
@@ -322,7 +377,7 @@ PLANTED = {
         "other averages",
         seed=4,
     ),
-    "a lost worker's nodes are forgotten": Planted(
+    "a lost worker's subtrees are forgotten": Planted(
         [(Progress, "reassign", nothing)],
         "nothing can happen",
         seed=0,
@@ -332,6 +387,16 @@ PLANTED = {
         "a microbatch lost or doubled | other averages | another loss",
         often="flip+slower+stall",
         seed=116,
+    ),
+    "a device of several keeps its old weights": Planted(
+        [(Engine, "_HANDLERS", {**Engine._HANDLERS, TakeWeights: tells_without_taking})],
+        "other averages",
+        seed=1,
+    ),
+    "a device of several is waited for when it is lost": Planted(
+        [(DeviceGroup, "_reassign", nothing)],
+        "nothing can happen",
+        seed=281,
     ),
     "a commit before agreement": Planted(
         [(Agreement, "reached", True)],
@@ -343,7 +408,7 @@ PLANTED = {
         "before it is durable",
     ),
     "a commit from a side cut off": Planted(
-        [(Claim, "check", nothing)],
+        [(DirectoryLock, "check", nothing)],
         "by a side cut off",
         often="split",
         seed=3,
@@ -362,12 +427,12 @@ PLANTED = {
     ),
     "Cancel is not obeyed": Planted(
         [(WorkerSession, "receive", hears_no_cancel)],
-        "a cancelled node is sent",
+        "a cancelled subtree is sent",
         often="stall",
         seed=133,
     ),
     "a joiner misses what was broadcast since": Planted(
-        [(Followers, "join", sends_nothing_of_before)],
+        [(Subscribers, "join", sends_nothing_of_before)],
         "before all of its averaged blocks",
         seed=27,
     ),
@@ -402,7 +467,7 @@ PLANTED = {
         seed=4,
     ),
     "terms are forgotten": Planted(
-        [(RunDirectory, "write_terms", nothing)],
+        [(RunDirectory, "write_admission_record", nothing)],
         "terms are not remembered",
     ),
     "a commit whose sync failed is replayed": Planted(
@@ -418,7 +483,7 @@ PLANTED = {
         seed=6,
     ),
     "a checkpoint refused twice is forgotten": Planted(
-        [(Saves, "failed", forgets_what_was_refused)],
+        [(CheckpointSchedule, "failed", forgets_what_was_refused)],
         "nothing can happen",
         often="disk",
         seed=117,
@@ -459,7 +524,7 @@ PLANTED = {
         often="kill+stall",
         seed=384,
     ),
-    "surplus forgets pending nodes": Planted(
+    "surplus forgets pending subtrees": Planted(
         [(Round, "surplus", forgets_what_is_pending)],
         "what is missing is forgotten",
         often="stall",
@@ -485,19 +550,48 @@ PLANTED = {
         seed=8,
     ),
     "a committed step is taken before all its averages": Planted(
-        [(SlicePart, "_settle", takes_what_is_there)],
+        [(GradientExchange, "_settle", takes_what_is_there)],
         "a worker is wrong | differs",
         way="sharded",
-        seed=2,
+        seed=106,
     ),
     "what another microbatch has reached is lost": Planted(
-        [(slice_merge, "ADDITIONS", dict.fromkeys(ADDITIONS, reached_by_all_or_none))],
+        [(reducer, "ADDITIONS", dict.fromkeys(ADDITIONS, reached_by_all_or_none))],
         "other averages",
         often="kill",
     ),
     "what no microbatch has reached is updated": Planted(
         [(replica, "is_absent", no), (Job, "undisturbed", takes_anew)],
         "that nothing reached has moved",
+    ),
+    "embeddings of an older step": Planted(
+        [(WorkerSession, "_load_rows", keeps_the_rows_of_before)],
+        "other averages | another loss | no cause for",
+        seed=1,
+        embeds=True,
+    ),
+    "embeddings of a worker that is lost between the phases": Planted(
+        [
+            (Round, "join_embeddings", knows_nobody_who_delivered),
+            (JoinedEmbeddings, "compare", nobody_compares),
+        ],
+        "other averages | another loss",
+        often="flip_and_die+flip",
+        seed=31,
+        embeds=True,
+    ),
+    "embeddings of an older attempt": Planted(
+        [(Progress, "begin", takes_rows_of_an_older_attempt)],
+        "other averages | another loss | no cause for",
+        often="flip_and_die+flip",
+        seed=23,
+        embeds=True,
+    ),
+    "embeddings in another order": Planted(
+        [(JoinedEmbeddings, "of", joins_backward)],
+        "other averages | another loss | no cause for",
+        seed=2,
+        embeds=True,
     ),
     "what was fetched is not compared": Planted(
         [(Part, "finish", keeps_anything)],
@@ -549,7 +643,7 @@ def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
     for seed in (planted.seed, *range(_ENOUGH_SEEDS)):
         try:
             options = {"runs": planted.runs, "files": planted.files, "way": planted.way}
-            play(seed, often=planted.often, **options)
+            play(seed, often=planted.often, embeds=planted.embeds, **options)
         except Exception as error:  # noqa: BLE001 -- whether it counts is seen then
             told = caught_by(error)
             if any(check in told for check in planted.check.split(" | ")):

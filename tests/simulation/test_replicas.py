@@ -13,19 +13,19 @@ import pytest
 
 from coordinator.storage.states.replica_states import ReplicaStates
 from protocol.base import limits
-from protocol.exact.stretches import StretchOrder
+from protocol.exact.inner_phases import InnerPhaseOrder
 from protocol.exact.tree_sum import TreeSum
 from protocol.wire.transport import Channel
 from tests.simulation.seeds import Seeds
-from worker.shell.stretches import OwnState, Stretches
+from worker.shell.inner_phases import CarriedState, InnerPhases
 
 pytestmark = pytest.mark.simulation
 
 _SEEDS = Seeds("SAMESTEP_REPLICA_SEEDS", "6")
 _ENOUGH_SEEDS = 300
 _CHECKS = (
-    "other averages", "another loss", "one numeric signature and gave unlike",
-    "expected missed updates",
+    "other averages", "another loss", "one numerics profile and gave unlike",
+    "expected counts of missed updates",
 )  # fmt: skip
 """Two that computed the same replica compare what it keeps, too; and a worker sees where a replica
 has missed more updates than there were."""
@@ -48,7 +48,7 @@ def test_the_bits_of_the_undisturbed_rounds_and_an_end(first, play, simulated):
 
 def test_who_sends_boundaries_faster_than_the_disk_waits(play, monkeypatch):
     """Nothing more is read of it, and it is not taken for lost."""
-    monkeypatch.setattr(limits, "BOUNDARIES_BYTES", 1)
+    monkeypatch.setattr(limits, "INNER_CHECKPOINTS_BYTES", 1)
     paused = []
     pause = Channel.pause
 
@@ -63,9 +63,9 @@ def test_who_sends_boundaries_faster_than_the_disk_waits(play, monkeypatch):
     assert paused
 
 
-DIFFERENCES = Stretches._differences
-GIVEN = Stretches.given
-BEGIN = Stretches._begin
+DIFFERENCES = InnerPhases._differences
+LOAD = InnerPhases.load
+BEGIN = InnerPhases._begin
 
 
 def wrong_sign(self, step, replica, *ends_and_rest):
@@ -75,47 +75,47 @@ def wrong_sign(self, step, replica, *ends_and_rest):
 
 def no_moments(self, step, replica):
     del self, step, replica
-    return OwnState([], [])
+    return CarriedState([], [])
 
 
-def one_off_after_recovery(self, place, replica, inner, content, *, own):
-    GIVEN(self, place, replica, inner, content, own=own)
-    for key, at in self._reached.items():
-        self._reached[key] = replace(at, inner=at.inner + 1) if inner == at.inner else at
+def one_off_after_recovery(self, place, replica, inner, content, *, carried):
+    LOAD(self, place, replica, inner, content, carried=carried)
+    for key, at in self._checkpoints.items():
+        self._checkpoints[key] = replace(at, inner=at.inner + 1) if inner == at.inner else at
 
 
-def counts_twice(self, node, value):
+def counts_twice(self, subtree, value):
     """A stretch that comes again is added once more."""
-    if node in self.__dict__.setdefault("come", set()):
-        for held in [held for held in self._held if held.covers(node)]:
+    if subtree in self.__dict__.setdefault("come", set()):
+        for held in [held for held in self._held if held.covers(subtree)]:
             self._held[held] = self._add(self._held[held], value)
         return True
-    self.come.add(node)
-    return PUT(self, node, value)
+    self.come.add(subtree)
+    return PUT(self, subtree, value)
 
 
-def never_covered(self, node):
-    del self, node
+def never_covered(self, subtree):
+    del self, subtree
     return False
 
 
 def goes_on_from_an_earlier_round(self, place, replica, start):
     """What was begun of a replica counts, in whichever round that was."""
-    begun = [at for (_, known), at in self._reached.items() if known == replica]
+    begun = [at for (_, known), at in self._checkpoints.items() if known == replica]
     return begun[0] if begun else BEGIN(self, place, replica, start)
 
 
 def forgets_nothing(self, committed=None):
     """What was begun of a round is there in the next."""
-    for replica, (place, own) in self._left.items():
+    for replica, (place, own) in self._produced.items():
         if place == committed:
-            self._own[replica] = (place.step + 1, own)
+            self._carried[replica] = (place.step + 1, own)
 
 
 def forgets_what_was_begun(self):
     """States of the replicas' own stay."""
-    for place in [place for place, _ in self._left.values()]:
-        self.round_over(place)
+    for place in [place for place, _ in self._produced.values()]:
+        self.end_round(place)
 
 
 def own_of_the_round_before(self, step, replica):
@@ -134,29 +134,29 @@ PUT = TreeSum.put
 OWN_OF = ReplicaStates._own_of
 
 PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
-    "a wrong sign": ([(Stretches, "_differences", wrong_sign)], "", 0),
-    "moments dropped": ([(Stretches, "_own_at", no_moments)], "", 0),
+    "a wrong sign": ([(InnerPhases, "_differences", wrong_sign)], "", 0),
+    "moments dropped": ([(InnerPhases, "_carried_at", no_moments)], "", 0),
     "a step count one off after a recovery": (
-        [(Stretches, "given", one_off_after_recovery)], "kill", 0,
+        [(InnerPhases, "load", one_off_after_recovery)], "kill", 0,
     ),
     "a stretch counted twice": (
         [(TreeSum, "put", counts_twice), (TreeSum, "covers", never_covered)], "stall+slower", 0,
     ),
     "a stale difference": (
         [
-            (Stretches, "_begin", goes_on_from_an_earlier_round),
-            (Stretches, "round_over", forgets_nothing),
+            (InnerPhases, "_begin", goes_on_from_an_earlier_round),
+            (InnerPhases, "end_round", forgets_nothing),
         ],
         "stall+slower", 9,
     ),
     "what a skipped round would have left": (
-        [(Stretches, "forget", forgets_what_was_begun)], "operator_halts+nonfinite", 3,
+        [(InnerPhases, "forget", forgets_what_was_begun)], "operator_halts+nonfinite", 3,
     ),
     "an own state of the round before": (
         [(ReplicaStates, "_own_of", own_of_the_round_before)], "kill", 0,
     ),
     "inner steps counted from each round's start": (
-        [(StretchOrder, "global_step", global_step_of_the_replica)], "", 0,
+        [(InnerPhaseOrder, "global_step", global_step_of_the_replica)], "", 0,
     ),
 }  # fmt: skip
 

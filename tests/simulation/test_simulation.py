@@ -10,23 +10,24 @@ from collections import Counter
 
 import pytest
 
-from protocol.spec.run_spec import Way
+from protocol.spec.sections.exchange import Topology
 from tests.simulation.seeds import Seeds
 
 pytestmark = pytest.mark.simulation
 
 _SEEDS = Seeds("SAMESTEP_SEEDS", "50")
 _ENOUGH_SEEDS = 300
-_WAYS: tuple[Way, ...] = ("star", "sharded", "star", "auto")
+_WAYS: tuple[Topology, ...] = ("star", "sharded", "star", "auto")
 _ALL = {
     "cannot_build", "cut", "cut_and_refuse", "disk", "drain", "flip", "flip_and_die", "join",
     "kill", "kill_coordinator", "nonfinite", "operator_halts", "partition", "power_loss", "save",
     "slow_disk", "slower", "split", "stall", "stall_coordinator", "while_fetching",
-    "worker_drains", "cut_peers", "slow_owner", "kill_two", "owners",
+    "worker_drains", "cut_peers", "cut_one_way", "slow_owner", "kill_two", "owners",
     "straggler", "speculated", "reassigned", "halted",
     "finished", "drained", "failed",
 }  # fmt: skip
 """Disturbances, what is reported of them, and outcomes."""
+_OFTEN = ("kill_two+cut_peers+cut_one_way+slow_owner", "drain+cannot_build+nonfinite")
 
 
 @pytest.mark.timeout(0)
@@ -36,7 +37,9 @@ def test_the_bits_of_the_undisturbed_run_and_an_end(first, play, simulated):
     since_s = time.process_time()
     for seed in _SEEDS.of(first):
         try:
-            told = play(seed, way=_WAYS[seed % len(_WAYS)])
+            told = play(
+                seed, way=_WAYS[seed % len(_WAYS)], embeds=seed % 3 == 2, buffers=seed % 2 == 1
+            )
         except Exception as error:
             again = f"SAMESTEP_SEEDS={seed}-{seed + 1} python -m pytest tests/simulation"
             raise AssertionError(f"seed {seed}: {error!r}; repeat it with {again}") from error
@@ -48,7 +51,7 @@ def test_the_bits_of_the_undisturbed_run_and_an_end(first, play, simulated):
 def test_every_disturbance_comes_with_what_it_leads_to(play):
     seen: set[str] = set()
     for seed in range(_ENOUGH_SEEDS):
-        often = "drain+cannot_build+nonfinite" if seed % 2 else "kill_two+cut_peers+slow_owner"
+        often = _OFTEN[seed % 2]
         told = play(seed, often=often, way=_WAYS[seed % len(_WAYS)])
         seen |= {*told.disturbances, *told.reports, *told.outcomes}
         if seen >= _ALL:
@@ -65,7 +68,7 @@ def test_a_seed_repeats_itself_wherever_it_is_played(play, tmp_path):
 
 def test_a_calm_cluster_finishes(play):
     for seed in range(8):
-        told = play(seed, calm=True, way=_WAYS[seed % len(_WAYS)])
+        told = play(seed, calm=True, way=_WAYS[seed % len(_WAYS)], embeds=seed >= 4)
         assert told.outcomes == ["finished"]
         assert told.disturbances == {}
 

@@ -6,7 +6,8 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
 
     run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer] [every=0] [disk=slow]
         [scale=8]             float16, with this scale of losses at first
-        [way=star|sharded]    sharded: members may average slices among themselves
+        [embeds=yes]          the loss couples all samples of a step: one embedding of each
+        [way=star|sharded]    sharded: workers may average among themselves
     restart STEP [saved=0] [skipped=N] [signature=S] [state=S] [steps=2] [disk=slow] ...
                               a new coordinator, instead of `run`; `state` if it is known at once
     invite NAME [duty=evaluate] [devices=1]   a worker is connected and free
@@ -14,9 +15,10 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     unready NAME [run=ID] [own=yes]
     chunk NAME [block=layer] [last=yes]   of state 0
     loaded [state=S]          all of it is in the replica
-    node NAME LO-HI [nan=embedding|layer|loss] [step=S] [attempt=A]   its payloads and its loss
+    subtree NAME LO-HI [nan=embedding|layer|loss] [step=S] [attempt=A]   its payloads and its loss
     payload NAME LO-HI [block=layer] [value=1]   one payload
-    loss NAME LO-HI           a node's loss
+    loss NAME LO-HI [unlike=0+1]   a subtree's loss; microbatches with other embeddings than joined
+    embeds NAME LO-HI [value=1] [step=S] [attempt=A]   its embeddings, and that they are all
     applied NAME STEP [state=S]   a worker has taken so many steps, and is in this state
     replica STEP [state=S]        so has the coordinator's own replica
     replayed NAME                 it was sent the state, or the steps that it had missed
@@ -25,15 +27,15 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     opens NAME [port=7000]        it listens for other members
     links NAME PEER...            it reaches these members, all equally quickly
     unlinks NAME PEER             not any more
-    sums OWNER NAME LO-HI [table=N]   of this worker's node all of the owner's slices is there
-    slice NAME SLICE [value=1] [told=VALUE] [of=A:0-2+B:2-4] [table=N]   an owner's average and
-                                  its word on it, of these workers' nodes
-    average NAME SLICE [value=1] [table=N]     the average alone
-    done OWNER SLICE [value=1] [of=...] [table=N]   the word alone
-    through NAME SLICE LO-HI      a slice's sum that goes to its owner by the coordinator
-    infinite OWNER SLICE LO-HI [of=NAME]   a sum, or (of nobody) all of them, is not finite
-    wants NAME STEP               slices of a committed step have not come
-    wrong NAME STEP SLICE OWNER   one of them came with another digest
+    sums OWNER NAME LO-HI [table=N]   of this worker's subtree all of the owner's chunks is there
+    reduce NAME CHUNK [value=1] [digest=VALUE] [of=A:0-2+B:2-4] [table=N]   an owner's average and
+                                  its digest, of these workers' subtrees; chunk 0 is the layer's
+    average NAME CHUNK [value=1] [table=N]     the average alone
+    digest OWNER CHUNK [value=1] [of=...] [table=N]   the digest alone
+    through NAME CHUNK LO-HI      a sum that goes to its owner by the coordinator
+    infinite OWNER CHUNK LO-HI [of=NAME]   a sum, or (of nobody) all of them, is not finite
+    wants NAME STEP               averages of a committed step have not come
+    wrong NAME STEP CHUNK OWNER   one of them came with another digest
     lost NAME, fails NAME, differs NAME, drains NAME
     drain, halt, continue [skip=yes], give-up, save
     tick MS                       the time goes on until then
@@ -46,34 +48,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
+from coordinator.run import inputs
 from coordinator.run.outputs import actions as act
-from coordinator.run.outputs.restart import Resumption, Terms
+from coordinator.run.outputs.restart import AdmissionRecord, Resumption
 from coordinator.run.run import Run, RunPhase
 from protocol.base import limits
 from protocol.base.errors import RemoteProtocolError
-from protocol.exact.slice_merge import origin_document
-from protocol.exact.slices import slice_digest
-from protocol.exact.tree import Node
-from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec
-from protocol.spec.run_spec import (
-    BatchSpec,
-    CheckpointSpec,
-    ExchangeSpec,
-    ModelSpec,
-    OptimizerSpec,
-    RunSpec,
+from protocol.exact.chunk_grid import chunk_digest
+from protocol.exact.reducer import origin_document
+from protocol.exact.tree import Subtree
+from protocol.spec.manifest import (
+    Block,
+    EmbeddingField,
+    EmbeddingLayout,
+    Manifest,
+    Metric,
+    TensorSpec,
 )
+from protocol.spec.run_spec import ScriptedRun
+from protocol.spec.sections.checkpoint import CheckpointSpec
+from protocol.spec.sections.exchange import ExchangeSpec
+from protocol.spec.sections.model import ModelSpec
+from protocol.spec.sections.optimizer import Sgd
+from protocol.spec.sections.tasks import BatchSpec
 from protocol.wire import messages as msg
 from protocol.wire.peers import OwnerTable, parse
+from tests.simulation.probes import check_invariant
 
 EPOCH = 1
 RUN_ID = "run-1"
 BLOCKS = {"embedding": 0, "layer": 1}
+_EMBEDDINGS = EmbeddingLayout(fields=(EmbeddingField(name="e", dtype="float32"),))
 Actions = list[act.Action]
+Body = NDArray[Any] | bytes | None
 
 
 def play(path: Path) -> str:
@@ -93,7 +106,7 @@ def _played(lines: list[str]) -> Iterator[str]:
                 stage = Stage(**options)
             elif word == "restart":
                 stage = Stage(restart=plain[0], **options)
-                yield from (f"  {told}" for told in stage.told(stage.run.resume()))
+                yield from (f"  {told}" for told in stage.told(stage.run.step(inputs.Resume())))
             else:
                 assert stage is not None
                 yield from (f"  {told}" for told in stage.command(word, plain, options))
@@ -126,21 +139,23 @@ class Stage:
         state: str = "",
         scale: str = "",
         way: str = "star",
+        embeds: str = "",
     ) -> None:
-        spec = RunSpec(
+        spec = ScriptedRun(
             task="scripted",
             steps=int(steps),
             batch=BatchSpec(samples=4, microbatch=1),
-            optimizer=OptimizerSpec(name="sgd", lr=1.0),
+            optimizer=Sgd(name="sgd", lr=1.0),
             evaluate_every=int(evaluate_every),
             exactness=exactness,
             checkpoint=CheckpointSpec(every=int(every)),
-            exchange=ExchangeSpec.model_validate({"way": way}),
+            exchange=ExchangeSpec.model_validate({"topology": way}),
         )
         if scale:  # of a model, which is not there
             half = ModelSpec(source="m", precision="float16", loss_scale=float(scale))
             spec = spec.model_copy(update={"model": half})
         self._parts = int(parts)
+        self._embeddings = _EMBEDDINGS if embeds else None
         self._now_ms = 0
         self.hears: Callable[[Actions], object] = lambda _: None
         self._disk_is_slow = disk == "slow"
@@ -154,50 +169,58 @@ class Stage:
                 state_digest=digest(state) if state else None,
                 saved=int(saved),
                 redone={int(skipped): None} if skipped else {},
-                terms=Terms(
+                admission=AdmissionRecord(
                     signature=digest(signature), initial_digest=digest("0"),
                     signatures=(digest(signature),),
                 ),
             )  # fmt: skip
         self.run = Run(RUN_ID, spec, EPOCH, int(workers), resumption, secret=b"of the run")
-        run = self.run
+        step = self.run.step
         self._commands: dict[str, Callable[..., Actions]] = {
-            "invite": lambda name, duty="train", devices="1": run.invite(
-                name, devices=int(devices), evaluates=duty == "evaluate"
+            "invite": lambda name, duty="train", devices="1": step(
+                inputs.WorkerAvailable(name, devices=int(devices), evaluates=duty == "evaluate")
             ),
             "ready": self._ready,
             "unready": self._unready,
             "loaded": self._loaded,
             "chunk": self._chunk,
-            "node": self._node,
+            "subtree": self._subtree,
             "payload": self._payload,
             "loss": self._loss,
+            "embeds": self._embeds,
             "applied": self._applied,
-            "replica": lambda step, state="": run.replica_applied(int(step), digest(state or step)),
+            "replica": lambda number, state="": step(
+                inputs.ReplicaApplied(int(number), digest(state or number))
+            ),
             "result": self._result,
-            **self._sliced_commands(),
-            "lost": lambda name: run.lost(name, "the connection is over"),
-            "fails": lambda name: run.lost(name, "the device failed: out of memory", exit_code=1),
-            "differs": lambda name: run.lost(name, "another script", exit_code=78),
-            "drains": lambda name: run.receive(name, msg.Drain(), None),
-            "drain": run.drain,
-            "replayed": run.replayed,
-            "behind": lambda name, step: run.fell_behind(name, int(step)),
-            "halt": lambda: run.halt("halted by the operator"),
-            "continue": lambda skip="": run.end_halt(skip_step=bool(skip)),
-            "give-up": lambda: run.give_up("nobody is left"),
-            "save": run.save,
+            **self._peer_commands(),
+            "lost": lambda name: step(inputs.WorkerGone(name, "the connection is over")),
+            "fails": lambda name: step(
+                inputs.WorkerGone(name, "the device failed: out of memory", exit_code=1)
+            ),
+            "differs": lambda name: step(inputs.WorkerGone(name, "another script", exit_code=78)),
+            "drains": lambda name: step(inputs.WorkerMessage(name, msg.Drain())),
+            "drain": lambda: step(inputs.DrainRun()),
+            "replayed": lambda name: step(inputs.WorkerCaughtUp(name)),
+            "behind": lambda name, number: step(inputs.WorkerFellBehind(name, int(number))),
+            "halt": lambda: step(inputs.HaltRun("halted by the operator")),
+            "continue": lambda skip="": step(inputs.ContinueRun(bool(skip))),
+            "give-up": lambda: step(inputs.FailRun("nobody is left")),
+            "save": lambda: step(inputs.SaveState()),
             "tick": self._tick,
-            "durable": lambda step: run.durable(int(step)),
-            "saved": lambda step: run.checkpointed(int(step)),
-            "unwritten": lambda: run.result_refused("the disk is full"),
-            "full": lambda commit="": run.storage_failed(
-                "the disk is full", lost_commit=bool(commit)
+            "durable": lambda number: step(inputs.CommitDurable(int(number))),
+            "saved": lambda number: step(inputs.CheckpointDurable(int(number))),
+            "unwritten": lambda: step(inputs.ResultNotWritten("the disk is full")),
+            "full": lambda commit="": step(
+                inputs.WriteFailed("the disk is full", lost_commit=bool(commit))
             ),
         }
 
-    def _sliced_commands(self) -> dict[str, Callable[..., Actions]]:
-        hear = self.run.receive
+    def _hear(self, name: str, message: msg.Message, body: Body) -> Actions:
+        return self.run.step(inputs.WorkerMessage(name, message, body))
+
+    def _peer_commands(self) -> dict[str, Callable[..., Actions]]:
+        hear = self._hear
         of_run = {"run_id": RUN_ID}
         return {
             "opens": lambda name, port="7000": hear(
@@ -212,18 +235,18 @@ class Stage:
                 name, msg.Unlinked(**of_run, peer=peer, reason="cut"), None
             ),
             "sums": self._sums,
-            "slice": self._slice,
+            "reduce": self._reduce,
             "average": self._average,
-            "done": self._done,
+            "digest": self._digest,
             "through": self._through,
             "infinite": self._infinite,
             "wants": lambda name, step: hear(
-                name, msg.SlicesWanted(**self._where(step=step, attempt="0")), None
+                name, msg.AveragesRequest(**self._where(step=step, attempt="0")), None
             ),
             "wrong": lambda name, step, number, owner: hear(
                 name,
-                msg.WrongSlice(
-                    **self._where(step=step, attempt="0"), slice=int(number), owner=owner
+                msg.AverageMismatch(
+                    **self._where(step=step, attempt="0"), **_chunk(number), owner=owner
                 ),
                 None,
             ),
@@ -234,6 +257,7 @@ class Stage:
         before = self.run.phase
         try:
             actions = self._commands[word](*plain, **options)
+            check_invariant(self.run)
         except RemoteProtocolError as error:
             return [f"{type(error).__name__}: {error}"]
         return self.told(actions, before)
@@ -245,7 +269,7 @@ class Stage:
         while todo:
             action = todo.pop(0)
             self.hears([action])
-            if not isinstance(action, act.Report) or action.fact.event:
+            if not isinstance(action, act.Report) or action.event.name:
                 told.append(_text(action))
             if not self._disk_is_slow:
                 todo += self._answer(action)
@@ -257,9 +281,9 @@ class Stage:
     def _answer(self, action: act.Action) -> Actions:
         match action:
             case act.Persist(record):
-                return self.run.durable(record.commit.step)
+                return self.run.step(inputs.CommitDurable(record.commit.step))
             case act.MakeCheckpoint(step):
-                return self.run.checkpointed(step)
+                return self.run.step(inputs.CheckpointDurable(step))
             case _:
                 return []
 
@@ -267,7 +291,7 @@ class Stage:
         actions: Actions = []
         while self._now_ms < int(until_ms):
             self._now_ms += limits.TICK_MS
-            actions += self.run.tick(float(self._now_ms))
+            actions += self.run.step(inputs.Tick(float(self._now_ms)))
         return actions
 
     def _manifest(self, data: str) -> Manifest:
@@ -284,6 +308,7 @@ class Stage:
             evaluation_parts=self._parts,
             metrics=(Metric(name="mean", numerator={"sum": 1}, denominator={"count": 1}),),
             digests={"data": digest(data)},
+            embeddings=self._embeddings,
         )
 
     def _ready(
@@ -305,122 +330,146 @@ class Stage:
             signature=digest(signature), left_out=left_out,
         )  # fmt: skip
         manifest = self._manifest(data)
-        return self.run.receive(name, message, manifest.to_bytes())
+        return self._hear(name, message, manifest.to_bytes())
 
     def _loaded(self, state: str = "0") -> Actions:
         assert self.run.settled is not None
-        return self.run.replica_loaded(self.run.settled.admission.upload, digest(state))
+        upload, known = self.run.settled.admission.upload, digest(state)
+        return self.run.step(inputs.ReplicaLoaded(upload, known, known))
 
     def _chunk(self, name: str, block: str = "embedding", last: str = "no") -> Actions:
         message = msg.StateChunk(
             run_id=RUN_ID, kind="parameters", block=BLOCKS[block], chunk=0, step=0,
             optimizer_step=0, last=last == "yes",
         )  # fmt: skip
-        return self.run.receive(name, message, np.zeros(2, np.float32))
+        return self._hear(name, message, np.zeros(2, np.float32))
 
     def _unready(self, name: str, run: str = RUN_ID, own: str = "no") -> Actions:
         reason = "too large for its device" if own == "yes" else "no such data"
         message = msg.Unready(run_id=run, reason=reason, own=own == "yes", exit_code=2)
-        return self.run.receive(name, message, None)
+        return self._hear(name, message, None)
 
-    def _node(self, name: str, node: str, nan: str = "", **where: str) -> Actions:
+    def _subtree(self, name: str, subtree: str, nan: str = "", **where: str) -> Actions:
         actions: Actions = []
         for block in reversed(BLOCKS):
             value = "nan" if nan == block else "1"
-            actions += self._payload(name, node, block=block, value=value, **where)
-        return actions + self._loss(name, node, nan, **where)
+            actions += self._payload(name, subtree, block=block, value=value, **where)
+        return actions + self._loss(name, subtree, nan, **where)
 
-    def _loss(self, name: str, node: str, nan: str = "", **where: str) -> Actions:
-        lo, hi = _ends(node)
-        message = msg.NodeLoss(
+    def _embeds(self, name: str, subtree: str, value: str = "1", **where: str) -> Actions:
+        lo, hi = _ends(subtree)
+        actions: Actions = []
+        for leaf in range(lo, hi):
+            message = msg.CapturedRows(
+                **self._where(**where), lo=lo, hi=hi, microbatch=leaf, chunk=0
+            )
+            rows = np.full(1, float(value) + leaf, np.float32).view(np.uint8)
+            actions += self._hear(name, message, rows)
+        return actions + self._loss(name, subtree, **where)
+
+    def _loss(
+        self, name: str, subtree: str, nan: str = "", unlike: str = "", **where: str
+    ) -> Actions:
+        lo, hi = _ends(subtree)
+        message = msg.SubtreeLoss(
             **self._where(**where), lo=lo, hi=hi, weight=hi - lo, sums=b"",
             elapsed_ms=(hi - lo) * 10,
             loss_sum=float("inf") if nan == "loss" else (hi - lo) * 0.5,
+            unlike=tuple(map(int, unlike.split("+"))) if unlike else (),
         )  # fmt: skip
-        return self.run.receive(name, message, None)
+        return self._hear(name, message, None)
 
     def _payload(
-        self, name: str, node: str, block: str = "layer", value: str = "1", **where: str
+        self, name: str, subtree: str, block: str = "layer", value: str = "1", **where: str
     ) -> Actions:
-        lo, hi = _ends(node)
+        lo, hi = _ends(subtree)
         kind = msg.BlockGradientPayload if block == "layer" else msg.NonBlockGradientPayload
         message = kind(
             **self._where(**where), block=BLOCKS[block], chunk=0, lo=lo, hi=hi, weight=hi - lo
         )
         values = np.full(2, float(value) * (hi - lo), np.float32)
-        return self.run.receive(name, message, values)
+        return self._hear(name, message, values)
 
     def _applied(self, name: str, step: str, state: str = "") -> Actions:
         message = msg.StepApplied(epoch=EPOCH, step=int(step), state_digest=digest(state or step))
-        return self.run.receive(name, message, None)
+        return self._hear(name, message, None)
 
     def _result(self, name: str, part: str, step: str = "") -> Actions:
         sums = {"sum": float(part), "count": 1.0}
-        at = int(step or self.run.step)
+        at = int(step or self.run.steps_committed)
         message = msg.EvalResult(epoch=EPOCH, step=at, part=int(part), sums=sums)
-        return self.run.receive(name, message, None)
+        return self._hear(name, message, None)
 
     def _of_table(self, table: str, **where: str) -> dict[str, int]:
         settled = self.run.settled
         assert settled is not None
         return {**self._where(**where), "owners": int(table or settled.progress.mesh.number)}
 
-    def _sums(self, owner: str, name: str, node: str, table: str = "", **where: str) -> Actions:
-        lo, hi = _ends(node)
+    def _sums(self, owner: str, name: str, subtree: str, table: str = "", **where: str) -> Actions:
+        lo, hi = _ends(subtree)
         message = msg.SumsArrived(**self._of_table(table, **where), worker=name, lo=lo, hi=hi)
-        return self.run.receive(owner, message, None)
+        return self._hear(owner, message, None)
 
-    def _slice(
-        self, name: str, number: str, *, value: str = "1", told: str = "", of: str = "",
+    def _reduce(
+        self, name: str, number: str, *, value: str = "1", digest: str = "", of: str = "",
         table: str = "", **where: str,
     ) -> Actions:  # fmt: skip
-        came = self._average(name, number, value, table, **where)
-        return came + self._done(name, number, told or value, of, table, **where)
+        average = self._average(name, number, value, table, **where)
+        return average + self._digest(name, number, digest or value, of, table, **where)
 
     def _average(
         self, name: str, number: str, value: str = "1", table: str = "", **where: str
     ) -> Actions:
-        message = msg.SliceAverage(**self._of_table(table, **where), slice=int(number))
-        return self.run.receive(name, message, np.full(2, float(value), np.float32))
+        kind = msg.AveragedBlockGradient if number == "0" else msg.AveragedNonBlockGradient
+        message = kind(**self._of_table(table, **where), **_chunk(number))
+        return self._hear(name, message, np.full(2, float(value), np.float32))
 
-    def _done(
+    def _digest(
         self, name: str, number: str, value: str = "1", of: str = "", table: str = "", **where: str
     ) -> Actions:
         added = [part.partition(":") for part in of.split("+")] if of else []
-        origin = tuple((worker, Node(*_ends(node))) for worker, _, node in added)
-        message = msg.SliceDone(
-            **self._of_table(table, **where), slice=int(number),
-            digest=slice_digest(np.full(2, float(value), np.float32)),
+        origin = tuple((worker, Subtree(*_ends(subtree))) for worker, _, subtree in added)
+        message = msg.ChunkReduced(
+            **self._of_table(table, **where), **_chunk(number),
+            digest=chunk_digest(np.full(2, float(value), np.float32)),
         )  # fmt: skip
-        return self.run.receive(name, message, origin_document(origin))
+        return self._hear(name, message, origin_document(origin))
 
-    def _through(self, name: str, number: str, node: str, **where: str) -> Actions:
-        lo, hi = _ends(node)
-        message = msg.SliceSum(
-            **self._of_table("", **where), slice=int(number), worker=name, lo=lo, hi=hi,
-            weight=hi - lo,
-        )  # fmt: skip
-        return self.run.receive(name, message, np.full(2, float(hi - lo), np.float32))
-
-    def _infinite(self, owner: str, number: str, node: str, of: str = "", **where: str) -> Actions:
-        lo, hi = _ends(node)
-        message = msg.SumNotFinite(
-            **self._where(**where), slice=int(number), worker=of or None, lo=lo, hi=hi
+    def _through(self, name: str, number: str, subtree: str, **where: str) -> Actions:
+        lo, hi = _ends(subtree)
+        kind = msg.BlockGradientPayload if number == "0" else msg.NonBlockGradientPayload
+        message = kind(
+            **self._of_table("", **where), **_chunk(number), lo=lo, hi=hi, weight=hi - lo
         )
-        return self.run.receive(owner, message, None)
+        return self._hear(name, message, np.full(2, float(hi - lo), np.float32))
+
+    def _infinite(
+        self, owner: str, number: str, subtree: str, of: str = "", **where: str
+    ) -> Actions:
+        lo, hi = _ends(subtree)
+        block = _chunk(number)["block"]
+        message = msg.NonFiniteSum(
+            **self._where(**where), lo=lo, hi=hi, worker=of or None, block=block, device=""
+        )
+        return self._hear(owner, message, None)
 
     def _where(self, step: str = "", attempt: str = "") -> dict[str, int]:
         progress = self.run.progress
         now = progress.attempt if progress is not None else 0
         return {
             "epoch": EPOCH,
-            "step": int(step or self.run.step),
+            "step": int(step or self.run.steps_committed),
             "attempt": int(attempt or now),
         }
 
 
-def _ends(node: str) -> tuple[int, int]:
-    lo, _, hi = node.partition("-")
+def _chunk(number: str) -> dict[str, int]:
+    """Block and chunk: the layer's comes first; beyond the two there are none."""
+    return {"block": {"0": 1, "1": 0}.get(number, int(number)), "chunk": 0}
+
+
+def _ends(subtree: str) -> tuple[int, int]:
+    lo, _, hi = subtree.partition("-")
     return int(lo), int(hi)
 
 
@@ -428,6 +477,8 @@ def _text(action: act.Action) -> str:
     match action:
         case act.Send(worker, msg.Owners() as message, bytes() as document):
             return f"{worker} <- {_message(message)}: {_table(document)}"
+        case act.Send(worker, msg.StepEmbeddings() as message, np.ndarray() as rows):
+            return f"{worker} <- {_message(message)} {rows.view(np.float32).tolist()}"
         case act.Send(worker, message):
             return f"{worker} <- {_message(message)}"
         case act.Broadcast(message, body):
@@ -435,17 +486,17 @@ def _text(action: act.Action) -> str:
             return f"all <- {_message(message)}{values}"
         case act.Replay(worker, step):
             return f"replay {worker} from step {step}"
-        case act.Summarise(_, _, averages):
-            return f"summarise blocks {', '.join(map(str, averages))}"
+        case act.Summarize(_, _, averages):
+            return f"summarize blocks {', '.join(map(str, averages))}"
         case act.Persist(record):
             return f"persist the commit of step {record.commit.step}"
         case act.MakeCheckpoint(step):
             return f"save the state after {step} steps"
-        case act.Remember():
+        case act.SaveAdmissionRecord():
             return "remember the terms"
-        case act.Follow(worker, step):
+        case act.Subscribe(worker, step):
             return f"follow {worker} from step {step}"
-        case act.Withhold(worker):
+        case act.Unsubscribe(worker):
             return f"withhold broadcasts from {worker}"
         case act.Seed(worker):
             return f"seed {worker}"
@@ -455,19 +506,19 @@ def _text(action: act.Action) -> str:
             return f"replica: apply step {step}, {[a.tolist() for a in averages]}"
         case act.Dismiss(worker, reason, exit_code):
             return f"dismiss {worker}, {int(exit_code)}: {reason}"
-        case act.Report(fact):
-            return f"report {fact.event} {fact.fields()}"
+        case act.Report(event):
+            return f"report {event.name} {event.fields()}"
         case act.FillReplica(message):
             return f"replica: fill block {message.block} chunk {message.chunk}"
         case act.DigestReplica(upload):
             return f"replica: digest upload {upload}"
         case act.Finish(outcome, reason, exit_code):
             return f"finish {outcome}, {int(exit_code)}: {reason}"
-        case act.Adopt():
+        case act.AdoptManifest():
             return "adopt the manifest"
-        case act.KeepBoundary(message):
+        case act.WriteBoundary(message):
             return f"keep {_message(message)}"
-        case act.AnswerStretch(worker, message):
+        case act.AnswerStretchRequest(worker, message):
             return f"answer {worker} {_message(message)}"
         case act.SendAverages(worker, step):
             return f"send {worker} the averages of step {step}"
@@ -487,13 +538,15 @@ def _message(message: msg.Message) -> str:
         place = f" {fields.pop('step')}.{fields.pop('attempt')}"
     if isinstance(message, msg.Commit) and message.scalars is None:
         fields["skip"] = True
-    if fields.get("uploads") == len(BLOCKS):
+    if fields.get("uploads") == len(BLOCKS) or fields.get("phase") == "embeddings":
         del fields["uploads"]  # all may be sent
     if fields.get("owners") == 0:
         del fields["owners"]  # sums go to the coordinator
+    if fields.get("phase") == "gradients":
+        del fields["phase"]
     if fields.get("loss_scale") == 1.0:
         del fields["loss_scale"]  # nothing is scaled
-    if "nodes" in fields:
-        fields["nodes"] = "+".join(f"{lo}-{hi}" for lo, hi in fields["nodes"]) or "none"
+    if "subtrees" in fields:
+        fields["subtrees"] = "+".join(f"{lo}-{hi}" for lo, hi in fields["subtrees"]) or "none"
     rest = "".join(f" {name}={value}" for name, value in fields.items())
     return f"{type(message).__name__}{place}{rest}"

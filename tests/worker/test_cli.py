@@ -111,6 +111,13 @@ def test_the_address_may_come_from_torchrun_s_variables():
     assert "127.0.0.1:9" in err
 
 
+def test_ranks_of_torchrun_that_shard_nothing_are_told_of_several_devices():
+    code, _, err = worker("--retry-for", "0", TORCHELASTIC_RUN_ID="1", RANK="0", WORLD_SIZE="2")
+    assert code == 2
+    assert err.startswith("worker: torchrun is for a frozen base that does not fit on one device: ")
+    assert "start one worker without torchrun: worker --gpus 0,1" in err
+
+
 def test_a_checkout_that_is_not_installed_finds_itself_from_any_folder(tmp_path):
     for decoy in ("worker.py", "protocol.py"):
         (tmp_path / decoy).write_text("raise SystemExit('a file of the user ran')")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from backends.base.frozen_base import frozen_base
 from backends.base.interface import DeviceInfo
 from backends.base.quantise import STORAGE, stored_bytes
-from protocol.host.memory import Memory
+from protocol.machine.memory import Memory
 from worker.cli import app
 from worker.device_table import (
     TOLD,

@@ -17,8 +17,8 @@ import pytest
 
 from coordinator.members.credentials import CoordinatorCredentials
 from protocol import PROTOCOL_VERSION
-from protocol.command.doctor import Finding
-from protocol.host.secret_file import write_secret
+from protocol.cli.doctor import Finding
+from protocol.machine.secret_file import write_secret
 from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
 from tests.cluster import PATIENCE_S, Cluster
@@ -26,8 +26,8 @@ from tests.durable_run import small_disk
 from tests.live_service import live_service
 from tests.network_hosts import network
 from worker.doctor import WorkerPlan, examine
-from worker.joining.credentials import WorkerCredentials
-from worker.joining.trial_join import _large_message, trial_join
+from worker.join.credentials import WorkerCredentials
+from worker.join.trial_join import _large_message, trial_join
 
 ROOT = Path(__file__).parents[2]
 
@@ -164,7 +164,7 @@ def test_nothing_listens():
 
 def test_no_answer(monkeypatch):
     """A listener whose queue is full answers no more, as a filter that drops."""
-    monkeypatch.setattr("worker.joining.trial_join._PATIENCE_S", 0.3)
+    monkeypatch.setattr("worker.join.trial_join._PATIENCE_S", 0.3)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -180,8 +180,8 @@ def test_no_answer(monkeypatch):
 
 
 def test_a_large_message_that_does_not_arrive(monkeypatch):
-    monkeypatch.setattr("worker.joining.trial_join._LARGE_PATIENCE_S", 0.1)
-    monkeypatch.setattr("worker.joining.trial_join._LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("worker.join.trial_join._LARGE_PATIENCE_S", 0.1)
+    monkeypatch.setattr("worker.join.trial_join._LOOK_EVERY_S", 0.02)
     here, there = socket.socketpair()
     with here, there:
         silent = _large_message(here, "192.0.2.1:9000")
@@ -196,7 +196,7 @@ def test_a_large_message_that_does_not_arrive(monkeypatch):
 @pytest.mark.slow
 def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
     """Small messages pass, so a worker would join, and then hear nothing of the state."""
-    monkeypatch.setattr("worker.joining.trial_join._LARGE_PATIENCE_S", 0.5)
+    monkeypatch.setattr("worker.join.trial_join._LARGE_PATIENCE_S", 0.5)
     spec = tmp_path / "run.yaml"
     spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")
     with network("a", "b", subnet="10.8.4") as hosts:

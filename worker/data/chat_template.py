@@ -1,28 +1,34 @@
-"""What a tokenizer's chat template makes of conversations, and which of its tokens are learned.
+"""Renders conversations by a tokenizer's chat template, and finds the tokens that are learned.
 
-The template is rendered by transformers, in its sandbox. What the assistant says is found in the
-rendered text: by the template's own marks, `{% generation %}`, where it has them, else by
-rendering the conversation up to each of its turns, of which each has to be how the next begins.
+transformers renders the template, in its sandbox. The assistant's answers are found in the
+rendered text in one of three ways, each of which is checked against the whole text:
+
+1. by the template's own marks, `{% generation %}`, where it has them;
+2. by rendering the conversation up to each answer: each text is the beginning of the next;
+3. where it is not, since the template drops the reasoning of earlier turns: by rendering the
+   conversation with another answer in this one's stead. What differs is the answer.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.base.errors import DataError, in_words
-from protocol.data.conversations import ChatMessage, Conversation
+from protocol.base.errors import DataError, describe_error
+from protocol.datasets.conversations import Conversation
+from protocol.datasets.messages import ChatMessage
 from worker.models.tokens import Tokens, where_said, without_spaces
 
 _MARK: Final = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _BEGIN, _END = "\ue000\ue00a", "\ue000\ue00b"
-"""Stand where the marks were: private characters, which no text should hold."""
+"""Replace the marks: private characters, which no text should hold."""
 _FIXED_DATE: Final = (
     "{%- macro strftime_now(format) -%}{{- format"
     " | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07')"
@@ -30,17 +36,21 @@ _FIXED_DATE: Final = (
     " | replace('%a', 'Fri') | replace('%H', '12') | replace('%M', '00') | replace('%S', '00')"
     " -}}{%- endmacro %}{{- '' }}"
 )
-"""A template that asks for today would make other tokens tomorrow: it is told the day that those
-of Llama 3 name without a clock."""
+"""A template that asks for today would make other tokens tomorrow: it gets the date that those of
+Llama 3 name without a clock."""
 _ENCODED_AT_ONCE: Final = 256
-_THOUGHTS_END: Final = "</think>"
+_REASONING_BEGINS: Final = "<think>"
+_REASONING_ENDS: Final = "</think>"
+_UNLIKELY: Final = "zqxv0"
 
 Counted = NDArray[np.bool_]
+Loss = Literal["assistant", "last", "all"]
+"""Which tokens are learned: see `data.loss`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text, and where in it the assistant's words lie, rising."""
+    """A conversation as text, and the spans of it that are learned, in order."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -52,15 +62,15 @@ class ChatTemplate:
     Args:
         tokenizer: The given template is put into it, so that it is saved with the model.
         source: The given template; None for the tokenizer's own.
-        everything: Count all tokens rather than the assistant's.
-        else_all: Whether a run that asks for the assistant's could ask for all.
+        loss: Which tokens are learned.
+        else_all: Whether a run that asks for the assistant's tokens could ask for all.
 
     Raises:
         DataError: The tokenizer has no template.
     """
 
     def __init__(
-        self, tokenizer: Any, source: str | None, *, everything: bool, else_all: bool = True
+        self, tokenizer: Any, source: str | None, *, loss: Loss, else_all: bool = True
     ) -> None:
         if source is not None:
             tokenizer.chat_template = source
@@ -72,53 +82,93 @@ class ChatTemplate:
                 "conversations, or give a template: --set data.chat_template=JINJA"
             ) from None
         self._tokenizer = tokenizer
-        self._everything = everything
-        self._known_roles: set[tuple[str, ...]] = set()
+        self._loss = loss
+        self._checked: set[tuple[tuple[str, int], ...]] = set()
         self._or_all = ", or learn everything: --set data.loss=all" if else_all else ""
         fixed = _FIXED_DATE if "strftime_now" in text else ""
         self._plain = fixed + text
         self._marked = fixed + _MARK.sub(_stand_in, text) if _MARK.search(text) else None
+        self._arguments_as_text = False
 
     def render(self, conversation: Conversation) -> Rendered:
-        """A conversation as the model will read it.
+        """Return a conversation as the model will read it.
 
         Raises:
-            DataError: The template refuses it, or does not say what the assistant's words are.
+            DataError: The template refuses it, drops a part of it, or does not say which words are
+                the assistant's.
         """
-        full = self._text(conversation, len(conversation.messages))
-        self._refuse_what_is_left_out(conversation, full)
-        if self._everything:
+        full = self._full_text(conversation)
+        self._refuse_dropped_parts(conversation, full)
+        answers = [n for n, each in enumerate(conversation.messages) if each.role == "assistant"]
+        trained = [conversation.messages[number].trained for number in answers]
+        if self._loss == "all":
+            if not all(trained):
+                raise DataError(
+                    f"{conversation.location}: expected every message to be learned with "
+                    "data.loss=all, got one with weight 0 or train false; leave out data.loss"
+                )
             return Rendered(full, ((0, len(full)),))
         if self._marked is not None:
-            return self._by_marks(conversation, full)
-        return Rendered(full, tuple(self._by_beginnings(conversation, full)))
+            spans = self._by_marks(conversation, full, len(answers))
+        else:
+            spans = [*self._by_beginnings(conversation, full, answers)]
+        if self._loss == "last":
+            trained = [False] * (len(trained) - 1) + trained[-1:]
+        if all(trained):
+            return Rendered(full, tuple(spans))
+        if len(spans) != len(answers):
+            if self._loss == "last":
+                return Rendered(full, tuple(spans[-1:]))
+            raise DataError(
+                f"{conversation.location}: expected one pair of marks {{% generation %}} around "
+                f"each answer where some are not learned, got {len(spans)} pairs for "
+                f"{len(answers)} answers; mend them: --set data.chat_template=JINJA"
+            )
+        kept = zip(spans, trained, strict=True)
+        return Rendered(full, tuple(span for span, is_trained in kept if is_trained))
 
-    def _refuse_what_is_left_out(self, conversation: Conversation, full: str) -> None:
-        """See that each message is in what the template makes of a conversation.
+    def _full_text(self, conversation: Conversation) -> str:
+        """Render it; where the template wants the arguments of calls as text, give it that."""
+        try:
+            return self._text(conversation, conversation.messages)
+        except DataError:
+            if self._arguments_as_text or not any(m.tool_calls for m in conversation.messages):
+                raise
+        self._arguments_as_text = True
+        try:
+            return self._text(conversation, conversation.messages)
+        except DataError:
+            self._arguments_as_text = False
+            return self._text(conversation, conversation.messages)  # for its own error
+
+    def _refuse_dropped_parts(self, conversation: Conversation, full: str) -> None:
+        """Check that tools and each message are in what the template makes of a conversation.
 
         Once for each order of roles unlikely words are looked for too: short ones are anywhere.
 
         Raises:
-            DataError: One is not.
+            DataError: Something is missing.
         """
         _refuse_absent(conversation, full)
-        roles = tuple(message.role for message in conversation.messages)
-        if roles not in self._known_roles:
-            unlikely = tuple(ChatMessage(role, f"zq{n}xv") for n, role in enumerate(roles))
-            model = Conversation(unlikely, conversation.place)
-            self._known_roles.add(roles)
+        shape = tuple((each.role, len(each.tool_calls)) for each in conversation.messages)
+        if shape not in self._checked:
+            unlikely = tuple(
+                replace(each, content=each.content and f"zq{number}xv", reasoning="")
+                for number, each in enumerate(conversation.messages)
+            )
+            self._checked.add(shape)
+            model = Conversation(unlikely, conversation.location, conversation.tools)
             try:
-                text = self._text(model, len(unlikely))
+                text = self._text(model, unlikely)
             except DataError:
                 return  # a template may ask for certain words
             _refuse_absent(model, text)
 
     def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, Counted]]:
-        """Tokens of each, and which of them count.
+        """Return the tokens of each, and which of them are learned.
 
-        The text is made into tokens as a whole. One that reaches over the beginning of a span
-        counts, for the assistant's first character is in it; one that reaches over the end does
-        not.
+        Each text is tokenized as a whole. A token that overlaps the beginning of a span is learned,
+        since the assistant's first character is in it; one that overlaps the end is not.
         """
         for lo in range(0, len(rendered), _ENCODED_AT_ONCE):
             some = rendered[lo : lo + _ENCODED_AT_ONCE]
@@ -140,13 +190,13 @@ class ChatTemplate:
                 yield tokens, counted
 
     def _tokens_before(self, text: str, cut: int, tokens: Tokens, beginning: Tokens) -> int:
-        """How many tokens of a text end before or at a character.
+        """Return how many tokens of a text end before or at a character.
 
-        Mostly the text up to there has the same tokens by itself; where one reaches over, the
-        tokenizer is asked what each stands for.
+        Mostly the text up to there has the same tokens by itself; where one overlaps, the tokenizer
+        is asked for the offsets of all.
 
         Raises:
-            DataError: It is one of those that cannot say.
+            DataError: It has no offsets.
         """
         if np.array_equal(tokens[: len(beginning)], beginning):
             return len(beginning)
@@ -155,10 +205,10 @@ class ChatTemplate:
                 f"the tokenizer cannot say which tokens are the assistant's in {text[:80]!r}; use "
                 f"a model with a tokenizer.json{self._or_all}"
             )
-        places = self._tokenizer(
+        offsets = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )["offset_mapping"]
-        return next((n for n, (_, end) in enumerate(places) if end > cut), len(tokens))
+        return next((n for n, (_, end) in enumerate(offsets) if end > cut), len(tokens))
 
     def _ids(self, texts: Sequence[str]) -> list[Tokens]:
         if not texts:
@@ -166,9 +216,11 @@ class ChatTemplate:
         encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
         return [np.array(ids, np.int64) for ids in encoded["input_ids"]]
 
-    def _by_marks(self, conversation: Conversation, full: str) -> Rendered:
+    def _by_marks(
+        self, conversation: Conversation, full: str, answers: int
+    ) -> list[tuple[int, int]]:
         assert self._marked is not None
-        marked = self._text(conversation, len(conversation.messages), template=self._marked)
+        marked = self._text(conversation, conversation.messages, template=self._marked)
         spans, at = [], 0
         before, *pieces = marked.split(_BEGIN)
         at = len(before)
@@ -179,83 +231,147 @@ class ChatTemplate:
             if not end or not said or _END in after:
                 spans.clear()
                 break
-        answers = sum(each.role == "assistant" for each in conversation.messages)
         if marked.replace(_BEGIN, "").replace(_END, "") != full or len(spans) < answers:
             raise DataError(
-                f"{conversation.place}: the template's marks {{% generation %}} do not enclose "
+                f"{conversation.location}: the template's marks {{% generation %}} do not enclose "
                 "each answer of the assistant; mend them: --set data.chat_template=JINJA"
             )
-        return Rendered(full, tuple(spans))
+        return spans
 
-    def _by_beginnings(self, conversation: Conversation, full: str) -> Iterator[tuple[int, int]]:
-        last = ""
-        for number, message in enumerate(conversation.messages):
-            if message.role != "assistant":
-                continue
-            asked = self._text(conversation, number, prompt=True)
-            told = self._text(conversation, number + 1)
-            if not (
-                asked.startswith(last)
-                and told.startswith(asked)
-                and full.startswith(told)
-                and len(asked) < len(told)
+    def _by_beginnings(
+        self, conversation: Conversation, full: str, answers: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
+        last, end = "", 0
+        for number in answers:
+            messages = conversation.messages
+            prompt = self._text(conversation, messages[:number], prompt=True)
+            answered = self._text(conversation, messages[: number + 1])
+            if (
+                prompt.startswith(last)
+                and answered.startswith(prompt)
+                and full.startswith(answered)
+                and len(prompt) < len(answered)
             ):
-                raise DataError(
-                    f"{conversation.place} message {number + 1}: what the tokenizer's template "
-                    "makes of a conversation up to here is not how the whole one begins, so the "
-                    "assistant's words cannot be told; give a template with {% generation %} "
-                    f"around them (data.chat_template){self._or_all}"
-                )
-            yield len(asked), len(told)
-            last = told
+                start, end = len(prompt), len(answered)
+                last = answered
+            else:
+                span = self._by_replacement(conversation, full, number)
+                if span is None or span[0] < end:
+                    raise DataError(
+                        f"{conversation.location} message {number + 1}: what the tokenizer's "
+                        "template makes of a conversation up to here is not how the whole one "
+                        "begins, so the assistant's words cannot be told apart; give a template "
+                        "with {% generation %} around them (data.chat_template)" + self._or_all
+                    )
+                start, end = span
+            yield start, end
+
+    def _by_replacement(
+        self, conversation: Conversation, full: str, number: int
+    ) -> tuple[int, int] | None:
+        """Return the span of an answer: what changes where another answer stands in its stead.
+
+        It begins behind the prompt that generation would begin with, and ends behind what the
+        template writes after an answer. None if the text does not show that.
+        """
+        messages = conversation.messages
+        other = ChatMessage("assistant", _UNLIKELY)
+        try:
+            asked = self._text(conversation, messages[:number])
+            prompt = self._text(conversation, messages[:number], prompt=True)
+            alone = self._text(conversation, [*messages[:number], other])
+            changed = self._text(conversation, [*messages[:number], other, *messages[number + 1 :]])
+        except DataError:
+            return None
+        if changed.count(_UNLIKELY) != 1 or alone.count(_UNLIKELY) != 1:
+            return None
+        before, after = changed.split(_UNLIKELY)
+        closing = alone.partition(_UNLIKELY)[2]
+        opening = prompt.removeprefix(asked) if prompt.startswith(asked) else ""
+        if opening not in before:  # some prompts open the reasoning that earlier turns have lost
+            opening = opening.partition(_REASONING_BEGINS)[0]
+        start = before.rfind(opening) + len(opening)
+        fits = (
+            opening
+            and closing
+            and opening in before
+            and after.startswith(closing)
+            and full.startswith(before[:start])
+            and full.endswith(after)
+        )
+        end = len(full) - len(after) + len(closing)
+        return (start, end) if fits and start < end else None
 
     def _text(
         self,
         conversation: Conversation,
-        count: int,
+        messages: Sequence[ChatMessage],
         *,
         prompt: bool = False,
         template: str | None = None,
     ) -> str:
-        """The first so many messages, with the beginning of an answer if that is asked for."""
-        messages = [_document(message) for message in conversation.messages[:count]]
+        """Render these messages, with the beginning of an answer if that is asked for."""
+        as_text = self._arguments_as_text
         try:
             rendered = self._tokenizer.apply_chat_template(
-                messages,
+                [each.for_template(arguments_as_text=as_text) for each in messages],
+                tools=[*conversation.tools] or None,
                 chat_template=template or self._plain,
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise DataError(
-                f"{conversation.place}: the tokenizer's chat template refuses it: {in_words(error)}"
+                f"{conversation.location}: the chat template fails: {describe_error(error)}"
             ) from None
         return str(rendered)
 
 
 def _refuse_absent(conversation: Conversation, full: str) -> None:
     rendered = without_spaces(full)
+    for tool in conversation.tools:
+        if where_said(rendered, str(tool["function"]["name"])) < 0:
+            raise DataError(
+                f"{conversation.location}: the chat template leaves out the tools, so they would "
+                "not be learned; take a model made for tool calls, or give a template that writes "
+                "them (--set data.chat_template=JINJA)"
+            )
     rest = rendered
     for number, message in enumerate(conversation.messages, start=1):
-        # Some templates write the system's words with the last question, others no old thoughts.
+        # Some templates write the system's words with the last question, others no old reasoning.
         within = rendered if message.role == "system" else rest
-        content = message.content.rpartition(_THOUGHTS_END)[2] or message.content
-        end = where_said(within, content)
+        end = _end_of(message, within)
         if end < 0:
             raise DataError(
-                f"{conversation.place} message {number}: the chat template leaves out what the "
-                f"{message.role} says, so it would not be heeded; give a template that writes "
+                f"{conversation.location} message {number}: the chat template leaves out what the "
+                f"{message.role} says, so it would not be learned; give a template that writes "
                 "every message (--set data.chat_template=JINJA), or leave the message out"
             )
         if message.role != "system":
             rest = rest[end:]
 
 
+def _end_of(message: ChatMessage, rendered: str) -> int:
+    """Return where a message ends in a rendered text without spaces; -1 if it is not there."""
+    end = 0
+    if message.content:
+        content = message.content.rpartition(_REASONING_ENDS)[2] or message.content
+        end = where_said(rendered, content)
+    for call in message.tool_calls:
+        for said in (call.name, *map(_written, call.arguments.values())):
+            at = where_said(rendered, said)
+            if at < 0:
+                return -1
+            end = max(end, at)
+    return end
+
+
+def _written(value: object) -> str:
+    """Return a value as a call shows it: a text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _stand_in(mark: re.Match[str]) -> str:
-    """A block of its own, so that the template's rules for spaces around blocks still hold."""
+    """Return a block of its own, so that the template's rules for spaces around blocks hold."""
     left, end, right = mark.groups()
     return f"{{%{left} if true %}}{{{{ {(_END if end else _BEGIN)!r} }}}}{{% endif {right}%}}"
-
-
-def _document(message: ChatMessage) -> dict[str, str]:
-    return {"role": message.role, "content": message.content}

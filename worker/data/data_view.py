@@ -1,42 +1,148 @@
-"""A run's data as lines for a person: some samples as the model reads them, and statistics."""
+"""Show a run's data: some samples as the model reads them, and statistics.
+
+Tokens with loss are between brackets, and green on a terminal that has colors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from protocol.data.data_check import check_samples
-from protocol.spec.run_spec import RunSpec
+from protocol.base.fields import cut_text
+from protocol.datasets.data_check import check_samples
+from protocol.spec.run_spec import (
+    ClassifyRun,
+    DpoRun,
+    EmbedRun,
+    MaskedLmRun,
+    ModelRun,
+    Seq2SeqRun,
+    TagRun,
+)
 from worker.data import holdout
 from worker.data.chat_template import Counted
+from worker.data.embedding_data import read_embedding_data
+from worker.data.labeled_data import LabeledTexts, read_labeled_texts
 from worker.data.language_data import Samples, read_language_data
 from worker.data.preference_data import read_preference_data
-from worker.models.tokens import Tokens
+from worker.data.sequence_data import SequenceData, read_pair_data, read_tagged_data
+from worker.models.tokens import NOTHING, Tokens
 
-_OPEN, _CLOSE = (
+OPEN, CLOSE = (
     "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
     ("\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"),
 )
+_CLASSES_SHOWN: Final = 20
+"""The commonest and the rarest."""
+_NAME_WIDTH: Final = 40
 _KEPT: Final = {"\n", "\t"}
 
 Sample = tuple[Tokens, Counted]
 """Tokens, and which of them are predicted with loss."""
 
 
-def data_lines(spec: RunSpec, samples: int) -> Iterator[str]:
-    """Samples drawn by the seed from what is trained on, then figures of all.
+def data_lines(spec: ModelRun, samples: int) -> Iterator[str]:
+    """Yield samples drawn by the seed from the training data, then statistics of all.
 
     Raises:
         DataError: The data cannot be used.
     """
-    yield from (_pairs if spec.task == "dpo" else _language)(spec, samples)
+    match spec:
+        case DpoRun():
+            yield from _pairs(spec, samples)
+        case EmbedRun():
+            yield from _text_groups(spec, samples)
+        case ClassifyRun():
+            yield from _labeled_texts(spec, samples)
+        case TagRun():
+            yield from _sequences(read_tagged_data(spec), spec, samples)
+        case Seq2SeqRun():
+            yield from _sequences(read_pair_data(spec), spec, samples)
+        case _:
+            yield from _language(spec, samples)
 
 
-def _language(spec: RunSpec, samples: int) -> Iterator[str]:
-    assert spec.data is not None
+def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
+    data = read_labeled_texts(spec)
+    check_samples(len(data.train), spec)
+    encoded = data.samples
+    for number in _drawn(len(data.train), samples, spec.seed):
+        row = int(data.train[number])
+        tokens = encoded.tokens[row]
+        label = ", ".join(_labels_of(encoded.targets[row], data.names)) or "none"
+        yield f"sample {number}: {len(tokens)} tokens, label: {label}"
+        yield from marked(data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)).splitlines()
+        yield ""
+    for part, rows in (("training", data.train), ("held-out", data.held_out)):
+        yield from _token_counts(f"{part} samples", encoded.tokens.lengths[rows])
+    if not data.names:
+        values = encoded.targets[data.train]
+        yield (
+            f"training values: least {values.min():.4g}, mean {values.mean():.4g}, most "
+            f"{values.max():.4g}"
+        )
+    yield from _class_table(encoded.targets, data)
+    yield from _told(data.notes)
+
+
+def _sequences(data: SequenceData, spec: ModelRun, samples: int) -> Iterator[str]:
+    check_samples(len(data.train), spec)
+    for number in _drawn(len(data.train), samples, spec.seed):
+        row = int(data.train[number])
+        tokens, labels = data.inputs[row], data.labels[row]
+        yield f"sample {number}: {_counts_of(tokens, labels != NOTHING)}"
+        if not data.names:
+            for each, counted in ((tokens, False), (labels, True)):
+                marks = np.full(len(each), counted)
+                yield from marked(data.tokenizer, each, marks).splitlines()
+        else:
+            for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+                shown = data.tokenizer.decode([token])
+                yield f"  {shown:{_NAME_WIDTH}}  {'' if label == NOTHING else data.names[label]}"
+        yield ""
+    if not data.names:
+        yield from _legend(samples)
+    for part, rows in (("training", data.train), ("held-out", data.held_out)):
+        yield from _token_counts(f"{part} samples", data.inputs.lengths[rows])
+        if not data.names:
+            yield from _token_counts(f"{part} targets", data.labels.lengths[rows])
+    for number, name in enumerate(data.names):
+        count = sum(int((data.labels[row] == number).sum()) for row in data.train.tolist())
+        yield f"tag {name}: {count} training words"
+    yield from _told(data.notes)
+
+
+def _labels_of(target: Any, names: Sequence[str]) -> list[str]:
+    if not names:
+        return [f"{float(target):.6g}"]
+    if np.ndim(target):
+        return [name for name, has in zip(names, target, strict=True) if has]
+    return [names[int(target)]]
+
+
+def _class_table(targets: NDArray[Any], data: LabeledTexts) -> Iterator[str]:
+    """Yield the samples per class, most common first; of many classes the first and the last."""
+    if not data.names:
+        return
+    each = targets if targets.ndim > 1 else np.eye(len(data.names))[targets]
+    train, held_out = (each[rows].sum(axis=0).astype(int) for rows in (data.train, data.held_out))
+    ranked = sorted(range(len(data.names)), key=lambda n: (-int(train[n]), n))
+    width = max(len("class"), *(min(len(name), _NAME_WIDTH) for name in data.names))
+    yield f"{'class':{width}}  {'training':>8}  {'held out':>8}"
+    for place, number in enumerate(ranked):
+        if _CLASSES_SHOWN <= place < len(ranked) - _CLASSES_SHOWN:
+            if place == _CLASSES_SHOWN:
+                yield f"... {len(ranked) - 2 * _CLASSES_SHOWN} more classes ..."
+            continue
+        shown = cut_text(data.names[number], _NAME_WIDTH)
+        yield f"{shown:{width}}  {train[number]:8}  {held_out[number]:8}"
+
+
+def _language(spec: ModelRun, samples: int) -> Iterator[str]:
     data = read_language_data(spec, 0.0 if spec.captures else spec.data.holdout)
     check_samples(len(data.train), spec)
     for number in _drawn(len(data.train), samples, spec.seed):
@@ -44,13 +150,15 @@ def _language(spec: RunSpec, samples: int) -> Iterator[str]:
         yield f"sample {number}: {_counts_of(tokens, counted)}"
         yield from marked(data.tokenizer, tokens, counted).splitlines()
         yield ""
+    if isinstance(spec, MaskedLmRun):
+        yield f"of these a share of {spec.data.mask_share:g} is masked anew in each step"
     yield from _legend(samples)
     yield from _lengths("training samples", _all(data.train))
     yield from _lengths("held-out samples", _all(data.held_out))
     yield from _told(data.notes)
 
 
-def _pairs(spec: RunSpec, samples: int) -> Iterator[str]:
+def _pairs(spec: DpoRun, samples: int) -> Iterator[str]:
     data = read_preference_data(spec)
     check_samples(len(data.train), spec)
     for number in _drawn(len(data.train), samples, spec.seed):
@@ -67,8 +175,26 @@ def _pairs(spec: RunSpec, samples: int) -> Iterator[str]:
     yield from _told(data.notes)
 
 
+def _text_groups(spec: EmbedRun, samples: int) -> Iterator[str]:
+    data = read_embedding_data(spec)
+    check_samples(len(data.train), spec)
+    names = ["anchor", "positive", *["negative"] * (data.rows.shape[1] - 2)]
+    for number in _drawn(len(data.train), samples, spec.seed):
+        for name, text in zip(names, data.rows[data.train[number]].tolist(), strict=True):
+            tokens = data.texts[text]
+            yield f"sample {number}, {name}: {len(tokens)} tokens"
+            yield from marked(data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)).splitlines()
+        yield ""
+    for part, rows in (("training", data.train), ("held-out", data.held_out)):
+        yield from _token_counts(f"{part} anchors", data.texts.lengths[data.rows[rows, 0]])
+        yield from _token_counts(
+            f"{part} passages", data.texts.lengths[data.rows[rows, 1:].reshape(-1)]
+        )
+    yield from _told(data.notes)
+
+
 def marked(tokenizer: Any, tokens: Tokens, counted: Counted) -> str:
-    """The text of a sample, what counts in brackets; what would steer a terminal is escaped."""
+    """Return the text of a sample, loss in brackets; control characters are escaped."""
     pieces = []
     for counts, run in groupby(zip(tokens.tolist(), counted.tolist(), strict=True), _counts):
         text = tokenizer.decode(
@@ -77,7 +203,7 @@ def marked(tokenizer: Any, tokens: Tokens, counted: Counted) -> str:
             clean_up_tokenization_spaces=False,
         )
         shown = "".join(c if c.isprintable() or c in _KEPT else repr(c)[1:-1] for c in text)
-        pieces.append(f"{_OPEN}{shown}{_CLOSE}" if counts else shown)
+        pieces.append(f"{OPEN}{shown}{CLOSE}" if counts else shown)
     return "".join(pieces)
 
 
@@ -99,21 +225,28 @@ def _all(samples: Samples) -> Iterator[Sample]:
 
 def _legend(samples: int) -> Iterator[str]:
     if samples:
-        yield f"{_OPEN} {_CLOSE}: tokens with loss"
+        yield f"{OPEN} {CLOSE}: tokens with loss"
 
 
 def _lengths(what: str, samples: Iterable[Sample]) -> Iterator[str]:
     counts = [(len(tokens), int(marks.sum())) for tokens, marks in samples]
     if not counts:
         return
-    lengths = np.sort([tokens for tokens, _ in counts])
+    lengths = np.array([tokens for tokens, _ in counts])
     total, counted = int(lengths.sum()), sum(with_loss for _, with_loss in counts)
-    points = [int(lengths[round(share * (len(lengths) - 1))]) for share in (0.0, 0.5, 0.9, 1.0)]
+    yield from _token_counts(what, lengths)
+    yield f"{what}: {total} tokens, {counted} with loss ({100 * counted / total:.1f} %)"
+
+
+def _token_counts(what: str, lengths: NDArray[np.int64]) -> Iterator[str]:
+    if not len(lengths):
+        return
+    ranked = np.sort(lengths)
+    points = [int(ranked[round(share * (len(ranked) - 1))]) for share in (0.0, 0.5, 0.9, 1.0)]
     yield (
-        f"{what}: {len(counts)}; tokens of each: least {points[0]}, half {points[1]}, nine tenths "
+        f"{what}: {len(ranked)}; tokens of each: least {points[0]}, half {points[1]}, nine tenths "
         f"{points[2]}, most {points[3]}"
     )
-    yield f"{what}: {total} tokens, {counted} with loss ({100 * counted / total:.1f} %)"
 
 
 def _told(notes: Mapping[str, int]) -> Iterator[str]:

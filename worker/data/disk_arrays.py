@@ -1,4 +1,4 @@
-"""Arrays one after the other on disk, in a file of their own without a name, as tokens are kept."""
+"""Arrays in an unnamed temporary file: tokens may be larger than memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from protocol.data.disk_texts import DiskFile
+from protocol.datasets.disk_texts import DiskFile
 from protocol.exact.digest import Streamed
 
 
@@ -17,8 +17,8 @@ class DiskArrays(Sequence[NDArray[Any]]):
     """Flat arrays in the order in which they were appended.
 
     Args:
-        kept: The type on disk, little-endian.
-        given: The type in which they are read.
+        kept: The dtype on disk, little-endian.
+        given: The dtype that reads return.
     """
 
     def __init__(self, kept: DTypeLike, given: DTypeLike) -> None:
@@ -28,12 +28,12 @@ class DiskArrays(Sequence[NDArray[Any]]):
         self._ends = array("q", [0])
 
     def append(self, values: NDArray[Any]) -> None:
-        """Keep one more, of values that the type on disk holds."""
+        """Append an array; the dtype on disk must hold its values."""
         self._file.append(values.astype(self._kept).tobytes())
         self._ends.append(self._ends[-1] + len(values))
 
     def extend(self, values: NDArray[Any]) -> None:
-        """Add these to the one that was appended last."""
+        """Extend the last array by these values."""
         self._file.append(values.astype(self._kept).tobytes())
         self._ends[-1] += len(values)
 
@@ -42,32 +42,32 @@ class DiskArrays(Sequence[NDArray[Any]]):
 
     @property
     def elements(self) -> int:
-        """Of all together."""
+        """Return the total number of elements."""
         return self._ends[-1]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Of each."""
+        """Return the length of each array."""
         ends = np.array(self._ends, np.int64)
         return ends[1:] - ends[:-1]
 
     @property
     def highest(self) -> int:
-        """Of all elements, of which there is one."""
+        """Return the largest element; there must be one."""
         return max(int(piece.max()) for piece in self.pieces())
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """Where each begins among all."""
+        """Return the offset of each array in the concatenation."""
         return np.array(self._ends[:-1], np.int64)
 
     def read(self, lo: int, hi: int) -> NDArray[Any]:
-        """The elements [lo, hi) of all, as if they were one array; the caller's own."""
+        """Return a copy of the elements [lo, hi) of the concatenation."""
         size = self._kept.itemsize
         return np.frombuffer(self._file.read(lo * size, hi * size), self._kept).astype(self._given)
 
     def pieces(self) -> Iterator[NDArray[Any]]:
-        """All of them, in order, some at a time."""
+        """Yield all elements in pieces."""
         step = 1 << 18
         for lo in range(0, self.elements, step):
             yield self.read(lo, min(lo + step, self.elements))
@@ -84,7 +84,7 @@ class DiskArrays(Sequence[NDArray[Any]]):
 
 
 def joined(arrays: Sequence[DiskArrays]) -> Streamed:
-    """All of these, one after the other, for a digest."""
+    """Return the concatenation of several, as a stream for a digest."""
     elements = sum(each.elements for each in arrays)
     pieces = (piece.astype(np.int64) for each in arrays for piece in each.pieces())
     return Streamed(np.dtype(np.int64), (elements,), pieces)

@@ -1,8 +1,8 @@
-"""Tokens of whole documents of running text, in bounded memory.
+"""Tokenize whole documents of running text, in bounded memory.
 
-A tokenizer looks around: it marks the beginning of a text, and takes line ends or digits in groups.
-So a document is never encoded in parts. One longer than a window is encoded in windows that
-overlap, and two of them are joined only where both say the same:
+A token may depend on what is around it: tokenizers mark the beginning of a text, and group line
+ends or digits. So a document is not encoded in independent parts. One that is longer than a window
+is encoded in overlapping windows, and two windows are joined only where they agree:
 
 - over the middle half of the overlap they have the same tokens at the same places, so what a
   window's own beginning and end change lies outside;
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from tokenizers import models
 
 from protocol.base.errors import DataError
-from protocol.data.disk_texts import Chosen, DiskTexts
-from protocol.data.text_corpus import TextCorpus
+from protocol.datasets.disk_texts import Chosen, DiskTexts
+from protocol.datasets.text_corpus import TextCorpus
 from worker.models.tokens import Tokens, encode_each
 
 WINDOW_CHARACTERS: Final = 1 << 20
@@ -37,12 +37,12 @@ farther than tokenizers look for anything that does not repeat itself (BERT: a w
 
 
 class _Window(NamedTuple):
-    """A part of a document as the tokenizer has it.
+    """The tokens of a part of a document.
 
     Attributes:
-        ids: Of its tokens.
-        starts: Where each begins in the document, in characters, rising.
-        ends: Where each ends.
+        ids: Token ids.
+        starts: The first character of each token in the document, rising.
+        ends: The character after each token.
         begins_word: Whether a word of the pre-tokenizer begins with it.
     """
 
@@ -52,30 +52,30 @@ class _Window(NamedTuple):
     begins_word: NDArray[np.bool_]
 
     def cut(self, lo: int, hi: int | None = None) -> _Window:
-        """The tokens [lo, hi)."""
+        """Return the tokens [lo, hi)."""
         at = slice(lo, hi)
         return _Window(self.ids[at], self.starts[at], self.ends[at], self.begins_word[at])
 
     def equals(self, other: _Window) -> bool:
-        """Whether both have the same tokens at the same places."""
+        """Return whether both have the same tokens at the same offsets."""
         return all(np.array_equal(ours, theirs) for ours, theirs in zip(self, other, strict=True))
 
 
 def encode_documents(
     tokenizer: Any, corpus: TextCorpus, wanted: NDArray[np.bool_]
 ) -> Iterator[tuple[int, Tokens]]:
-    """The numbers of documents and parts of documents, rising, and the tokens of each.
+    """Yield the number of each document, or part of one, and its tokens without special tokens.
 
-    A part has those tokens of the whole document that begin in it: the tokens of all parts, one
-    after another, are those of the document's text, without any marks.
+    A part has the tokens of the whole document that begin in it: concatenated, the tokens of all
+    parts are those of the document.
 
     Args:
         tokenizer: Of the model.
         corpus: Documents, or parts of them.
-        wanted: Which of them; of a document that has none, nothing is encoded.
+        wanted: Which of them to yield; a document without any is not encoded.
 
     Raises:
-        DataError: The tokenizer gives other tokens for what it is shown more of.
+        DataError: Tokens depend on text that is thousands of characters away.
     """
     characters = corpus.documents.characters
 
@@ -97,7 +97,7 @@ def encode_documents(
 
 
 class _Document:
-    """The text of a document, read where it is needed."""
+    """The text of a document, read on demand."""
 
     def __init__(self, texts: DiskTexts, lo: int, hi: int) -> None:
         self.bounds = np.cumsum([0, *texts.characters[lo:hi]])
@@ -105,7 +105,7 @@ class _Document:
         self._last = -1, ""
 
     def read(self, lo: int, hi: int) -> str:
-        """The characters [lo, hi)."""
+        """Return the characters [lo, hi)."""
         first = int(np.searchsorted(self.bounds, lo, "right")) - 1
         parts = range(first, int(np.searchsorted(self.bounds, hi)))
         return "".join(
@@ -120,7 +120,7 @@ class _Document:
 
 
 def _parts(tokenizer: Any, document: _Document) -> Iterator[Tokens]:
-    """The tokens that begin in each part of a document."""
+    """Yield the tokens that begin in each part of a document."""
     bounds = document.bounds[1:-1].tolist()
     kept: list[Tokens] = []
     done = 0
@@ -142,18 +142,18 @@ def encode_text(
     read: Callable[[int, int], str],
     window: int = WINDOW_CHARACTERS,
 ) -> Iterator[tuple[Tokens, NDArray[np.int64]]]:
-    """The tokens of a text as one call gives them, without any marks, some at a time, and in which
-    character each begins.
+    """Yield the tokens of a text in pieces, as one call would give them without special tokens, and
+    the character at which each begins.
 
     Args:
-        tokenizer: Of the model. Of one that does not say where its tokens begin, the text is
-            encoded in one call, and they count as evenly spread.
-        characters: Of the text.
-        read: Its characters [lo, hi).
-        window: How many are encoded at once.
+        tokenizer: The model's. Without offsets, the text is encoded in one call, and its tokens
+            count as evenly spread.
+        characters: The length of the text.
+        read: Returns its characters [lo, hi).
+        window: How many characters are encoded at once.
 
     Raises:
-        DataError: The tokenizer gives other tokens for what it is shown more of.
+        DataError: Tokens depend on text that is thousands of characters away.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not getattr(tokenizer, "is_fast", False):
@@ -190,7 +190,7 @@ def encode_text(
 
 
 def _encode(tokenizer: Any, text: str, at: int) -> _Window:
-    """What the tokenizer makes of the text that stands at a character of the document."""
+    """Encode a text that begins at a character of the document."""
     encoding = tokenizer([text], add_special_tokens=False, verbose=False).encodings[0]
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + at
     words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
@@ -205,17 +205,17 @@ def _encode(tokenizer: Any, text: str, at: int) -> _Window:
 def _joint(
     ours: _Window, theirs: _Window, lo: int, hi: int, *, anywhere: bool
 ) -> tuple[int, int] | None:
-    """The tokens of two windows with which the second one can go on where the first one stops.
+    """Find the token at which the second of two windows can continue the first.
 
     Args:
         ours: The first window.
-        theirs: The one that begins in it.
-        lo: Where the characters begin that neither window's ends reach.
-        hi: Where these end.
-        anywhere: Whether it may be inside of a word.
+        theirs: The second, which begins in it.
+        lo: The first character that the ends of neither window affect.
+        hi: The character after the last such.
+        anywhere: Whether the token may be inside a word.
 
     Returns:
-        Their numbers in both; None if the windows differ between `lo` and `hi`.
+        Its number in each window; None if the windows differ between `lo` and `hi`.
     """
     (at, our_end), (there, their_end) = (
         np.searchsorted(each.starts, (lo, hi)).tolist() for each in (ours, theirs)

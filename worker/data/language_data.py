@@ -1,9 +1,9 @@
-"""Samples for language models, out of running text or conversations.
+"""Samples for language models, made of running text or conversations.
 
-Documents of running text stand one after another, an end token behind each and before it what the
-tokenizer begins texts with, and are cut into samples of `data.max_tokens` tokens; every token but
-the first and those marks is predicted once an epoch. A conversation is a sample of its own, as the
-tokenizer's chat template writes it; what of it is longer than `data.max_tokens` is cut off.
+Documents of running text are concatenated, each with the tokenizer's begin token before it and an
+end token behind it, and cut into samples of `data.max_tokens` tokens; every token but the first and
+the begin tokens is predicted once per epoch. A conversation is one sample, as the tokenizer's chat
+template renders it, truncated to `data.max_tokens`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Batch
 from protocol.base.errors import DataError
-from protocol.data.conversations import Conversation, read_conversations
-from protocol.data.data_check import validation_data
-from protocol.data.disk_texts import Chosen, DiskTexts
-from protocol.data.text_corpus import TextCorpus, read_text_corpus
+from protocol.datasets.conversations import Conversation, read_conversations
+from protocol.datasets.data_check import validation_data
+from protocol.datasets.disk_texts import Chosen, DiskTexts
+from protocol.datasets.rows import BadRows
+from protocol.datasets.text_corpus import TextCorpus, read_text_corpus
 from protocol.exact.digest import Streamed, digest_arrays
-from protocol.spec.run_spec import DataSpec, RunSpec, TokenizerSpec
+from protocol.spec.run_spec import ModelRun, RunSpec
+from protocol.spec.sections.data import DataSpec
+from protocol.spec.sections.model import TokenizerSpec
 from worker.data import holdout
-from worker.data.chat_template import ChatTemplate, Counted
+from worker.data.chat_template import ChatTemplate, Counted, Rendered
 from worker.data.disk_arrays import DiskArrays, joined
 from worker.data.document_tokens import encode_documents
 from worker.data.packing import PackedSamples
@@ -50,19 +53,19 @@ _PADDING_TOKENS: Final = 16
 
 
 class Samples(Protocol):
-    """What a run trains or measures on."""
+    """The samples of a run."""
 
     def __len__(self) -> int: ...
 
     def batch(self, rows: NDArray[np.int64] | slice) -> Batch:
-        """input_ids and labels, (samples, tokens); the weight is the number of tokens predicted.
+        """Make a batch of input_ids and labels, (samples, tokens); it weighs its number of labels.
 
-        A label is the token behind its input, or `NOTHING`.
+        A label is the token after its input, or `NOTHING`.
         """
         ...
 
     def sample(self, number: int) -> tuple[Tokens, Counted]:
-        """One sample's tokens, and which of them are predicted with loss."""
+        """Return the tokens of a sample, and which of them have loss."""
         ...
 
 
@@ -72,10 +75,10 @@ class LanguageData:
 
     Attributes:
         tokenizer: The named one, the model's own, or one trained on the training part.
-        train: What is trained on.
-        held_out: What is measured on.
-        highest: Of all tokens.
-        digests: For the manifest: what was read, what the tokenizer made of it, what counts.
+        train: The training samples.
+        held_out: The samples for evaluation.
+        highest: The largest token id.
+        digests: Of what was read, of its tokens and of the loss mask, for the manifest.
         notes: Counts, for the manifest.
     """
 
@@ -92,19 +95,19 @@ def read_language_data(spec: RunSpec, fraction: float, *, even: bool = False) ->
 
     Args:
         spec: Has the sections model and data.
-        fraction: How much is held out.
-        even: Every batch is `data.max_tokens` wide.
+        fraction: The share that is held out.
+        even: Make every batch `data.max_tokens` wide.
 
     Raises:
         DataError: Data or tokenizer cannot be used.
     """
-    assert spec.data is not None
+    assert isinstance(spec, ModelRun)
     if spec.data.format == "text":
         return _running_text(spec, spec.data, fraction)
     return _conversations(spec, spec.data, fraction, even=even)
 
 
-def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageData:
+def _running_text(spec: ModelRun, data: DataSpec, fraction: float) -> LanguageData:
     corpus = read_text_corpus(data)
     found = corpus.documents
     measured = None if data.validation is None else read_text_corpus(validation_data(data))
@@ -133,6 +136,7 @@ def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageDat
         notes={
             "documents": len(train) + len(held_out),
             "duplicates_removed": corpus.duplicates,
+            **bad_rows_note(corpus, measured),
             "train_tokens": streams[0].tokens.elements,
             "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, train),
             **({} if valid is None else overlap(found, valid)),
@@ -144,7 +148,7 @@ def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageDat
 def _divided(
     found: TextCorpus, valid: TextCorpus | None, seed: int, fraction: float
 ) -> list[tuple[TextCorpus, Sequence[int]]]:
-    """What is trained on, and what is measured on: a file of its own, or a share."""
+    """Return the training documents and those for evaluation: of another file, or a share."""
     if valid is not None:
         return [(each, range(len(each.documents))) for each in (found, valid)]
     return [(found, numbers) for numbers in holdout.split(found.documents, seed, fraction)]
@@ -155,8 +159,8 @@ class TextStream:
     """Running text as tokens.
 
     Attributes:
-        tokens: Of each document, or of parts of one that stand beside each other.
-        marks: Which of all tokens only say that a document begins, rising; nobody predicts them.
+        tokens: Of each document, or of adjacent parts of one.
+        marks: Offsets of the begin tokens, rising; they are never predicted.
     """
 
     tokens: DiskArrays
@@ -164,9 +168,9 @@ class TextStream:
 
     @staticmethod
     def of(tokenizer: Any, corpus: TextCorpus, *divisions: Sequence[int]) -> list[TextStream]:
-        """A stream for each division, of documents and parts by number, each in at most one.
+        """Make a stream of each division: documents and parts by number, each in at most one.
 
-        The tokenizer's marks stand where a document begins and where one ends.
+        Begin and end tokens stand where a document begins and ends.
         """
         before, behind = marks_around_text(tokenizer)
         found = [(DiskArrays("<u4", np.int64), array("q")) for _ in divisions]
@@ -184,14 +188,14 @@ class TextStream:
         return [TextStream(tokens, np.array(marks, np.int64)) for tokens, marks in found]
 
     def read(self, lo: int, hi: int) -> tuple[Tokens, Counted]:
-        """The tokens [lo, hi), and which of them are predicted if the one before is read."""
+        """Return the tokens [lo, hi), and which of them are predicted from the one before."""
         counted = np.arange(hi - lo) > 0
         inside = slice(*np.searchsorted(self.marks, (lo, hi)))
         counted[self.marks[inside] - lo] = False
         return self.tokens.read(lo, hi), counted
 
 
-def _text_samples(stream: TextStream, spec: RunSpec, data: DataSpec) -> Samples:
+def _text_samples(stream: TextStream, spec: ModelRun, data: DataSpec) -> Samples:
     if data.packing:
         return PackedSamples.of(
             CutDocuments.of(stream, data.max_tokens), data.max_tokens, spec.seed
@@ -204,10 +208,29 @@ def _validation_digest(valid: DiskTexts | None) -> dict[str, str]:
 
 
 def overlap(found: Iterable[str], valid: Sequence[str]) -> dict[str, int]:
-    """How much of what is measured on is trained on too, for the manifest's notes."""
+    """Count the documents for evaluation, and those of them that are trained on too."""
     known = {blake3(text.encode()).digest() for text in valid}
     both = sum(blake3(text.encode()).digest() in known for text in found)
     return {"validation_documents": len(valid), "of_them_trained_on_too": both}
+
+
+class HasBadRows(Protocol):
+    """What was read of a file of rows."""
+
+    @property
+    def bad_rows(self) -> int:
+        """How many rows were skipped."""
+
+
+def bad_rows_note(*read: HasBadRows | None, refused: int = 0) -> dict[str, int]:
+    """Return how many rows were skipped, for the manifest's notes; nothing where none were.
+
+    Args:
+        read: What was read.
+        refused: How many rows were skipped afterwards, as the chat template refused them.
+    """
+    count = refused + sum(each.bad_rows for each in read if each is not None)
+    return {"bad_rows_skipped": count} if count else {}
 
 
 def _packed_notes(samples: Samples) -> dict[str, int]:
@@ -217,7 +240,7 @@ def _packed_notes(samples: Samples) -> dict[str, int]:
     return {"packed_samples": len(samples), "padding_per_thousand": 1000 * (room - used) // room}
 
 
-def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool) -> LanguageData:
+def _conversations(spec: ModelRun, data: DataSpec, fraction: float, *, even: bool) -> LanguageData:
     found = read_conversations(data)
     valid = None if data.validation is None else read_conversations(validation_data(data))
     if valid is None:
@@ -226,17 +249,20 @@ def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool
         chosen = [(each, [*range(len(each))]) for each in (found, valid)]
 
     def said() -> Iterator[str]:
-        return (message.content for n in chosen[0][1] for message in found[n].messages)
+        messages = (message for n in chosen[0][1] for message in found[n].messages)
+        return (message.content for message in messages if message.content)
 
     tokenizer = load_or_train_tokenizer(spec, said())
-    template = ChatTemplate(tokenizer, data.chat_template, everything=data.loss == "all")
+    template = ChatTemplate(tokenizer, data.chat_template, loss=data.loss)
     ends = answer_ends(tokenizer)
     pad_to = data.max_tokens if even else _PADDING_TOKENS
-    how: dict[str, Any] = {"grouped": data.group_by_length, "ends": ends}
+    bad_rows = BadRows(skip=data.skip_bad_rows)
+    how: dict[str, Any] = {"grouped": data.group_by_length, "ends": ends, "bad_rows": bad_rows}
     both = [
         Turns.encode(template, (of[n] for n in part), data.max_tokens, pad_to, **how)
         for of, part in chosen
     ]
+    bad_rows.report()
     if not len(both[0]):
         raise DataError(
             f"expected conversations in {data.train!r} whose first data.max_tokens = "
@@ -265,6 +291,7 @@ def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool
         notes={
             "conversations": len(found),
             "duplicates_removed": found.duplicates,
+            **bad_rows_note(found, valid, refused=bad_rows.count),
             **_turns_notes(*both),
             "unknown_tokens_per_thousand": unknown_in(
                 tokenizer, islice(said(), 0, None, asked_every)
@@ -276,10 +303,10 @@ def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool
 
 
 def _refuse_answers_without_end(tokenizer: Any, trained: Turns, ends: frozenset[int]) -> None:
-    """See that a model learns to end its answers: generation stops at nothing else.
+    """Check that the model learns to end its answers: generation stops at nothing else.
 
     Raises:
-        DataError: No token that ends an answer is ever predicted with loss.
+        DataError: No token that ends an answer has loss anywhere.
     """
     if trained.ended or trained.truncated == len(trained):
         return
@@ -303,11 +330,10 @@ def _turns_notes(trained: Turns, held: Turns) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Samples cut out of a stream of tokens: inputs and labels, each (samples, length), int64.
+    """Samples cut from a stream of tokens: inputs and labels, each (samples, length), int64.
 
-    A label is the token behind its input: all tokens but the first and the marks of beginnings are
-    predicted, each once, and none of fewer than 2 tokens. The last sample is padded with zeros and
-    `NOTHING`.
+    A label is the token after its input: every token but the first and the begin tokens is
+    predicted once. The last sample is padded with zeros and `NOTHING`.
     """
 
     stream: TextStream
@@ -317,7 +343,7 @@ class Windows:
         return (max(self.stream.tokens.elements - 1, 0) + self.length - 1) // self.length
 
     def batch(self, rows: NDArray[np.int64] | slice) -> Batch:
-        """input_ids and labels; the weight is the number of tokens predicted."""
+        """Make a batch of input_ids and labels; its weight is the number of labels."""
         chosen = np.arange(len(self))[rows].tolist()
         inputs = np.zeros((len(chosen), self.length), np.int64)
         labels = np.full((len(chosen), self.length), NOTHING, np.int64)
@@ -336,8 +362,8 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class CutDocuments:
-    """Documents as pieces to be packed: one longer than a sample is several, each token but its
-    first predicted once."""
+    """Documents as pieces to pack: a long one becomes several; each token but the first is
+    predicted once."""
 
     stream: TextStream
     starts: NDArray[np.int64]
@@ -345,7 +371,7 @@ class CutDocuments:
 
     @staticmethod
     def of(stream: TextStream, length: int) -> CutDocuments:
-        """Cut each document, or what is together of one."""
+        """Cut the documents of a stream into pieces."""
         predicted = np.maximum(stream.tokens.lengths - 1, 0)
         counts = -(-predicted // length)
         whole = np.repeat(np.cumsum(counts) - counts, counts)
@@ -368,15 +394,15 @@ class CutDocuments:
 class Turns:
     """Conversations as tokens; a batch is padded on the right with zeros and `NOTHING`.
 
-    What pads comes last, so no token that counts attends to it.
+    Padding comes last, so no token with loss attends to it.
 
     Attributes:
-        tokens: Of each, at most `length`.
-        counted: Which of them are predicted with loss; at least one of each, never the first.
-        order: Which of them each sample is: by length, where microbatches are to have like ones.
+        tokens: Of each conversation, at most `length`.
+        counted: Which of them have loss: at least one of each conversation, never the first token.
+        order: The conversation of each sample; sorted by length to group similar lengths.
         length: `data.max_tokens`.
-        pad_to: A batch is as wide as a multiple of this, at most `length`.
-        truncated: How many of these were cut.
+        pad_to: The width of a batch is a multiple of this, at most `length`.
+        truncated: How many conversations were truncated.
         left_out: How many are not here: nothing that counts is in their first `length` tokens.
         longest: Tokens of the longest one before any was cut or left out.
         ended: In how many a token that ends an answer counts.
@@ -399,20 +425,18 @@ class Turns:
         length: int,
         pad_to: int,
         *,
+        bad_rows: BadRows,
         grouped: bool = False,
         ends: Collection[int] = (),
     ) -> Turns:
-        """Render, encode and cut.
-
-        Raises:
-            DataError: The template refuses a conversation.
-        """
+        """Render, encode and cut; conversations that the template refuses are bad rows."""
         tokens, counted = DiskArrays("<u4", np.int64), DiskArrays(np.uint8, np.bool_)
         truncated = longest = given = ended = 0
         last = np.array(sorted(ends), np.int64)
-        for some in _some_at_a_time(conversations):
+        rendered = (each for _, each in bad_rows.usable(conversations, template.render))
+        for some in _some_at_a_time(rendered):
             given += len(some)
-            for ids, marks in template.encode([template.render(each) for each in some]):
+            for ids, marks in template.encode(some):
                 longest = max(longest, len(ids))
                 marks[:1] = False  # there is nothing before it to predict it from
                 if not marks[:length].any():
@@ -459,22 +483,21 @@ class Turns:
         return self.tokens[at], self.counted[at]
 
 
-def _some_at_a_time(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    given = iter(conversations)
+def _some_at_a_time(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
+    given = iter(rendered)
     while some := [*islice(given, _ENCODED_AT_ONCE)]:
         yield some
 
 
-def load_or_train_tokenizer(spec: RunSpec, texts: Iterable[str]) -> Any:
-    """The one that is named, the model's own, or one trained on the training documents."""
-    assert spec.model is not None
+def load_or_train_tokenizer(spec: ModelRun, texts: Iterable[str]) -> Any:
+    """Load the named tokenizer or the model's own, or train one on the training documents."""
     asked = spec.tokenizer or TokenizerSpec()
     source = asked.source or (spec.model.source if spec.tokenizer is None else None)
     return load_tokenizer(source) if source else train_tokenizer(texts, asked.vocab_size)
 
 
 def documents_digest(documents: Sequence[str]) -> str:
-    """Of texts and where each ends."""
+    """Return the digest of texts and their lengths."""
     kept = documents if isinstance(documents, DiskTexts) else DiskTexts.of(documents)
     text = (np.frombuffer(piece, np.uint8) for piece in kept.file.pieces())
     streamed = Streamed(np.dtype(np.uint8), (len(kept.file),), text)
@@ -482,7 +505,7 @@ def documents_digest(documents: Sequence[str]) -> str:
 
 
 def digest_stored(arrays: Sequence[DiskArrays], lengths: Sequence[int], padding: int) -> str:
-    """Of what a tokenizer made of all texts: that is what decides, not how it is stored."""
+    """Return the digest of the tokens of all texts, however the tokenizer is stored."""
     return digest_arrays({
         "lengths": np.array(lengths, np.int64),
         "ids": joined(arrays),

@@ -1,7 +1,8 @@
-"""Several pieces of text in a sample of fixed length, so that next to nothing is padding.
+"""Pack several pieces of text into samples of fixed length, so that almost nothing is padding.
 
-A piece is a conversation, or a document of running text, cut where it is longer than a sample.
-None attends to another in its sample, and positions begin anew with each: see `check_packing`.
+A piece is a conversation, or a document of running text, which is cut if it is longer than a
+sample. Pieces of one sample do not attend to each other, and the positions of each start at zero:
+see `check_packing`.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ _ALIKE_WITHIN: Final = 1e-4
 
 
 class Pieces(Protocol):
-    """What is packed."""
+    """The pieces to pack."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """How many tokens of each are read, at most a sample's length."""
+        """Return the number of input tokens of each piece, at most a sample's length."""
 
     def piece(self, number: int) -> tuple[Tokens, Tokens]:
-        """What is read, and its labels, both (lengths[number],)."""
+        """Return input tokens and labels of a piece, both (lengths[number],)."""
 
     def sample(self, number: int) -> tuple[Tokens, Counted]:
-        """Its tokens, and which of them are predicted with loss."""
+        """Return the tokens of a piece, and which of them have loss."""
 
 
 def packed(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
-    """Which pieces go into which sample: each where the least room is left that it fits into.
+    """Assign pieces to samples: each to the sample with the least room that still holds it.
 
-    Longest first, those of one length in an order drawn by the seed (best fit decreasing): at
-    most 11/9 of the fewest samples that there can be (Johnson 1974, doi:10.1137/0203025).
+    Best-fit decreasing, pieces of one length in an order drawn by the seed: at most 11/9 of the
+    smallest possible number of samples (Johnson 1974, doi:10.1137/0203025).
 
     Args:
         lengths: Of the pieces, each at most `capacity`.
@@ -79,11 +80,11 @@ def packed(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[in
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """Samples of several pieces; what is left of one is padding.
+    """Samples of several pieces, padded at the end.
 
     Attributes:
         pieces: All of them.
-        packs: Which of them each sample has.
+        packs: The pieces of each sample.
         length: `data.max_tokens`.
     """
 
@@ -93,14 +94,14 @@ class PackedSamples:
 
     @staticmethod
     def of(pieces: Pieces, length: int, seed: int) -> PackedSamples:
-        """Pack all of them."""
+        """Pack all pieces."""
         return PackedSamples(pieces, packed(pieces.lengths, length, seed), length)
 
     def __len__(self) -> int:
         return len(self.packs)
 
     def batch(self, rows: NDArray[np.int64] | slice) -> Batch:
-        """input_ids, labels and position_ids, (samples, tokens): see `Samples`."""
+        """Make a batch of input_ids, labels and position_ids, (samples, tokens): see `Samples`."""
         chosen = np.arange(len(self))[rows].tolist()
         inputs = np.zeros((len(chosen), self.length), np.int64)
         labels = np.full((len(chosen), self.length), NOTHING, np.int64)
@@ -118,16 +119,16 @@ class PackedSamples:
         return Batch(arrays, weight)
 
     def sample(self, number: int) -> tuple[Tokens, Counted]:
-        """See `Samples`: the pieces one after the other."""
+        """See `Samples`: the pieces are concatenated."""
         both = [self.pieces.sample(each) for each in self.packs[number]]
         return np.concatenate([a for a, _ in both]), np.concatenate([b for _, b in both])
 
 
 def check_packing(module: nn.Module, vocabulary: int, options: Mapping[str, Any]) -> None:
-    """See that a model computes documents in one sample as it does each alone.
+    """Check that a model computes packed documents as it computes each alone.
 
     Raises:
-        DataError: It has no positions that begin anew, or lets one document attend to another.
+        DataError: It takes no position_ids, or lets documents attend to each other.
     """
     documents = torch.arange(2 * _PROBED).reshape(2, _PROBED) * 7919 % vocabulary
     positions = torch.arange(_PROBED).repeat(2)

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.base.errors import DataError
-from protocol.data.capture_index import CaptureIndex, read_index
-from protocol.data.captured_rows import Records, record_dtype
-from protocol.data.logits_file import LogitsFile
+from protocol.datasets.capture_index import CaptureIndex, read_index
+from protocol.datasets.logits_file import LogitsFile, Records, record_dtype
 
 _GROUPS_IN_MEMORY: Final = 4
 """A microbatch may end in the next row group, and an evaluation reads others in between."""
@@ -91,7 +90,7 @@ class CapturedSamples:
             logits = LogitsFile(path)
             if logits.facts != self.index.facts or logits.row_groups != listed.row_groups:
                 raise DataError(
-                    f"{str(path)!r} is not the file that the capture lists; bring it back from a "
+                    f"{str(path)!r} is not the file that the capture lists; restore it from a "
                     "copy, or capture anew"
                 )
             self._open = number, logits

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from protocol.data.capture_check import check_temperature
-from protocol.data.captured_rows import Records
-from protocol.spec.capture_layout import CaptureLayout
-from protocol.spec.run_spec import DistilSpec
+from protocol.datasets.capture_check import check_temperature
+from protocol.datasets.logits_file import Records
+from protocol.spec.manifest import CaptureLayout
+from protocol.spec.sections.tasks import DistilSpec
 
 NOTHING: Final = -100
 """The label of what is not predicted."""

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 
 from protocol.base.errors import DataError
-from protocol.data.capture_check import changed
-from protocol.data.capture_index import INDEX, read_index
-from protocol.data.captured_rows import Records
-from protocol.data.logits_file import LogitsFile
-from protocol.data.vocabulary import TOKENIZER
-from protocol.spec.capture_layout import CaptureLayout
-from protocol.spec.file_digest import file_digest
+from protocol.datasets.capture_check import TOKENIZER, changed
+from protocol.datasets.capture_index import INDEX, read_index
+from protocol.datasets.logits_file import LogitsFile, Records
+from protocol.spec.files.file_digest import file_digest
+from protocol.spec.manifest import CaptureLayout
 
 Speak = Callable[[int], str]
 

@@ -1,4 +1,4 @@
-"""What the pure session asks its shell to do, in the order given."""
+"""Outputs of the pure session, for its shell to carry out in order."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Array
 from protocol.exact.replica import PartKind
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.exact.update import StepScalars
-from protocol.spec.blob_list import BlobFile, BlobList
+from protocol.spec.files.blob_list import BlobFile, BlobList
 from protocol.spec.manifest import Block
-from protocol.spec.replicas_spec import Codecs
 from protocol.spec.run_spec import RunSpec
+from protocol.spec.sections.exchange import Codecs
 from protocol.wire.connection import Body
-from protocol.wire.messages import AveragedGradient, Message
-from worker.logic.events import StepAttempt
+from protocol.wire.messages import Message
+from worker.logic.events import StepId
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,16 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class OpenDevice:
-    """Open the device if it is not open: one that cannot be used is not to wait for a run."""
+    """Open the device now, so that an unusable one is reported before any run begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Build a run's task; `keep` the state that the replica has of this very run.
+    """Build a run's task.
 
-    `inputs` is the digest of the list of files that the task reads, if there is one.
+    Attributes:
+        keep: Keep the replica's state, if it belongs to this run.
+        inputs: Digest of the list of files that the task reads; None without such a list.
     """
 
     run_id: str
@@ -48,87 +50,88 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """From now on gradients have the shape of these blocks, and travel like this."""
+    """Decode gradients of these blocks from now on, with these codecs."""
 
     blocks: tuple[Block, ...]
     exchange: Codecs
 
 
 @dataclass(frozen=True, slots=True)
-class TellPeers:
-    """What the coordinator says to those that average slices among themselves."""
+class ForwardToExchange:
+    """Give the exchange of gradients what the coordinator says about it."""
 
     message: Message
-    body: Body | None
+    body: Body | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class BeginSlices:
-    """An attempt at a step whose slices have owners: sums go to those."""
-
-    place: dict[str, int]
-    microbatches: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropSlices:
-    """Nothing of such an attempt is wanted any more."""
+class AbandonAttempt:
+    """Nothing of the present attempt is to be exchanged any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """A block's sum over a node: its slices go to their owners; `values` stay as they are."""
+    """A block's sum over a subtree: its chunks go to their owners; `values` stay as they are."""
 
-    node: Node
+    subtree: Subtree
     block: int
     weight: float
     values: Array
 
 
 @dataclass(frozen=True, slots=True)
-class GiveAverages:
-    """A chunk of averages came from the coordinator, in such an attempt."""
-
-    message: AveragedGradient
-    values: Array
-
-
-@dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute a node."""
+    """Compute a subtree."""
 
-    place: StepAttempt
+    step_id: StepId
     microbatches: int
-    node: Node
+    subtree: Subtree
 
 
 @dataclass(frozen=True, slots=True)
-class GiveStretch:
-    """What the coordinator knows of a stretch that is about to be computed."""
+class LoadInnerState:
+    """Load the coordinator's state of an inner phase that is about to be computed.
 
-    place: StepAttempt
+    Attributes:
+        replica: Number of the logical replica.
+        inner: Inner steps already taken at the checkpoint; 0 if there is none.
+        content: Carried state if `carried`, then the checkpoint's; see `InnerPhases.load`.
+    """
+
+    step_id: StepId
     replica: int
     inner: int
     content: Body
-    own: bool
+    carried: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEmbeddings:
+    """Load what the loss reads of all samples of the step, before gradients are computed.
+
+    `rows` are flat uint8, in the order of microbatches (`protocol.exact.embedding_rows`).
+    """
+
+    step_id: StepId
+    rows: Body
 
 
 @dataclass(frozen=True, slots=True)
 class CancelWork:
-    """Abandon every node and evaluation."""
+    """Abandon every subtree and evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
-class CancelNode:
-    """Abandon this node: another worker has computed it."""
+class CancelSubtree:
+    """Abandon this subtree: another worker has computed it."""
 
-    place: StepAttempt
-    node: Node
+    step_id: StepId
+    subtree: Subtree
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Take a step, or skip it without scalars; `attempt` is the one that was committed."""
+    """Apply a step, or skip it if `scalars` is None; `attempt` is the one that was committed."""
 
     averages: list[Array]
     scalars: StepScalars | None
@@ -137,7 +140,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class LoadChunk:
-    """Write a chunk of another replica's state into ours."""
+    """Copy a chunk of another replica's state into this worker's."""
 
     kind: PartKind
     block: int
@@ -147,7 +150,7 @@ class LoadChunk:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """The state is complete."""
+    """Finish loading a state: all its chunks have arrived."""
 
     step: int
     optimizer_step: int
@@ -155,7 +158,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Evaluate one held-out part."""
+    """Evaluate one part of the held-out data."""
 
     step: int
     part: int
@@ -163,22 +166,22 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class CopyState:
-    """Read the replica's state, to be sent."""
+    """Copy the replica's state, for another worker or the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Something a person at the console wants to know."""
+    """Print a line for the operator."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The connection is over.
+    """End the connection.
 
     Attributes:
-        failed: Whether it is this worker that failed: then the reason is told as an error.
+        failed: Whether this worker failed: then the reason is reported as an error.
     """
 
     reason: str
@@ -195,19 +198,19 @@ class Locate:
     spec: RunSpec
     listing: BlobList
     later: frozenset[str] = frozenset()
-    """Digests of files that are not needed yet."""
+    """Digests of files that are fetched only when a step needs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenPart:
-    """Take a large file's part, to be written."""
+    """Open a large file's partial download for writing."""
 
     file: BlobFile
 
 
 @dataclass(frozen=True, slots=True)
 class StoreChunk:
-    """Write a chunk of a file into the cache."""
+    """Write a chunk of a file to the cache."""
 
     file: BlobFile
     offset: int
@@ -216,7 +219,7 @@ class StoreChunk:
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """All files but those for later are there: put them where the task reads them."""
+    """Link the files where the task reads them: all but the `later` ones are here."""
 
     list_digest: str
     spec: RunSpec
@@ -226,14 +229,61 @@ class Assemble:
 
 @dataclass(frozen=True, slots=True)
 class DropFiles:
-    """Leave the files; answers to earlier actions are dropped."""
+    """Stop fetching; results of earlier file actions are dropped."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadInitial:
+    """Have one device of a group report the initial parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachReplica:
+    """Have a device read the group's replica from now on.
+
+    Attributes:
+        arrays: The replica's arrays by kind and block, in shared memory.
+        step: The replica's.
+        reset: Whether the replica was reset, so that leftovers of an earlier state are dropped.
+    """
+
+    arrays: dict[str, list[Array]]
+    step: int
+    optimizer_step: int
+    reset: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TakeWeights:
+    """Have a device load the parameters of the group's replica, which is at this step.
+
+    Attributes:
+        committed: The attempt that was committed; -1: the step was skipped; None: the state was
+            loaded.
+    """
+
+    step: int
+    optimizer_step: int
+    committed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReplica:
+    """Have a device stop reading the group's replica, which is about to change."""
+
+
+ReplicaAction = Apply | LoadChunk | Restore
+"""Actions that change the replica."""
 DeviceAction = (
-    OpenDevice | Build | Compute | GiveStretch | CancelWork | CancelNode | Apply | LoadChunk
-    | Restore | Evaluate | CopyState
+    OpenDevice | Build | Compute | LoadInnerState | LoadEmbeddings | CancelWork | CancelSubtree
+    | Apply | LoadChunk | Restore | Evaluate | CopyState
 )  # fmt: skip
-"""What is for the device."""
+"""Actions for the device, or for the group of devices."""
+GroupOrder = (
+    OpenDevice | Build | Compute | LoadInnerState | LoadEmbeddings | CancelWork | CancelSubtree
+    | Evaluate | ReadInitial | AttachReplica | TakeWeights | ReleaseReplica
+)  # fmt: skip
+"""Orders to one device of a group."""
 FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
-PeerAction = TellPeers | BeginSlices | DropSlices | Contribute | GiveAverages
-Action = Transmit | Expect | Tell | Leave | DeviceAction | PeerAction | FileAction
+ExchangeAction = ForwardToExchange | AbandonAttempt | Contribute
+Action = Transmit | Expect | Tell | Leave | DeviceAction | ExchangeAction | FileAction

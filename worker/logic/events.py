@@ -1,27 +1,29 @@
-"""What comes of the device's work: the events that the pure session is told."""
+"""Results of the device's work: the inputs of the pure session, and of the device group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.base.interface import Array, Loss, Sums
 from protocol.base.errors import SamestepError
+from protocol.exact.reducer import NonFinite
 from protocol.exact.replica import StatePart
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.spec.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class StepAttempt:
-    """Which attempt at which step."""
+class StepId:
+    """One attempt at a step. `loss_scale` (float16) and `phase` follow from the other two."""
 
     step: int
     attempt: int
     loss_scale: float = field(default=1.0, compare=False)
+    phase: Literal["embeddings", "gradients"] = field(default="gradients", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +35,33 @@ class Built:
     initial_digest: str
     step: int
     state_digest: str
-    signature: str
-    signature_text: str
+    numerics_profile: str
+    numerics_text: str
     backend: str
     device: str
     memory: str = ""
     parity: str = ""
     devices: int = 1
-    """Of a host."""
+    """Devices that compute: more than 1 in a multi-device worker."""
     left_out: str = ""
-    """Why other devices of the host take no part; empty if all do."""
+    """Why other devices of this worker are left out; empty if none is."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """The task cannot be built here; `own` if other devices or machines may be able to."""
+    """The task cannot be built here; `is_local` if another device or machine may manage."""
 
     run_id: str
     error: SamestepError
-    own: bool = False
+    is_local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRefused:
-    """The task turned out to be no exact one after some steps: training moves something beside the
-    replica, or the loss no longer adds up over samples. The run cannot be right any more."""
+    """Training proved inexact after some steps, so the run's result would be wrong.
+
+    Either training changes something besides the replica, or the loss is not a sum over samples.
+    """
 
     run_id: str
     error: SamestepError
@@ -65,93 +69,96 @@ class TaskRefused:
 
 @dataclass(frozen=True, slots=True)
 class BlockSum:
-    """A block's sum over a node is final: flat float32, the receiver's own."""
+    """A block's final gradient sum over a subtree: flat float32, owned by the receiver."""
 
-    place: StepAttempt
-    node: Node
+    step_id: StepId
+    subtree: Subtree
     block: int
     values: Array
     weight: float
 
 
 @dataclass(frozen=True, slots=True)
-class NotFinite:
-    """A node's sum of a block, or its loss, has a value that is not finite: nothing is added to it,
-    or nobody could tell any more whose it was."""
+class NonFiniteSum:
+    """A device computed NaN or infinity. It is not summed: the sum would not show whose it is."""
 
-    place: StepAttempt
-    node: Node
-    block: int | None
-    device: str = ""
-    """Of a host: which of its devices."""
+    step_id: StepId
+    found: NonFinite
+
+    @property
+    def subtree(self) -> Subtree:
+        return self.found.subtree
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRows:
-    """What is kept of a microbatch of a node: uint8, (samples, bytes of one)."""
+    """Captured output, or embeddings, of one microbatch of a subtree: uint8, (samples, bytes per
+    sample)."""
 
-    place: StepAttempt
-    node: Node
+    step_id: StepId
+    subtree: Subtree
     microbatch: int
     rows: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class StretchStep:
-    """So many inner steps of a stretch are taken."""
+class InnerPhaseStep:
+    """Progress of an inner phase: `inner` steps are done."""
 
-    place: StepAttempt
-    node: Node
+    step_id: StepId
+    subtree: Subtree
     inner: int
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryReached:
-    """Where a replica is after so many inner steps: all that going on from there takes."""
+class InnerCheckpoint:
+    """A replica's state after `inner` steps, from which another worker can continue."""
 
-    place: StepAttempt
-    node: Node
+    step_id: StepId
+    subtree: Subtree
     inner: int
     content: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class StretchStateWanted:
-    """A stretch waits for what the coordinator knows of it; `own`: also for the replica's own."""
+class InnerStateNeeded:
+    """An inner phase waits for the coordinator's state; `carried`: also the carried state."""
 
-    place: StepAttempt
+    step_id: StepId
     microbatches: int
-    node: Node
-    own: bool
+    subtree: Subtree
+    carried: bool
 
 
 @dataclass(frozen=True, slots=True)
-class NodeDone:
-    """A node is computed."""
+class SubtreeDone:
+    """A subtree is computed."""
 
-    place: StepAttempt
-    node: Node
+    step_id: StepId
+    subtree: Subtree
     loss: Loss
     elapsed_ms: float
+    unlike: tuple[int, ...] = ()
+    """Microbatches whose embeddings have other bits here than among the step's."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlicesAveraged:
-    """All averages of a committed step have come from the owners of its slices, and are right."""
+class AveragesReady:
+    """All averages of a committed step are here."""
 
-    place: StepAttempt
+    step_id: StepId
     averages: list[Array]
 
 
 @dataclass(frozen=True, slots=True)
-class FilesWanted:
-    """These files are needed: for a node or a held-out part that waits for them, or soon."""
+class FilesNeeded:
+    """Files that a subtree or evaluation part waits for, or that upcoming steps will read."""
 
     names: tuple[str, ...]
-    for_node: tuple[StepAttempt, int, Node] | None = None
-    """With the number of microbatches of its step."""
+    for_subtree: tuple[StepId, int, Subtree] | None = None
+    """The waiting subtree, with the number of microbatches of its step."""
     for_part: tuple[int, int] | None = None
-    """Step and part."""
+    """The waiting evaluation: step and part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +167,35 @@ class Applied:
 
     step: int
     state_digest: str
-    differing: Mapping[str, str] = field(default_factory=dict)
-    """Digests of a host's devices that have another, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class InitialParameters:
+    """Initial parameters by block, from one device of a group."""
+
+    values: list[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsTaken:
+    """One device of a group has loaded the parameters of this step.
+
+    Attributes:
+        reads_on: Whether it keeps reading the group's replica until told to release it.
+    """
+
+    step: int
+    reads_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReleased:
+    """One device of a group has stopped reading the replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartEvaluated:
-    """One held-out part is done."""
+    """Evaluation sums over one part of the held-out data."""
 
     step: int
     part: int
@@ -175,7 +204,7 @@ class PartEvaluated:
 
 @dataclass(frozen=True, slots=True)
 class StateCopied:
-    """The state asked for: copies of the replica's arrays."""
+    """Copies of the replica's arrays, as `CopyState` requested."""
 
     parts: list[StatePart]
     step: int
@@ -184,21 +213,21 @@ class StateCopied:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFailed:
-    """A job failed in a way that the device does not recover from."""
+    """The device failed and cannot continue."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class DevicesLost:
-    """No device of a host has the run's state any more: it is to join anew."""
+    """No device of the group has the run's state any more: the worker must join again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceNoted:
-    """What went wrong with a device of a host that goes on, in words for people."""
+class DeviceWarning:
+    """A fault of one device, for the operator; the rest of the group continues."""
 
     device: str
     text: str
@@ -209,18 +238,37 @@ Event = (
     | BuildFailed
     | TaskRefused
     | BlockSum
-    | NotFinite
+    | NonFiniteSum
     | MicrobatchRows
-    | NodeDone
-    | SlicesAveraged
+    | SubtreeDone
+    | AveragesReady
     | Applied
     | PartEvaluated
-    | FilesWanted
-    | StretchStep
-    | BoundaryReached
-    | StretchStateWanted
+    | FilesNeeded
+    | InnerPhaseStep
+    | InnerCheckpoint
+    | InnerStateNeeded
     | StateCopied
     | DeviceFailed
     | DevicesLost
-    | DeviceNoted
+    | DeviceWarning
 )
+GroupReport = (
+    Built
+    | BuildFailed
+    | TaskRefused
+    | BlockSum
+    | NonFiniteSum
+    | MicrobatchRows
+    | SubtreeDone
+    | PartEvaluated
+    | FilesNeeded
+    | InnerPhaseStep
+    | InnerCheckpoint
+    | InnerStateNeeded
+    | DeviceFailed
+    | InitialParameters
+    | WeightsTaken
+    | ReplicaReleased
+)
+"""Reports of one device in a group."""

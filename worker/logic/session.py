@@ -22,23 +22,21 @@ from protocol.base.errors import (
     DataError,
     DeviceError,
     ExitCode,
-    OutOfPlace,
+    OutOfOrder,
     ScriptDiffers,
 )
 from protocol.base.fields import cut_text
-from protocol.exact.codecs import packed, unpacked
 from protocol.exact.replica import MISSED, are_counts
-from protocol.exact.tree import Node, is_node
+from protocol.exact.tree import Subtree, is_subtree
 from protocol.exact.update import is_finite
-from protocol.exact.upload_order import UploadOrder
 from protocol.spec.manifest import Block
-from protocol.spec.replicas_spec import Codecs
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.wire.connection import Body
 from protocol.wire.messages import (
     Assign,
     AveragedBlockGradient,
     AveragedGradient,
+    AverageDigests,
     AveragedNonBlockGradient,
     BlobChunk,
     BlockGradientPayload,
@@ -57,59 +55,57 @@ from protocol.wire.messages import (
     Halt,
     Heartbeat,
     Message,
-    NodeLoss,
     NonBlockGradientPayload,
-    NonFiniteNode,
+    NonFiniteSum,
     OpenDoor,
     Owners,
     Peers,
     Ready,
-    SliceDigests,
-    SliceSum,
     StartRun,
     StateChunk,
     StateRequest,
     StepApplied,
+    StepEmbeddings,
     StepPlan,
     StretchProgress,
     StretchRequest,
     StretchState,
+    SubtreeLoss,
     Unready,
     Welcome,
 )
 from worker.logic import events
 from worker.logic.actions import (
+    AbandonAttempt,
     Action,
     Apply,
-    BeginSlices,
-    CancelNode,
+    CancelSubtree,
     CancelWork,
     Compute,
     Contribute,
     CopyState,
-    DropSlices,
     Evaluate,
     Expect,
-    GiveAverages,
-    GiveStretch,
+    ForwardToExchange,
     Leave,
     LoadChunk,
+    LoadEmbeddings,
+    LoadInnerState,
     OpenDevice,
     Restore,
     Tell,
-    TellPeers,
     Transmit,
 )
-from worker.logic.events import StepAttempt
-from worker.logic.fetching import FileEvent, RunFiles, give_up
-from worker.logic.uploads import Uploads
+from worker.logic.events import StepId
+from worker.logic.file_fetch import FileEvent, RunFiles, give_up
 
 _OF_THE_EPOCH: Final = (
     StepPlan, Assign, Cancel, Credit, AveragedBlockGradient, AveragedNonBlockGradient, Commit,
-    EvalPlan, StretchState, Owners, SliceDigests,
+    EvalPlan, StretchState, Owners, AverageDigests, StepEmbeddings,
 )  # fmt: skip
 _AFTER_A_COMMIT: Final = (
-    StepPlan, Assign, Cancel, Commit, EvalPlan, StateChunk, StateRequest, SliceDigests, Owners,
+    StepPlan, Assign, Cancel, Credit, Commit, EvalPlan, StateChunk, StateRequest, AverageDigests,
+    Owners, StepEmbeddings,
 )  # fmt: skip
 """A coordinator's of another epoch must not go on with the run."""
 
@@ -122,42 +118,19 @@ class SessionPhase(Enum):
     READY = "ready"
 
 
-class Averages:
-    """The averaged blocks of one attempt, one flat array each; whole once `complete`.
+@dataclass(slots=True)
+class _StepRows:
+    """The embeddings of a step, as far as they have come.
 
-    Args:
-        blocks: The manifest's.
-        allocate: Makes the arrays, of so many elements; None: where chunks are is good enough.
+    Attributes:
+        step_id: The attempt of the plan that follows.
+        pieces: In order.
+        is_whole: Whether the last piece is there.
     """
 
-    def __init__(
-        self, blocks: tuple[Block, ...], allocate: Callable[[int], Array] | None = None
-    ) -> None:
-        self._blocks = blocks
-        self._allocate = allocate
-        self._missing = {(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)}
-        self.arrays: list[Array] = [np.empty(0, np.float32)] * len(blocks)
-
-    def put(self, block: int, chunk: int, values: Array) -> None:
-        """Take a chunk; one that is there already changes nothing."""
-        if (block, chunk) not in self._missing:
-            return
-        self._missing.discard((block, chunk))
-        if self._blocks[block].chunks == 1 and self._allocate is None:
-            self.arrays[block] = values
-            return
-        if not len(self.arrays[block]):
-            new = self._allocate or _new_array
-            self.arrays[block] = new(self._blocks[block].elements)
-        self.arrays[block][self._blocks[block].chunk_slice(chunk)] = values
-
-    @property
-    def complete(self) -> bool:
-        return not self._missing
-
-
-def _new_array(elements: int) -> Array:
-    return np.empty(elements, np.float32)
+    step_id: StepId
+    pieces: list[Body] = field(default_factory=list)
+    is_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -168,49 +141,40 @@ class _Task:
         blocks: The manifest's.
         parts: Held-out parts.
         step: Steps this replica has taken, or is about to have taken.
-        averages: By step and attempt, as far as they have come.
-        sliced: The attempt in progress, if its slices have owners.
-        checksums: Of what was sent of a node then; None: not all of it is finite.
-        averaged: What owners have sent, once all is here.
-        committed: Its commit, as long as averages are still to come from owners.
+        sharded: Whether workers average in the attempt in progress.
+        checksums: Of what was sent of a subtree then; None: not all of it is finite.
+        committed: A commit whose averages are not all here.
         waiting: What the coordinator has said since.
-        place: The attempt in progress; None between a commit and the next plan.
+        step_id: The attempt in progress; None between a commit and the next plan.
         microbatches: Of its step.
-        nodes: What this worker is to compute of it.
+        subtrees: What this worker is to compute of it.
         asked: By replica, what has come of the state of a stretch that waits for it.
-        order: In which its gradients are sent.
-        uploads: What of them is to be sent, and may.
+        is_coupled: Whether the loss couples all samples of a step.
+        rows: The step's embeddings, until the plan for its gradients.
     """
 
     blocks: tuple[Block, ...]
     parts: int
     step: int
-    averages: dict[tuple[int, int], Averages] = field(default_factory=dict)
-    sliced: StepAttempt | None = None
-    checksums: dict[Node, xxh3_128 | None] = field(default_factory=dict)
-    averaged: events.SlicesAveraged | None = None
+    sharded: bool = False
+    checksums: dict[Subtree, xxh3_128 | None] = field(default_factory=dict)
     committed: Commit | None = None
     waiting: list[tuple[Message, Body | None]] = field(default_factory=list)
-    place: StepAttempt | None = None
+    step_id: StepId | None = None
     microbatches: int = 0
-    nodes: set[Node] = field(default_factory=set)
+    subtrees: set[Subtree] = field(default_factory=set)
     asked: dict[int, list[Body]] = field(default_factory=dict)
-    order: UploadOrder = field(init=False)
-    uploads: Uploads = field(init=False)
+    is_coupled: bool = False
+    rows: _StepRows | None = None
 
-    def __post_init__(self) -> None:
-        self.order = UploadOrder(self.blocks)
-        self.uploads = Uploads(self.order, 0)
-
-    def drop_nodes(self) -> None:
+    def drop_subtrees(self) -> None:
         """Nothing that was to be computed is wanted any more."""
-        self.nodes.clear()
+        self.subtrees.clear()
         self.asked.clear()
-        self.uploads = Uploads(self.order, 0)
 
-    def has(self, place: StepAttempt, node: Node) -> bool:
-        """Whether a result is wanted: of the present attempt, and of a node that is ours."""
-        return place == self.place and node in self.nodes
+    def has(self, step_id: StepId, subtree: Subtree) -> bool:
+        """Whether a result is wanted: of the present attempt, and of a subtree that is ours."""
+        return step_id == self.step_id and subtree in self.subtrees
 
 
 @dataclass(slots=True)
@@ -221,11 +185,6 @@ class _Run:
     spec: RunSpec
     steps: int = 0
     task: _Task | None = None
-
-
-def _place_of(message: StepPlan) -> dict[str, int]:
-    """Epoch, step and attempt, as messages carry them."""
-    return {"epoch": message.epoch, "step": message.step, "attempt": message.attempt}
 
 
 _Handler = Callable[..., list[Action]]
@@ -248,15 +207,9 @@ class WorkerSession:
 
     Args:
         epochs: The newest epoch seen of each run, kept from one connection to the next.
-        allocate: Makes the arrays that averages are put into; see `Averages`.
     """
 
-    def __init__(
-        self,
-        epochs: dict[str, int] | None = None,
-        allocate: Callable[[int], Array] | None = None,
-    ) -> None:
-        self._allocate = allocate
+    def __init__(self, epochs: dict[str, int] | None = None) -> None:
         self.name = ""
         self.epoch = 0
         self.files = RunFiles()
@@ -285,18 +238,13 @@ class WorkerSession:
         """Whether it is getting ready for a run, or has a part of a step to do."""
         if self._run is None:
             return False
-        return self._run.task is None or self._run.task.place is not None
+        return self._run.task is None or self._run.task.step_id is not None
 
     @property
     def _task(self) -> _Task:
         assert self._run is not None
         assert self._run.task is not None, "handled in phase READY alone"
         return self._run.task
-
-    @property
-    def _exchange(self) -> Codecs:
-        assert self._run is not None
-        return self._run.spec.codecs
 
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
@@ -311,9 +259,9 @@ class WorkerSession:
         """
         row = self._MESSAGES.get(type(message))
         if row is None:
-            raise OutOfPlace(f"{type(message).__name__} is not for a worker")
+            raise OutOfOrder(f"{type(message).__name__} is not for a worker")
         if isinstance(message, _OF_THE_EPOCH) and message.epoch != self.epoch:
-            raise OutOfPlace(f"expected epoch {self.epoch}, got {message.epoch}")
+            raise OutOfOrder(f"expected epoch {self.epoch}, got {message.epoch}")
         if self._must_wait(message):
             self._task.waiting.append((message, body))
             return []
@@ -323,8 +271,6 @@ class WorkerSession:
         """What follows a commit waits until all averages of it have come."""
         if self._run is None or self._run.task is None or self._run.task.committed is None:
             return False
-        if isinstance(message, AveragedBlockGradient | AveragedNonBlockGradient):
-            return message.step > self._run.task.step
         return isinstance(message, _AFTER_A_COMMIT)
 
     def result(self, event: events.Event) -> list[Action]:
@@ -354,13 +300,13 @@ class WorkerSession:
 
     # In any phase.
 
-    def _ignore(self, *given: object) -> list[Action]:
-        del given
+    def _ignore(self, *unused: object) -> list[Action]:
+        del unused
         return []
 
     def _refuse(self, message: Message, body: Body | None) -> list[Action]:
         del body
-        raise OutOfPlace(f"{type(message).__name__} for a run that is not built here")
+        raise OutOfOrder(f"{type(message).__name__} for a run that is not built here")
 
     def _goodbye(self, message: Goodbye, body: None) -> list[Action]:
         del body
@@ -372,7 +318,7 @@ class WorkerSession:
         leave = Leave(event.reason, retry=True, exit_code=ExitCode.OK, failed=True)
         return [CancelWork(), Transmit(goodbye), leave]
 
-    def _device_noted(self, event: events.DeviceNoted) -> list[Action]:
+    def _device_noted(self, event: events.DeviceWarning) -> list[Action]:
         if not self.name:
             return []
         return [Transmit(DeviceNote(device=event.device, text=cut_text(event.text)))]
@@ -388,7 +334,7 @@ class WorkerSession:
     def _start_run(self, message: StartRun, body: Body) -> list[Action]:
         newest = self._epochs.get(message.run_id, 0)
         if message.epoch < newest:
-            raise OutOfPlace(
+            raise OutOfOrder(
                 f"expected a coordinator of epoch {newest} or later for run {message.run_id}, got "
                 f"{message.epoch}: an older coordinator must not go on with it"
             )
@@ -405,8 +351,10 @@ class WorkerSession:
         if event.run_id != self.run_id:
             return []
         manifest = event.manifest
-        self._run.steps = self._run.spec.steps_with(manifest.train_samples)
-        self._run.task = _Task(manifest.blocks, manifest.evaluation_parts, event.step)
+        self._run.steps = self._run.spec.steps_with(manifest.epoch_samples)
+        coupled = manifest.embeddings is not None
+        parts = manifest.evaluation_parts
+        self._run.task = _Task(manifest.blocks, parts, event.step, is_coupled=coupled)
         ready = Ready(
             run_id=self.run_id,
             backend=event.backend,
@@ -414,8 +362,8 @@ class WorkerSession:
             initial_digest=event.initial_digest,
             step=event.step,
             state_digest=event.state_digest,
-            signature=event.signature,
-            signature_text=event.signature_text,
+            signature=event.numerics_profile,
+            signature_text=event.numerics_text,
             devices=event.devices,
             left_out=cut_text(event.left_out),
         )
@@ -430,13 +378,13 @@ class WorkerSession:
     def _build_failed(self, event: events.BuildFailed) -> list[Action]:
         if event.run_id != self.run_id:
             return []
-        reason = self.files.in_the_users_words(str(event.error))
+        reason = self.files.with_source_names(str(event.error))
         exit_code = event.error.exit_code
         if isinstance(event.error, BackendUnavailable | DeviceError | ScriptDiffers):
             # This machine's matter, not the run's: leave, and let the run wait for another.
             return give_up(reason, exit_code)
         unready = Unready(
-            run_id=self.run_id, reason=cut_text(reason), own=event.own, exit_code=exit_code
+            run_id=self.run_id, reason=cut_text(reason), own=event.is_local, exit_code=exit_code
         )
         return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
 
@@ -444,7 +392,7 @@ class WorkerSession:
         """The run cannot be right any more, whoever goes on with it: the coordinator ends it."""
         if event.run_id != self.run_id:
             return []
-        reason = self.files.in_the_users_words(str(event.error))
+        reason = self.files.with_source_names(str(event.error))
         unready = Unready(
             run_id=self.run_id,
             reason=cut_text(reason),
@@ -456,8 +404,8 @@ class WorkerSession:
     def _end_run(self, message: EndRun, body: None) -> list[Action]:
         del body
         self._run = None
-        told = Tell(f"run {message.run_id} is over: {message.reason}")
-        return [CancelWork(), *self.files.drop(), told]
+        line = Tell(f"run {message.run_id} is over: {message.reason}")
+        return [CancelWork(), *self.files.drop(), line]
 
     # A state that comes or goes.
 
@@ -496,209 +444,208 @@ class WorkerSession:
     def _state_chunk(self, message: StateChunk, body: Body) -> list[Action]:
         self._check_run(message)
         if message.optimizer_step > message.step:
-            raise OutOfPlace("StateChunk: more updates than steps")
+            raise OutOfOrder("StateChunk: more updates than steps")
         task = self._task
-        task.sliced = None
         values = body.view("<f4")
         if message.kind == MISSED and not are_counts(values, message.optimizer_step):
-            raise OutOfPlace(
+            raise OutOfOrder(
                 f"StateChunk: expected missed updates, whole numbers up to {message.optimizer_step}"
             )
         actions: list[Action] = [LoadChunk(message.kind, message.block, message.chunk, values)]
         if message.last:
-            self._task.step = message.step
-            actions.append(Restore(message.step, message.optimizer_step))
+            task.step = message.step
+            actions += [AbandonAttempt(), Restore(message.step, message.optimizer_step)]
         return actions
 
     # Steps.
+
+    def _step_embeddings(self, message: StepEmbeddings, body: Body) -> list[Action]:
+        task, step_id = self._task, StepId(message.step, message.attempt)
+        if message.step != task.step or not task.is_coupled:
+            raise OutOfOrder(f"StepEmbeddings: expected none of step {message.step}")
+        if not message.chunk:
+            task.rows = _StepRows(step_id)
+        rows = task.rows
+        if rows is None or (rows.step_id, len(rows.pieces)) != (step_id, message.chunk):
+            raise OutOfOrder(f"StepEmbeddings: chunk {message.chunk} does not follow what has come")
+        rows.pieces.append(body)
+        rows.is_whole = message.last
+        if sum(map(len, rows.pieces)) > limits.STEP_EMBEDDINGS_BYTES:
+            raise OutOfOrder(f"StepEmbeddings: more than {limits.STEP_EMBEDDINGS_BYTES} bytes")
+        return []
+
+    def _load_rows(self, task: _Task, step_id: StepId) -> list[LoadEmbeddings]:
+        """Give the engine the step's embeddings, if gradients rest on them."""
+        rows, task.rows = task.rows, None
+        if step_id.phase == "embeddings":
+            if not task.is_coupled:
+                raise OutOfOrder("StepPlan for embeddings in a run without them")
+            return []
+        if not task.is_coupled:
+            return []
+        if rows is None or rows.step_id != step_id or not rows.is_whole:
+            raise OutOfOrder("StepPlan for gradients before all embeddings of the step")
+        return [LoadEmbeddings(step_id, np.concatenate(rows.pieces))]
 
     def _step_plan(self, message: StepPlan, body: None) -> list[Action]:
         del body
         task = self._task
         if message.step != task.step:
-            raise OutOfPlace(f"StepPlan: expected step {task.step}, got {message.step}")
-        task.place = StepAttempt(message.step, message.attempt, message.loss_scale)
+            raise OutOfOrder(f"StepPlan: expected step {task.step}, got {message.step}")
+        step_id = StepId(message.step, message.attempt, message.loss_scale, message.phase)
+        loaded = self._load_rows(task, step_id)
+        task.step_id = step_id
         task.microbatches = message.microbatches
-        task.uploads = Uploads(task.order, message.uploads)
-        task.nodes.clear()
+        task.sharded = message.owners > 0
+        task.subtrees.clear()
         task.asked.clear()
         task.checksums.clear()
-        begun: list[Action] = [] if task.sliced is None else [DropSlices()]
-        task.sliced = task.place if message.owners else None
-        if task.sliced is not None:
-            begun = [BeginSlices(_place_of(message), message.microbatches)]
-        return [CancelWork(), *begun, *self._take(task, task.place, message.nodes)]
+        actions = self._take(task, task.step_id, message.subtrees)
+        return [CancelWork(), ForwardToExchange(message), *loaded, *actions]
 
-    def _slices(self, message: Message, body: Body | None) -> list[Action]:
-        return [TellPeers(message, body)]
+    def _exchange(self, message: Message, body: Body | None) -> list[Action]:
+        return [ForwardToExchange(message, body)]
 
     def _assign(self, message: Assign, body: None) -> list[Action]:
         del body
-        place = StepAttempt(message.step, message.attempt)
-        if place != self._task.place:
+        step_id = StepId(message.step, message.attempt)
+        if step_id != self._task.step_id:
             return []
-        return self._take(self._task, self._task.place, message.nodes)
+        return self._take(self._task, self._task.step_id, message.subtrees)
 
     def _cancel(self, message: Cancel, body: None) -> list[Action]:
         del body
-        place = StepAttempt(message.step, message.attempt)
-        if place != self._task.place:  # it has overtaken the plan, or comes after the commit
+        step_id = StepId(message.step, message.attempt)
+        if step_id != self._task.step_id:  # it has overtaken the plan, or comes after the commit
             return []
-        nodes = {Node(lo, hi) for lo, hi in message.nodes} & self._task.nodes
-        self._task.nodes -= nodes
-        self._task.uploads.drop(nodes)
-        return [CancelNode(place, node) for node in sorted(nodes)]
+        subtrees = {Subtree(lo, hi) for lo, hi in message.subtrees} & self._task.subtrees
+        self._task.subtrees -= subtrees
+        cancelled = [CancelSubtree(step_id, subtree) for subtree in sorted(subtrees)]
+        return [ForwardToExchange(message), *cancelled]
 
     def _take(
-        self, task: _Task, place: StepAttempt, nodes: tuple[tuple[int, int], ...]
+        self, task: _Task, step_id: StepId, subtrees: tuple[tuple[int, int], ...]
     ) -> list[Action]:
         actions: list[Action] = []
-        for lo, hi in nodes:
-            node = Node(lo, hi)
-            if not is_node(node, task.microbatches):
-                raise OutOfPlace(f"{node} is no node over {task.microbatches} microbatches")
-            if node not in task.nodes:
-                task.nodes.add(node)
-                actions.append(Compute(place, task.microbatches, node))
+        for lo, hi in subtrees:
+            subtree = Subtree(lo, hi)
+            if not is_subtree(subtree, task.microbatches):
+                raise OutOfOrder(f"{subtree} is no subtree over {task.microbatches} microbatches")
+            if subtree not in task.subtrees:
+                task.subtrees.add(subtree)
+                actions.append(Compute(step_id, task.microbatches, subtree))
         return actions
 
     def _block_sum(self, event: events.BlockSum) -> list[Action]:
-        if not self._task.has(event.place, event.node):
+        if not self._task.has(event.step_id, event.subtree):
             return []
-        if self._task.sliced == event.place:
-            checksum = self._task.checksums.setdefault(event.node, xxh3_128())
+        if self._task.sharded:
+            checksum = self._task.checksums.setdefault(event.subtree, xxh3_128())
             if not is_finite(event.values):  # its owner says so, and unlike sums would hide it
-                self._task.checksums[event.node] = None
+                self._task.checksums[event.subtree] = None
             elif checksum is not None:
                 checksum.update(event.values.data)
-            return [Contribute(event.node, event.block, event.weight, event.values)]
-        block = self._task.blocks[event.block]
-        kind = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
-        chunks = [
-            Transmit(
-                kind(
-                    epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
-                    block=event.block, chunk=chunk, lo=event.node.lo, hi=event.node.hi,
-                    weight=event.weight,
-                ),
-                packed(event.values[block.chunk_slice(chunk)], self._exchange.precision),
-            )
-            for chunk in range(block.chunks)
-        ]  # fmt: skip
-        return [*self._task.uploads.offer(event.node, event.block, chunks)]
+        return [Contribute(event.subtree, event.block, event.weight, event.values)]
 
-    def _credit(self, message: Credit, body: None) -> list[Action]:
-        del body
-        place = StepAttempt(message.step, message.attempt)
-        return [*self._task.uploads.allow(message.uploads)] if place == self._task.place else []
-
-    def _not_finite(self, event: events.NotFinite) -> list[Action]:
-        if event.place != self._task.place:
+    def _non_finite(self, event: events.NonFiniteSum) -> list[Action]:
+        if event.step_id != self._task.step_id:
             return []
-        message = NonFiniteNode(
-            epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
-            lo=event.node.lo, hi=event.node.hi, block=event.block, device=event.device,
+        message = NonFiniteSum(
+            epoch=self.epoch, step=event.step_id.step, attempt=event.step_id.attempt,
+            lo=event.subtree.lo, hi=event.subtree.hi, worker=self.name, block=event.found.block,
+            device=event.found.device,
         )  # fmt: skip
         return [Transmit(message)]
 
     def _captured(self, event: events.MicrobatchRows) -> list[Action]:
-        if not self._task.has(event.place, event.node):
+        if not self._task.has(event.step_id, event.subtree):
             return []
         content = event.rows.reshape(-1)
         chunks = range(max(1, -(-len(content) // limits.BODY_BYTES)))
         return [
             Transmit(
                 CapturedRows(
-                    epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
-                    lo=event.node.lo, hi=event.node.hi, microbatch=event.microbatch, chunk=chunk,
+                    epoch=self.epoch, step=event.step_id.step, attempt=event.step_id.attempt,
+                    lo=event.subtree.lo, hi=event.subtree.hi, microbatch=event.microbatch,
+                    chunk=chunk,
                 ),
                 content[chunk * limits.BODY_BYTES :][: limits.BODY_BYTES],
             )
             for chunk in chunks
         ]  # fmt: skip
 
-    def _node_done(self, event: events.NodeDone) -> list[Action]:
-        if not self._task.has(event.place, event.node):
+    def _subtree_done(self, event: events.SubtreeDone) -> list[Action]:
+        if not self._task.has(event.step_id, event.subtree):
             return []
-        message = NodeLoss(
-            epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
-            lo=event.node.lo, hi=event.node.hi, loss_sum=event.loss.loss_sum,
+        message = SubtreeLoss(
+            epoch=self.epoch, step=event.step_id.step, attempt=event.step_id.attempt,
+            lo=event.subtree.lo, hi=event.subtree.hi, loss_sum=event.loss.loss_sum,
             weight=event.loss.weight, elapsed_ms=event.elapsed_ms, sums=self._checksum(event),
+            unlike=event.unlike[: limits.UNLIKE_MICROBATCHES],
         )  # fmt: skip
         return [Transmit(message)]
 
     # Stretches.
 
-    def _stretch_step(self, event: events.StretchStep) -> list[Action]:
-        if not self._task.has(event.place, event.node):
+    def _stretch_step(self, event: events.InnerPhaseStep) -> list[Action]:
+        if not self._task.has(event.step_id, event.subtree):
             return []
-        place = self._of_replica(event.place, event.node)
-        return [Transmit(StretchProgress(**place, inner=event.inner))]
+        ids = self._of_replica(event.step_id, event.subtree)
+        return [Transmit(StretchProgress(**ids, inner=event.inner))]
 
-    def _boundary(self, event: events.BoundaryReached) -> list[Action]:
-        if not self._task.has(event.place, event.node):
+    def _boundary(self, event: events.InnerCheckpoint) -> list[Action]:
+        if not self._task.has(event.step_id, event.subtree):
             return []
-        place, count = (
-            self._of_replica(event.place, event.node),
+        ids, count = (
+            self._of_replica(event.step_id, event.subtree),
             -(-len(event.content) // limits.BODY_BYTES),
         )
         return [
             Transmit(
-                Boundary(**place, inner=event.inner, chunk=chunk, last=chunk == count - 1),
+                Boundary(**ids, inner=event.inner, chunk=chunk, last=chunk == count - 1),
                 event.content[chunk * limits.BODY_BYTES :][: limits.BODY_BYTES],
             )
             for chunk in range(count)
         ]
 
-    def _stretch_wanted(self, event: events.StretchStateWanted) -> list[Action]:
-        if not self._task.has(event.place, event.node):
+    def _stretch_wanted(self, event: events.InnerStateNeeded) -> list[Action]:
+        if not self._task.has(event.step_id, event.subtree):
             return []
-        if event.node.lo in self._task.asked:  # the answer to it is on its way
+        if event.subtree.lo in self._task.asked:  # the answer to it is on its way
             return []
-        self._task.asked[event.node.lo] = []
-        place = self._of_replica(event.place, event.node)
-        return [Transmit(StretchRequest(**place, own=event.own))]
+        self._task.asked[event.subtree.lo] = []
+        ids = self._of_replica(event.step_id, event.subtree)
+        return [Transmit(StretchRequest(**ids, own=event.carried))]
 
     def _stretch_state(self, message: StretchState, body: Body) -> list[Action]:
-        task, place = self._task, StepAttempt(message.step, message.attempt)
-        node = Node(message.replica, message.replica + 1)
+        task, step_id = self._task, StepId(message.step, message.attempt)
+        subtree = Subtree(message.replica, message.replica + 1)
         pieces = task.asked.get(message.replica)
-        if pieces is None or place != task.place:  # of an attempt that was given up
+        if pieces is None or step_id != task.step_id:  # of an attempt that was given up
             return []
         pieces.append(body)
         if not message.last:
             return []
         del task.asked[message.replica]
-        if node not in task.nodes:  # it is not wanted any more
+        if subtree not in task.subtrees:  # it is not wanted any more
             return []
         content = np.concatenate(pieces)
-        give = GiveStretch(place, message.replica, message.inner, content, message.own)
-        return [give, Compute(place, task.microbatches, node)]
+        give = LoadInnerState(step_id, message.replica, message.inner, content, message.own)
+        return [give, Compute(step_id, task.microbatches, subtree)]
 
-    def _of_replica(self, place: StepAttempt, node: Node) -> dict[str, int]:
+    def _of_replica(self, step_id: StepId, subtree: Subtree) -> dict[str, int]:
         return {
-            "epoch": self.epoch, "step": place.step, "attempt": place.attempt, "replica": node.lo,
+            "epoch": self.epoch, "step": step_id.step, "attempt": step_id.attempt,
+            "replica": subtree.lo,
         }  # fmt: skip
 
-    def _checksum(self, event: events.NodeDone) -> bytes:
+    def _checksum(self, event: events.SubtreeDone) -> bytes:
         """Of the sums that went to owners: the coordinator compares those of two workers."""
-        checksum = self._task.checksums.pop(event.node, None)
+        checksum = self._task.checksums.pop(event.subtree, None)
         return b"" if checksum is None else checksum.digest()
 
     def _averaged(self, message: AveragedGradient, body: Body) -> list[Action]:
-        task, key = self._task, (message.step, message.attempt)
-        if task.sliced == StepAttempt(*key):
-            piece = task.blocks[message.block].chunk_slice(message.chunk)
-            elements = piece.stop - piece.start
-            return [GiveAverages(message, unpacked(body, self._exchange.averages, elements))]
-        # By attempt: a block of one that was given up must not be taken for the next one's.
-        if message.step >= task.step:
-            if key not in task.averages:
-                task.averages[key] = Averages(task.blocks, self._allocate)
-            piece = task.blocks[message.block].chunk_slice(message.chunk)
-            values = unpacked(body, self._exchange.averages, piece.stop - piece.start)
-            task.averages[key].put(message.block, message.chunk, values)
-        return []
+        return [] if message.step < self._task.step else [ForwardToExchange(message, body)]
 
     def _commit(self, message: Commit, body: None) -> list[Action]:
         del body
@@ -706,44 +653,28 @@ class WorkerSession:
         if message.step < task.step:
             return []
         if message.step > task.step:
-            raise OutOfPlace(f"Commit: expected step {task.step}, got {message.step}")
-        place = StepAttempt(message.step, message.attempt)
-        if task.sliced == place and message.scalars is not None:
-            task.committed = message
-            task.drop_nodes()
-            return [CancelWork(), *self._take_if_averaged(task)]
-        averages = task.averages.get((message.step, message.attempt))
-        if message.scalars is not None and (averages is None or not averages.complete):
-            raise OutOfPlace(f"Commit of step {message.step} before all of its averaged blocks")
-        return self._take_step(averages.arrays if averages else [], message)
+            raise OutOfOrder(f"Commit: expected step {task.step}, got {message.step}")
+        task.committed = message
+        task.drop_subtrees()
+        skipped = self._take_step(task, message, []) if message.scalars is None else []
+        return [CancelWork(), ForwardToExchange(message), *skipped]
 
-    def _take_step(self, averages: list[Array], commit: Commit) -> list[Action]:
-        # Counted at once: what comes next is about the step after, while the engine takes this.
-        task = self._task
-        task.step += 1
-        task.place = task.sliced = task.averaged = task.committed = None
-        task.drop_nodes()
-        task.averages = {key: kept for key, kept in task.averages.items() if key[0] >= task.step}
-        return [CancelWork(), Apply(averages, commit.scalars, commit.attempt)]
+    def _averages_ready(self, event: events.AveragesReady) -> list[Action]:
+        commit = self._task.committed
+        if commit is None or event.step_id != StepId(commit.step, commit.attempt):
+            return []
+        return self._take_step(self._task, commit, event.averages)
 
-    def _slices_averaged(self, event: events.SlicesAveraged) -> list[Action]:
-        """All of a step is here, maybe before its commit."""
-        task = self._task
-        task.averaged = event
-        return self._take_if_averaged(task)
-
-    def _take_if_averaged(self, task: _Task) -> list[Action]:
-        """Take a committed step of which all is here, then what the coordinator has said since.
+    def _take_step(self, task: _Task, commit: Commit, averages: list[Array]) -> list[Action]:
+        """Take the committed step, then handle what has waited for it.
 
         Raises:
-            RemoteProtocolError: That does not fit.
+            RemoteProtocolError: What has waited does not fit.
         """
-        commit, found = task.committed, task.averaged
-        if commit is None or found is None:
-            return []
-        if found.place != StepAttempt(commit.step, commit.attempt):
-            return []
-        actions = self._take_step(found.averages, commit)
+        # Counted at once: what comes next is about the step after, while the engine takes this.
+        task.step += 1
+        task.step_id = task.committed = None
+        actions: list[Action] = [Apply(averages, commit.scalars, commit.attempt)]
         waiting, task.waiting = task.waiting, []
         for message, body in waiting:
             actions += self.receive(message, body)
@@ -751,14 +682,12 @@ class WorkerSession:
 
     def _applied(self, event: events.Applied) -> list[Action]:
         step, digest = event.step, event.state_digest
-        differing = dict(event.differing)
-        message = StepApplied(epoch=self.epoch, step=step, state_digest=digest, differing=differing)
-        return [Transmit(message)]
+        return [Transmit(StepApplied(epoch=self.epoch, step=step, state_digest=digest))]
 
     def _halted(self, message: Halt, body: None) -> list[Action]:
         del body
         if self._run is not None and self._run.task is not None:
-            self._run.task.drop_nodes()
+            self._run.task.drop_subtrees()
         return [CancelWork(), Tell(f"halted: {message.reason}")]
 
     # Evaluation.
@@ -767,9 +696,9 @@ class WorkerSession:
         del body
         task = self._task
         if message.step != task.step:
-            raise OutOfPlace(f"EvalPlan: expected step {task.step}, got {message.step}")
+            raise OutOfOrder(f"EvalPlan: expected step {task.step}, got {message.step}")
         if message.hi > task.parts:
-            raise OutOfPlace(f"EvalPlan: expected parts below {task.parts}, got {message.hi}")
+            raise OutOfOrder(f"EvalPlan: expected parts below {task.parts}, got {message.hi}")
         return [Evaluate(message.step, part) for part in range(message.lo, message.hi)]
 
     def _evaluated(self, event: events.PartEvaluated) -> list[Action]:
@@ -782,10 +711,10 @@ class WorkerSession:
         """What came of a file action; what has waited for a file goes on, if it is wanted still."""
         return self._still_wanted(self.files.event(event))
 
-    def _files_wanted(self, event: events.FilesWanted) -> list[Action]:
+    def _files_wanted(self, event: events.FilesNeeded) -> list[Action]:
         waiting: Compute | Evaluate | None = None
-        if event.for_node is not None:
-            waiting = Compute(*event.for_node)
+        if event.for_subtree is not None:
+            waiting = Compute(*event.for_subtree)
         elif event.for_part is not None:
             waiting = Evaluate(*event.for_part)
         return self._still_wanted(self.files.want(event.names, waiting))
@@ -794,7 +723,7 @@ class WorkerSession:
         def wanted(action: Action) -> bool:
             match action:
                 case Compute():
-                    return self._task.has(action.place, action.node)
+                    return self._task.has(action.step_id, action.subtree)
                 case Evaluate():
                     return action.step == self._task.step
                 case _:
@@ -810,16 +739,18 @@ class WorkerSession:
         (BlobChunk,                _blob_chunk, _blob_chunk, _blob_chunk),
         (StateRequest,             _refuse,     _refuse,     _state_request),
         (StateChunk,               _refuse,     _refuse,     _state_chunk),
+        (StepEmbeddings,           _refuse,     _refuse,     _step_embeddings),
         (StepPlan,                 _refuse,     _refuse,     _step_plan),
         (Assign,                   _ignore,     _ignore,     _assign),
         (Cancel,                   _ignore,     _ignore,     _cancel),
-        (Credit,                   _ignore,     _ignore,     _credit),
+        (Credit,                   _ignore,     _ignore,     _exchange),
         (StretchState,             _ignore,     _ignore,     _stretch_state),
-        (OpenDoor,                 _refuse,     _refuse,     _slices),
-        (Peers,                    _refuse,     _refuse,     _slices),
-        (Owners,                   _refuse,     _refuse,     _slices),
-        (SliceSum,                 _refuse,     _refuse,     _slices),
-        (SliceDigests,             _refuse,     _refuse,     _slices),
+        (OpenDoor,                 _refuse,     _refuse,     _exchange),
+        (Peers,                    _refuse,     _refuse,     _exchange),
+        (Owners,                   _refuse,     _refuse,     _exchange),
+        (BlockGradientPayload,     _refuse,     _refuse,     _exchange),
+        (NonBlockGradientPayload,  _refuse,     _refuse,     _exchange),
+        (AverageDigests,             _refuse,     _refuse,     _exchange),
         (AveragedBlockGradient,    _ignore,     _ignore,     _averaged),
         (AveragedNonBlockGradient, _ignore,     _ignore,     _averaged),
         (Commit,                   _refuse,     _refuse,     _commit),
@@ -837,18 +768,18 @@ class WorkerSession:
         (events.BuildFailed,       _ignore,        _build_failed,  _build_failed),
         (events.TaskRefused,        _ignore,        _ignore,        _task_refused),
         (events.BlockSum,          _ignore,        _ignore,        _block_sum),
-        (events.NotFinite,         _ignore,        _ignore,        _not_finite),
+        (events.NonFiniteSum,      _ignore,        _ignore,        _non_finite),
         (events.MicrobatchRows,    _ignore,        _ignore,        _captured),
-        (events.NodeDone,          _ignore,        _ignore,        _node_done),
-        (events.StretchStep,       _ignore,        _ignore,        _stretch_step),
-        (events.BoundaryReached,   _ignore,        _ignore,        _boundary),
-        (events.StretchStateWanted, _ignore,       _ignore,        _stretch_wanted),
-        (events.SlicesAveraged, _ignore,       _ignore,        _slices_averaged),
+        (events.SubtreeDone,          _ignore,        _ignore,        _subtree_done),
+        (events.InnerPhaseStep,       _ignore,        _ignore,        _stretch_step),
+        (events.InnerCheckpoint,   _ignore,        _ignore,        _boundary),
+        (events.InnerStateNeeded, _ignore,       _ignore,        _stretch_wanted),
+        (events.AveragesReady, _ignore,       _ignore,        _averages_ready),
         (events.Applied,           _ignore,        _ignore,        _applied),
-        (events.FilesWanted,       _ignore,        _ignore,        _files_wanted),
+        (events.FilesNeeded,       _ignore,        _ignore,        _files_wanted),
         (events.PartEvaluated,         _ignore,        _ignore,        _evaluated),
         (events.StateCopied,       _ignore,        _ignore,        _upload),
         (events.DeviceFailed,      _device_failed, _device_failed, _device_failed),
-        (events.DeviceNoted,       _ignore,        _device_noted,  _device_noted),
+        (events.DeviceWarning,       _ignore,        _device_noted,  _device_noted),
         (events.DevicesLost,       _ignore,        _devices_lost,  _devices_lost),
     )  # fmt: skip

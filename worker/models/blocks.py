@@ -18,13 +18,13 @@ from protocol.base.errors import DataError
 from protocol.spec.manifest import Block, TensorSpec
 
 _MINOR_STACK: Final = 0.25
-"""A stack of other layers counts only from this share of the largest one's parameters on, so that
-a two-layer head is not taken for layers of the model."""
+"""A stack of other layers counts only with at least this share of the largest stack's parameters,
+so that a two-layer head is not mistaken for layers of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A container of like layers; `layers` are their name prefixes, in order."""
+    """A container of layers of one class; `layers` are their name prefixes, in order."""
 
     layers: tuple[str, ...]
     layer_class: type[nn.Module]
@@ -34,26 +34,31 @@ class _Stack:
 def cut_into_blocks(module: nn.Module) -> tuple[Block, ...]:
     """The trainable tensors by block, in forward order.
 
-    A tensor shared by several places comes once, in the earliest: its gradient is final only
-    when backward has passed all of them. A model without repeated layers is one block.
+    A tensor that several layers share belongs to the earliest: its gradient is final only when
+    backward has passed all of them. A model without repeated layers is one block.
 
     Raises:
         DataError: Nothing in the module is trainable.
     """
     stacks = _main_stacks(module)
-    places = _places(stacks)
+    layer_positions = _layer_positions(stacks)
     groups: dict[tuple[int, str], list[TensorSpec]] = {}
-    behind = 0
+    last_position = 0
     for name, parameter in module.named_parameters():
-        place = next((places[prefix] for prefix in _prefixes(name) if prefix in places), None)
-        if place is not None:
-            behind = max(behind, place[0])
+        position = next(
+            (layer_positions[prefix] for prefix in _prefixes(name) if prefix in layer_positions),
+            None,
+        )
+        if position is not None:
+            last_position = max(last_position, position[0])
         if parameter.requires_grad:
             spec = TensorSpec(name=name, shape=tuple(parameter.shape))
             # Even positions lie between stacks, odd ones are the stacks themselves.
-            groups.setdefault(place or (behind + behind % 2, ""), []).append(spec)
+            groups.setdefault(position or (last_position + last_position % 2, ""), []).append(spec)
     if not groups:
-        raise DataError("the model has no trainable tensor; expected some that are not frozen")
+        raise DataError(
+            "expected a model with trainable tensors, got one with all frozen: set requires_grad"
+        )
     order = sorted(groups, key=lambda key: (key[0], _layer_number(key[1])))
     return tuple(
         Block(
@@ -66,10 +71,10 @@ def cut_into_blocks(module: nn.Module) -> tuple[Block, ...]:
 
 
 def cut_by_size(module: nn.Module, elements: int) -> tuple[Block, ...]:
-    """Likewise, but what has no repeated layers is cut into blocks of at least so many elements.
+    """Like `cut_into_blocks`, but cut a model without repeated layers by size.
 
-    Registration order is taken for forward order here too: the gradients of what is computed last
-    travel while backward is at what came before.
+    Each block has at least `elements` elements, in registration order, so that gradients of later
+    blocks are sent while backward computes earlier ones.
 
     Raises:
         DataError: Nothing in the module is trainable.
@@ -100,13 +105,13 @@ def _layer_number(layer: str) -> int:
     return int(layer.rpartition(".")[2]) if layer else 0
 
 
-def _places(stacks: list[_Stack]) -> dict[str, tuple[int, str]]:
+def _layer_positions(stacks: list[_Stack]) -> dict[str, tuple[int, str]]:
     """For each layer's prefix: its stack's position, and its block's name."""
-    found: dict[str, tuple[int, str]] = {}
+    positions: dict[str, tuple[int, str]] = {}
     for number, stack in enumerate(stacks):
         for prefix in stack.layers:
-            found[prefix] = (2 * number + 1, f"layer.{len(found)}")
-    return found
+            positions[prefix] = (2 * number + 1, f"layer.{len(positions)}")
+    return positions
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -128,7 +133,7 @@ def _main_stacks(module: nn.Module) -> list[_Stack]:
 
 
 def _outermost_stacks(module: nn.Module, prefix: str) -> Iterator[_Stack]:
-    """Containers of like layers that lie in no other such container, in order."""
+    """Yield the outermost containers of layers of one class, in order."""
     children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
     if isinstance(module, nn.ModuleList | nn.Sequential):
         layers = [(name, child) for name, child in children if _elements(child)]

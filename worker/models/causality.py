@@ -1,4 +1,4 @@
-"""Whether a model is a decoder: what it says of a token must not depend on the tokens behind it."""
+"""Checks that a model is a decoder: its logits must not depend on later tokens."""
 
 from __future__ import annotations
 
@@ -8,51 +8,50 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from protocol.base.errors import NO_MEMORY, DataError, in_words
+from protocol.base.errors import NO_MEMORY, DataError, describe_error
 
 _PROBED: Final = 8
-"""Tokens of each of two texts that begin alike."""
-_ALIKE: Final = _PROBED // 2
-_WITHIN: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-"""Of the largest logit, by what matrices are stored in: experts sum in another order."""
+"""Length in tokens of two probe texts."""
+_SHARED_PREFIX: Final = _PROBED // 2
+_TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+"""Relative to the largest logit, by stored dtype: experts may sum in another order."""
 
 
 def check_causality(module: nn.Module, vocabulary: int, options: Mapping[str, Any]) -> None:
-    """See that logits stay as they are when later tokens change.
+    """Check that logits do not change when later tokens do.
 
     Args:
-        module: The model; its matrices may be narrow, which then are computed with as they are.
-        vocabulary: How many tokens it knows.
-        options: Go along with forward.
+        module: The model; narrow matrices are used as they are.
+        vocabulary: Size of the vocabulary.
+        options: Further keywords of forward.
 
     Raises:
-        DataError: The model cannot be computed; or they do not stay: as an encoder, the model reads
-            the token that it is to predict.
+        DataError: Forward fails; or logits depend on later tokens, as an encoder's do, which would
+            see the token to predict.
     """
     one = torch.arange(_PROBED) * 7919 % vocabulary
-    other = torch.where(torch.arange(_PROBED) < _ALIKE, one, (one + 1) % vocabulary)
+    other = torch.where(torch.arange(_PROBED) < _SHARED_PREFIX, one, (one + 1) % vocabulary)
     dtype = min((each.dtype for each in module.parameters()), key=lambda each: each.itemsize)
     training = module.training
     module.eval()
     try:
         with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             first, second = (
-                module(input_ids=ids[None], **options).logits[:, :_ALIKE].float()
+                module(input_ids=ids[None], **options).logits[:, :_SHARED_PREFIX].float()
                 for ids in (one, other)
             )
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if in_words(error) == NO_MEMORY:
+        if describe_error(error) == NO_MEMORY:
             raise
         raise DataError(
-            f"expected a model that computes logits of tokens, got: {in_words(error)}; see to its "
-            "configuration"
+            f"expected a model that computes logits of tokens, got: {describe_error(error)}; "
+            "check its configuration"
         ) from None
     module.train(training)
     difference = float((first - second).abs().max())
-    if not difference <= _WITHIN[dtype] * float(first.abs().max()):
+    if not difference <= _TOLERANCE[dtype] * float(first.abs().max()):
         raise DataError(
-            "expected a decoder, whose logits do not depend on later tokens, got a model that "
-            f"reads them (logits move by {difference:.2g}): it would be shown what it is to "
-            "predict; take a decoder, or set is_decoder: true in the model's configuration where "
-            "it has that"
+            "expected a decoder, whose logits do not depend on later tokens, got a model whose "
+            f"logits change by {difference:.2g} with them: it would see the token to predict; use "
+            "a decoder, or set is_decoder: true in the model's configuration if it has that key"
         )

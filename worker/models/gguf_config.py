@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from protocol.base.errors import DataError
+from worker.models.gguf_families import FAMILIES, ROPE_OF_WINDOWS
 
 _PLAIN: Final = {"llama", "qwen2", "qwen3"}
 """Architectures whose configurations hold any scaling of rotary positions."""
@@ -30,6 +31,8 @@ _ATTRIBUTES: Final = {
     "final_logit_softcapping": "final_logit_softcapping",
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """Keys whose value an attribute of that name has, where the configuration has such a one."""
 _SCALES: Final = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
@@ -67,6 +70,9 @@ def read_config(directory: str, file: str, labels: Mapping[str, Any]) -> Any:
     tables: Mapping[str, Any] = GGUF_CONFIG_MAPPING
     read = tables.get(config.model_type.removesuffix("_text"), {})
     _put_attributes(config, {k: v for k, v in keys.items() if read.get(k) is None})
+    if config.model_type in FAMILIES:
+        for key, value in FAMILIES[config.model_type].fixed(config).items():
+            setattr(config, key, value)
     if config.model_type != "gpt_oss":  # (whose scaling transformers reads)
         _put_rope(config, architecture, keys, tensors)
     _put_biases(config, architecture, tensors)
@@ -94,7 +100,7 @@ def _put_attributes(config: Any, keys: Mapping[str, Any]) -> None:
             raise _refuse(f"{key} {value}")
         elif value * config.num_attention_heads != config.hidden_size:
             config.head_dim = value
-    for key in _SCALES:
+    for key in (*_SCALES, "expert_count" if config.model_type == "llama" else ""):
         if keys.get(key) not in _NOTHING:
             raise _refuse(f"{key} {keys[key]}")
 
@@ -103,6 +109,14 @@ def _put_rope(
     config: Any, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> None:
     kind, factor = keys.get("rope.scaling.type"), keys.get("rope.scaling.factor")
+    if architecture == "gemma3":
+        theta = float(keys.get("rope.freq_base", 1e6))
+        scaling = {"rope_type": "linear", "factor": factor} if kind == "linear" else {}
+        of_all = {"rope_type": "default", "rope_theta": theta, **scaling}
+        config.rope_parameters = {
+            "full_attention": of_all, "sliding_attention": dict(ROPE_OF_WINDOWS)
+        }  # fmt: skip
+        kind = None if scaling else kind
     if kind in {"linear", "yarn"} and architecture in _PLAIN:
         longest = config.max_position_embeddings
         original = int(keys.get("rope.scaling.original_context_length", longest))

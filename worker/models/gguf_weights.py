@@ -1,8 +1,9 @@
-"""A GGUF file's weights on their way into a base that is to be narrow: on disk, not in memory.
+"""Keeps a GGUF file's widened weights on disk while a base is loaded that will be stored narrow.
 
 transformers widens all of them to float32 before a device narrows the first. Here each large one is
-put into a file without a name once it is wide, and mapped from there: the system can take back its
-pages. What is read is the same; a release of transformers that goes another way takes more memory.
+written to an unnamed file as soon as it is wide, and mapped from there, so the system can drop its
+pages. The values are the same; with a transformers release that loads differently, loading only
+takes more memory.
 """
 
 from __future__ import annotations
@@ -15,51 +16,51 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import modeling_gguf_pytorch_utils as theirs
+from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
 from protocol.base import limits
-from protocol.data.disk_texts import DiskFile
+from protocol.datasets.disk_texts import DiskFile
 
 _SMALL_BYTES: Final = limits.MIB
 
 
 @contextmanager
-def put_aside() -> Iterator[None]:
-    """While `from_pretrained` reads a GGUF file for a narrow base.
+def weights_on_disk() -> Iterator[None]:
+    """Context for `from_pretrained` of a GGUF file that is loaded for a narrow base.
 
     Raises:
         StorageFailed: The disk has no room for the weights in float32.
     """
-    aside = _Aside()
+    storage = _DiskWeights()
     register = nn.modules.module.register_module_parameter_registration_hook
-    hook = register(aside.parameter)  # type: ignore[arg-type]  # what it gives is taken instead
-    numpy_of_theirs = vars(theirs).get("np")
+    hook = register(storage.parameter)  # type: ignore[arg-type]  # its return value replaces the parameter
+    original_numpy = vars(gguf_utils).get("np")
     try:
-        if numpy_of_theirs is not None:
-            vars(theirs)["np"] = _Numpy(aside)
+        if original_numpy is not None:
+            vars(gguf_utils)["np"] = _Numpy(storage)
         yield
     finally:
-        if numpy_of_theirs is not None:
-            vars(theirs)["np"] = numpy_of_theirs
+        if original_numpy is not None:
+            vars(gguf_utils)["np"] = original_numpy
         hook.remove()
 
 
-def without_bar() -> None:
-    """Of the bar that is drawn for a GGUF file transformers' own switch knows nothing."""
-    if "tqdm" in vars(theirs):
-        vars(theirs)["tqdm"] = _as_it_is
+def hide_progress_bar() -> None:
+    """Hide the progress bar for GGUF files, which transformers' own switch does not."""
+    if "tqdm" in vars(gguf_utils):
+        vars(gguf_utils)["tqdm"] = _unchanged
 
 
-def _as_it_is(each: Any, **_: object) -> Any:
+def _unchanged(each: Any, **_: object) -> Any:
     return each
 
 
-class _Aside:
-    """What has been put on disk; it is there as long as any of it is in use."""
+class _DiskWeights:
+    """Weights in an unnamed file, which exists as long as any of them is in use."""
 
     def __init__(self) -> None:
         self._file = DiskFile()
-        self._places: set[int] = set()
+        self._addresses: set[int] = set()
 
     def array(self, values: NDArray[Any]) -> NDArray[Any]:
         """The values, mapped from the file; small ones copied."""
@@ -67,30 +68,30 @@ class _Aside:
             return np.copy(values)
         content = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         mapped = np.frombuffer(self._file.mapped(content), np.float32).reshape(values.shape)
-        self._places.add(mapped.ctypes.data)
+        self._addresses.add(mapped.ctypes.data)
         return mapped
 
     def parameter(self, module: nn.Module, name: str, given: Any) -> nn.Parameter | None:
-        """A parameter that a module gets; None where it is as it should be.
+        """Replace a parameter that a module registers; None to keep it.
 
-        The release for which this is does not call `np.copy` for every family.
+        transformers does not call `np.copy` for every model family.
         """
         del module, name
         values = given.detach() if isinstance(given, nn.Parameter) else None
-        if values is None or values.device.type != "cpu" or values.data_ptr() in self._places:
+        if values is None or values.device.type != "cpu" or values.data_ptr() in self._addresses:
             return None
         if values.dtype != torch.float32 or values.nbytes < _SMALL_BYTES:
             return None
-        kept = nn.Parameter(torch.from_numpy(self.array(values.numpy())), given.requires_grad)
-        vars(kept).update(vars(given))
-        return kept
+        mapped = nn.Parameter(torch.from_numpy(self.array(values.numpy())), given.requires_grad)
+        vars(mapped).update(vars(given))
+        return mapped
 
 
 class _Numpy:
-    """numpy, as transformers' reader of GGUF sees it."""
+    """Stands in for numpy in transformers' GGUF reader; only `copy` differs."""
 
-    def __init__(self, aside: _Aside) -> None:
-        self.copy = aside.array
+    def __init__(self, storage: _DiskWeights) -> None:
+        self.copy = storage.array
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)

@@ -12,14 +12,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers.pytorch_utils import Conv1D
 
 from backends.base import draws
-from protocol.base.errors import DataError, in_words
+from protocol.base.errors import DataError, describe_error
 from protocol.exact.digest import digest_arrays
-from protocol.spec.adapter import (
+from protocol.spec.files.adapter import (
     ADAPTER_WEIGHTS,
     adapter_config,
     adapter_directory,
@@ -27,12 +28,14 @@ from protocol.spec.adapter import (
     targets_of,
 )
 from protocol.spec.manifest import ADAPTER_CONFIG, Block, Export
-from protocol.spec.run_spec import LoraSpec
+from protocol.spec.sections.model import LoraSpec
 from worker.models.pretrained import fill
 
-TaskType = Literal["SEQ_CLS", "CAUSAL_LM"]
+TaskType = Literal[
+    "SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM", "MASKED_LM", "FEATURE_EXTRACTION"
+]
 
-_ATTENTION: Final = (
+ATTENTION: Final = (
     ("q_proj", "v_proj"),
     ("query", "value"),
     ("q_lin", "v_lin"),
@@ -51,7 +54,8 @@ class Lora:
 
     Args:
         model: Its own parameters are frozen from here on.
-        spec: Rank, scale, dropout and targets; targets left out are found in the model.
+        spec: Rank, scale, dropout, targets and what is seldom used; targets left out are found in
+            the model.
         task_type: What the adapter is for, in peft's words.
         heads: Modules that are trained in full: a classifier's head, what the checkpoint lacks.
         seed: The run's.
@@ -78,12 +82,16 @@ class Lora:
 
         earlier = None if adapter is None else adapter_directory(adapter)
         config_of_earlier = None if earlier is None else adapter_config(earlier)
-        targets = spec.targets
+        targets = spec.targets if isinstance(spec.targets, tuple) else None
         if earlier is not None and config_of_earlier is not None:
             check_lora(earlier, config_of_earlier, spec)
             targets = targets or targets_of(config_of_earlier)
+        if spec.targets == "all-linear":
+            targets = targets or _all_linear(model, heads)
         targets = targets or _attention_targets(model)
+        heads = list(dict.fromkeys([*heads, *spec.modules_to_save]))
         _refuse_what_is_drawn_and_adapted(heads, targets)
+        _refuse_tied_modules(model, spec.modules_to_save)
         self._config = {
             "bias": "none",
             "fan_in_fan_out": _transposed(model, targets),
@@ -92,7 +100,8 @@ class Lora:
             "modules_to_save": list(heads) or None,
             "r": spec.r,
             "target_modules": list(targets),
-            "task_type": task_type,
+            "task_type": None if task_type == "MASKED_LM" else task_type,  # peft has none for it
+            **_seldom(spec),
         }
         try:
             with warnings.catch_warnings():
@@ -102,7 +111,8 @@ class Lora:
                 self.module: torch.nn.Module = peft.get_peft_model(model, config)
         except ValueError as error:
             raise DataError(
-                f"cannot add LoRA to {', '.join(targets)}: {in_words(error)}; see to lora.targets"
+                f"cannot add LoRA to {', '.join(targets)}: {describe_error(error)}; "
+                "check lora.targets"
             ) from None
         _refuse_other_tables(self.module)
         _start(self.module, seed)
@@ -134,6 +144,66 @@ class Lora:
             },
             files={ADAPTER_CONFIG: text, **files},
         )
+
+
+def _seldom(spec: LoraSpec) -> dict[str, Any]:
+    """Return the keys of an adapter's configuration that most adapters do without."""
+    alphas = {name: _whole(alpha) for name, alpha in spec.alpha_pattern.items()}
+    keys = {
+        "use_rslora": spec.rslora,
+        "use_dora": spec.dora,
+        "rank_pattern": dict(spec.rank_pattern),
+        "alpha_pattern": alphas,
+        "target_parameters": list(spec.target_parameters),
+    }
+    return {key: value for key, value in keys.items() if value}
+
+
+def _all_linear(model: torch.nn.Module, heads: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of all linear layers but the head, as short as they can be."""
+    given: Any = model
+    output = given.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    layers = [name for name, child in model.named_modules() if _fits(child)]
+    apart = [
+        name
+        for name, child in model.named_modules()
+        if child is output or any(name == head or name.startswith(f"{head}.") for head in heads)
+    ]
+    within = [name for name in layers if name not in apart]
+    short = {name.rpartition(".")[2] for name in within}
+    taken = {name.rpartition(".")[2] for name in apart} & short
+    return tuple(
+        sorted(
+            {
+                name if name.rpartition(".")[2] in taken else name.rpartition(".")[2]
+                for name in within
+            }
+        )
+    )
+
+
+def _refuse_tied_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Refuse to train in full a module whose weight another module shares.
+
+    Raises:
+        DataError: One is, or there is no module of that name.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(owner_of(name))
+    for asked in names:
+        found = [
+            name for name, _ in model.named_modules() if name == asked or name.endswith(f".{asked}")
+        ]
+        if not found:
+            raise DataError(f"lora.modules_to_save names {asked!r}, which the model has not")
+        tied = [each for each in owners.values() if len(each) > 1 and {*each} & {*found}]
+        if tied:
+            others = sorted({*tied[0]} - {*found})
+            raise DataError(
+                f"lora.modules_to_save names {asked!r}, whose weight {' and '.join(others)} "
+                "shares, so they would become two: name it in lora.targets instead"
+            )
 
 
 def head_modules(model: torch.nn.Module) -> list[str]:
@@ -194,7 +264,10 @@ def _refuse_other_tables(module: torch.nn.Module) -> None:
 
 
 def _start(module: torch.nn.Module, seed: int) -> None:
-    """A as peft's own rule has it (kaiming_uniform_ with a = sqrt(5)), other draws; B zeros."""
+    """Fill A by peft's rule (kaiming_uniform_ with a = sqrt(5)) with our draws, B with zeros.
+
+    DoRA's magnitudes are the norms of the rows, in float64 so that every machine has the same.
+    """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if ".lora_A." in name or ".lora_embedding_B." in name:
@@ -203,6 +276,13 @@ def _start(module: torch.nn.Module, seed: int) -> None:
                 fill(parameter, draws.symmetric(key, parameter.numel(), bound))
             elif ".lora_B." in name or ".lora_embedding_A." in name:
                 parameter.zero_()
+            elif ".lora_magnitude_vector." in name:
+                layer: Any = module.get_submodule(name.partition(".lora_magnitude_vector.")[0])
+                weight = layer.get_base_layer().weight.detach().double()
+                if isinstance(layer.get_base_layer(), Conv1D):
+                    weight = weight.T
+                rows = np.sqrt(np.square(weight.numpy()).sum(axis=1)).astype(np.float32)
+                fill(parameter, rows)
 
 
 def _continue(module: torch.nn.Module, directory: Path) -> str:
@@ -218,6 +298,7 @@ def _continue(module: torch.nn.Module, directory: Path) -> str:
         given = {adapter_name(name): value.float() for name, value in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot read the adapter's {str(path)!r}: {error}") from None
+    given.pop("log_scale", None)  # of task embed, beside the adapter: set by its run spec anew
     trained = {
         adapter_name(name): parameter
         for name, parameter in module.named_parameters()
@@ -239,7 +320,7 @@ def _continue(module: torch.nn.Module, directory: Path) -> str:
 
 def _attention_targets(model: torch.nn.Module) -> tuple[str, ...]:
     layers = {name.rpartition(".")[2] for name, child in model.named_modules() if _fits(child)}
-    for targets in _ATTENTION:
+    for targets in ATTENTION:
         if layers.issuperset(targets):
             return targets
     names = ", ".join(sorted(layers)[:12])
@@ -261,7 +342,8 @@ def adapter_name(name: str) -> str:
 
     Also translates names in files of earlier releases, where those of embeddings end in `.default`.
     """
-    plain = name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    plain = name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
+    plain = plain.replace(".modules_to_save.default.", ".").replace(".default.", ".")
     return plain.removesuffix(".default")
 
 

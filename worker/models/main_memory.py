@@ -1,12 +1,13 @@
-"""Whether a model can be read or made at all: main memory has to hold it.
+"""Checks that main memory can hold a model before it is loaded or created.
 
-What is not stored in float32 is converted in main memory; what is stays in the mapped file, whose
-pages the system can drop.
+Tensors that are not stored in float32 are converted in main memory; float32 ones stay in the mapped
+file, whose pages the system can drop.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,37 +16,37 @@ from safetensors import SafetensorError, safe_open
 from backends.base.quantise import STORAGE, group_of, stored_bytes
 from protocol.base.errors import MainMemoryTooSmall
 from protocol.base.regular_file import read_json
-from protocol.host.allocator import give_back_freed_memory
-from protocol.host.memory import GROUPS, PROC, read_memory
-from protocol.spec.run_spec import BaseDtype
+from protocol.machine.allocator import give_back_freed_memory
+from protocol.machine.memory import GROUPS, PROC, read_memory
+from protocol.spec.sections.model import BaseDtype
 
 _ONE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 
 
-def refuse_what_does_not_fit(
-    place: str, proc: Path = PROC, groups: Path = GROUPS, base_dtype: BaseDtype = "float32"
+def check_model_fits(
+    path: str, proc: Path = PROC, groups: Path = GROUPS, base_dtype: BaseDtype = "float32"
 ) -> None:
-    """Say so before anything is read; what is not known to be too much is tried.
+    """Check a model's size before loading; a model of unknown size passes.
 
     Args:
-        place: Where the model is: a directory of safetensors, or anything else.
-        proc: Where procfs is.
-        groups: Where the tree of control groups (version 2) is.
-        base_dtype: What matrices are stored in; embeddings are float32.
+        path: The model: a directory of safetensors, or anything else.
+        proc: Mount point of procfs.
+        groups: Mount point of the control groups (version 2).
+        base_dtype: Stored dtype of matrices; embeddings are float32.
 
     Raises:
-        MainMemoryTooSmall: It needs more than this machine, or the control group, can give.
+        MainMemoryTooSmall: It needs more than the machine or the control group has.
     """
     try:
-        needed = converted_bytes(Path(place), base_dtype)
+        needed = converted_bytes(Path(path), base_dtype)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
-        return  # who reads it says what is wrong with it
-    refuse_more_than_there_is(needed, proc, groups)
+        return  # loading it will report the error
+    check_bytes_fit(needed, proc, groups)
 
 
-def refuse_more_than_there_is(needed: int, proc: Path = PROC, groups: Path = GROUPS) -> None:
-    """Say so of this many bytes; places and errors as of `refuse_what_does_not_fit`."""
+def check_bytes_fit(needed: int, proc: Path = PROC, groups: Path = GROUPS) -> None:
+    """Check a number of bytes; arguments and errors as for `check_model_fits`."""
     give_back_freed_memory()  # of an earlier run's model
     try:
         most = read_memory(proc, groups).most
@@ -56,27 +57,39 @@ def refuse_more_than_there_is(needed: int, proc: Path = PROC, groups: Path = GRO
 
 
 def converted_bytes(directory: Path, base_dtype: BaseDtype = "float32") -> int:
-    """Of all tensors in a model's directory that are stored as anything but float32, converted.
+    """Bytes of a directory's tensors that are not stored in float32, after conversion.
 
-    0 where it has no safetensors of the usual names.
+    0 if it has no safetensors of the usual names.
     """
+    return sum(
+        bytes_in(name, shape, base_dtype)
+        for name, shape, dtype in stored_tensors(directory)
+        if dtype != "F32"
+    )
+
+
+def stored_tensors(directory: Path) -> Iterator[tuple[str, list[int], str]]:
+    """Yield name, shape and dtype (as safetensors says it) of a directory's tensors, unread."""
     files = [directory / _ONE]
     if (directory / _INDEX).is_file():
         named = read_json(directory / _INDEX)["weight_map"]
         files = [directory / name for name in sorted(set(named.values()))]
-    needed = 0
     for file in files:
         if file.is_file():
             with safe_open(file, "np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 -- no mapping
                     part = tensors.get_slice(name)
-                    if part.get_dtype() != "F32":
-                        needed += _bytes(name, part.get_shape(), base_dtype)
-    return needed
+                    yield name, part.get_shape(), part.get_dtype()
 
 
-def _bytes(name: str, shape: list[int], base_dtype: BaseDtype) -> int:
-    narrow = base_dtype != "float32" and len(shape) == 2 and "embed" not in name
-    if narrow and group_of(shape[1]):
+def is_narrow(name: str, shape: Sequence[int], base_dtype: BaseDtype) -> bool:
+    """Whether a tensor of the base is stored in fewer bits; embeddings and vectors are not."""
+    is_matrix = len(shape) == 2 and "embed" not in name
+    return base_dtype != "float32" and is_matrix and bool(group_of(shape[1]))
+
+
+def bytes_in(name: str, shape: Sequence[int], base_dtype: BaseDtype) -> int:
+    """Bytes of a tensor of the base, as it is stored to compute."""
+    if is_narrow(name, shape, base_dtype):
         return stored_bytes(shape[0], shape[1], STORAGE[base_dtype])
     return 4 * math.prod(shape)

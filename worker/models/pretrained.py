@@ -28,29 +28,36 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from backends.base import draws
+from backends.base import draws, progress
 from backends.base.interface import Array
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,
     MainMemoryTooSmall,
     SamestepError,
-    in_words,
+    describe_error,
 )
 from protocol.exact.digest import digest_arrays
 from protocol.exact.update import moment_count
-from protocol.spec import sources
+from protocol.spec.files import sources
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import ModelSpec, RunSpec
+from protocol.spec.run_spec import RunSpec
+from protocol.spec.sections.data import Problem
+from protocol.spec.sections.model import ModelSpec
 from protocol.wire import dial
 from protocol.wire.dial import DialError
-from worker.models import as_stored, gguf_config, gguf_weights, main_memory
+from worker.models import gguf_config, gguf_weights, main_memory, stored_dtypes
 from worker.models.causality import check_causality
 from worker.models.initial_weights import draw_initial_weights
 
 _OTHERS_NARROW_FORMS: Final = ("bitsandbytes", "gptq", "awq")
 _DEVIATION: Final = 0.02
 """Of new weights, where the model's configuration names none (BERT's own)."""
+_PROBLEM_TYPE: Final[Mapping[str, str]] = {
+    "multi-label": "multi_label_classification",
+    "regression": "regression",
+}
+"""What a saved model's configuration says; of single labels nothing."""
 _HUB_TIMEOUT_S: Final = 5.0
 
 
@@ -80,7 +87,14 @@ class Pretrained:
         return int(embedding or self.config.get_text_config().vocab_size)
 
 
-def load_classifier(spec: ModelSpec, labels: Sequence[str], padding: int, seed: int) -> Pretrained:
+def load_classifier(
+    spec: ModelSpec,
+    labels: Sequence[str],
+    padding: int,
+    seed: int,
+    *,
+    problem: Problem = "single-label",
+) -> Pretrained:
     """A model with a head for these labels; the head is drawn where the source has none.
 
     Args:
@@ -88,6 +102,7 @@ def load_classifier(spec: ModelSpec, labels: Sequence[str], padding: int, seed: 
         labels: In the order of their numbers.
         padding: The tokenizer's padding token: decoders look for the last token before it.
         seed: The run's.
+        problem: Which kind of labels.
 
     Raises:
         DataError: The source has no such model, or it cannot be loaded without running its code.
@@ -97,11 +112,61 @@ def load_classifier(spec: ModelSpec, labels: Sequence[str], padding: int, seed: 
         "id2label": dict(enumerate(labels)),
         "label2id": {label: number for number, label in enumerate(labels)},
         "ignore_mismatched_sizes": True,
+        **({"problem_type": _PROBLEM_TYPE[problem]} if problem in _PROBLEM_TYPE else {}),
     }
     loaded = _load(transformers.AutoModelForSequenceClassification, spec, seed, labelled)
     if not list(_rows_before_positions(loaded.model)):
         loaded.config.pad_token_id = padding
     return loaded
+
+
+def load_tagger(spec: ModelSpec, names: Sequence[str], seed: int) -> Pretrained:
+    """An encoder with a head for tags of tokens; errors as of `load_classifier`.
+
+    Args:
+        spec: Names the source.
+        names: Of the tags, in the order of their numbers.
+        seed: The run's.
+    """
+    labelled = {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: number for number, name in enumerate(names)},
+        "ignore_mismatched_sizes": True,
+    }
+    return _load(transformers.AutoModelForTokenClassification, spec, seed, labelled)
+
+
+def load_seq2seq(spec: ModelSpec, seed: int) -> Pretrained:
+    """An encoder-decoder with its language-modeling head; errors as of `load_classifier`."""
+    return _load(transformers.AutoModelForSeq2SeqLM, spec, seed, {})
+
+
+def load_encoder(spec: ModelSpec) -> Pretrained:
+    """A model without a head, of encoders and decoders alike; errors as of `load_classifier`."""
+    return _load(transformers.AutoModel, spec, 0, {})
+
+
+def load_masked_lm(spec: ModelSpec) -> Pretrained:
+    """An encoder with its head for masked tokens; errors as of `load_classifier`."""
+    return _load(transformers.AutoModelForMaskedLM, spec, 0, {})
+
+
+def load_text_model(spec: ModelSpec) -> Pretrained:
+    """A model of text without labels: an encoder-decoder, an encoder with its head for masked
+    tokens, or else a decoder."""
+    assert spec.source is not None
+    place, keywords = locate(spec.source)
+    if "gguf_file" not in keywords:
+        try:
+            config = json.loads((Path(place) / "config.json").read_bytes())
+        except (OSError, ValueError):
+            config = {}
+        if isinstance(config, dict) and config.get("is_encoder_decoder"):
+            return load_seq2seq(spec, 0)
+        kinds = config.get("architectures") if isinstance(config, dict) else None
+        if any(str(kind).endswith("ForMaskedLM") for kind in kinds or []):
+            return load_masked_lm(spec)
+    return load_causal_lm(spec, 0)
 
 
 def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
@@ -169,15 +234,16 @@ def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
         )
         with torch.device("meta"):
             elements = sum(each.numel() for each in make().parameters())
-        main_memory.refuse_more_than_there_is(4 * elements * _copies(run))
+        main_memory.check_bytes_fit(4 * elements * _copies(run))
         model = draw_initial_weights(make, run.seed)
     except (DataError, MainMemoryTooSmall):
         raise
     except Exception as error:  # (sizes that do not fit raise errors of all kinds)
-        if in_words(error) == NO_MEMORY:
+        if describe_error(error) == NO_MEMORY:
             raise
         raise DataError(
-            f"cannot make a {model_type} from model.config: {in_words(error)}; see to its sizes"
+            f"cannot make a {model_type} from model.config: {describe_error(error)}; "
+            "check its sizes"
         ) from None
     return _decoder(_ready(model, spec, {}))
 
@@ -285,7 +351,7 @@ def _hub_answers(name: str) -> bool:
 
 def refusal(what: str, source: str, error: Exception) -> DataError:
     """The error that something cannot be loaded, in one line."""
-    return DataError(f"cannot load the {what} {source!r}: {in_words(error)}")
+    return DataError(f"cannot load the {what} {source!r}: {describe_error(error)}")
 
 
 def quiet() -> None:
@@ -296,7 +362,7 @@ def quiet() -> None:
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    gguf_weights.without_bar()
+    gguf_weights.hide_progress_bar()
 
 
 def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pretrained:
@@ -307,11 +373,12 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
     if "gguf_file" not in keywords:
         keywords["use_safetensors"] = True  # never pickles
         _refuse_others_narrow_forms(place, spec.source)
-        main_memory.refuse_what_does_not_fit(place, base_dtype=spec.base_dtype)
-        dtype = as_stored.dtype_of(place) if narrow else dtype
+        main_memory.check_model_fits(place, base_dtype=spec.base_dtype)
+        dtype = stored_dtypes.dtype_of(place) if narrow else dtype
+    progress.say(f"reading the model {spec.source!r}")
     model, report = _read(kind, spec, place, dtype, {**extra, **keywords})
     drawn = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
-    if dtype != torch.float32 and not as_stored.widen_but_the_base(model, drawn):
+    if dtype != torch.float32 and not stored_dtypes.widen_but_the_base(model, drawn):
         model, report = _read(kind, spec, place, torch.float32, {**extra, **keywords})
     if "gguf_file" in keywords:
         # Its weights are plain float32 now.
@@ -354,7 +421,7 @@ def _read(
             labels = {key: keywords[key] for key in ("id2label", "label2id") if key in keywords}
             config = gguf_config.read_config(place, keywords["gguf_file"], labels)
             keywords = {k: v for k, v in keywords.items() if k not in labels} | {"config": config}
-        with gguf_weights.put_aside() if of_gguf and narrow else nullcontext():
+        with gguf_weights.weights_on_disk() if of_gguf and narrow else nullcontext():
             return tuple(
                 kind.from_pretrained(
                     place,
@@ -367,7 +434,7 @@ def _read(
     except SamestepError:
         raise
     except Exception as error:  # (half a file raises errors of all kinds)
-        if in_words(error) == NO_MEMORY:
+        if describe_error(error) == NO_MEMORY:
             raise
         raise refusal("model", spec.source, error) from None
 
@@ -402,10 +469,10 @@ def _ready(model: Any, spec: ModelSpec, drawn: Mapping[str, int]) -> Pretrained:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise DataError(
-                f"no gradient checkpointing for this model: {in_words(error)}"
+                f"no gradient checkpointing for this model: {describe_error(error)}"
             ) from None
     # Not buffers that are computed anew at each start: their last bits depend on the machine.
-    arrays = as_stored.Wide(model.state_dict())
+    arrays = stored_dtypes.Float32View(model.state_dict())
     cached = "use_cache" in inspect.signature(model.forward).parameters
     options = {"use_cache": False} if cached else {}
     return Pretrained(model, model.config, digest_arrays(arrays), options, drawn)

@@ -1,121 +1,162 @@
-"""Connections between members: blocking sockets in threads, one connection for each direction.
+"""Links between the workers of a run: one connection for each pair.
 
-A sender and a receiver thread for each peer: OpenSSL works on a whole buffer with the interpreter's
-lock released, and an SSL object must not be used by two threads at once. A body is read straight
-into the array that is summed or kept. Averages overtake sums that wait: with them others can go on.
+A link is a `Channel`, with the transport, TLS, acceptor, proofs and limit on pending connections
+that the coordinator uses. All of it runs in the worker's event loop; the transport encrypts and
+decrypts large bodies in threads of its own.
 
-Who sends dials, unless the receiver cannot be reached: then the receiver dials, and says that it is
-to be sent to. A connection that breaks is made anew for as long as the coordinator names the peer.
+Of two workers the one whose name sorts first dials. The other dials too if no connection has come
+within `_SECOND_DIALER_S`, so one reachable port is enough. A link that breaks is dialed again for
+as long as the coordinator lists the peer.
+
+If both dial at once, the first of the two decides: it continues with the connection on which the
+peer proved itself first, and ends the other before that can become a link. So both keep the same.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
-import queue
-import socket
-import threading
-import time
-from collections.abc import Iterator
+import math
+import ssl
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.base import limits
-from protocol.base.errors import NotAuthorised, OutOfPlace, SamestepError
+from protocol.base.errors import (
+    ExitCode,
+    NotAuthorised,
+    OutOfOrder,
+    ProtocolError,
+    SamestepError,
+    Unreachable,
+)
 from protocol.spec.manifest import Block
-from protocol.spec.replicas_spec import Codecs
-from protocol.wire import dial, tls
-from protocol.wire.authentication import NO_CERTIFICATE, new_nonce
-from protocol.wire.connection import Encoded, Received, encode
+from protocol.spec.sections.exchange import Codecs
+from protocol.wire import dial, tls, tls_transport
+from protocol.wire.acceptor import Acceptor, Greet
+from protocol.wire.authentication import NO_CERTIFICATE, Exchange, answer, new_nonce
+from protocol.wire.connection import Connection, Encoded, Received, Role, encode
 from protocol.wire.dial import DialError
 from protocol.wire.messages import (
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
     Challenge,
+    Goodbye,
+    Message,
     PeerHello,
     PeerProbe,
     PeerWelcome,
-    SliceAverage,
-    SliceSum,
+    Proof,
 )
 from protocol.wire.peers import HERE, Peer, PeerList
-from protocol.wire.transport import reason_of, set_socket_options
-from worker.peers.door import Door
-from worker.peers.proof import answer
-from worker.peers.wire import Wire, wait_closed
+from protocol.wire.pending import PendingConnections
+from protocol.wire.transport import URGENT, Channel, reason_of
 
-_AGAIN_S: Final = (0.2, 1.0, 5.0)
+_RETRY_S: Final = (0.2, 1.0, 5.0)
+_SECOND_DIALER_S: Final = 2.0
 _PROBES: Final = 2
-"""The better one counts: the other may have waited for a processor."""
-_QUEUED_BYTES: Final = 2 * limits.PEER_EARLY_BYTES
+"""The faster one counts: the other may have waited for a processor."""
+_CROSSED: Final = "both workers dialed; the other connection is used"
+_QUEUE_BYTES: Final = 2 * limits.PEER_EARLY_BYTES
+_PRIORITY: Final[tuple[type[Message], ...]] = (
+    *URGENT,
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+)
+"""Averages overtake sums that wait: other workers need them to finish the step."""
 
 
 class LinksOwner(Protocol):
-    """Who hears what happens on links; called in their threads."""
+    """Receives what happens on links, in the event loop."""
 
-    def on_slice(self, peer: str, received: Received) -> None:
-        """A slice came. A ProtocolError raised here ends the link."""
+    def on_gradient(self, peer: str, received: Received) -> None:
+        """Take a payload or an average from a peer, maybe in a thread that reads from it.
+
+        A ProtocolError raised here ends the link.
+        """
 
     def on_linked(self, peer: str, mbit: float) -> None:
-        """The peer and this member reach each other, and so quickly it is sent to."""
+        """Note that a link to this peer is up, and its speed in Mbit/s."""
 
     def on_unlinked(self, peer: str, reason: str) -> None:
-        """They do not, or no more."""
+        """Note that there is no link to this peer, and why."""
 
 
 class Links(Protocol):
-    """Links to all peers of a run.
-
-    Attributes:
-        traffic: Bytes sent and received, by peer.
-    """
-
-    traffic: dict[str, tuple[int, int]]
+    """Links to all peers of a run."""
 
     def listen(self) -> tuple[int, bytes]:
-        """Port, and the fingerprint of the certificate."""
+        """Accept links; return the port and the SHA-256 of the certificate.
+
+        Raises:
+            OSError: No port can be opened.
+        """
 
     def know(self, listing: PeerList) -> None:
-        """All peers that there are: links to others end."""
+        """Link to the listed peers, and end all other links."""
 
     def send(self, peer: str, encoded: Encoded) -> None:
-        """Queue a message; dropped where there is no link."""
+        """Queue a message; it is dropped where there is no link."""
+
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Return the bytes sent and received so far, by peer."""
 
     def close(self) -> None:
-        """End all of them, and listen no more."""
+        """End all links and stop listening."""
+
+
+class PeerSockets(Protocol):
+    """Opens the connections: real sockets, or a simulated network."""
+
+    def listen(self, greet: Greet) -> tuple[int, bytes]:
+        """Accept connections; return the port and the SHA-256 of the certificate.
+
+        Raises:
+            OSError: No port can be opened.
+        """
+
+    def pause(self) -> None:
+        """Leave new connections in the kernel's queue."""
+
+    def resume(self) -> None:
+        """Accept again."""
+
+    async def connect(self, peer: Peer, channel: Channel) -> None:
+        """Connect a channel to a peer's port.
+
+        Raises:
+            OSError: It cannot be reached.
+        """
+
+    def close(self) -> None:
+        """Stop listening."""
 
 
 class _Link:
-    """What there is of the link to one peer."""
+    """One peer, and the connection to it while there is one."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
-        self.over = threading.Event()
-        self.broken = threading.Event()
-        self.knows_us = threading.Event()
-        """It has come to this door; one that was told of members later turns others away first."""
-        self.sending: Wire | None = None
-        self.receiving: Wire | None = None
-        self.mbit = 0.0
-        self.linked = False
-        self.queue: queue.PriorityQueue[tuple[int, int, Encoded | None]] = queue.PriorityQueue()
-        self.queued_bytes = 0
-
-    def wires(self) -> Iterator[Wire]:
-        return (wire for wire in (self.sending, self.receiving) if wire is not None)
+        self.connection: _PeerConnection | None = None
+        self.is_down = asyncio.Event()
+        self.is_down.set()
+        self.dial_now = asyncio.Event()
+        self.dialing: asyncio.Task[None] | None = None
 
 
-class SocketLinks:
-    """The real ones; see `Links`.
-
-    Attributes:
-        traffic: Bytes sent and received, by peer.
+class PeerLinks:
+    """The links of one worker; see `Links`.
 
     Args:
-        me: This member's name.
-        blocks: The manifest's.
-        exchange: How gradients travel.
-        owner: Who hears what happens.
-        coordinator: Its address, where members on its machine are too.
-        encrypted: Whether there is TLS, as to the coordinator.
+        me: This worker's name.
+        blocks: Those of the manifest.
+        exchange: Codecs of sums and averages.
+        owner: Receives gradients, and which links are up.
+        sockets: Opens connections.
     """
 
     def __init__(
@@ -124,286 +165,440 @@ class SocketLinks:
         blocks: tuple[Block, ...],
         exchange: Codecs,
         owner: LinksOwner,
-        *,
-        coordinator: str,
-        encrypted: bool,
+        sockets: PeerSockets,
     ) -> None:
-        self.traffic: dict[str, tuple[int, int]] = {}
-        self._me = me
-        self._blocks = blocks
-        self._exchange = exchange
-        self._owner = owner
-        self._coordinator = coordinator
-        self._encrypted = encrypted
-        self._client = tls.client_context() if encrypted else None
+        self.me = me
+        self.blocks = blocks
+        self.exchange = exchange
+        self.owner = owner
+        self.fingerprint = NO_CERTIFICATE
+        self._sockets = sockets
+        self._loop = asyncio.get_running_loop()
+        self._pending = PendingConnections[_PeerConnection](
+            limits.PENDING_PEER_CONNECTIONS, limits.PENDING_PEER_CONNECTIONS, sockets.resume
+        )
         self._listens = False
         self._links: dict[str, _Link] = {}
-        self._lock = threading.Lock()
-        self._counter = itertools.count()
-        self._door = Door(me, encrypted=encrypted, key_of=self._key_of, came=self._came)
+        self._rejected: set[str] = set()
+        """Names that have dialed before the coordinator listed them."""
+        self._traffic: dict[str, tuple[int, int]] = {}
+        self._connections: set[_PeerConnection] = set()
+        self._is_closed = False
+
+    # Links.
 
     def listen(self) -> tuple[int, bytes]:
-        return self._door.open()
-
-    def _key_of(self, name: str) -> bytes | None:
-        link = self._links.get(name)
-        return bytes.fromhex(link.peer.key) if link is not None else None
+        port, self.fingerprint = self._sockets.listen(self._greet)
+        return port, self.fingerprint
 
     def know(self, listing: PeerList) -> None:
         self._listens = listing.listens
-        known = {peer.name: peer for peer in listing.peers}
-        with self._lock:
-            gone = [link for name, link in self._links.items() if known.get(name) != link.peer]
-            for link in gone:
-                del self._links[link.peer.name]
-            new = [_Link(peer) for name, peer in known.items() if name not in self._links]
-            self._links.update({link.peer.name: link for link in new})
-        for link in gone:
-            self._end(link)
-        for link in new:
-            self._start(self._dial, link, "dial")
-
-    def _start(self, work: object, link: _Link, what: str) -> None:
-        name = f"{what} {link.peer.name}"
-        threading.Thread(target=work, args=(link,), name=name, daemon=True).start()  # type: ignore[arg-type]
+        peers = {peer.name: peer for peer in listing.peers}
+        for name, link in list(self._links.items()):
+            if peers.get(name) != link.peer:
+                del self._links[name]
+                self._end(link)
+        for name, peer in peers.items():
+            if name not in self._links:
+                link = self._links[name] = _Link(peer)
+                if name in self._rejected:
+                    link.dial_now.set()
+                if peer.port:
+                    link.dialing = self._loop.create_task(self._keep_dialed(link))
+        self._rejected.clear()
 
     def send(self, peer: str, encoded: Encoded) -> None:
         link = self._links.get(peer)
-        if link is None or not link.linked:
+        if link is None or link.connection is None:
             return
-        link.queued_bytes += encoded.nbytes
-        if link.queued_bytes > _QUEUED_BYTES:
-            self._break(link, f"too slow: {link.queued_bytes} bytes wait to be read")
-            return
-        urgent = not isinstance(encoded.message, SliceSum)
-        link.queue.put((0 if urgent else 1, next(self._counter), encoded))
+        channel = link.connection.channel
+        channel.send(encoded)
+        if channel.waiting_bytes > _QUEUE_BYTES:
+            channel.abort(f"too slow: {channel.waiting_bytes} bytes wait to be read")
+
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        total = dict(self._traffic)
+        for connection in self._connections:
+            if connection.name:
+                total[connection.name] = _plus(total.get(connection.name), connection.channel)
+        return total
 
     def close(self) -> None:
-        self._door.close()
-        with self._lock:
-            links, self._links = list(self._links.values()), {}
+        self._is_closed = True
+        self._sockets.close()
+        links, self._links = list(self._links.values()), {}
         for link in links:
             self._end(link)
+        for connection in list(self._connections):
+            connection.channel.abort("the worker has left the run")
 
     def _end(self, link: _Link) -> None:
-        link.over.set()
-        link.broken.set()
-        link.knows_us.set()
-        link.queue.put((2, next(self._counter), None))
-        for wire in link.wires():
-            wire.close()
+        if link.dialing is not None:
+            link.dialing.cancel()
+        for connection in list(self._connections):
+            if connection.name == link.peer.name:
+                connection.channel.abort("the coordinator no longer lists this peer")
 
-    # Making connections.
+    # Dialing.
 
-    def _dial(self, link: _Link) -> None:
-        """Make the connections that are this member's to make, again and again."""
-        pauses = _pauses_s()
-        while not link.over.is_set():
-            link.broken.clear()
-            link.knows_us.clear()
-            try:
-                for sends in self._mine_to_dial(link.peer):
-                    self._take(link, self._dialled(link.peer, sends=sends), sends=sends)
-            except (OSError, SamestepError) as error:
-                # What a DialError advises is for who connects to a coordinator.
-                self._failed(
-                    link, error.found if isinstance(error, DialError) else reason_of(error)
-                )
-                link.knows_us.wait(next(pauses))
+    async def _keep_dialed(self, link: _Link) -> None:
+        """Dial a peer whenever there is no connection to it."""
+        delays = _retry_delays_s()
+        is_first = self.me < link.peer.name or not self._listens
+        delay_s = 0.0 if is_first else _SECOND_DIALER_S
+        while True:
+            await link.is_down.wait()
+            if delay_s:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(link.dial_now.wait(), delay_s)
+                link.dial_now.clear()
+            if not link.is_down.is_set():
                 continue
-            self._watch(link)
-            pauses = _pauses_s()
-            link.over.wait(next(pauses))
-
-    def _watch(self, link: _Link) -> None:
-        """Until the link is over. Nothing is read where it is sent, so the end of that is seen by
-        nobody else until something is sent, and the peer would wait for that for ever."""
-        with self._lock:
-            wire = link.sending
             try:
-                watched = wire.watched() if wire is not None else None
-            except OSError:  # closed meanwhile
-                watched = None
-        if watched is not None:
-            wait_closed(watched)
-            if link.sending is wire:
-                self._break(link, reason_of(None))
-        link.broken.wait()
+                await self._dial(link)
+            except (OSError, SamestepError) as error:
+                # The advice of a DialError is for who connects to a coordinator.
+                reason = error.found if isinstance(error, DialError) else reason_of(error)
+                if link.is_down.is_set() and not self._crossing(link.peer):
+                    self.owner.on_unlinked(link.peer.name, reason)
+                delay_s = next(delays)
+            else:
+                delays = _retry_delays_s()
+                delay_s = next(delays) if is_first else _SECOND_DIALER_S
 
-    def _mine_to_dial(self, peer: Peer) -> list[bool]:
-        """Whether this member dials to send, and to receive."""
-        if not peer.port:
-            return []
-        return [True] if self._listens else [True, False]
-
-    def _dialled(self, peer: Peer, *, sends: bool) -> Wire:
-        """A connection on which both have proved themselves.
+    async def _dial(self, link: _Link) -> None:
+        """Make a link.
 
         Raises:
-            OSError: It cannot be made.
-            SamestepError: Who answers is not the peer.
+            OSError: The peer is not reached.
+            SamestepError: Another process answers, or the peer refuses.
         """
-        seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
-        host = self._coordinator if peer.host == HERE else peer.host
-        endpoint: socket.socket = dial.connect_blocking(host, peer.port, seconds)
+        connection = _PeerConnection(self, "dialler", link.peer.host, link.peer)
+        self._connections.add(connection)
         try:
-            set_socket_options(endpoint)
-            fingerprint = NO_CERTIFICATE
-            if self._client is not None:
-                secured = self._client.wrap_socket(endpoint)
-                fingerprint = tls.fingerprint(secured.getpeercert(binary_form=True) or b"")
-                endpoint = secured
-            wire = Wire(endpoint, "dialler")
-            self._greet(wire, peer, fingerprint, sends=sends)
+            await self._sockets.connect(link.peer, connection.channel)
+            connection.greet()
+            await connection.is_linked
         except BaseException:
-            endpoint.close()
+            self._connections.discard(connection)
+            connection.channel.abort("the link was not made")
             raise
-        return wire
 
-    def _greet(self, wire: Wire, peer: Peer, fingerprint: bytes, *, sends: bool) -> None:
-        """See who answers; only then say who this is, and prove it."""
-        if self._client is not None and fingerprint.hex() != peer.fingerprint:
-            raise NotAuthorised(f"who answers for {peer.name!r} has another certificate")
-        hello = PeerHello(name=self._me, to=peer.name, sends=sends, nonce=new_nonce())
-        wire.send(encode(hello))
-        asked = wire.receive().message
-        if not isinstance(asked, Challenge):
-            raise OutOfPlace(f"{peer.name!r} refuses: {getattr(asked, 'reason', asked)}")
-        wire.send(encode(answer(hello, asked, fingerprint, bytes.fromhex(peer.key))))
-        welcome = wire.receive().message
-        if not isinstance(welcome, PeerWelcome):
-            raise OutOfPlace(f"{peer.name!r} refuses: {getattr(welcome, 'reason', welcome)}")
+    # Accepting.
 
-    def _came(self, wire: Wire, hello: PeerHello) -> None:
-        """A peer has dialled, and proved itself; in the door's thread for it."""
-        with self._lock:
-            link = self._links.get(hello.name)
-        if link is None:
-            wire.close()
+    def _greet(self, address: tuple[str, int]) -> Channel | None:
+        if not self._pending.has_room(address[0]):
+            return None
+        connection = _PeerConnection(self, "listener", address[0], None)
+        self._pending.add(connection)
+        self._connections.add(connection)
+        if not self._pending.has_room(address[0]):
+            self._sockets.pause()
+        return connection.channel
+
+    def peer_of(self, hello: PeerHello) -> Peer:
+        """Return the peer that says hello.
+
+        Raises:
+            NotAuthorised: The coordinator has not listed it, or it looks for another worker.
+        """
+        link = self._links.get(hello.name)
+        if link is None or hello.to != self.me:
+            if len(self._rejected) < limits.WORKERS:
+                self._rejected.add(hello.name)
+            raise NotAuthorised(
+                f"{hello.name!r} is no peer of {self.me!r}, or looks for {hello.to!r}"
+            )
+        return link.peer
+
+    def has_link(self, peer: Peer) -> bool:
+        """Whether there is a link to the peer."""
+        link = self._links.get(peer.name)
+        return link is not None and link.connection is not None
+
+    def refuse_crossing(self, connection: _PeerConnection) -> None:
+        """Let only one of two connections go on, if both workers dialed; called by either side.
+
+        Raises:
+            Unreachable: Another one leads to the peer, and this worker is the one that decides.
+        """
+        peer = connection.peer
+        assert peer is not None
+        if self.me < peer.name and any(
+            other.is_dialed != connection.is_dialed for other in self._crossing(peer)
+        ):
+            raise Unreachable(_CROSSED)
+
+    def _crossing(self, peer: Peer) -> list[_PeerConnection]:
+        """List the connections on which the peer proved itself within the time of a handshake.
+
+        An older one is no crossing: the peer would not dial if it still had that.
+        """
+        since_s = self._loop.time() - limits.HANDSHAKE_TIMEOUT_MS / 1000
+        return [each for each in self._connections if each.peer == peer and each.proven_s > since_s]
+
+    def authenticated(self, connection: _PeerConnection) -> None:
+        """Count a connection as pending no more."""
+        self._pending.remove(connection)
+
+    # Connections.
+
+    def linked(self, connection: _PeerConnection, mbit: float) -> None:
+        """Use a connection whose speed is known."""
+        link = self._links.get(connection.name)
+        if link is None or link.peer != connection.peer:
+            connection.channel.abort("the coordinator no longer lists this peer")
             return
-        link.knows_us.set()
-        try:
-            self._take(link, wire, sends=not hello.sends)
-        except (OSError, SamestepError) as error:
-            self._failed(link, reason_of(error))
-
-    def _take(self, link: _Link, wire: Wire, *, sends: bool) -> None:
-        """A connection is made: see how quick it is, then use it.
-
-        Raises:
-            OSError: It breaks before that.
-            SamestepError: What comes is no probe.
-        """
-        wire.connection.blocks, wire.connection.exchange = self._blocks, self._exchange
-        try:
-            if sends:
-                link.mbit = _probed(wire)
-            else:
-                self._answer_probe(wire)
-            wire.endpoint.settimeout(None)
-        except BaseException:
-            wire.close()
-            raise
-        with self._lock:
-            before = link.sending if sends else link.receiving
-            if sends:
-                link.sending = wire
-            else:
-                link.receiving = wire
+        before, link.connection = link.connection, connection
+        link.is_down.clear()
         if before is not None:
-            before.close()
-        if link.over.is_set():  # `_end` may have looked before this one was there to be closed
-            wire.close()
+            # What waited there is lost: the owner must know before it sends more.
+            before.channel.abort("replaced by a new connection")
+            self.owner.on_unlinked(connection.name, "replaced by a new connection")
+        self.owner.on_linked(connection.name, mbit)
+
+    def lost(self, connection: _PeerConnection, reason: str) -> None:
+        """Forget a connection that is over."""
+        self._pending.remove(connection)
+        self._connections.discard(connection)
+        if self._is_closed:
             return
-        if sends:
-            link.queue = queue.PriorityQueue()
-            link.queued_bytes = 0
-        self._start(self._send_all if sends else self._receive_all, link, "to" if sends else "from")
-        with self._lock:
-            complete = link.sending is not None and link.receiving is not None
-            now_linked = complete and not link.linked and not link.over.is_set()
-            link.linked = link.linked or now_linked
-        if now_linked:
-            self._owner.on_linked(link.peer.name, link.mbit)
-
-    def _answer_probe(self, wire: Wire) -> None:
-        for _ in range(_PROBES):
-            probe = wire.receive().message
-            if not isinstance(probe, PeerProbe):
-                raise OutOfPlace(f"expected a PeerProbe, got {type(probe).__name__}")
-            wire.send(encode(PeerProbe(), b""))
-
-    def _failed(self, link: _Link, reason: str) -> None:
-        """A connection was not made; one of the other direction may well be there, and stays."""
-        with self._lock:
-            known = self._links.get(link.peer.name) is link and not link.linked
-        if known:
-            self._owner.on_unlinked(link.peer.name, reason)
-
-    def _break(self, link: _Link, reason: str) -> None:
-        """Nothing gets through any more: both connections are made anew."""
-        with self._lock:
-            wires = list(link.wires())
-            link.sending = link.receiving = None
-            was, link.linked = link.linked, False
-            known = self._links.get(link.peer.name) is link
-        link.queue.put((2, next(self._counter), None))
-        for wire in wires:
-            wire.close()
-        link.broken.set()
-        if known and (was or not wires):
-            self._owner.on_unlinked(link.peer.name, reason)
-
-    # The threads of a link.
-
-    def _send_all(self, link: _Link) -> None:
-        wire, waiting = link.sending, link.queue
-        while wire is not None:
-            _, _, encoded = waiting.get()
-            if encoded is None:
-                return
-            try:
-                wire.send(encoded)
-            except (OSError, SamestepError) as error:
-                if link.sending is wire:
-                    self._break(link, reason_of(error))
-                return
-            link.queued_bytes -= encoded.nbytes
-            self._count(link.peer.name, encoded.nbytes, 0)
-
-    def _count(self, peer: str, sent: int, received: int) -> None:
-        with self._lock:
-            so_far = self.traffic.get(peer, (0, 0))
-            self.traffic[peer] = (so_far[0] + sent, so_far[1] + received)
-
-    def _receive_all(self, link: _Link) -> None:
-        wire = link.receiving
-        while wire is not None:
-            try:
-                received, before = wire.receive(), wire.bytes_counted
-                wire.bytes_counted = wire.bytes_received
-                self._count(link.peer.name, 0, wire.bytes_received - before)
-                if not isinstance(received.message, SliceSum | SliceAverage):
-                    raise OutOfPlace(f"{type(received.message).__name__} on a link")
-                self._owner.on_slice(link.peer.name, received)
-            except (OSError, SamestepError) as error:
-                if link.receiving is wire:
-                    self._break(link, reason_of(error))
-                return
+        name = connection.name
+        if name:
+            self._traffic[name] = _plus(self._traffic.get(name), connection.channel)
+        link = self._links.get(name)
+        if link is not None and link.connection is connection:
+            link.connection = None
+            link.is_down.set()
+            self.owner.on_unlinked(name, reason)
 
 
-def _probed(wire: Wire) -> float:
-    """How quickly a megabyte gets through, Mbit/s: slow links are told from quick ones."""
-    taken_s = []
-    for _ in range(_PROBES):
-        start_s = time.monotonic()
-        wire.send(encode(PeerProbe(), np.zeros(limits.PEER_PROBE_BYTES, np.uint8)))
-        if not isinstance(wire.receive().message, PeerProbe):
-            raise OutOfPlace("expected the answer to a PeerProbe")
-        taken_s.append(time.monotonic() - start_s)
-    return limits.PEER_PROBE_BYTES * 8e-6 / max(min(taken_s), 1e-4)
+class _PeerConnection:
+    """One connection: handshake, speed probe, then gradients.
+
+    Attributes:
+        name: The peer's, once its proof is right; of a peer that was dialed, from the start.
+        host: Where it comes from.
+        is_dialed: Whether this worker dialed.
+        proven_s: When the peer proved itself, by the event loop's clock; minus infinity until then.
+        is_linked: Done once the link is up; fails with the reason if it does not come up.
+    """
+
+    def __init__(self, links: PeerLinks, role: Role, host: str, peer: Peer | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.host = host
+        self.name = peer.name if peer is not None else ""
+        self.peer = peer
+        self.is_dialed = peer is not None
+        self.proven_s = -math.inf
+        self.channel = Channel(Connection(role), self, loop.time, _PRIORITY, self._take_gradient)
+        self.is_linked: asyncio.Future[None] = loop.create_future()
+        self._links = links
+        self._loop = loop
+        self._hello: PeerHello | None = None
+        self._exchange: Exchange | None = None
+        self._sent_s = 0.0
+        self._probes_s: list[float] = []
+        self._probes_answered = 0
+        self._timer = loop.call_later(limits.HANDSHAKE_TIMEOUT_MS / 1000, self._time_out)
+
+    def _time_out(self) -> None:
+        self.channel.abort(f"no link after {limits.HANDSHAKE_TIMEOUT_MS / 1000:g} s of handshake")
+
+    # The handshake.
+
+    def greet(self) -> None:
+        """Check the certificate; only then say hello.
+
+        Raises:
+            NotAuthorised: It is another one.
+            Unreachable: The peer was faster, and there is a link already.
+        """
+        peer, certificate = self.peer, self.channel.certificate
+        assert peer is not None
+        if self._links.has_link(peer):
+            raise Unreachable(_CROSSED)
+        if certificate is not None and tls.fingerprint(certificate).hex() != peer.fingerprint:
+            raise NotAuthorised(f"{peer.name!r}: expected its certificate, got another one")
+        self._hello = PeerHello(name=self._links.me, to=peer.name, nonce=new_nonce())
+        self.channel.send(self._hello)
+
+    def _challenge(self, hello: PeerHello) -> None:
+        peer = self._links.peer_of(hello)
+        self._hello, self.peer = hello, peer
+        exchange = self._exchange = Exchange(hello, new_nonce(), self._links.fingerprint)
+        self.channel.send(exchange.challenge(bytes.fromhex(peer.key)))
+
+    def _answer(self, challenge: Challenge) -> None:
+        assert self._hello is not None
+        assert self.peer is not None
+        certificate = self.channel.certificate
+        fingerprint = NO_CERTIFICATE if certificate is None else tls.fingerprint(certificate)
+        key = bytes.fromhex(self.peer.key)
+        proof = answer(self._hello, challenge, fingerprint, key)
+        self._prove()
+        self.channel.send(proof)
+
+    def _prove(self) -> None:
+        """Note that the peer has proven itself, unless another connection goes on."""
+        self._links.refuse_crossing(self)
+        self.proven_s = self._loop.time()
+
+    def _check(self, proof: Proof) -> None:
+        assert self._exchange is not None
+        assert self.peer is not None
+        self._exchange.check_worker(bytes.fromhex(self.peer.key), proof)
+        self._prove()
+        self.name = self.peer.name
+        self._links.authenticated(self)
+        self._open()
+        self.channel.send(PeerWelcome())
+        self._probe()
+
+    def _open(self) -> None:
+        connection = self.channel.connection
+        connection.blocks, connection.exchange = self._links.blocks, self._links.exchange
+
+    # The speed.
+
+    def _probe(self) -> None:
+        """Time a megabyte, so that slow links can be told from fast ones."""
+        self._sent_s = self._loop.time()
+        self.channel.send(encode(PeerProbe(), np.zeros(limits.PEER_PROBE_BYTES, np.uint8)))
+
+    def _on_probe(self, body: NDArray[np.uint8]) -> None:
+        if len(body):
+            self._probes_answered += 1
+            if self._probes_answered > _PROBES:
+                raise OutOfOrder(f"expected {_PROBES} PeerProbes, got more")
+            self.channel.send(encode(PeerProbe(), b""))
+            return
+        if len(self._probes_s) == _PROBES:
+            raise OutOfOrder("expected no answer to a PeerProbe, got one")
+        self._probes_s.append(self._loop.time() - self._sent_s)
+        if len(self._probes_s) < _PROBES:
+            self._probe()
+            return
+        self._timer.cancel()
+        mbit = limits.PEER_PROBE_BYTES * 8e-6 / max(min(self._probes_s), 1e-4)
+        if not self.is_linked.done():
+            self.is_linked.set_result(None)
+        self._links.linked(self, mbit)
+
+    def _take_gradient(self, received: Received) -> None:
+        """Take a gradient in the thread that reads it: the event loop need not wake for each."""
+        if not self.name:
+            raise OutOfOrder(f"{type(received.message).__name__} before the link is up")
+        self._links.owner.on_gradient(self.name, received)
+
+    # protocol.wire.transport.ChannelOwner
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        message, body = received
+        try:
+            match message:
+                case PeerHello():
+                    self._challenge(message)
+                case Challenge():
+                    self._answer(message)
+                case Proof():
+                    self._check(message)
+                case PeerWelcome():
+                    self._open()
+                    self._probe()
+                case PeerProbe():
+                    assert body is not None
+                    self._on_probe(body)
+                case Goodbye():
+                    channel.abort(f"{self.name or self.host!r} refuses: {message.reason}")
+        except NotAuthorised as error:
+            channel.goodbye(str(error), retry=False, exit_code=ExitCode.NOT_AUTHORISED)
+        except Unreachable as error:
+            channel.abort(str(error))
+
+    def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
+        del channel, error
+        self._timer.cancel()
+        if not self.is_linked.done():
+            self.is_linked.set_exception(Unreachable(reason))
+            self.is_linked.exception()  # an accepted connection has nobody who awaits it
+        self._links.lost(self, reason)
 
 
-def _pauses_s() -> Iterator[float]:
-    """Between attempts to reach a peer."""
-    return itertools.chain(_AGAIN_S, itertools.repeat(_AGAIN_S[-1]))
+def _plus(total: tuple[int, int] | None, channel: Channel) -> tuple[int, int]:
+    sent, received = total or (0, 0)
+    return sent + channel.bytes_sent, received + channel.bytes_received
+
+
+def _retry_delays_s() -> Iterator[float]:
+    return itertools.chain(_RETRY_S, itertools.repeat(_RETRY_S[-1]))
+
+
+class LinkSockets:
+    """Real sockets, with TLS as on the connection to the coordinator; see `PeerSockets`.
+
+    Args:
+        me: This worker's name, for its certificate.
+        coordinator: The coordinator's address; peers on its machine are there too.
+        encrypted: Whether links use TLS.
+    """
+
+    def __init__(self, me: str, coordinator: str, *, encrypted: bool) -> None:
+        self._me = me
+        self._coordinator = coordinator
+        self._encrypted = encrypted
+        self._client = tls.client_context() if encrypted else None
+        self._acceptor: Acceptor | None = None
+        self._fingerprint = NO_CERTIFICATE
+
+    def listen(self, greet: Greet) -> tuple[int, bytes]:
+        if self._acceptor is None:
+            context: ssl.SSLContext | None = None
+            if self._encrypted:
+                from protocol.wire.certificate import temporary_context  # noqa: PLC0415 -- 40 ms
+
+                context, self._fingerprint = temporary_context(f"samestep worker {self._me}"[:64])
+            acceptor = Acceptor(greet, context)
+            acceptor.listen_on_free_port()
+            self._acceptor = acceptor
+        return self._acceptor.address[1], self._fingerprint
+
+    def pause(self) -> None:
+        if self._acceptor is not None:
+            self._acceptor.pause()
+
+    def resume(self) -> None:
+        if self._acceptor is not None:
+            self._acceptor.resume()
+
+    async def connect(self, peer: Peer, channel: Channel) -> None:
+        host = self._coordinator if peer.host == HERE else peer.host
+        timeout_s = limits.HANDSHAKE_TIMEOUT_MS / 1000
+        if self._client is not None:
+            await tls_transport.connect(host, peer.port, self._client, channel, timeout_s=timeout_s)
+            return
+        endpoint = await dial.connect(host, peer.port, timeout_s)
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: channel, sock=endpoint)
+
+    def close(self) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
+
+
+MakeLinks = Callable[[str, tuple[Block, ...], Codecs, LinksOwner], Links]
+
+
+def socket_links(coordinator: str, *, encrypted: bool) -> MakeLinks:
+    """Return what makes a worker's links over real sockets.
+
+    Args:
+        coordinator: The coordinator's address as this worker knows it.
+        encrypted: Whether links use TLS, as the connection to it does.
+    """
+
+    def make(me: str, blocks: tuple[Block, ...], exchange: Codecs, owner: LinksOwner) -> Links:
+        sockets = LinkSockets(me, coordinator, encrypted=encrypted)
+        return PeerLinks(me, blocks, exchange, owner, sockets)
+
+    return make

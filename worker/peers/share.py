@@ -1,51 +1,60 @@
-"""A member's part in averaging slices: its own node sums go to their owners, averages come back.
+"""This worker's side of the exchange: sums go to the owners of their chunks, averages come back.
 
 Pure: no clock, socket, file, thread or randomness. Each event is a method that returns actions, to
-be done in order. The owner of a slice merges node sums along the tree, with the class by which the
-coordinator does it, scales them, and sends the average to all. Node sums are kept until the step is
-over: where an owner is lost its slices get others, which are sent them again. Whatever is late or
-comes twice changes nothing.
+be done in order. A table says who averages which chunk: in a star the coordinator all of them, else
+workers, this one perhaps among them. An owner merges sums along the tree, scales them, and sends
+the average to all. Sums for other workers are kept until the step is over: where an owner is lost
+its chunks get other owners, which are sent them again. Whatever is late or comes twice changes
+nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.base import limits
-from protocol.base.errors import OutOfPlace
+from protocol.base.errors import OutOfOrder
+from protocol.exact.chunk_grid import DIGEST_BYTES, ChunkGrid, chunk_digest
 from protocol.exact.codecs import packed, unpacked
-from protocol.exact.slice_merge import Infinite, SliceMerge, origin_document
-from protocol.exact.slices import DIGEST_BYTES, SliceGrid, slice_digest
-from protocol.exact.tree import Node, is_node
+from protocol.exact.reducer import NonFinite, Origin, Reducer, origin_document
+from protocol.exact.tree import Subtree, is_subtree
 from protocol.exact.update import Array
 from protocol.spec.manifest import Block
-from protocol.spec.replicas_spec import Codecs
+from protocol.spec.sections.exchange import Codecs
 from protocol.wire.messages import (
+    AveragedBlockGradient,
     AveragedGradient,
+    AverageDigests,
+    AveragedNonBlockGradient,
+    AverageMismatch,
+    AveragesRequest,
+    BlockGradientPayload,
+    Cancel,
+    ChunkReduced,
+    Commit,
+    Credit,
+    GradientPayload,
     Message,
-    SliceAverage,
-    SliceDone,
-    SliceSum,
-    SlicesWanted,
-    SumNotFinite,
+    NonBlockGradientPayload,
+    NonFiniteSum,
+    Owners,
+    StepPlan,
     SumsArrived,
-    WrongSlice,
 )
-from protocol.wire.peers import OwnerTable
+from protocol.wire.peers import COORDINATOR, OwnerTable, parse
+from worker.logic.actions import Transmit
+from worker.logic.events import AveragesReady, StepId
 
 Body = NDArray[np.uint8]
-COORDINATOR: Final = ""
-"""As a sender: it passes on what comes from members that have no links."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToPeer:
-    """Send a message to another member; averages come before sums that wait."""
+    """Send a message to another worker; averages overtake sums that wait."""
 
     peer: str
     message: Message
@@ -53,249 +62,370 @@ class ToPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class ToCoordinator:
-    """Send a message to the coordinator."""
-
-    message: Message
-    body: NDArray[Any] | bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AllAveraged:
-    """All averages of a committed step are here, and are what the coordinator says."""
-
-    step: int
-    attempt: int
-    averages: list[Array]
-
-
-@dataclass(frozen=True, slots=True)
 class LastCame:
-    """The last average of a step is here, whether that is committed or not."""
+    """The last average of a step that workers average is here, before the step's commit."""
 
     step: int
     attempt: int
 
 
-Action = ToPeer | ToCoordinator | AllAveraged | LastCame
+Action = ToPeer | Transmit | AveragesReady | LastCame
+
+
+class Averages:
+    """The averages of one attempt, as far as they are here.
+
+    Attributes:
+        arrays: By block, flat float32; empty until a chunk of it is here.
+        senders: By chunk, who sent its average.
+
+    Args:
+        grid: The run's chunks.
+    """
+
+    def __init__(self, grid: ChunkGrid) -> None:
+        self._grid = grid
+        self.arrays: list[Array] = [np.empty(0, np.float32)] * len(grid.blocks)
+        self.senders: dict[int, str] = {}
+
+    @property
+    def complete(self) -> bool:
+        return len(self.senders) == self._grid.count
+
+    def part(self, number: int) -> Array:
+        """The array of a chunk's average, to read or to write."""
+        number, chunk = self._grid.chunk(number)
+        block = self._grid.blocks[number]
+        if not len(self.arrays[number]):
+            self.arrays[number] = np.empty(block.elements, np.float32)
+        return self.arrays[number][block.chunk_slice(chunk)]
+
+    def put(self, number: int, sender: str, values: Array) -> None:
+        """Take an average; one that is here already changes nothing."""
+        if number in self.senders:
+            return
+        self.senders[number] = sender
+        block, _ = self._grid.chunk(number)
+        if len(self._grid.of_block(block)) == 1:
+            self.arrays[block] = values
+        else:
+            self.part(number)[:] = values
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """One attempt at a step.
+    """One attempt at a step that this worker computes a part of.
 
     Attributes:
-        merges: Of the slices that are this member's.
-        sums: By node and block, what this member has computed: kept to be sent again.
-        arrived: By worker and node, how many of this member's slices have its sum.
-        digests: Of the averages that are here, by slice.
-        expected: What they must be, once the step is committed.
+        id: Epoch, step and attempt, as messages carry them.
+        owners: The number of the plan's table; 0: only the coordinator averages.
+        table: The table in force.
+        allowed: How many chunks of each subtree the coordinator may be sent by now.
+        held_back: Payloads for the coordinator that are not allowed yet, by chunk and subtree.
+        reducer: Of the chunks that are this worker's.
+        sums: By subtree and block what this worker has computed, to be sent again.
+        arrived: By worker and subtree, of which of this worker's chunks the sum is here.
+        former: Owners by earlier tables of this attempt.
+        digests: By chunk of the averages that are here.
+        expected: What all digests must be.
     """
 
-    place: dict[str, int]
+    id: dict[str, int]
+    owners: int
+    table: OwnerTable
     microbatches: int
-    averages: list[Array]
-    merges: dict[int, SliceMerge] = field(default_factory=dict)
-    sums: dict[tuple[Node, int], tuple[float, Array]] = field(default_factory=dict)
-    arrived: dict[tuple[str, Node], set[int]] = field(default_factory=dict)
-    announced: set[tuple[str, Node]] = field(default_factory=set)
+    averages: Averages
+    allowed: int
+    reducer: Reducer[int]
+    mine: set[int] = field(default_factory=set)
+    held_back: list[tuple[int, Subtree, Transmit]] = field(default_factory=list)
+    sums: dict[tuple[Subtree, int], tuple[float, Array]] = field(default_factory=dict)
+    arrived: dict[tuple[str, Subtree], set[int]] = field(default_factory=dict)
+    announced: set[tuple[str, Subtree]] = field(default_factory=set)
+    former: set[tuple[int, str]] = field(default_factory=set)
     digests: dict[int, bytes] = field(default_factory=dict)
-    senders: dict[int, str] = field(default_factory=dict)
-    expected: Body | None = None
+    expected: bytes | None = None
+    committed: bool = False
     asked: bool = False
 
+    def is_at(self, message: Cancel | Credit | Commit | AverageDigests) -> bool:
+        """Whether a message is about this attempt."""
+        return (message.step, message.attempt) == (self.id["step"], self.id["attempt"])
 
-class SlicePart:
-    """One member's part, as long as it is in a run.
+
+class GradientExchange:
+    """This worker's side of the exchange, as long as it is in a run.
 
     Attributes:
-        came: How many slices have come; it tells whether one that waits makes progress.
+        came: How many messages of peers have come; it tells whether one that waits makes progress.
 
     Args:
-        me: This member's name.
+        me: This worker's name.
         blocks: The manifest's.
         exchange: How gradients travel.
     """
 
     def __init__(self, me: str, blocks: tuple[Block, ...], exchange: Codecs) -> None:
         self.me = me
-        self.came = 0
-        self._grid = SliceGrid(blocks)
+        self.arrivals = 0
+        self._grid = ChunkGrid(blocks)
         self._blocks = blocks
         self._exchange = exchange
-        self._number = 0
-        self._table: OwnerTable | None = None
-        self._mine: frozenset[int] = frozenset()
-        """The slices that are this member's by the present table."""
+        self._star = OwnerTable.star(self._grid.count)
+        self._number, self._table = 0, self._star
         self._now: _Attempt | None = None
+        self._averages: dict[tuple[int, int], Averages] = {}
         self._newest = (-1, -1, -1)
-        self._early: list[tuple[str, SliceSum | SliceAverage, Body]] = []
+        self._early: list[tuple[str, GradientPayload | AveragedGradient, Body]] = []
         self._early_bytes = 0
-        self._owned_before: set[tuple[int, str]] = set()
 
     # What the coordinator says.
 
-    def own(self, number: int, table: OwnerTable) -> list[Action]:
-        """From now on the owners are these; a step in progress goes on with them.
+    def hear(self, message: Message, body: Body | None) -> list[Action]:
+        """Take a message of the coordinator's.
 
         Raises:
-            OutOfPlace: The table is not one of this run's slices.
+            RemoteProtocolError: It does not fit.
+        """
+        match message:
+            case StepPlan():
+                return self.begin(message)
+            case Credit():
+                return self.allow(message)
+            case Cancel():
+                return self.cancel(message)
+            case Commit():
+                return self.commit(message)
+        assert body is not None
+        match message:
+            case Owners():
+                return self.own(message.number, parse(OwnerTable, body.tobytes()))
+            case AverageDigests():
+                return self.expect(message, body)
+            case _:
+                assert isinstance(message, GradientPayload | AveragedGradient)
+                return self.receive(COORDINATOR, message, body)
+
+    def own(self, number: int, table: OwnerTable) -> list[Action]:
+        """From now on the owners are these; a step that workers average goes on with them.
+
+        Raises:
+            OutOfOrder: The table is not one of this run's chunks.
         """
         if len(table.owners) != self._grid.count:
-            raise OutOfPlace(f"Owners: expected {self._grid.count} slices, got {len(table.owners)}")
-        before, self._number, self._table = self._table, number, table
-        place = table.members.index(self.me) if self.me in table.members else None
-        self._mine = frozenset(n for n, owner in enumerate(table.owners) if owner == place)
+            raise OutOfOrder(f"Owners: expected {self._grid.count} chunks, got {len(table.owners)}")
+        self._number, self._table = number, table
         now = self._now
-        if now is None:
+        if now is None or not now.owners:
             return self._again()
+        before, now.table = now.table, table
         now.announced.clear()
-        actions: list[Action] = []
-        if before is not None:
-            self._owned_before.update(
-                (each, before.owner(each)) for each in range(self._grid.count)
-            )
+        now.former.update((each, before.owner(each)) for each in range(self._grid.count))
         self._take_up(now)
-        member_before = before is not None and self.me in before.members
-        for (node, block), (weight, values) in now.sums.items():
-            for slice_number in self._grid.of_block(block):
-                moved = before is None or before.owner(slice_number) != table.owner(slice_number)
-                if moved or member_before != (self.me in table.members):
-                    actions += self._deliver(now, slice_number, node, weight, values)
+        has_changed = (self.me in before.members) != (self.me in table.members)
+        actions: list[Action] = []
+        for (subtree, block), (weight, values) in now.sums.items():
+            for each in self._grid.of_block(block):
+                if has_changed or before.owner(each) != table.owner(each):
+                    actions += self._deliver(now, each, subtree, weight, values)
         return [*actions, *self._announce(now), *self._tell_again(now, before), *self._again()]
 
-    def _tell_again(self, now: _Attempt, before: OwnerTable | None) -> list[Action]:
+    def _tell_again(self, now: _Attempt, before: OwnerTable) -> list[Action]:
         """The coordinator gets averages from another one than before: give it what is here."""
-        assert self._table is not None
-        if before is None or before.scribe == self._table.scribe:
+        scribe = now.table.scribe
+        if before.scribe == scribe or scribe not in (None, self.me):
             return []
-        mine = [n for n in now.digests if self._table.scribe == self.me or n in now.merges]
-        if self._table.scribe not in (None, self.me):
-            return []
-        return [self._average_for_the_coordinator(now, number) for number in mine]
+        here = [n for n in now.averages.senders if scribe == self.me or n in now.reducer]
+        return [self._average_for_the_coordinator(now, number) for number in here]
 
-    def begin(self, place: dict[str, int], microbatches: int) -> list[Action]:
+    def begin(self, plan: StepPlan) -> list[Action]:
         """A new attempt at a step; of the one before nothing is wanted any more.
 
-        Args:
-            place: Epoch, step and attempt, as messages carry them.
-            microbatches: Of the step.
+        Raises:
+            OutOfOrder: It follows a table that has not come.
         """
-        arrays = [np.empty(block.elements, np.float32) for block in self._blocks]
-        self._now = now = _Attempt(place, microbatches, arrays)
-        self._newest = (place["epoch"], place["step"], place["attempt"])
-        self._owned_before.clear()
+        if plan.owners not in (0, self._number):
+            raise OutOfOrder(f"StepPlan: expected table {self._number}, got {plan.owners}")
+        key = (plan.step, plan.attempt)
+        self._averages = {at: here for at, here in self._averages.items() if at >= key}
+        averages = self._averages.setdefault(key, Averages(self._grid))
+        reducer = Reducer[int](plan.microbatches, self._exchange, (), averages.part)
+        self._now = now = _Attempt(
+            {"epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt}, plan.owners,
+            self._table if plan.owners else self._star, plan.microbatches, averages, plan.uploads,
+            reducer,
+        )  # fmt: skip
+        self._newest = (plan.epoch, *key)
         self._take_up(now)
         return self._again()
 
     def _take_up(self, now: _Attempt) -> None:
-        """The slices that are this member's have a merge each; what is another's now is dropped."""
-        assert self._table is not None, "a plan by owners comes after their table"
-        mine = self._mine
-        for number in [n for n, merge in now.merges.items() if n not in mine and not merge.done]:
-            del now.merges[number]
-            for there in now.arrived.values():  # a later table may give it back, without its sums
-                there.discard(number)
-        for number in mine - now.merges.keys():
-            now.merges[number] = SliceMerge(now.microbatches, self._exchange)
+        """Reduce the chunks that are this worker's; drop partial sums of what is another's now."""
+        now.mine = now.table.owned_by(self.me)
+        dropped = now.reducer.own(now.mine)
+        for there in now.arrived.values():  # a later table may give them back, without their sums
+            there.difference_update(dropped)
 
     def drop(self) -> None:
-        """The attempt that is in progress here has come to nothing."""
+        """This worker gets a state from the coordinator: the attempt goes on without it."""
         self._now = None
 
-    def commit(self, place: dict[str, int], digests: Body) -> list[Action]:
-        """The step is durable, and these are the digests of its slices' averages.
+    def allow(self, credit: Credit) -> list[Action]:
+        """More may be sent to the coordinator."""
+        now = self._now
+        if now is None or not now.is_at(credit):
+            return []
+        now.allowed = max(credit.uploads, now.allowed)
+        ready = [action for number, _, action in now.held_back if number < now.allowed]
+        now.held_back = [entry for entry in now.held_back if entry[0] >= now.allowed]
+        return [*ready]
+
+    def cancel(self, message: Cancel) -> list[Action]:
+        """Others have computed these subtrees: what is held of them is not sent."""
+        now = self._now
+        if now is not None and now.is_at(message):
+            subtrees = {Subtree(lo, hi) for lo, hi in message.subtrees}
+            now.held_back = [entry for entry in now.held_back if entry[1] not in subtrees]
+        return []
+
+    def expect(self, message: AverageDigests, digests: Body) -> list[Action]:
+        """The step is durable, and these are the digests of its averages; the commit follows.
 
         Raises:
-            OutOfPlace: There are not as many as slices.
+            OutOfOrder: There are not as many as chunks.
         """
-        now = self._now
         if len(digests) != DIGEST_BYTES * self._grid.count:
-            raise OutOfPlace(f"SliceDigests: expected {self._grid.count}, got {len(digests)} bytes")
-        if now is None or now.place != place:
+            raise OutOfOrder(f"AverageDigests: {len(digests)} bytes for {self._grid.count} chunks")
+        if self._now is not None and self._now.is_at(message):
+            self._now.expected = digests.tobytes()
+        return []
+
+    def commit(self, message: Commit) -> list[Action]:
+        """The step is durable: it is to be taken once all of its averages are here.
+
+        Raises:
+            OutOfOrder: They are not, and only the coordinator sends them; or their digests.
+        """
+        now, key = self._now, (message.step, message.attempt)
+        if message.scalars is None:  # the step is skipped
+            self._forget(message.step)
             return []
-        now.expected = digests
+        if now is None or not now.is_at(message):
+            return self._take(key, self._averages.get(key))
+        now.committed = True
+        now.held_back.clear()
+        if not now.owners:
+            return self._take(key, now.averages)
+        if now.expected is None:
+            raise OutOfOrder(f"Commit of step {message.step} before the digests of its averages")
         return self._settle(now) or self._ask_if_lost(now)
+
+    def _take(self, key: tuple[int, int], averages: Averages | None) -> list[Action]:
+        if averages is None or not averages.complete:
+            raise OutOfOrder(f"Commit of step {key[0]} before all of its averaged blocks")
+        self._forget(key[0])
+        return [AveragesReady(StepId(*key), averages.arrays)]
+
+    def _forget(self, step: int) -> None:
+        """This step is over."""
+        self._now = None
+        self._averages = {at: here for at, here in self._averages.items() if at[0] > step}
 
     def waits(self) -> list[Action]:
         """Nothing has come for long, though the step is committed: ask the coordinator."""
         now = self._now
-        return self._ask(now) if now is not None and now.expected is not None else []
+        return self._ask(now) if now is not None and now.committed else []
 
-    def averaged(self, message: AveragedGradient, values: Array) -> list[Action]:
-        """A chunk of averages from the coordinator."""
-        now = self._now
-        if now is None or message.step != now.place["step"]:
-            return []
-        if message.attempt != now.place["attempt"]:
-            return []
-        piece = self._blocks[message.block].chunk_slice(message.chunk)
-        now.averages[message.block][piece] = values
-        for number in self._grid.of_block(message.block):
-            _, part = self._grid.place(number)
-            # All slices that end in this chunk: the earlier chunks of a block come before it.
-            if piece.start < part.stop <= piece.stop or part.stop == part.start:
-                self._has(now, number, COORDINATOR)
-        return self._settle(now)
+    # What this worker computes, and what others send.
 
-    # What this member computes, and what peers send.
+    def contribute(
+        self, subtree: Subtree, block: int, weight: float, values: Array
+    ) -> list[Action]:
+        """A block's sum over a subtree is computed: send each chunk to its owner.
 
-    def contribute(self, node: Node, block: int, weight: float, values: Array) -> list[Action]:
-        """A block's sum over a node is computed: send each slice to its owner.
-
-        `values` are kept until the step is over, and are not changed by anyone.
+        `values` may be kept until the step is over, and are not changed by anyone.
         """
         now = self._now
-        if now is None or now.expected is not None:
+        if now is None or now.committed:
             return []
-        now.sums[node, block] = (weight, values)
+        if now.owners:
+            now.sums[subtree, block] = (weight, values)
         actions: list[Action] = []
         for number in self._grid.of_block(block):
-            actions += self._deliver(now, number, node, weight, values)
+            actions += self._deliver(now, number, subtree, weight, values)
         return actions
 
     def _deliver(
-        self, now: _Attempt, number: int, node: Node, weight: float, values: Array
+        self, now: _Attempt, number: int, subtree: Subtree, weight: float, values: Array
     ) -> list[Action]:
-        assert self._table is not None
-        _, part = self._grid.place(number)
-        owner = self._table.owner(number)
+        index, chunk = self._grid.chunk(number)
+        block, owner = self._blocks[index], now.table.owner(number)
+        part = values[block.chunk_slice(chunk)]
         if owner == self.me:
-            return self._put(now, number, (self.me, node, weight), values[part].copy())
-        message = SliceSum(
-            **now.place, owners=self._number, slice=number, worker=self.me,
-            lo=node.lo, hi=node.hi, weight=weight,
+            return self._put(now, number, (self.me, subtree, weight), part.copy())
+        kind = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
+        message = kind(
+            **now.id, owners=self._number if now.owners else 0, block=index, chunk=chunk,
+            lo=subtree.lo, hi=subtree.hi, weight=weight,
         )  # fmt: skip
-        body = packed(values[part], self._exchange.precision)
-        if self.me in self._table.members:
+        body = packed(part, self._exchange.precision)
+        if owner != COORDINATOR and self.me in now.table.members:
             return [ToPeer(owner, message, body)]
-        return [ToCoordinator(message, body)]
+        action = Transmit(message, body)
+        if owner == COORDINATOR and number >= now.allowed:
+            now.held_back.append((number, subtree, action))
+            return []
+        return [action]
 
-    def receive(self, sender: str, message: SliceSum | SliceAverage, body: Body) -> list[Action]:
-        """A slice from another member, or from the coordinator for one that has no links.
+    def receive(
+        self, sender: str, message: GradientPayload | AveragedGradient, body: Body
+    ) -> list[Action]:
+        """A sum or an average, from another worker or from the coordinator.
 
         Raises:
-            OutOfPlace: The sender is not the one that may send this.
+            OutOfOrder: The sender is not the one that may send this.
         """
-        if isinstance(message, SliceSum) and sender not in (COORDINATOR, message.worker):
-            raise OutOfPlace(f"{sender!r} sends a sum as {message.worker!r}")
+        if sender == COORDINATOR and isinstance(message, AveragedGradient):
+            return self._averaged(message, body)
         now = self._now
         theirs = (message.epoch, message.step, message.attempt)
         if theirs > self._newest or message.owners > self._number:
             return self._keep_early(sender, message, body)
         if now is None or theirs < self._newest:
             return []
-        self.came += 1
-        if isinstance(message, SliceSum):
-            return self._sum(now, message, body)
+        self.arrivals += 1
+        if isinstance(message, GradientPayload):
+            return self._sum(now, sender, message, body)
         return self._average(now, sender, message, body)
 
+    def _averaged(self, message: AveragedGradient, body: Body) -> list[Action]:
+        """An average from the coordinator, maybe of a step that this worker computes nothing of.
+
+        By attempt: a block of one that was given up must not be taken for the next one's.
+        """
+        key, number = (message.step, message.attempt), self._number_of(message)
+        averages = self._averages.setdefault(key, Averages(self._grid))
+        averages.put(number, COORDINATOR, self._values(message, body))
+        now = self._now
+        if now is None or not now.owners or now.averages is not averages:
+            return []
+        self.arrivals += 1
+        return self._settle(now)
+
+    def _number_of(self, message: GradientPayload | AveragedGradient) -> int:
+        return self._grid.number(message.block, message.chunk)
+
+    def _values(self, message: GradientPayload | AveragedGradient, body: Body) -> Array:
+        is_sum = isinstance(message, GradientPayload)
+        codec = self._exchange.precision if is_sum else self._exchange.averages
+        return unpacked(body, codec, self._grid.elements(self._number_of(message)))
+
     def _keep_early(
-        self, sender: str, message: SliceSum | SliceAverage, body: Body
+        self, sender: str, message: GradientPayload | AveragedGradient, body: Body
     ) -> list[Action]:
         """It belongs to a step or a table of which the coordinator's word has not come."""
         if self._early_bytes + body.nbytes > limits.PEER_EARLY_BYTES:
-            raise OutOfPlace(f"{sender!r} sends more than may wait for its step")
+            raise OutOfOrder(f"{sender!r} sends more than may wait for its step")
         self._early.append((sender, message, body))
         self._early_bytes += body.nbytes
         return []
@@ -308,158 +438,150 @@ class SlicePart:
             actions += self.receive(sender, message, body)
         return actions
 
-    def _sum(self, now: _Attempt, message: SliceSum, body: Body) -> list[Action]:
-        if not is_node(message.node, now.microbatches):
-            raise OutOfPlace(f"{message.node} is no node over {now.microbatches} microbatches")
-        if message.slice not in now.merges:
+    def _sum(
+        self, now: _Attempt, sender: str, message: GradientPayload, body: Body
+    ) -> list[Action]:
+        if (message.worker != "") != (sender == COORDINATOR):
+            raise OutOfOrder(f"{sender!r} sends a sum as {message.worker!r}")
+        if not is_subtree(message.subtree, now.microbatches):
+            raise OutOfOrder(
+                f"{message.subtree} is no subtree over {now.microbatches} microbatches"
+            )
+        number = self._number_of(message)
+        if number not in now.reducer:
             return []  # it had another owner when this was sent
-        values = unpacked(body, self._exchange.precision, self._grid.elements(message.slice))
-        sent = (message.worker, message.node, message.weight)
-        return self._put(now, message.slice, sent, values)
+        contribution = (message.worker or sender, message.subtree, message.weight)
+        return self._put(now, number, contribution, self._values(message, body))
 
     def _put(
-        self, now: _Attempt, number: int, sent: tuple[str, Node, float], values: Array
+        self, now: _Attempt, number: int, contribution: tuple[str, Subtree, float], values: Array
     ) -> list[Action]:
-        """Add a sum: whose it is, of which node, with which weight."""
-        worker, node, weight = sent
-        block, part = self._grid.place(number)
-        merge = now.merges[number]
-        found = merge.put(worker, node, weight, values, now.averages[block][part])
-        if isinstance(found, Infinite):
-            return [
-                ToCoordinator(
-                    SumNotFinite(
-                        **now.place, slice=number, worker=found.worker,
-                        lo=found.node.lo, hi=found.node.hi,
-                    )
-                )
-            ]  # fmt: skip
-        now.arrived.setdefault((worker, node), set()).add(number)
-        done = self._done(now, number) if found else []
-        return [*done, *self._announce(now, (worker, node)), *(self._settle(now) if found else [])]
+        """Add a sum: whose it is, of which subtree, with which weight."""
+        worker, subtree, weight = contribution
+        result = now.reducer.put(number, worker, subtree, weight, values)
+        if isinstance(result, NonFinite):
+            message = NonFiniteSum(
+                **now.id, lo=result.subtree.lo, hi=result.subtree.hi, worker=result.worker,
+                block=self._grid.chunk(number)[0], device="",
+            )  # fmt: skip
+            return [Transmit(message)]
+        now.arrived.setdefault((worker, subtree), set()).add(number)
+        announced = self._announce(now, (worker, subtree))
+        if result is None:
+            return announced
+        return [*self._reduced(now, number, result.origin), *announced, *self._settle(now)]
 
-    def _announce(self, now: _Attempt, only: tuple[str, Node] | None = None) -> list[Action]:
-        """Tell the coordinator of which nodes all that is this member's is here."""
-        assert self._table is not None
-        mine = self._mine
-        if not mine:
+    def _announce(self, now: _Attempt, only: tuple[str, Subtree] | None = None) -> list[Action]:
+        """Tell the coordinator of which subtrees all that is this worker's is here."""
+        if not now.mine:
             return []
         actions: list[Action] = []
-        for worker, node in [only] if only is not None else list(now.arrived):
-            there = now.arrived[worker, node]
-            whole = len(there) >= len(mine) and mine <= there
-            if whole and (worker, node) not in now.announced:
-                now.announced.add((worker, node))
+        for worker, subtree in [only] if only is not None else list(now.arrived):
+            there = now.arrived[worker, subtree]
+            whole = len(there) >= len(now.mine) and now.mine <= there
+            if whole and (worker, subtree) not in now.announced:
+                now.announced.add((worker, subtree))
                 message = SumsArrived(
-                    **now.place, owners=self._number, worker=worker, lo=node.lo, hi=node.hi
+                    **now.id, owners=self._number, worker=worker, lo=subtree.lo, hi=subtree.hi
                 )
-                actions.append(ToCoordinator(message))
+                actions.append(Transmit(message))
         return actions
 
-    def _done(self, now: _Attempt, number: int) -> list[Action]:
+    def _reduced(self, now: _Attempt, number: int, origin: Origin) -> list[Action]:
         """An average is made: all are to have it, and the coordinator its digest."""
-        assert self._table is not None
-        block, part = self._grid.place(number)
-        self._has(now, number, self.me)
-        place = {**now.place, "owners": self._number, "slice": number}
-        average = SliceAverage(**place)
-        body = packed(now.averages[block][part], self._exchange.averages)
-        done = SliceDone(**place, digest=now.digests[number])
-        others = self._others()
-        actions: list[Action] = [ToPeer(peer, average, body) for peer in others]
-        actions.append(ToCoordinator(done, origin_document(now.merges[number].origin)))
-        if self._table.scribe in (None, self.me):
-            actions.append(self._average_for_the_coordinator(now, number))
+        values = now.averages.part(number)
+        now.averages.senders[number] = self.me
+        digest = now.digests[number] = chunk_digest(values)
+        message, body = self._average_message(now, number)
+        block, chunk = self._grid.chunk(number)
+        reduced = ChunkReduced(
+            **now.id, owners=self._number, block=block, chunk=chunk, digest=digest
+        )
+        actions: list[Action] = [ToPeer(peer, message, body) for peer in self._others(now)]
+        actions.append(Transmit(reduced, origin_document(origin)))
+        if now.table.scribe in (None, self.me):
+            actions.append(Transmit(message, body))
         return actions
 
-    def _others(self) -> list[str]:
+    def _others(self, now: _Attempt) -> list[str]:
         """The other members, those after this one first: not all owners begin with the same."""
-        assert self._table is not None
-        members = self._table.members
+        members = now.table.members
         if self.me not in members:
             return []  # it was an owner when the sums came: the coordinator passes this on
         mine = members.index(self.me)
         return [*members[mine + 1 :], *members[:mine]]
 
-    def _average_for_the_coordinator(self, now: _Attempt, number: int) -> ToCoordinator:
-        block, part = self._grid.place(number)
-        message = SliceAverage(**now.place, owners=self._number, slice=number)
-        return ToCoordinator(message, packed(now.averages[block][part], self._exchange.averages))
+    def _average_for_the_coordinator(self, now: _Attempt, number: int) -> Transmit:
+        return Transmit(*self._average_message(now, number))
+
+    def _average_message(self, now: _Attempt, number: int) -> tuple[AveragedGradient, NDArray[Any]]:
+        block, chunk = self._grid.chunk(number)
+        is_block = self._blocks[block].kind == "block"
+        kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
+        message = kind(**now.id, owners=self._number, block=block, chunk=chunk)
+        return message, packed(now.averages.part(number), self._exchange.averages)
 
     def _average(
-        self, now: _Attempt, sender: str, message: SliceAverage, body: Body
+        self, now: _Attempt, sender: str, message: AveragedGradient, body: Body
     ) -> list[Action]:
-        assert self._table is not None
-        number = message.slice
-        rightful = sender == self._table.owner(number) or (number, sender) in self._owned_before
-        if not rightful:
-            raise OutOfPlace(f"{sender!r} sends the average of slice {number}, which another owns")
-        if number in now.digests:
+        number = self._number_of(message)
+        if sender != now.table.owner(number) and (number, sender) not in now.former:
+            raise OutOfOrder(
+                f"{sender!r} sends the average of chunk {message.chunk} of block {message.block}, "
+                "which another owns"
+            )
+        if number in now.averages.senders:
             return []
-        block, part = self._grid.place(number)
-        elements = self._grid.elements(number)
-        now.averages[block][part] = unpacked(body, self._exchange.averages, elements)
-        self._has(now, number, sender)
-        told: list[Action] = []
-        if self._table.scribe == self.me:
-            told = [self._average_for_the_coordinator(now, number)]
-        return [*told, *self._settle(now)]
+        values = self._values(message, body)
+        now.averages.put(number, sender, values)
+        now.digests[number] = chunk_digest(values)
+        actions: list[Action] = []
+        if now.table.scribe == self.me:
+            actions = [self._average_for_the_coordinator(now, number)]
+        return [*actions, *self._settle(now)]
 
-    def _has(self, now: _Attempt, number: int, sender: str) -> None:
-        """A slice's average is here, for good."""
-        block, part = self._grid.place(number)
-        now.digests[number] = slice_digest(now.averages[block][part])
-        now.senders[number] = sender
-
-    # The end of a step.
+    # The end of a step that workers average.
 
     def _settle(self, now: _Attempt) -> list[Action]:
         """All is here and the step is committed: take it, if it is what the coordinator has."""
-        if len(now.digests) < self._grid.count:
+        if not now.averages.complete:
             return []
-        if now.expected is None:
-            return [LastCame(now.place["step"], now.place["attempt"])]
-        have = b"".join(now.digests[number] for number in range(self._grid.count))
-        expected = now.expected.tobytes()
-        if have != expected:
-            return self._wrong(now, expected)
-        self._now = None
-        return [AllAveraged(now.place["step"], now.place["attempt"], now.averages)]
+        key = (now.id["step"], now.id["attempt"])
+        if not now.committed:
+            return [LastCame(*key)]
+        wrong = [n for n in range(self._grid.count) if not self._is_expected(now, n)]
+        return self._mismatch(now, wrong) if wrong else self._take(key, now.averages)
 
-    def _wrong(self, now: _Attempt, expected: bytes) -> list[Action]:
+    def _is_expected(self, now: _Attempt, number: int) -> bool:
+        assert now.expected is not None, "a commit follows the digests"
+        if number not in now.digests:
+            now.digests[number] = chunk_digest(now.averages.part(number))
+        return now.digests[number] == now.expected[DIGEST_BYTES * number :][:DIGEST_BYTES]
+
+    def _mismatch(self, now: _Attempt, wrong: list[int]) -> list[Action]:
         """Nothing of the step is applied here."""
-        wrong = [
-            number
-            for number in range(self._grid.count)
-            if now.digests[number] != expected[DIGEST_BYTES * number :][:DIGEST_BYTES]
-        ]
-        told = WrongSlice(**now.place, slice=wrong[0], owner=now.senders[wrong[0]])
+        block, chunk = self._grid.chunk(wrong[0])
+        message = AverageMismatch(
+            **now.id, owners=self._number, block=block, chunk=chunk,
+            owner=now.averages.senders[wrong[0]],
+        )  # fmt: skip
         for number in wrong:
-            del now.digests[number]
-        return [ToCoordinator(told), *self._ask(now)]
+            del now.digests[number], now.averages.senders[number]
+        return [Transmit(message), *self._ask(now)]
 
     def lost(self, peer: str) -> list[Action]:
-        """There is no link to this member any more."""
+        """There is no link to this worker any more."""
         del peer
         now = self._now
-        return self._ask_if_lost(now) if now is not None and now.expected is not None else []
+        return self._ask_if_lost(now) if now is not None and now.committed else []
 
     def _ask_if_lost(self, now: _Attempt) -> list[Action]:
-        """A committed slice whose owner has changed meanwhile may never come."""
-        assert self._table is not None
-        number = next((n for n in range(self._grid.count) if n not in now.digests), None)
-        gone = number is not None and self.me not in self._table.members
-        return self._ask(now) if gone or self._owned_before else []
+        """A committed average whose owner has changed meanwhile may never come."""
+        is_outside = not now.averages.complete and self.me not in now.table.members
+        return self._ask(now) if is_outside or now.former else []
 
     def _ask(self, now: _Attempt) -> list[Action]:
-        if now.asked or len(now.digests) == self._grid.count:
+        if now.asked or now.averages.complete:
             return []
         now.asked = True
-        return [ToCoordinator(SlicesWanted(**now.place))]
-
-    def waiting_for(self) -> dict[str, int]:
-        """By owner how many slices of the step in progress have not come."""
-        if self._now is None or self._table is None:
-            return {}
-        missing = (n for n in range(self._grid.count) if n not in self._now.digests)
-        return dict(Counter(self._table.owner(number) for number in missing))
+        return [Transmit(AveragesRequest(**now.id))]

@@ -1,4 +1,4 @@
-"""What does a worker's work: the connection, the device's thread, files that are fetched.
+"""A worker's I/O and threads: the connection, the device's thread, and the files that it fetches.
 
-Imports `worker.logic`, `worker.joining` and `worker.tasks`. Start with `client`, then `engine`.
+Imports `worker.logic`, `worker.join` and `worker.tasks`. Start with `client`, then `engine`.
 """

@@ -1,12 +1,12 @@
-"""Files by digest in a directory that all workers of a user on this machine share.
+"""A cache of files by digest, shared by all workers of a user on this machine.
 
-    blobs/<2 hex digits>/<digest>          whole and verified
-    blobs/<2 hex digits>/<digest>.part     being fetched; its writer holds a lock on it
-    blobs/<2 hex digits>/<digest>.PID.part  likewise, by a process that shares it with nobody
+    blobs/<2 hex digits>/<digest>           complete and verified
+    blobs/<2 hex digits>/<digest>.part      being fetched; its writer holds a lock on it
+    blobs/<2 hex digits>/<digest>.PID.part  being fetched by one process that does not share it
 
-A file gets its name only once its bytes have that digest. What a crash damages later is found
-when the file is used: its digest is computed again by each process. Nothing is ever removed but
-what turned out wrong; the directory may be emptied whenever no run is being prepared.
+A file gets its final name only once its digest is verified, and each process verifies it again
+before use, which finds later damage. Only files with a wrong digest are removed; the directory may
+be emptied whenever no run is being prepared.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from blake3 import blake3
 
 try:
     import fcntl
-except ImportError:  # Windows: each process fetches for itself
+except ImportError:  # Windows: each process fetches its own copy
     fcntl = None  # type: ignore[assignment]
 
 from protocol.base import limits
 from protocol.base.errors import StorageFailed, lock_failure
-from protocol.spec.file_digest import FileDigests
+from protocol.spec.files.file_digest import FileDigests
 from protocol.wire.connection import Body
 
-_REMEDY: Final = "make room there, or name another directory with SAMESTEP_CACHE"
+_REMEDY: Final = "free some space there, or set SAMESTEP_CACHE to another directory"
 _WHOLE_MODE: Final = 0o444
 
 
 class Part:
-    """A file being fetched, locked for the life of this object.
+    """A partial download, locked while this object is open.
 
     Attributes:
-        have: Bytes that are there.
-        resumed: Whether some of them were there before.
+        have: Bytes written so far.
+        resumed: Whether an earlier attempt wrote some of them.
     """
 
     def __init__(self, fd: int, path: Path, target: Path, size: int, digests: FileDigests) -> None:
@@ -50,7 +50,7 @@ class Part:
         self._size = size
         self._hasher = blake3()
         self.have = 0
-        self._read_what_is_there()
+        self._hash_existing_bytes()
         self.resumed = self.have > 0
 
     @property
@@ -61,38 +61,42 @@ class Part:
         """Write the next bytes.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: The write failed.
         """
-        left = values.data
-        with storing("write", self._path):
-            while left:
-                written = os.write(self._fd, left)
-                self._hasher.update(left[:written])
-                self.have += written
-                left = left[written:]
+        remaining = values.data
+        with storage_errors("write", self._path):
+            while remaining:
+                count = os.write(self._fd, remaining)
+                self._hasher.update(remaining[:count])
+                self.have += count
+                remaining = remaining[count:]
 
     def finish(self) -> bool:
-        """Give the whole file its name, if it has its digest; else throw it away. Closes it."""
-        right = self._hasher.hexdigest() == self._target.name
-        with storing("keep", self._target):
+        """Give the complete file its final name if its digest is right, else delete it; close it.
+
+        Returns:
+            Whether the digest was right.
+        """
+        is_valid = self._hasher.hexdigest() == self._target.name
+        with storage_errors("keep", self._target):
             if fcntl is None:
-                self.close()  # Windows renames nothing that is open
-            if right:
+                self.close()  # Windows cannot rename an open file
+            if is_valid:
                 self._path.chmod(_WHOLE_MODE)
                 self._path.replace(self._target)
                 self._digests.remember(self._target, self._target.name)
             else:
                 self._path.unlink()
         self.close()
-        return right
+        return is_valid
 
     def close(self) -> None:
-        """Let others go on with it."""
+        """Release the lock, so that another worker can continue."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _read_what_is_there(self) -> None:
+    def _hash_existing_bytes(self) -> None:
         if os.fstat(self._fd).st_size > self._size:
             os.ftruncate(self._fd, 0)
         while piece := os.read(self._fd, limits.MIB):
@@ -101,49 +105,49 @@ class Part:
 
 
 class BlobCache:
-    """See the module's text. Any number of processes may use one directory."""
+    """The cache in one directory, which any number of processes may use; see the module."""
 
     def __init__(self, directory: Path, digests: FileDigests) -> None:
         self.directory = directory
         self._digests = digests
 
     def find(self, digest: str, size: int) -> Path | None:
-        """The whole file, if it is here and has its digest still."""
+        """Path of the complete file, if it is here and its digest is still right."""
         path = self._path(digest)
         return path if self._digests.holds(path, size, digest) else None
 
     def part_bytes(self, digest: str) -> int:
-        """How much of it an earlier attempt or another worker has fetched."""
+        """Bytes that an earlier attempt or another worker has fetched."""
         try:
             return self._part_path(digest).stat().st_size
         except OSError:
             return 0
 
     def reserve(self, missing_bytes: int) -> None:
-        """Check that there is room, before anything is fetched.
+        """Check for free disk space before anything is fetched.
 
         Raises:
-            StorageFailed: There is not, or nothing can be written there.
+            StorageFailed: There is too little, or the directory is not writable.
         """
-        with storing("use the cache", self.directory):
+        with storage_errors("use the cache", self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.directory).free
         if free < missing_bytes:
             raise StorageFailed(
                 "use the cache",
                 str(self.directory),
-                f"{missing_bytes} bytes are to be fetched, {free} are free; {_REMEDY}",
+                f"expected {missing_bytes} free bytes, got {free}; {_REMEDY}",
             )
 
     def put(self, digest: str, content: Body) -> bool:
-        """Keep a small file; False if its digest is another.
+        """Store a small file; False if its digest is wrong.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: The write failed.
         """
         if blake3(content.data).hexdigest() != digest:
             return False
-        # Two workers may write the same file: each under a name of its own.
+        # Two workers may write the same file: each uses a different temporary name.
         part = self._open(digest, self._path(digest).with_suffix(f".{os.getpid()}.part"), 0)
         assert part is not None
         try:
@@ -154,23 +158,24 @@ class BlobCache:
             raise
         return part.finish()
 
-    def open_part(self, digest: str, size: int, *, own: bool = False) -> Part | None:
-        """Take a large file's part, to be written further; None while another process has it.
+    def open_part(self, digest: str, size: int, *, exclusive: bool = False) -> Part | None:
+        """Open a large file's partial download; None while another process has it locked.
 
         Args:
-            digest: Of the whole.
-            size: Of the whole.
-            own: Do not wait for others: start one that nobody else writes.
+            digest: Digest of the complete file.
+            size: Size of the complete file in bytes.
+            exclusive: Start a separate download for this process instead of sharing one.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: The file cannot be opened.
         """
         path = self._part_path(digest)
-        alone = own or fcntl is None
-        return self._open(digest, path.with_suffix(f".{os.getpid()}.part") if alone else path, size)
+        if exclusive or fcntl is None:
+            path = path.with_suffix(f".{os.getpid()}.part")
+        return self._open(digest, path, size)
 
     def _open(self, digest: str, path: Path, size: int) -> Part | None:
-        with storing("write", path):
+        with storage_errors("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
             try:
@@ -190,8 +195,8 @@ class BlobCache:
 
 
 @contextmanager
-def storing(doing: str, path: Path) -> Iterator[None]:
-    """Turn every OSError inside into a StorageFailed that says what can be done."""
+def storage_errors(doing: str, path: Path) -> Iterator[None]:
+    """Convert an OSError inside into a StorageFailed that says what to do."""
     try:
         yield
     except OSError as error:
@@ -211,10 +216,10 @@ def _lock(fd: int) -> bool:
 
 
 def _is_named(fd: int, path: Path) -> bool:
-    """Whether it still has this name: its last writer may have renamed it, whole, meanwhile."""
+    """Whether the open file still has this name: another writer may have completed it."""
     try:
-        named = path.stat()
+        at_path = path.stat()
     except FileNotFoundError:
         return False
-    ours = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+    by_descriptor = os.fstat(fd)
+    return (at_path.st_dev, at_path.st_ino) == (by_descriptor.st_dev, by_descriptor.st_ino)

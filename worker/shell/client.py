@@ -4,65 +4,70 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import numpy as np
+from numpy.typing import NDArray
 
-from backends.base.interface import Array
 from protocol import __version__
 from protocol.base import limits
 from protocol.base.address import format_address
-from protocol.base.duty import Duty
 from protocol.base.errors import (
     ExitCode,
     Mismatch,
     NotAuthorised,
-    OutOfPlace,
+    OutOfOrder,
     ProtocolError,
     SamestepError,
-    SharedMemoryFull,
     Unreachable,
     error_for,
 )
-from protocol.base.fields import cut_text
-from protocol.host import local_socket
-from protocol.host.machine import Machine
-from protocol.host.secret_file import state_home
-from protocol.host.trace import Tracer
+from protocol.base.fields import Duty, cut_text
+from protocol.exact.tree import Subtree
+from protocol.exact.update import Array
+from protocol.machine import local_socket
+from protocol.machine.machine import Machine
+from protocol.machine.trace import Tracer
+from protocol.spec.manifest import Block
+from protocol.spec.sections.exchange import Codecs
 from protocol.wire import dial, tls, tls_transport
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce, on_this_machine
-from protocol.wire.connection import Body, Connection, Received, encode
+from protocol.wire.connection import Connection, Encoded, Received, encode
 from protocol.wire.messages import (
     AveragedGradient,
     Boundary,
     Challenge,
-    CopyQuestion,
+    DoorOpen,
     Goodbye,
     GradientPayload,
     Heartbeat,
     Hello,
+    Linked,
+    LinkTraffic,
     Message,
+    OpenDoor,
+    Peers,
+    Preparing,
+    Unlinked,
     Welcome,
 )
+from protocol.wire.peers import PeerList, Traffic, parse
 from protocol.wire.transport import Channel, reason_of
-from worker.joining.credentials import WorkerCredentials
+from worker.join.credentials import WorkerCredentials
 from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.fetching import FileEvent
-from worker.logic.fruitless_joins import TOO_OFTEN, FruitlessJoins
+from worker.logic.file_fetch import FileEvent
+from worker.logic.join_failures import TOO_OFTEN, JoinFailures
 from worker.logic.session import WorkerSession
-from worker.peers.exchange import MakeLinks, PeerExchange, socket_links
-from worker.peers.share import AllAveraged, LastCame
-from worker.shell.boundary_turns import BoundaryTurns
-from worker.shell.engine import Engine, Taken, Toolbox
-from worker.shell.host_engine import HostEngine, Several
-from worker.shell.kept_copies import KeptCopies
-from worker.shell.obtaining import Obtainer
+from worker.peers.links import MakeLinks, socket_links
+from worker.peers.share import Action, GradientExchange, LastCame, ToPeer
+from worker.shell.engine import BackendFactory, Engine, Release
+from worker.shell.file_fetcher import FileFetcher
+from worker.shell.group_engine import DeviceSet, GroupEngine
 
 _SHORT_PAUSE_S: Final = 0.25
 """Between attempts at first: a coordinator that restarts is back within a second or two."""
@@ -119,7 +124,7 @@ class Client:
     def __init__(
         self,
         target: Target,
-        toolbox: Toolbox | Several,
+        toolbox: BackendFactory | DeviceSet,
         credentials: WorkerCredentials,
         tell: Callable[[str], None],
         tracer: Tracer | None = None,
@@ -139,27 +144,26 @@ class Client:
         self._instance = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._engine = (
-            HostEngine(toolbox, self._emit, tell, machine)
-            if isinstance(toolbox, Several)
+            GroupEngine(toolbox, self._emit, tell, machine)
+            if isinstance(toolbox, DeviceSet)
             else Engine(toolbox, self._emit, tracer, machine)
         )
-        self._files = Obtainer(self._obtained, cache, machine)
-        self._copies = KeptCopies(state_home)
-        self._copying: Executor | None = None
+        self._files = FileFetcher(self._obtained, cache, machine)
         self._links = links
         self._find_again = find_again
         self._peers: PeerExchange | None = None
         self._session: WorkerSession | None = None
-        self._joins = FruitlessJoins()
+        self._joins = JoinFailures()
         self._trouble = f"connecting to {target.at}"
         self._channel: Channel | None = None
-        self._boundary_turns = BoundaryTurns()
+        self._boundary_turns = InnerCheckpointThrottle()
         self._epochs: dict[str, int] = {}
-        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._loss: asyncio.Future[str] = self._loop.create_future()
         self._leaving: act.Leave | None = None
         self._stop = asyncio.Event()
         self._draining = False
         self._given_bytes = 0
+        self._preparing, self._preparing_told_s = "", self._machine.now_s()
 
     async def serve(self) -> ExitCode:
         """Connect, again and again; gives the exit code.
@@ -173,8 +177,6 @@ class Client:
         finally:
             self._engine.close()
             self._files.close()
-            if self._copying is not None:
-                self._copying.shutdown(wait=False)
 
     def drain(self) -> None:
         """Finish what there is and leave; at once if there is no connection."""
@@ -183,6 +185,11 @@ class Client:
             self._do(self._session.drain())
         else:
             self._stop.set()
+
+    @property
+    def is_device_hanging(self) -> bool:
+        """Whether the device has not answered for much longer than ever before."""
+        return self._engine.is_hanging
 
     def status(self) -> str:
         """What this worker is doing, in one line."""
@@ -203,8 +210,8 @@ class Client:
             left_s = self._target.retry_for_s - (self._machine.now_s() - since_s)
             reason = await self._attempt(max(left_s, _LEAST_ATTEMPT_S))
             leaving = self._leaving
-            refused = leaving is not None and leaving.exit_code == ExitCode.NOT_AUTHORISED
-            if leaving is not None and refused and self._credentials.try_token_next():
+            was_refused = leaving is not None and leaving.exit_code == ExitCode.NOT_AUTHORISED
+            if leaving is not None and was_refused and self._credentials.try_token_next():
                 self._tell(f"{leaving.reason}; trying the join token")
                 continue
             if leaving is not None and not leaving.retry:
@@ -216,10 +223,12 @@ class Client:
                 return ExitCode.OK
             now_s = self._machine.now_s()
             if self._session is not None and self._session.name:
-                if self._joins.lost(self._session, told=leaving is not None and not leaving.failed):
+                if self._joins.connection_lost(
+                    self._session, asked_to_return=leaving is not None and not leaving.failed
+                ):
                     since_s, told_s = now_s, -_TELL_EVERY_S
-                if told := self._joins.told(self._session, reason):
-                    self._tell(told)
+                if warning := self._joins.warning(self._session, reason):
+                    self._tell(warning)
             self._session = None
             left_s = self._target.retry_for_s - (now_s - since_s)
             if left_s <= 0:
@@ -237,8 +246,8 @@ class Client:
 
     def _gives_up(self, reason: str) -> str:
         at, for_s = self._target.at, self._target.retry_for_s
-        if self._joins.fruitless >= TOO_OFTEN:
-            times = self._joins.fruitless
+        if self._joins.count >= TOO_OFTEN:
+            times = self._joins.count
             return f"joined the coordinator at {at} {times} times without a step: {reason}"
         return f"no coordinator at {at} for {for_s:g} s: {reason}"
 
@@ -247,11 +256,11 @@ class Client:
         if self._find_again is None:
             return
         try:
-            found = await self._unless_stopped(self._find_again(), _LOOK_AGAIN_FOR_S)
+            address = await self._unless_stopped(self._find_again(), _LOOK_AGAIN_FOR_S)
         except (OSError, SamestepError):
             return  # the next attempt at the address that is known says what is wrong
-        if found is not None and found != (self._target.host, self._target.port):
-            self._target = replace(self._target, host=found[0], port=found[1])
+        if address is not None and address != (self._target.host, self._target.port):
+            self._target = replace(self._target, host=address[0], port=address[1])
             self._tell(f"the coordinator is at {self._target.at} now")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T], patience_s: float) -> T | None:
@@ -281,7 +290,7 @@ class Client:
         Args:
             patience_s: How long it may take to make it.
         """
-        self._lost = self._loop.create_future()
+        self._loss = self._loop.create_future()
         self._leaving = None
         try:
             connecting = self._connect(min(patience_s, limits.HANDSHAKE_TIMEOUT_MS / 1000))
@@ -291,23 +300,23 @@ class Client:
         if channel is None:
             return "stopped"
         self._channel = channel
-        self._session = WorkerSession(self._epochs, self._allocate)
+        self._session = WorkerSession(self._epochs)
         self._greet(channel)
         beating = self._loop.create_task(self._heartbeat(channel))
         stopping = self._loop.create_task(self._stop.wait())
         try:
-            await asyncio.wait((self._lost, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((self._loss, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
             beating.cancel()
             stopping.cancel()
-        if not self._lost.done():
+        if not self._loss.done():
             channel.goodbye("the worker ends", retry=False)
             return "stopped"
         self._engine.do(act.CancelWork())
         self._files.forget()
         self._leave_peers()
         self._channel = None
-        return self._lost.result()
+        return self._loss.result()
 
     async def _connect(self, timeout_s: float) -> Channel:
         """A connection, over TLS unless told otherwise or it leads to this user's on this machine.
@@ -353,8 +362,8 @@ class Client:
     def _greet(self, channel: Channel) -> None:
         """See who answers; only then say who this is."""
         name = cut_text(self._target.name, 48)
-        if (shown := channel.certificate) is not None:
-            self._certificate = tls.fingerprint(shown)
+        if (certificate := channel.certificate) is not None:
+            self._certificate = tls.fingerprint(certificate)
         try:
             self._secret, enrolled = self._credentials.secret(self._certificate, name)
         except SamestepError as error:
@@ -395,8 +404,20 @@ class Client:
                 channel.abort(f"the coordinator was silent for {silent_s:.0f} s")
             else:
                 channel.send(Heartbeat())
+                self._tell_preparing(channel)
                 if self._peers is not None:
                     self._peers.look()
+
+    def _tell_preparing(self, channel: Channel) -> None:
+        """Tell the coordinator, and now and then the user, how far the preparation is."""
+        text, now_s = cut_text(self._engine.preparing), self._machine.now_s()
+        if text == self._preparing:
+            return
+        self._preparing = text
+        channel.send(Preparing(progress=text))
+        if text and now_s - self._preparing_told_s >= _TELL_EVERY_S:
+            self._preparing_told_s = now_s
+            self._tell(text)
 
     # protocol.transport.ChannelOwner
 
@@ -416,18 +437,9 @@ class Client:
                 self._do(session.receive(message, body))
             case _:
                 if not session.name:
-                    raise OutOfPlace(f"{type(message).__name__} before the handshake")
-                if isinstance(message, CopyQuestion):
-                    self._copying = self._copying or self._machine.thread("copies")
-                    self._copying.submit(self._answer, channel, message, body)
-                    return
-                self._trace("receive", message)
+                    raise OutOfOrder(f"{type(message).__name__} before the handshake")
+                self._trace_received(message)
                 self._do(session.receive(message, body))
-
-    def _answer(self, channel: Channel, question: CopyQuestion, body: Body | None) -> None:
-        """In the thread of copies: nothing of it is the session's."""
-        answered = encode(*self._copies.answer(question, body))
-        self._loop.call_soon_threadsafe(channel.send, answered)
 
     def _prove(self, channel: Channel, challenge: Challenge) -> None:
         certificate = self._certificate or NO_CERTIFICATE
@@ -448,8 +460,8 @@ class Client:
         del channel
         if error is not None and error.exit_code == ExitCode.MISMATCH:
             self._leaving = act.Leave(str(error), retry=False, exit_code=ExitCode.MISMATCH)
-        if not self._lost.done():
-            self._lost.set_result(reason)
+        if not self._loss.done():
+            self._loss.set_result(reason)
 
     # The engine.
 
@@ -464,14 +476,6 @@ class Client:
             self._do(self._session.result(event))
         except Exception as error:  # noqa: BLE001 -- the coordinator must hear of it, or it waits
             self._do(self._session.result(events.DeviceFailed(error)))
-
-    def _allocate(self, elements: int) -> Array:
-        """Where the engine reads averages."""
-        try:
-            return self._engine.allocate(elements)
-        except SharedMemoryFull as error:
-            self._emit(events.DeviceFailed(error))
-            return np.empty(elements, np.float32)  # for what is on its way before the end
 
     def _obtained(self, event: FileEvent) -> None:
         if self._session is not None and self._channel is not None:
@@ -491,8 +495,7 @@ class Client:
                 self._channel.connection.exchange = action.exchange
                 self._meet_peers(action)
             case (
-                act.TellPeers() | act.BeginSlices() | act.DropSlices() | act.Contribute()
-                | act.GiveAverages()
+                act.ForwardToExchange() | act.AbandonAttempt() | act.Contribute()
             ):  # fmt: skip
                 self._do_with_peers(action)
             case act.Apply():
@@ -519,8 +522,9 @@ class Client:
         assert self._session is not None
         self._peers = PeerExchange(
             self._session.run_id, self._session.name, action.blocks, action.exchange,
-            make_links=self._make_links(), transmit=self._transmit_for_peers,
-            averaged=self._slices_averaged, traced=self._trace_last,
+            make_links=self._make_links(),
+            transmit=self._transmit,
+            averaged=self._averages_ready, traced=self._trace_last,
         )  # fmt: skip
 
     def _make_links(self) -> MakeLinks:
@@ -534,34 +538,25 @@ class Client:
 
     def _do_with_peers(self, action: act.Action) -> None:
         peers = self._peers
-        assert peers is not None, "what is about slices comes after Expect"
+        assert peers is not None, "what is about the exchange comes after Expect"
         match action:
-            case act.TellPeers():
+            case act.ForwardToExchange():
                 peers.receive(action.message, action.body)
-            case act.BeginSlices():
-                peers.begin(action.place, action.microbatches)
-            case act.DropSlices():
+            case act.AbandonAttempt():
                 peers.drop()
             case act.Contribute():
                 self._trace_sum(action)
-                peers.contribute(action.node, action.block, action.weight, action.values)
-            case act.GiveAverages():
-                peers.give(action.message, action.values)
+                peers.contribute(action.subtree, action.block, action.weight, action.values)
 
-    def _transmit_for_peers(self, message: Message, body: Any) -> None:
-        if self._channel is not None:
-            self._channel.send(encode(message, body))
-
-    def _slices_averaged(self, found: AllAveraged) -> None:
-        place = events.StepAttempt(found.step, found.attempt)
+    def _averages_ready(self, event: events.AveragesReady) -> None:
         if self._session is None or self._channel is None:
             return
         try:
-            self._do(self._session.result(events.SlicesAveraged(place, found.averages)))
+            self._do(self._session.result(event))
         except ProtocolError as error:
             self._channel.abort(str(error), error)
 
-    def _taken(self, length_bytes: int) -> Taken:
+    def _taken(self, length_bytes: int) -> Release:
         """The engine is given so much: as long as that is a lot no more is read, so that it waits
         where it is on disk, at the coordinator.
 
@@ -587,27 +582,26 @@ class Client:
         if channel is None:
             return
         turns = self._boundary_turns
-        if isinstance(message, Boundary) and turns.leaves_out(message, channel.waiting):
+        if isinstance(message, Boundary) and turns.skips(message, channel.waiting):
             return
-        self._trace("send", message)
         channel.send(encode(message, action.body))
 
-    def _trace(self, direction: str, message: Message) -> None:
+    def _trace_received(self, message: Message) -> None:
         gradient = isinstance(message, GradientPayload | AveragedGradient)
         if self._tracer is not None and gradient:
             fields = message.model_dump()
-            self._tracer.instant(f"{direction} block {fields['block']}", "network", **fields)
+            self._tracer.instant(f"receive block {fields['block']}", "network", **fields)
 
     def _trace_sum(self, action: act.Contribute) -> None:
         session = self._session
         if self._tracer is not None and session is not None:
-            lo, hi = action.node
+            lo, hi = action.subtree
             fields = {"step": session.step, "block": action.block, "lo": lo, "hi": hi}
             self._tracer.instant(f"send block {action.block}", "network", **fields)
 
-    def _trace_last(self, came: LastCame) -> None:
+    def _trace_last(self, last: LastCame) -> None:
         if self._tracer is not None:
-            place = {"step": came.step, "attempt": came.attempt}
+            place = {"step": last.step, "attempt": last.attempt}
             self._tracer.instant("receive blocks", "network", **place)
 
     def _leave(self, action: act.Leave) -> None:
@@ -623,3 +617,168 @@ class Client:
         # Others must not be given what this one failed at: its Goodbye is written first.
         channel.finish()
         self._loop.call_later(limits.GOODBYE_TIMEOUT_MS / 1000, channel.abort, action.reason)
+
+
+class PeerExchange:
+    """A worker's exchange of gradients in one run, once its task is built.
+
+    `share.py` decides what to do, one event at a time: events of the coordinator come in the event
+    loop, those of links in their threads. What goes to the coordinator or to the session is done
+    in the loop.
+
+    Args:
+        run_id: The run's.
+        me: This worker's name.
+        blocks: The manifest's.
+        exchange: How gradients travel.
+        make_links: Makes the connections.
+        transmit: Sends a message to the coordinator; called in the event loop.
+        averaged: Hears that all averages of a committed step are here; likewise.
+        traced: Hears when those that workers average came, before the commit; likewise.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        me: str,
+        blocks: tuple[Block, ...],
+        exchange: Codecs,
+        *,
+        make_links: MakeLinks,
+        transmit: Callable[[act.Transmit], None],
+        averaged: Callable[[events.AveragesReady], None],
+        traced: Callable[[LastCame], None],
+    ) -> None:
+        self._run_id = run_id
+        self._transmit = transmit
+        self._averaged = averaged
+        self._traced = traced
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._lock = threading.RLock()
+        self._share = GradientExchange(me, blocks, exchange)
+        self._links = make_links(me, blocks, exchange, self)
+        self._arrivals_seen = -1
+        self._traffic_sent: dict[str, tuple[int, int]] = {}
+        self._is_closed = False
+
+    # The client's, in its event loop.
+
+    def receive(self, message: Message, body: NDArray[Any] | None) -> None:
+        """Take what the coordinator says about the exchange.
+
+        Raises:
+            RemoteProtocolError: It does not fit.
+        """
+        match message:
+            case OpenDoor():
+                self._open()
+            case Peers():
+                assert body is not None
+                self._links.know(parse(PeerList, body.tobytes()))
+            case _:
+                with self._lock:
+                    self._do(self._share.hear(message, body))
+
+    def _open(self) -> None:
+        try:
+            port, fingerprint = self._links.listen()
+        except OSError:
+            port, fingerprint = 0, NO_CERTIFICATE  # it may dial others all the same
+        message = DoorOpen(run_id=self._run_id, port=port, fingerprint=fingerprint)
+        self._transmit(act.Transmit(message))
+
+    def drop(self) -> None:
+        """The attempt goes on without this worker."""
+        with self._lock:
+            self._share.drop()
+
+    def contribute(self, subtree: Subtree, block: int, weight: float, values: Array) -> None:
+        """A block's sum over a subtree; `values` are not changed any more."""
+        with self._lock:
+            self._do(self._share.contribute(subtree, block, weight, values))
+
+    def look(self) -> None:
+        """Now and then: where a committed step waits and nothing comes, ask for it; and tell what
+        went over links."""
+        if self._share.arrivals == self._arrivals_seen:
+            with self._lock:
+                self._do(self._share.waits())
+        self._arrivals_seen = self._share.arrivals
+        traffic = self._links.traffic()
+        if traffic != self._traffic_sent:
+            self._traffic_sent = traffic
+            document = Traffic(peers=traffic).to_bytes()
+            self._transmit(act.Transmit(LinkTraffic(run_id=self._run_id), document))
+
+    def close(self) -> None:
+        """The run, or the connection to the coordinator, is over."""
+        self._is_closed = True
+        self._links.close()
+
+    # worker.peers.links.LinksOwner
+
+    def on_gradient(self, peer: str, received: Received) -> None:
+        message, body = received
+        assert isinstance(message, GradientPayload | AveragedGradient)
+        assert body is not None
+        with self._lock:
+            self._do(self._share.receive(peer, message, body))
+
+    def on_linked(self, peer: str, mbit: float) -> None:
+        self._transmit(act.Transmit(Linked(run_id=self._run_id, peer=peer, mbit=mbit)))
+
+    def on_unlinked(self, peer: str, reason: str) -> None:
+        message = Unlinked(run_id=self._run_id, peer=peer, reason=cut_text(reason))
+        self._transmit(act.Transmit(message))
+        with self._lock:
+            self._do(self._share.lost(peer))
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        """Perform actions in the event loop: now, or soon if this is another thread."""
+        if threading.get_ident() == self._thread:
+            self._do_in_loop(actions)
+        elif actions and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._do_in_loop, actions)
+
+    def _do_in_loop(self, actions: Sequence[Action]) -> None:
+        encoded: Encoded | None = None
+        for action in actions:
+            if self._is_closed:
+                return
+            match action:
+                case ToPeer(peer, message, body):
+                    if encoded is None or encoded.message is not message:
+                        encoded = encode(message, body)  # once for all that it goes to
+                    self._links.send(peer, encoded)
+                case act.Transmit():
+                    self._transmit(action)
+                case events.AveragesReady():
+                    self._averaged(action)
+                case LastCame():
+                    self._traced(action)
+
+
+class InnerCheckpointThrottle:
+    """Skip an inner checkpoint while an earlier one of the same replica is still being sent.
+
+    An inner checkpoint is as large as a state: on a slow link they would fill the memory. A
+    skipped one only costs a successor some steps; it does not change the result.
+    """
+
+    def __init__(self) -> None:
+        self._is_skipping = False
+
+    def skips(self, piece: Boundary, unsent: Iterable[Message]) -> bool:
+        """Whether not to send this piece. Must be called for every piece, in order.
+
+        Args:
+            piece: One chunk of an inner checkpoint.
+            unsent: Messages of this connection that are not sent yet.
+        """
+        if piece.chunk == 0:
+            replica = piece.replica
+            self._is_skipping = any(
+                isinstance(each, Boundary) and each.replica == replica for each in unsent
+            )
+        return self._is_skipping

@@ -1,7 +1,7 @@
-"""The devices of a host as processes of their own, with shared memory between them.
+"""Runs each device of a multi-device worker in a process of its own, with shared memory.
 
-A device's process holds nothing that outlives it, and ends when the host's does: it reads the end
-of its pipe. Shared memory has no name, so it is gone with the last of them.
+A device process ends when the worker does, because it reads the end of its pipe, and leaves nothing
+behind: the shared memory has no name and is freed with the last process.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from typing import Final
 
 from backends.base.interface import Array
 from protocol.base.errors import UsageError
-from protocol.command.own_command import own_command, own_environment
-from protocol.host.memory import killed_for_memory, killed_more
-from protocol.host.shared_memory import SharedMemory
+from protocol.cli.command_line import child_environment, command_of
+from protocol.exact.replica import PartKind, Replica
+from protocol.machine.memory import killed_for_memory, killed_more
+from protocol.machine.shared_memory import Extent, SharedMemory
+from protocol.spec.manifest import Block
+from protocol.spec.sections.optimizer import OptimizerSpec
 from worker.logic import actions as act
-from worker.shell.device_pipe import Packed, Pipe, Reports, pack_order
-from worker.shell.engine import Taken
-from worker.shell.host_engine import Link, Lost, Told
+from worker.shell.device_pipe import Packed, Pipe, order_codec, report_codec
+from worker.shell.group_engine import Link, LossHandler, ReportHandler
 
 _END_TIMEOUT_S: Final = 10.0
 
 
 class DeviceProcesses:
-    """See `host_engine.Devices`.
+    """Implements `group_engine.Devices` with processes.
 
     Args:
-        devices: Number or part of the name of each device, by the name that people read.
-        backend: Of all.
-        tell: Takes what a device's process wants a person to know.
-        trace: Where the traces go, one file for each device beside this one.
-        module: What each process runs.
+        devices: Number or part of the name of each device, by display name.
+        backend: The backend of all devices.
+        tell: Prints a line of a device process.
+        trace: Trace file of the worker; each device writes one beside it.
+        module: The module that each process runs.
 
     Raises:
-        UsageError: This system has not what it takes.
+        UsageError: This system has no anonymous shared memory, or limits it.
     """
 
     def __init__(
@@ -54,10 +56,10 @@ class DeviceProcesses:
     ) -> None:
         if not hasattr(os, "memfd_create"):
             raise UsageError(
-                "several devices in one worker need Linux: start a worker for each, such as "
-                "worker --gpus 0"
+                "several devices in one worker need Linux: start one worker for each device, such "
+                "as worker --gpus 0"
             )
-        self._wanted = devices
+        self._devices = devices
         self._backend = backend
         self._tell = tell
         self._trace = trace
@@ -66,130 +68,134 @@ class DeviceProcesses:
             self._memory = SharedMemory()
         except OSError as error:
             raise UsageError(
-                "several devices of one worker share memory: expected no limit of addresses and "
-                f"of a file's length, got {(error.strerror or str(error))!r}; ulimit -v unlimited, "
-                "ulimit -f unlimited, or start a worker for each device"
+                "several devices of one worker share memory: expected no limit on address space "
+                f"and file size, got {(error.strerror or str(error))!r}; run ulimit -v unlimited "
+                "and ulimit -f unlimited, or start one worker for each device"
             ) from error
-        self._begun: list[_Process] = []
+        self._processes: list[_Process] = []
 
-    def allocate(self, elements: int) -> Array:
-        """See `host_engine.Devices`.
+    def replica(self, blocks: tuple[Block, ...], optimizer: OptimizerSpec) -> Replica:
+        """See `group_engine.Devices`."""
 
-        Raises:
-            SharedMemoryFull: There is no room.
-        """
-        return self._memory.new_array(elements)
-
-    def shared(self, values: Array, *, once: bool) -> Array:
-        """See `host_engine.Devices`; those that lie there already are not copied."""
-        if self._memory.place_of(values) is not None:
+        def zeros(kind: PartKind, block: int) -> Array:
+            del kind
+            values = self._memory.new_array(blocks[block].elements, once=True)
+            values.fill(0)
             return values
-        own = self._memory.new_array(len(values), once=once)
-        own[:] = values
-        return own
 
-    def begin(self, name: str, told: Told, lost: Lost) -> Link:
-        """See `host_engine.Devices`."""
+        return Replica(blocks, optimizer, zeros)
+
+    def start(self, name: str, on_report: ReportHandler, on_loss: LossHandler) -> Link:
+        """See `group_engine.Devices`."""
         trace = self._trace and str(self._trace.with_stem(f"{self._trace.stem}-{name}"))
-        arguments = (self._module, name, self._backend, _argument(self._wanted[name]), trace or "")
-        process = _Process(arguments, self._memory, told, lost, self._tell)
-        self._begun.append(process)
+        arguments = (self._module, name, self._backend, _argument(self._devices[name]), trace or "")
+        process = _Process(arguments, self._memory, on_report, on_loss, self._tell)
+        self._processes.append(process)
         return process
 
+    @property
+    def preparing(self) -> str:
+        """See `group_engine.Devices`."""
+        return next((each.preparing for each in self._processes if each.preparing), "")
+
     def close(self) -> None:
-        """See `host_engine.Devices`."""
-        for process in self._begun:
+        """See `group_engine.Devices`."""
+        for process in self._processes:
             process.wait()
 
 
 class _Process:
-    """One device's process, and the thread that hears it."""
+    """One device process, and the thread that reads its reports."""
 
     def __init__(
         self,
         arguments: Sequence[str],
         memory: SharedMemory,
-        told: Told,
-        lost: Lost,
+        on_report: ReportHandler,
+        on_loss: LossHandler,
         tell: Callable[[str], None],
     ) -> None:
         ours, theirs = socket.socketpair()
-        own = SharedMemory()
-        self._host_memory = memory
-        self._reports = Reports(own)
+        device_memory = SharedMemory()
+        self._unneeded: deque[Extent] = deque()
+        self._orders, self._reports = (
+            order_codec(memory),
+            report_codec(device_memory, self._unneeded),
+        )
         self._pipe = Pipe(ours)
-        self._told, self._lost, self._tell = told, lost, tell
-        self._given: deque[tuple[act.DeviceAction, Taken]] = deque()
+        self._on_report, self._on_loss, self._tell = on_report, on_loss, tell
         self._ending = False
+        self.preparing = ""
         self._killed_before = killed_for_memory()
-        module, *given = arguments
+        module, *options = arguments
         with theirs:
-            fds = (theirs.fileno(), memory.fd, own.fd)
+            fds = (theirs.fileno(), memory.fd, device_memory.fd)
             self._process = subprocess.Popen(  # noqa: S603 -- our own command
-                [*own_command(module), *map(str, fds), *given],
-                pass_fds=fds, env=own_environment(), stdin=subprocess.DEVNULL,
+                [*command_of(module), *map(str, fds), *options],
+                pass_fds=fds, env=child_environment(), stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
-        own.close()
-        self._thread = threading.Thread(target=self._hear, name="device", daemon=True)
+        device_memory.close()
+        self._thread = threading.Thread(target=self._receive, name="device", daemon=True)
         self._thread.start()
 
-    def give(self, action: act.DeviceAction, done: Taken) -> None:
-        if isinstance(action, act.Apply | act.LoadChunk):
-            # It takes these in turn; until then their memory is not given to anything else.
-            self._given.append((action, done))
-        else:
-            done()
-        self._pipe.send(*self._freed(), pack_order(action, self._host_memory))
+    def send(self, order: act.GroupOrder) -> None:
+        self._pipe.send(*self._freed_extents(), self._orders.pack(order))
 
     def end(self) -> None:
         self._ending = True
         self._pipe.close()
 
     def wait(self) -> None:
-        """Until it is gone; it is killed if that takes long."""
+        """Wait until the process is gone; kill it if that takes too long."""
         try:
             self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
+        reason = ""
         for packed in self._pipe.received():
+            if packed[0] == "gone":
+                reason = f"was ended: {packed[1]}"
+                break
             self._read(packed)
-            if freed := self._freed():
+            if freed := self._freed_extents():
                 self._pipe.send(*freed)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S)
+        if not reason:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_TIMEOUT_S)
+        self.preparing = ""
         self._process.kill()
+        if reason and not self._ending:
+            self._on_loss(reason)  # a driver may hold up the end of its process
         code = self._process.wait()
-        while self._given:
-            self._given.popleft()[1]()
-        if not self._ending:
-            self._lost(_how(code, self._killed_before))
+        if not reason and not self._ending:
+            self._on_loss(_describe_end(code, self._killed_before))
 
     def _read(self, packed: Packed) -> None:
         match packed:
             case ["say", text]:
                 self._tell(text)
-            case ["taken"]:
-                self._given.popleft()[1]()
+            case ["preparing", text]:
+                self.preparing = text
             case _:
-                self._told(self._reports.unpack(packed))
+                self._on_report(self._reports.unpack(packed))
 
-    def _freed(self) -> list[Packed]:
-        unneeded, places = self._reports.unneeded, []
+    def _freed_extents(self) -> list[Packed]:
+        unneeded, extents = self._unneeded, []
         with contextlib.suppress(IndexError):
             while True:
-                places.append(unneeded.popleft())
-        return [["free", places]] if places else []
+                extents.append(unneeded.popleft())
+        return [["free", extents]] if extents else []
 
 
 def _argument(device: int | str | None) -> str:
     return "" if device is None else str(device)
 
 
-def _how(code: int, killed_before: Mapping[str, int]) -> str:
+def _describe_end(code: int, killed_before: Mapping[str, int]) -> str:
     if code == -signal.SIGKILL and killed_more(killed_before, killed_for_memory()):
         return "was killed by the kernel for memory (oom_kill)"
     if code < 0:

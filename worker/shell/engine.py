@@ -1,54 +1,58 @@
-"""The device's thread: builds the task, computes nodes, applies steps; one job after the other.
+"""The device thread: builds the task, computes subtrees, applies steps, one action at a time.
 
-Everything that takes time happens here, away from the network. Results come back through `emit`,
-which is called in this thread.
+All slow work runs here, off the event loop that serves the network. Results are returned through
+`emit`, which is called in this thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from backends.base import progress
 from backends.base.interface import (
-    Array,
     Backend,
     Batch,
     BlockGradient,
+    ComputesCoupledLoss,
     ComputesInPlace,
+    GradientStream,
     Leaf,
     Loss,
-    NodeGradients,
     Program,
+    Trainable,
+    UnlikeCounters,
 )
-from backends.base.node_stream import rounded_by_microbatch
+from backends.base.subtree_gradients import rounded_by_microbatch
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,
+    DeviceError,
     MainMemoryTooSmall,
     RunFailed,
     SamestepError,
     ScriptMissing,
     SubnormalsFlushed,
-    in_words,
-    raised_words,
+    describe_error,
+    describe_raised,
 )
 from protocol.base.fields import cut_text
-from protocol.exact.replica import PartKind, Replica, StatePart
+from protocol.exact.inner_phases import InnerPhaseOrder, Steps, order_of_steps
+from protocol.exact.kernels.library import use_threads
+from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
-from protocol.exact.stretches import Steps, StretchOrder, order_of_steps
 from protocol.exact.subnormals import check_subnormals
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.exact.tree_sum import tree_sum
-from protocol.exact.update import StepScalars
-from protocol.host.machine import Machine
-from protocol.host.memory import figures_of
-from protocol.host.trace import Tracer, now_us
-from protocol.spec.idle_keys import TASK_SECTIONS
+from protocol.machine.machine import Machine
+from protocol.machine.memory import figures_of
+from protocol.machine.processor import usable_cores
+from protocol.machine.trace import Tracer, now_us
+from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from worker.logic import actions as act
 from worker.logic.events import (
@@ -57,63 +61,117 @@ from worker.logic.events import (
     BuildFailed,
     Built,
     DeviceFailed,
-    Event,
-    FilesWanted,
+    FilesNeeded,
+    InitialParameters,
+    InnerStateNeeded,
     MicrobatchRows,
-    NodeDone,
     PartEvaluated,
-    StateCopied,
-    StepAttempt,
-    StretchStateWanted,
+    ReplicaReleased,
+    StepId,
+    SubtreeDone,
     TaskRefused,
+    WeightsTaken,
 )
-from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
-from worker.shell.replay import ReplayCheck, refuse_unsteady_batch
-from worker.shell.samples_named import samples_named
-from worker.shell.signature import library_versions, probe_digest, rows_probe, signature_digest
-from worker.shell.stretches import Bytes, Stretches
-from worker.tasks.base import DrawsBatches, ReadsFiles, Task
+from worker.shell.batches import (
+    evaluation_of_each_shape,
+    microbatch_of_each_shape,
+    report_samples,
+)
+from worker.shell.counter_check import CounterCheck
+from worker.shell.coupled_step import CoupledStep, check_embeddings
+from worker.shell.device_watch import DeviceWatch
+from worker.shell.hashed_replica import HashedReplica, copy_state
+from worker.shell.inner_phases import InnerPhases
+from worker.shell.numerics_profile import (
+    library_versions,
+    numerics_digest,
+    probe_digest,
+    rows_probe,
+)
+from worker.shell.replay import ReplayCheck, refuse_unstable_batch
+from worker.tasks.base.task import DrawsBatches, ReadsFiles, Task
 
 if TYPE_CHECKING:
-    from worker.tasks.additivity import SumTrial
+    from worker.tasks.checks.additivity import SumTrial
 
-TRIED_AGAIN_AT_STEP: Final = 2
-"""What a task keeps to, as its loss being a sum, is tried again after this step, or after the first
-one that this worker takes, if that is later: at the weights of then."""
+SUM_TRIAL_STEP: Final = 2
+"""The check that the loss is a sum over samples is repeated once after this step, at the trained
+weights; a worker that joins later repeats it after its first step."""
 _STEPS_AHEAD: Final = 8
-"""So far ahead of a step the files of the next ones are asked for."""
-_APPLIES: Final = "the worker's thread that applies updates"
+"""Files of this many upcoming steps are requested in advance."""
+_NEVER_HANG: Final = ("cpu", "scripted")
+_OVER: Final = object()
+"""After the last event of an inner phase."""
+_CHECKED_STEPS: Final = 2
+"""First steps in which a user's loss over all samples is computed twice, to compare."""
+_UPDATE_THREAD: Final = "the worker's thread that applies updates"
 
 
-Taken = Callable[[], None]
-"""Called in the engine's thread when it needs no more of what it was given."""
+Release = Callable[[], None]
+"""Called in the engine's thread once the arrays of an action are no longer needed."""
 
 
-def _nobody_waits() -> None:
+def _release_nothing() -> None:
     pass
 
 
 def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
-    """What a task or a library under it raised; another machine may have the memory."""
-    words = in_words(error)
-    if words == type(error).__name__:  # it has no text: at least where
-        words = raised_words(error)
-    told = f"the task {spec.task!r} cannot be built: {words}"
-    if words == NO_MEMORY:
-        return BuildFailed(run_id, RunFailed(f"{told}{figures_of(error)}"), own=True)
-    return BuildFailed(run_id, DataError(told))
+    """Convert an exception of a task or a library; out of memory fails this machine only."""
+    reason = describe_error(error)
+    if reason == type(error).__name__:  # no message: name the line that raised it
+        reason = describe_raised(error)
+    text = f"the task {spec.task!r} cannot be built: {reason}"
+    if reason == NO_MEMORY:
+        return BuildFailed(run_id, RunFailed(f"{text}{figures_of(error)}"), is_local=True)
+    return BuildFailed(run_id, DataError(text))
 
 
 def _traits(backend: Backend, job: _Job) -> dict[str, str]:
-    """What decides a gradient's bits, beside the probe."""
-    kept = {"subnormals": "kept" if job.keeps_subnormals else "flushed"}
+    """Everything that decides a gradient's bits besides the probe."""
+    subnormals = {"subnormals": "kept" if job.keeps_subnormals else "flushed"}
     if job.spec.arithmetic.is_canonical:
         return {"arithmetic": str(job.spec.arithmetic)}
     versions = library_versions(job.task.trainable.module)
-    return {**backend.signature(job.spec.threads), **versions, **kept}
+    return {**backend.numerics_profile(job.spec.threads), **versions, **subnormals}
 
 
-def _gradients(job: _Job, leaves: Sequence[Leaf]) -> NodeGradients:
+def _samples_of_step(order: SampleOrder, action: act.Compute) -> Sequence[Sequence[int]]:
+    """Return the samples of each microbatch of a step.
+
+    Raises:
+        DataError: The coordinator plans another number of microbatches.
+    """
+    step, samples = action.step_id.step, order.microbatches(action.step_id.step)
+    if len(samples) != action.microbatches:
+        raise DataError(
+            f"step {step}: expected {len(samples)} microbatches, got a plan of "
+            f"{action.microbatches}; see that coordinator and worker read the same data"
+        )
+    return samples
+
+
+def trainable_of(task: Task, spec: RunSpec) -> Trainable:
+    """Return a task's trainable with what the run spec says of it."""
+    return replace(task.trainable, arithmetic=spec.arithmetic, unit=spec.batch.unit)
+
+
+def _check_manifest(spec: RunSpec, manifest: Manifest) -> None:
+    if manifest.embeddings is not None:
+        check_embeddings(spec, manifest.embeddings)
+    changing = [block for block in manifest.blocks if not block.is_trained]
+    if changing and spec.replicas is not None:
+        raise DataError(
+            f"{changing[0].tensors[0].name!r} changes in forward, which replicas of inner steps "
+            "would each follow by itself; remove replicas, or use layers without running state"
+        )
+
+
+def _coupled_program(job: _Job) -> ComputesCoupledLoss:
+    assert isinstance(job.program, ComputesCoupledLoss), "others were refused"
+    return job.program
+
+
+def _gradients(job: _Job, leaves: Sequence[Leaf]) -> GradientStream:
     if job.spec.exchange.precision == "bfloat16":
         return rounded_by_microbatch(job.program, leaves, len(job.task.manifest.blocks))
     return job.program.gradients(leaves)
@@ -125,10 +183,10 @@ def _batch(task: Task, samples: Sequence[int], seed: int) -> Batch:
     return task.batch(samples)
 
 
-def _trial_of(task: Task, spec: RunSpec) -> SumTrial | None:
-    if spec.task in TASK_SECTIONS:
+def _sum_trial(task: Task, spec: RunSpec) -> SumTrial | None:
+    if not spec.is_own_task or spec.batch.unit == "microbatch":
         return None
-    from worker.tasks.additivity import sum_trial_of  # noqa: PLC0415 -- imports torch
+    from worker.tasks.checks.additivity import sum_trial_of  # noqa: PLC0415 -- imports torch
 
     return sum_trial_of(task)
 
@@ -136,24 +194,27 @@ def _trial_of(task: Task, spec: RunSpec) -> SumTrial | None:
 def _replay(
     spec: RunSpec, task: Task, program: Program, example: Batch, order: SampleOrder
 ) -> ReplayCheck | None:
-    """Nothing moves where nothing is computed."""
+    """The check for hidden state; None for a scripted device, which computes nothing."""
     if task.trainable.module is None:
         return None
-    if isinstance(task, ReadsFiles):  # samples come later
+    if isinstance(task, ReadsFiles):  # the sample files are not here yet
         return ReplayCheck(spec, task, program, example, [lambda: example])
     first = partial(_first_batch, spec, task, order, 0)
     return ReplayCheck(spec, task, program, example, [first, _unseen_batch(spec, task, order)])
 
 
 def _unseen_batch(spec: RunSpec, task: Task, order: SampleOrder) -> Callable[[], Batch]:
-    """Makes a microbatch of samples that no trial has computed, where there is one: what is kept
-    by sample is not there yet."""
-    seen = {0, 1, *order.microbatches(0)[0]}  # the first samples of the data are tried with a loss
+    """Return a function that makes a microbatch of samples that no trial has computed yet.
+
+    State that a task keeps per sample does not exist for those. Falls back to the last candidate
+    in a data set that is too small.
+    """
+    built_on = {0, 1, *order.microbatches(0)[0]}  # the build computed a loss on the first samples
     steps = sorted({0, 1 % order.steps_per_epoch, order.steps_per_epoch - 1})
-    places = [(step, n) for step in steps for n in range(len(order.microbatches(step)))]
+    candidates = [(step, n) for step in steps for n in range(len(order.microbatches(step)))]
     step, number = next(
-        (each for each in places if seen.isdisjoint(order.microbatches(each[0])[each[1]])),
-        places[-1],
+        (each for each in candidates if built_on.isdisjoint(order.microbatches(each[0])[each[1]])),
+        candidates[-1],
     )
     samples = order.microbatches(step)[number]
     return partial(_batch, task, samples, microbatch_seed(spec.seed, step, number))
@@ -164,26 +225,26 @@ def _first_batch(spec: RunSpec, task: Task, order: SampleOrder, step: int) -> Ba
     return _batch(task, order.microbatches(step)[0], microbatch_seed(spec.seed, step, 0))
 
 
-class _Unfit(Exception):
+class _DeviceRefusal(Exception):
     """The device refuses the task."""
 
     def __init__(self, error: SamestepError) -> None:
         self.error = error
 
 
-class Toolbox(Protocol):
-    """Where backend and task come from; both import what they need only when asked."""
+class BackendFactory(Protocol):
+    """Creates the backend and the tasks; imports torch and the like only when called."""
 
     def backend(self) -> Backend:
-        """The device this engine owns."""
+        """Return the device that this engine owns."""
 
     def task(self, spec: RunSpec) -> Task:
-        """The task of a run spec."""
+        """Build the task of a run spec."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """A built task: kept between runs of the same spec, for it takes seconds to build."""
+    """A built task, reused by the next run of the same spec: building takes seconds."""
 
     spec: RunSpec
     inputs: str | None
@@ -195,230 +256,211 @@ class _Job:
     probe_digest: str
     keeps_subnormals: bool
     run_id: str = ""
-    asked: set[str] = field(default_factory=set)
-    """Files that will be needed soon and were asked for."""
-    fresh: bool = True
-    """Whether the replica is in the initial state still."""
-    whole: bool = True
-    """Whether the replica is in one state: not while another's is being loaded."""
-    stretches: Stretches | None = None
-    """Of a run with replicas."""
-    loaded: bool = True
-    """Whether the device has the replica's parameters: a stretch leaves its own there."""
-    averaged: bool = False
-    """Whether the device has the average that an optimizer keeps, to measure it."""
+    requested_files: set[str] = field(default_factory=set)
+    """Files of upcoming steps that were already requested."""
+    uses_group_replica: bool = False
+    """Whether the replica belongs to a device group: read here, changed by the group's engine."""
+    is_initial: bool = True
+    """Whether the replica still holds the initial state."""
+    is_complete: bool = True
+    """False while another replica's state is being loaded chunk by chunk."""
+    inner_phases: InnerPhases | None = None
+    """For a run with replicas."""
+    coupled_step: CoupledStep | None = None
+    """Where the loss couples all samples of a step: that of the attempt in progress."""
+    has_weights_loaded: bool = True
+    """Whether the device has the replica's parameters: an inner phase leaves its own there."""
+    has_average_loaded: bool = False
+    """Whether the device has the optimizer's averaged parameters, which evaluation uses."""
+    counters: CounterCheck = field(default_factory=lambda: CounterCheck(()))
+    """The counters that forward changes."""
     trial: SumTrial | None = None
-    """Of the loss, until it has been tried again."""
+    """The check that the loss is a sum, until it has been repeated."""
     replay: ReplayCheck | None = None
-    """Compares what the task computes with what it computed first; None for a scripted device."""
-    fault: DataError | None = None
-    """Why the task cannot be trained, where that was found after some steps."""
+    """The check for hidden state; None for a scripted device."""
+    error: DataError | None = None
+    """Why the task cannot be trained, if that showed only after some steps."""
 
 
 class Engine:
-    """Owns the device; call its methods from one other thread."""
+    """Owns the device. Its methods must be called from a single thread other than its own.
+
+    Args:
+        factory: Creates the backend and the tasks.
+        emit: Receives each `Event`, or each `GroupReport` of a device in a group; called in the
+            engine's threads.
+        tracer: Records when each piece of work ran.
+        machine: Threads and clock.
+        in_group: Whether the device belongs to a group, whose devices share one replica.
+        prepares: Called with each line about how far the preparation of a task is.
+
+    Attributes:
+        preparing: The last of these lines; empty while no task is prepared.
+    """
 
     def __init__(
         self,
-        toolbox: Toolbox,
-        emit: Callable[[Event], None],
+        factory: BackendFactory,
+        emit: Callable[[Any], None],
         tracer: Tracer | None = None,
         machine: Machine | None = None,
+        *,
+        in_group: bool = False,
+        prepares: Callable[[str], None] | None = None,
     ) -> None:
-        self._toolbox = toolbox
+        self._factory = factory
         self._emit = emit
         self._tracer = tracer
         self._machine = machine or Machine()
         self._job: _Job | None = None
         self._generation = 0
-        self._cancelled: set[tuple[StepAttempt, Node]] = set()
-        self._digests = self._machine.thread("digest")
-        self._digest: Future[None] | None = None
+        self._cancelled: set[tuple[StepId, Subtree]] = set()
+        self._current_generation = 0
+        """The generation of the action that is running."""
+        self._in_group = in_group
+        self._replica = HashedReplica(
+            self._machine,
+            lambda step, digest: emit(Applied(step, digest)),
+            lambda error: emit(DeviceFailed(error)),
+        )
+        self._prepares = prepares
+        self.preparing = ""
+        self._watch = DeviceWatch(self._report_hang)
         self._thread = self._machine.device_thread("engine")
 
     @property
+    def is_hanging(self) -> bool:
+        """Whether the device has not answered for much longer than ever before."""
+        return self._watch.is_hanging
+
+    @property
     def devices(self) -> int:
-        """How many compute."""
+        """Number of devices that compute."""
         return 1
 
-    def allocate(self, elements: int) -> Array:
-        """Memory for averages: flat float32."""
-        return np.empty(elements, np.float32)
-
-    def do(self, action: act.DeviceAction, taken: Taken = _nobody_waits) -> None:
-        """Do what the session asks of the device.
+    def do(
+        self, action: act.DeviceAction | act.GroupOrder, release: Release = _release_nothing
+    ) -> None:
+        """Queue an action of the session, or of the group this device belongs to.
 
         Args:
-            action: What.
-            taken: Called in this object's thread once it needs no more of the values in it.
+            action: The action; `CancelWork` and `CancelSubtree` take effect at once.
+            release: Called in this object's thread once the action's arrays are no longer needed.
         """
         match action:
-            case act.OpenDevice():
-                self.open()
-            case act.Build():
-                self.build(action.run_id, action.spec, keep=action.keep, inputs=action.inputs)
-            case act.Compute():
-                self.compute(action.place, action.microbatches, action.node)
-            case act.GiveStretch():
-                self.give_stretch(
-                    action.place, action.replica, action.inner, action.content, own=action.own
-                )
             case act.CancelWork():
-                self.cancel()
-            case act.CancelNode():
-                self.cancel_node(action.place, action.node)
-            case act.Apply():
-                self.apply(action.averages, action.scalars, taken, attempt=action.attempt)
-            case act.LoadChunk():
-                place = action.kind, action.block, action.chunk
-                self.load_chunk(*place, action.values, taken)
-            case act.Restore():
-                self.restore(action.step, action.optimizer_step)
-            case act.Evaluate():
-                self.evaluate(action.step, action.part)
-            case act.CopyState():
-                self.copy_state()
-
-    def open(self) -> None:
-        """Open the device; gives DeviceFailed if it cannot be used."""
-        self._submit(self._toolbox.backend)
-
-    def build(
-        self, run_id: str, spec: RunSpec, *, keep: bool = False, inputs: str | None = None
-    ) -> None:
-        """Build the task, or take the one that is there; gives Built or BuildFailed.
-
-        The replica starts anew, unless it is to keep the state that it has of this run.
-        """
-        self._submit(lambda: self._build(run_id, spec, inputs, keep=keep))
-
-    def compute(self, place: StepAttempt, microbatches: int, node: Node) -> None:
-        """Compute a node unless cancelled before; gives its BlockSums, then NodeDone."""
-        generation = self._generation
-        self._submit(lambda: self._compute(generation, place, microbatches, node))
-
-    def give_stretch(
-        self, place: StepAttempt, replica: int, inner: int, content: Bytes, *, own: bool
-    ) -> None:
-        """What the coordinator knows of a stretch; see `Stretches.given`."""
-        self._submit(lambda: self._give_stretch(place, replica, inner, content, own=own))
-
-    def cancel(self) -> None:
-        """Abandon the node in work and those that wait."""
-        self._generation += 1
-        self._cancelled = set()
-
-    def cancel_node(self, place: StepAttempt, node: Node) -> None:
-        """Abandon this node, and no other."""
-        self._cancelled = {*self._cancelled, (place, node)}
-
-    def apply(
-        self,
-        averages: list[Array],
-        scalars: StepScalars | None,
-        taken: Taken = _nobody_waits,
-        *,
-        attempt: int = 0,
-    ) -> None:
-        """Take the step, or skip it without scalars; gives Applied. Then `taken` is called."""
-        self._submit(lambda: self._apply(averages, scalars, attempt), taken)
-
-    def load_chunk(
-        self, kind: PartKind, block: int, chunk: int, values: Array, taken: Taken = _nobody_waits
-    ) -> None:
-        """Take a chunk of another replica's state. Then `taken` is called, in this thread."""
-        self._submit(lambda: self._load_chunk(kind, block, chunk, values), taken)
-
-    def restore(self, step: int, optimizer_step: int) -> None:
-        """All chunks are there; gives Applied."""
-        self._submit(lambda: self._restore(step, optimizer_step))
-
-    def evaluate(self, step: int, part: int) -> None:
-        """Evaluate one held-out part unless cancelled before; gives PartEvaluated."""
-        generation = self._generation
-        self._submit(lambda: self._evaluate(generation, step, part))
-
-    def copy_state(self) -> None:
-        """Give StateCopied."""
-        self._submit(self._copy_state)
+                self._generation += 1
+                self._cancelled = set()
+                release()
+            case act.CancelSubtree():
+                self._cancelled = {*self._cancelled, (action.step_id, action.subtree)}
+                release()
+            case _:
+                generation = self._generation
+                self._thread.submit(lambda: self._work(action, generation, release))
 
     def close(self) -> None:
-        """Abandon everything and end the thread."""
-        self.cancel()
-        self._submit(self._free)
+        """Abandon all work and end the thread."""
+        self.do(act.CancelWork())
+        self._thread.submit(self._free)
         self._thread.close(10)
-        self._digests.shutdown(wait=False, cancel_futures=True)
+        self._watch.close()
+        self._replica.close()
 
     # In the engine's thread.
 
-    def _submit(self, work: Callable[[], object], done: Taken = _nobody_waits) -> None:
-        self._thread.submit(lambda: self._guarded(work, done))
-
-    def _guarded(self, work: Callable[[], object], done: Taken) -> Iterator[None]:
+    def _work(self, action: Any, generation: int, release: Release) -> Iterator[None]:
+        self._current_generation = generation
         try:
-            pieces = work()
-            if isinstance(pieces, Iterator):
-                yield from pieces
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the shell must hear of it
+            yield from self._HANDLERS[type(action)](self, action) or ()
+        except UnlikeCounters as error:
+            self._refuse_task(self._require_job(), error)
+        except Exception as error:  # noqa: BLE001 -- the session must learn of every failure
             self._emit(DeviceFailed(error))
         finally:
-            done()
+            release()
 
-    def _free(self) -> None:
-        """Whoever made the task has its module back, with what was trained."""
+    def _set_preparing(self, text: str) -> None:
+        self.preparing = text
+        if self._prepares is not None:
+            self._prepares(text)
+
+    def _report_hang(self, reason: str) -> None:
+        info = self._factory.backend().info
+        self._emit(DeviceFailed(DeviceError(f"{info.backend} {info.index}", reason)))
+
+    def _open(self, action: act.OpenDevice) -> None:
+        del action
+        if self._factory.backend().info.backend not in _NEVER_HANG:
+            self._watch.start()
+
+    def _free(self) -> Iterator[None]:
+        """Leave the trained weights in the caller's module and release the device."""
         job = self._job
-        if job is None:
-            return
-        try:
-            self._load_trained(job)
-        finally:
-            job.program.close()
+        if job is not None:
+            try:
+                if not job.uses_group_replica:
+                    self._load_trained(job)
+            except Exception as error:  # noqa: BLE001 -- as in _work
+                self._emit(DeviceFailed(error))
+            finally:
+                job.program.close()
+        yield from ()
 
-    def _build(self, run_id: str, spec: RunSpec, inputs: str | None, *, keep: bool) -> None:
-        before = self._job
-        if before is not None and before.run_id == run_id and before.fault is not None:
-            # The coordinator began again before it heard of it; the steps taken are the same.
-            self._emit(BuildFailed(run_id, before.fault))
+    def _build(self, action: act.Build) -> None:
+        """Build the task, or reuse the one of the same spec.
+
+        The replica is reset, unless the action says to keep its state of this run.
+        """
+        run_id, spec, before = action.run_id, action.spec, self._job
+        if before is not None and before.run_id == run_id and before.error is not None:
+            # The coordinator restarted the run before it saw the report; the steps are the same.
+            self._emit(BuildFailed(run_id, before.error))
             return
         try:
-            job = self._job_for(spec, inputs)
-        except _Unfit as unfit:
-            self._emit(BuildFailed(run_id, unfit.error, own=True))
+            with progress.listening(self._set_preparing):
+                job = self._job_for(spec, action.inputs)
+        except _DeviceRefusal as refusal:
+            self._emit(BuildFailed(run_id, refusal.error, is_local=True))
             return
         except SamestepError as error:
-            own = isinstance(error, MainMemoryTooSmall | ScriptMissing)
-            self._emit(BuildFailed(run_id, error, own=own))
+            is_local = isinstance(error, DeviceError | MainMemoryTooSmall | ScriptMissing)
+            self._emit(BuildFailed(run_id, error, is_local=is_local))
             return
-        except Exception as error:  # noqa: BLE001 -- a bad run must not end the worker
+        except Exception as error:  # noqa: BLE001 -- a bad run spec must not end the worker
             self._emit(_build_failed(run_id, spec, error))
             return
-        self._await_digest()
-        if not (keep and job.run_id == run_id and job.whole) and not job.fresh:
-            job.replica.reset(job.task.initial_parameters())
+        self._replica.await_digest()
+        if not self._in_group:
+            use_threads(min(spec.threads, usable_cores()))
+        if job.uses_group_replica:
+            job.has_weights_loaded = job.has_average_loaded = False  # the group sends weights
+        elif not (action.keep and job.run_id == run_id and job.is_complete) and not job.is_initial:
+            self._replica.reset(job.replica, job.task.initial_parameters())
             self._load(job)
-            job.whole = job.fresh = True
-            if job.stretches is not None:
-                job.stretches.forget()
-        if job.stretches is not None:
-            job.stretches.begun_again()
+            job.is_complete = job.is_initial = True
+            if job.inner_phases is not None:
+                job.inner_phases.forget()
+        if job.inner_phases is not None:
+            job.inner_phases.coordinator_restarted()
         job.run_id = run_id
-        job.asked.clear()
+        job.requested_files.clear()
         if job.replay is not None:
             job.replay.begin_again()
-        backend = self._toolbox.backend()
+        backend = self._factory.backend()
         traits = _traits(backend, job)
         parity = job.program.parity
-        found = [f"probe {job.probe_digest[:12]}", *([parity] if parity else [])]
-        found += [f"{key} {value}" for key, value in sorted(traits.items())]
+        described = [f"probe {job.probe_digest[:12]}", *([parity] if parity else [])]
+        described += [f"{key} {value}" for key, value in sorted(traits.items())]
         self._emit(
             Built(
                 run_id=run_id,
                 manifest=job.task.manifest,
                 initial_digest=job.initial_digest,
                 step=job.replica.step,
-                state_digest=job.replica.state_digest(),
-                signature=signature_digest(traits, job.probe_digest),
-                signature_text=cut_text(", ".join(found)),
+                state_digest="" if job.uses_group_replica else job.replica.state_digest(),
+                numerics_profile=numerics_digest(traits, job.probe_digest),
+                numerics_text=cut_text(", ".join(described)),
                 backend=cut_text(backend.info.backend, 64),
                 device=cut_text(backend.info.name, 64),
                 memory=job.program.memory,
@@ -428,31 +470,42 @@ class Engine:
 
     def _job_for(self, spec: RunSpec, inputs: str | None) -> _Job:
         job = self._job
-        if job is not None and (job.spec, job.inputs) == (spec, inputs) and job.fault is None:
+        if job is not None and (job.spec, job.inputs) == (spec, inputs) and job.error is None:
             return job
         if self._job is not None:
             self._job.program.close()
             self._job = None
-        task = self._toolbox.task(spec)
+        task = self._factory.task(spec)
         manifest = task.manifest
-        order = order_of_steps(spec, manifest.train_samples, manifest.row_groups)
-        batches = order.order if isinstance(order, StretchOrder) else order
+        order = order_of_steps(spec, manifest.train_samples, manifest.row_groups, manifest.sampling)
+        _check_manifest(spec, manifest)
+        batches = order.order if isinstance(order, InnerPhaseOrder) else order
         if not isinstance(task, ReadsFiles):  # samples come later
-            refuse_unsteady_batch(spec, task, lambda: _first_batch(spec, task, batches, 0))
-        trial = _trial_of(task, spec)
-        check_subnormals(_APPLIES)
+            refuse_unstable_batch(spec, task, lambda: _first_batch(spec, task, batches, 0))
+        trial = _sum_trial(task, spec)
+        check_subnormals(_UPDATE_THREAD)
         example, *others = microbatch_of_each_shape(task, batches)
         evaluations = evaluation_of_each_shape(task)
+        progress.say(f"compiling for {self._factory.backend().info.name}")
         try:
-            trainable = replace(task.trainable, arithmetic=spec.arithmetic)
-            program = self._toolbox.backend().compile(trainable, example, others, evaluations)
+            trainable = trainable_of(task, spec)
+            program = self._factory.backend().compile(trainable, example, others, evaluations)
         except SamestepError as error:
-            raise _Unfit(error) from error
+            raise _DeviceRefusal(error) from error
+        if manifest.embeddings is not None and not isinstance(program, ComputesCoupledLoss):
+            program.close()
+            raise _DeviceRefusal(
+                DeviceError(
+                    self._factory.backend().info.name,
+                    "a loss over all samples of a step needs torch on one device: start the worker "
+                    "with --backend cpu or cuda, and without torchrun",
+                )
+            )
         replica, initial = Replica(manifest.blocks, spec.update), task.initial_parameters()
         program.load(initial)
         captures = manifest.capture is not None
         probe = (rows_probe if captures else probe_digest)(program, [example, *others])
-        kept = program.keeps_subnormals()
+        keeps_subnormals = program.keeps_subnormals()
         try:
             replay = _replay(spec, task, program, example, batches)
         except SamestepError:
@@ -460,298 +513,421 @@ class Engine:
             raise
         replica.load_parameters(initial)
         del initial
-        # Evaluation loads averages, and a stretch loads its own: then they are two.
-        if isinstance(program, ComputesInPlace) and not replica.averages and not spec.replicas:
+        # Evaluation loads averages, an inner phase loads its own parameters, and a group's replica
+        # changes while a device computes: in these cases the device needs a copy of its own.
+        has_own_copy = self._in_group or replica.averages or spec.replicas
+        if isinstance(program, ComputesInPlace) and not has_own_copy:
             program.share(replica.parameters)
-        start = replica.state_digest()
+        start = replica.initial_digest()
         self._job = _Job(
-            spec, inputs, task, program, replica, order, start, probe, kept, trial=trial
-        )
+            spec, inputs, task, program, replica, order, start, probe, keeps_subnormals,
+            counters=CounterCheck(manifest.blocks), trial=trial,
+        )  # fmt: skip
         self._job.replay = replay
-        if isinstance(order, StretchOrder):
-            self._job.stretches = Stretches(spec, manifest.blocks, program, order, task.batch)
+        self._job.counters.begin_step(replica)
+        if isinstance(order, InnerPhaseOrder):
+            self._job.inner_phases = InnerPhases(spec, manifest.blocks, program, order, task.batch)
         return self._job
 
-    def _compute(
-        self, generation: int, place: StepAttempt, microbatches: int, node: Node
-    ) -> Iterator[None]:
-        if self._is_cancelled(generation, place, node):
+    def _compute(self, action: act.Compute) -> Iterator[None]:
+        step_id, subtree = action.step_id, action.subtree
+        if self._is_cancelled(step_id, subtree):
             return
-        job = self._built()
-        if isinstance(job.order, StretchOrder):
-            yield from self._stretch(job, generation, place, microbatches, node)
+        job = self._require_job()
+        if isinstance(job.order, InnerPhaseOrder):
+            yield from self._compute_inner_phase(job, action)
             return
         start_s, start_us = self._machine.now_s(), now_us()
-        samples = job.order.microbatches(place.step)
-        if len(samples) != microbatches:
-            raise DataError(
-                f"the coordinator plans {microbatches} microbatches, this task has {len(samples)}"
-            )
-        if self._want_files(job, place, microbatches, node, samples):
+        samples = _samples_of_step(job.order, action)
+        if self._request_files(job, action, samples):
             return
-        if job.averaged:
-            job.program.load(job.replica.parameters)
-            job.averaged = False
-        seeds = [microbatch_seed(job.spec.seed, place.step, leaf) for leaf in range(*node)]
+        if job.has_average_loaded:
+            self._load(job)
+        seeds = [microbatch_seed(job.spec.seed, step_id.step, leaf) for leaf in range(*subtree)]
         batches = [
             _batch(job.task, samples[leaf], seed)
-            for leaf, seed in zip(range(*node), seeds, strict=True)
+            for leaf, seed in zip(range(*subtree), seeds, strict=True)
         ]
-        weight = tree_sum([batch.weight for batch in batches])  # known before the backward
-        if job.task.manifest.capture is not None:
-            yield from self._capture(generation, place, node, batches, start_s)
-            return
-        job.program.loss_scale = place.loss_scale
-        leaf, since_us = node.lo, now_us()
-        loss: Loss | None = None
         leaves = list(zip(batches, seeds, strict=True))
-        of = [samples[leaf] for leaf in range(*node)]
-        with samples_named(place.step, batches, of):
-            stream = _gradients(job, leaves)
-            for item in stream:
-                yield  # the device has computed
-                if self._is_cancelled(generation, place, node):
-                    stream.close()
-                    return
-                if isinstance(item, Loss):
-                    loss = item
-                    continue
-                if self._tracer is not None:
-                    self._tracer.span(
-                        f"backward block {item.block}", "device", since_us,
-                        step=place.step, microbatch=leaf, block=item.block,
-                    )  # fmt: skip
-                    since_us = now_us()
-                if isinstance(item, BlockGradient):
-                    self._emit(BlockSum(place, node, item.block, item.values, weight))
-                leaf += item.block == 0
-        assert loss is not None
-        if self._tracer is not None:
-            self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)
-        self._emit(NodeDone(place, node, loss, (self._machine.now_s() - start_s) * 1e3))
-
-    def _stretch(
-        self,
-        job: _Job,
-        generation: int,
-        place: StepAttempt,
-        microbatches: int,
-        node: Node,
-    ) -> Iterator[None]:
-        """A node of a run with replicas: one of them, all of its inner steps."""
-        stretches, order, replica = job.stretches, job.order, node.lo
-        assert stretches is not None
-        assert isinstance(order, StretchOrder)
-        if (microbatches, node.leaves) != (order.replicas, 1):
-            raise DataError(f"expected one of {order.replicas} replicas, got {node}")
-        if self._want_files_of_stretch(job, order, place, node):
+        if job.task.manifest.capture is not None:
+            yield from self._capture(action, batches, start_s)
             return
-        if stretches.lacks(place, replica):
-            own = not stretches.has_own(place.step, replica)
-            self._emit(StretchStateWanted(place, microbatches, node, own))
+        if step_id.phase == "embeddings":
+            work = self._embed(action, leaves, start_s)
+        else:
+            job.program.loss_scale = step_id.loss_scale
+            if (coupled := self._coupled_step(job, step_id)) is not None:
+                leaves = coupled.leaves(subtree, leaves)
+            work = self._compute_gradients(action, leaves, start_s)
+        batches = [batch for batch, _ in leaves]
+        with report_samples(step_id.step, batches, [samples[leaf] for leaf in range(*subtree)]):
+            yield from work
+        if self._tracer is not None:
+            self._tracer.span(f"subtree {subtree}", "subtrees", start_us, step=step_id.step)
+
+    def _compute_gradients(
+        self, action: act.Compute, leaves: Sequence[Leaf], start_s: float
+    ) -> Iterator[None]:
+        """Compute the gradient sums of a subtree, and its loss."""
+        step_id, subtree, job = action.step_id, action.subtree, self._require_job()
+        weight = tree_sum([batch.weight for batch, _ in leaves])  # known before the backward
+        leaf, since_us = subtree.lo, now_us()
+        loss: Loss | None = None
+        stream = _gradients(job, leaves)
+        for item in self._watch.each(stream):
+            yield  # the device computes; other work may run
+            if self._is_cancelled(step_id, subtree):
+                with self._watch.awaiting():
+                    stream.close()
+                return
+            if isinstance(item, Loss):
+                loss = item
+                continue
+            if self._tracer is not None:
+                self._tracer.span(
+                    f"backward block {item.block}", "device", since_us,
+                    step=step_id.step, microbatch=leaf, block=item.block,
+                )  # fmt: skip
+                since_us = now_us()
+            if isinstance(item, BlockGradient):
+                job.counters.note(step_id.step, item.block, item.values, weight)
+                self._emit(BlockSum(step_id, subtree, item.block, item.values, weight))
+            leaf += item.block == 0
+        assert loss is not None
+        unlike: tuple[int, ...] = ()
+        if (coupled := job.coupled_step) is not None:
+            loss = coupled.loss(subtree, weight)
+            unlike = coupled.unlike(subtree, _coupled_program(job).take_embedded())
+        elapsed_ms = (self._machine.now_s() - start_s) * 1e3
+        self._emit(SubtreeDone(step_id, subtree, loss, elapsed_ms, unlike))
+
+    def _embed(self, action: act.Compute, leaves: Sequence[Leaf], start_s: float) -> Iterator[None]:
+        """Compute the embeddings of a subtree's microbatches."""
+        step_id, subtree, program = (
+            action.step_id,
+            action.subtree,
+            _coupled_program(self._require_job()),
+        )
+        for number, (batch, seed) in zip(range(*subtree), leaves, strict=True):
+            with self._watch.awaiting():
+                rows = program.embed(batch, seed)
+            yield  # the device computes; other work may run
+            if self._is_cancelled(step_id, subtree):
+                return
+            self._emit(MicrobatchRows(step_id, subtree, number, rows))
+        loss = Loss(0.0, tree_sum([batch.weight for batch, _ in leaves]))
+        self._emit(SubtreeDone(step_id, subtree, loss, (self._machine.now_s() - start_s) * 1e3))
+
+    def _load_embeddings(self, action: act.LoadEmbeddings) -> None:
+        job = self._require_job()
+        assert isinstance(job.order, SampleOrder), "refused with replicas"
+        sizes = job.order.microbatch_sizes(action.step_id.step)
+        job.coupled_step = CoupledStep(
+            _coupled_program(job), action.step_id, action.rows, sizes, job.spec.seed
+        )
+        if job.spec.is_own_task and action.step_id.step < _CHECKED_STEPS:
+            try:
+                job.coupled_step.check()
+            except DataError as error:
+                job.error = error
+                self._emit(TaskRefused(job.run_id, error))
+
+    def _coupled_step(self, job: _Job, step_id: StepId) -> CoupledStep | None:
+        """Return the loss of the attempt, if it couples all samples of the step."""
+        if job.task.manifest.embeddings is None:
+            return None
+        coupled = job.coupled_step
+        assert coupled is not None, "the session loads embeddings before it asks for gradients"
+        assert coupled.step_id == step_id, "the session loads those of the same attempt"
+        _coupled_program(job).take_embedded()  # of a subtree that was abandoned
+        return coupled
+
+    def _compute_inner_phase(self, job: _Job, action: act.Compute) -> Iterator[None]:
+        """Compute all inner steps of one replica, which is a leaf in a run with replicas."""
+        step_id, microbatches, subtree = action.step_id, action.microbatches, action.subtree
+        inner_phases, order, replica = job.inner_phases, job.order, subtree.lo
+        assert inner_phases is not None
+        assert isinstance(order, InnerPhaseOrder)
+        if (microbatches, subtree.leaves) != (order.replicas, 1):
+            raise DataError(f"expected one of {order.replicas} replicas, got {subtree}")
+        if self._request_inner_phase_files(job, order, step_id, subtree):
+            return
+        if inner_phases.needs_state(step_id, replica):
+            carried = not inner_phases.has_carried_state(step_id.step, replica)
+            self._emit(InnerStateNeeded(step_id, microbatches, subtree, carried))
             return
         start_us = now_us()
-        work = stretches.compute(place, node, job.replica, self._machine.now_s)
-        job.loaded = False
-        for told in work:
-            if told is not None:
-                self._emit(told)
+        work = inner_phases.compute(step_id, subtree, job.replica, self._machine.now_s)
+        job.has_weights_loaded = False
+        while True:
+            with self._watch.awaiting(with_data=True):
+                event = next(work, _OVER)
+            if event is _OVER:
+                break
+            if event is not None:
+                self._emit(event)
                 continue
-            yield  # the device has computed
-            if self._is_cancelled(generation, place, node):
-                work.close()
+            yield  # the device computes; other work may run
+            if self._is_cancelled(step_id, subtree):
+                with self._watch.awaiting():
+                    work.close()
                 return
         if self._tracer is not None:
-            self._tracer.span(f"replica {replica}", "nodes", start_us, step=place.step)
+            self._tracer.span(f"replica {replica}", "subtrees", start_us, step=step_id.step)
 
-    def _want_files_of_stretch(
-        self, job: _Job, order: StretchOrder, place: StepAttempt, node: Node
+    def _request_inner_phase_files(
+        self, job: _Job, order: InnerPhaseOrder, step_id: StepId, subtree: Subtree
     ) -> bool:
         if not isinstance(job.task, ReadsFiles):
             return False
         parts = (
             part
             for inner in range(order.inner_steps)
-            for part in order.microbatches(place.step, node.lo, inner)
+            for part in order.microbatches(step_id.step, subtree.lo, inner)
         )
         missing = job.task.missing([sample for part in parts for sample in part])
         if missing:
-            self._emit(FilesWanted(missing, for_node=(place, order.replicas, node)))
+            self._emit(FilesNeeded(missing, for_subtree=(step_id, order.replicas, subtree)))
         return bool(missing)
 
-    def _give_stretch(
-        self, place: StepAttempt, replica: int, inner: int, content: Bytes, *, own: bool
-    ) -> None:
-        stretches = self._built().stretches
-        assert stretches is not None, "asked for in a run with replicas alone"
-        stretches.given(place, replica, inner, content, own=own)
+    def _load_inner_state(self, action: act.LoadInnerState) -> None:
+        """Load the coordinator's state of an inner phase; see `InnerPhases.load`."""
+        inner_phases = self._require_job().inner_phases
+        assert inner_phases is not None, "requested only in a run with replicas"
+        inner_phases.load(
+            action.step_id, action.replica, action.inner, action.content, carried=action.carried
+        )
 
-    def _want_files(
-        self,
-        job: _Job,
-        place: StepAttempt,
-        microbatches: int,
-        node: Node,
-        samples: Sequence[Sequence[int]],
+    def _request_files(
+        self, job: _Job, action: act.Compute, samples: Sequence[Sequence[int]]
     ) -> bool:
-        """Whether the node has to wait for files, which are asked for; so are those of the next
-        steps."""
+        """Request missing files of a subtree and of the next steps; whether the subtree must wait.
+
+        Requests for the next steps hold up nothing.
+        """
+        step_id, subtree = action.step_id, action.subtree
         if not isinstance(job.task, ReadsFiles):
             return False
-        mine = [sample for leaf in range(*node) for sample in samples[leaf]]
-        missing = job.task.missing(mine)
+        subtree_samples = [sample for leaf in range(*subtree) for sample in samples[leaf]]
+        missing = job.task.missing(subtree_samples)
         if missing:
-            self._emit(FilesWanted(missing, for_node=(place, microbatches, node)))
+            self._emit(FilesNeeded(missing, for_subtree=(step_id, action.microbatches, subtree)))
         assert isinstance(job.order, SampleOrder)
-        steps = job.spec.steps_with(job.task.manifest.train_samples)
-        for step in range(place.step + 1, min(place.step + _STEPS_AHEAD, steps)):
-            coming = [sample for part in job.order.microbatches(step) for sample in part]
-            soon = set(job.task.missing(coming)) - job.asked
-            if soon:
-                job.asked |= soon
-                self._emit(FilesWanted(tuple(sorted(soon))))
+        steps = job.spec.steps_with(job.task.manifest.epoch_samples)
+        for step in range(step_id.step + 1, min(step_id.step + _STEPS_AHEAD, steps)):
+            upcoming = [sample for part in job.order.microbatches(step) for sample in part]
+            new_files = set(job.task.missing(upcoming)) - job.requested_files
+            if new_files:
+                job.requested_files |= new_files
+                self._emit(FilesNeeded(tuple(sorted(new_files))))
         return bool(missing)
 
     def _capture(
-        self,
-        generation: int,
-        place: StepAttempt,
-        node: Node,
-        batches: Sequence[Batch],
-        start_s: float,
+        self, action: act.Compute, batches: Sequence[Batch], start_s: float
     ) -> Iterator[None]:
-        """A node of a run that trains nothing: what is kept of each microbatch, and its loss."""
-        job, losses = self._built(), []
-        for leaf, batch in zip(range(*node), batches, strict=True):
-            captured = job.program.rows(batch)
-            yield  # the device has computed
-            if self._is_cancelled(generation, place, node):
+        """Compute a subtree of a run that only captures logits: rows and loss per microbatch."""
+        step_id, subtree = action.step_id, action.subtree
+        job, losses = self._require_job(), []
+        for leaf, batch in zip(range(*subtree), batches, strict=True):
+            with self._watch.awaiting():
+                captured = job.program.rows(batch)
+            yield  # the device computes; other work may run
+            if self._is_cancelled(step_id, subtree):
                 return
             losses.append(captured.loss_sum)
-            self._emit(MicrobatchRows(place, node, leaf, captured.rows))
+            self._emit(MicrobatchRows(step_id, subtree, leaf, captured.rows))
         weight = tree_sum([batch.weight for batch in batches])
         zeros = [np.zeros(block.elements, np.float32) for block in job.task.manifest.blocks]
         for number, values in enumerate(zeros):
-            self._emit(BlockSum(place, node, number, values, weight))
+            self._emit(BlockSum(step_id, subtree, number, values, weight))
         loss = Loss(tree_sum(losses), weight)
-        self._emit(NodeDone(place, node, loss, (self._machine.now_s() - start_s) * 1e3))
+        self._emit(SubtreeDone(step_id, subtree, loss, (self._machine.now_s() - start_s) * 1e3))
 
-    def _is_cancelled(self, generation: int, place: StepAttempt, node: Node) -> bool:
-        return generation != self._generation or (place, node) in self._cancelled
+    def _is_cancelled(self, step_id: StepId, subtree: Subtree) -> bool:
+        return self._current_generation != self._generation or (step_id, subtree) in self._cancelled
 
-    def _apply(self, averages: list[Array], scalars: StepScalars | None, attempt: int) -> None:
-        job, start_us = self._built(), now_us()
-        self._await_digest()
-        job.fresh = False
-        if job.program.keeps_subnormals() != job.keeps_subnormals:
-            # What a model's code does to its thread in the middle of a run no signature can say.
-            raise SubnormalsFlushed("since the run began, a thread that computes gradients")
-        if scalars is None:
-            job.replica.skip()
-            if job.stretches is not None:
-                job.stretches.forget()
-        else:
-            job.replica.apply(averages, scalars)
-            self._load(job)
-            if job.stretches is not None:
-                job.stretches.round_over(StepAttempt(job.replica.step - 1, attempt))
+    # The replica: this engine's own, or the one of its device group.
+
+    def _apply(self, action: act.Apply) -> None:
+        """Apply the step, or skip it if the action has no scalars."""
+        job, start_us = self._require_job(), now_us()
+        self._check_subnormals(job)
+        job.is_initial = False
+        self._replica.change(job.replica, action)
+        changed = self._take_step(job, None if action.scalars is None else action.attempt)
         if self._tracer is not None:
             self._tracer.span("apply step", "device", start_us, step=job.replica.step)
-        if self._has_moved(job):
+        if changed:
             return
-        self._report_digest(job.replica)
-        if job.replica.step >= TRIED_AGAIN_AT_STEP:
-            self._try_again(job)
+        self._replica.report(job.replica)
+        self._retry_sum_trial(job)
 
-    def _try_again(self, job: _Job) -> None:
-        """Once: whether the loss adds up over samples at the weights of now, too."""
-        trial, job.trial = job.trial, None
-        if trial is None:
+    def _check_subnormals(self, job: _Job) -> None:
+        with self._watch.awaiting():
+            keeps_subnormals = job.program.keeps_subnormals()
+        if keeps_subnormals != job.keeps_subnormals:
+            # The numerics profile was taken at build; model code can change its thread later.
+            raise SubnormalsFlushed("since the run began, a thread that computes gradients")
+
+    def _take_step(self, job: _Job, attempt: int | None) -> bool:
+        """Follow a step that the replica has taken; whether training changed hidden state.
+
+        Args:
+            job: The built task.
+            attempt: The attempt that was committed; None if the step was skipped.
+        """
+        job.coupled_step = None
+        if attempt is not None:
+            try:
+                job.counters.check(job.replica)
+            except DataError as error:
+                self._refuse_task(job, error)
+            self._load(job)
+        job.counters.begin_step(job.replica)
+        if job.inner_phases is not None:
+            if attempt is None:
+                job.inner_phases.forget()
+            else:
+                job.inner_phases.end_round(StepId(job.replica.step - 1, attempt))
+        return self._has_hidden_state_changed(job)
+
+    def _load_chunk(self, action: act.LoadChunk) -> None:
+        """Copy a chunk of another replica's state into this one."""
+        job = self._require_job()
+        job.is_complete = job.is_initial = False
+        if job.inner_phases is not None:
+            job.inner_phases.forget()
+        self._replica.change(job.replica, action)
+
+    def _restore(self, action: act.Restore) -> None:
+        """Finish loading: every chunk of the state has arrived."""
+        job = self._require_job()
+        self._replica.change(job.replica, action)
+        job.is_complete = True
+        self._load(job)
+        self._replica.report(job.replica)
+
+    def _copy_state(self, action: act.CopyState) -> None:
+        del action
+        self._emit(copy_state(self._require_job().replica))
+
+    def _read_initial(self, action: act.ReadInitial) -> None:
+        del action
+        self._emit(InitialParameters(self._require_job().task.initial_parameters()))
+
+    def _attach(self, action: act.AttachReplica) -> None:
+        """Read the group's replica from now on, in memory that its processes share."""
+        job = self._require_job()
+        arrays, blocks = action.arrays, job.task.manifest.blocks
+        job.replica = Replica(blocks, job.spec.update, lambda kind, block: arrays[kind][block])
+        job.uses_group_replica = True
+        job.replica.restore(action.step, action.optimizer_step)
+        if action.reset and job.inner_phases is not None:
+            job.inner_phases.forget()
+        self._load(job)
+        self._report_weights_taken(job)
+
+    def _take_weights(self, action: act.TakeWeights) -> None:
+        job, start_us = self._require_job(), now_us()
+        self._check_subnormals(job)
+        job.replica.restore(action.step, action.optimizer_step)
+        if action.committed is None:
+            if job.inner_phases is not None:
+                job.inner_phases.forget()
+            self._load(job)
+        else:
+            changed = self._take_step(job, action.committed if action.committed >= 0 else None)
+            if not changed:
+                self._retry_sum_trial(job)
+        if self._tracer is not None:
+            self._tracer.span("take weights", "device", start_us, step=job.replica.step)
+        self._report_weights_taken(job)
+
+    def _report_weights_taken(self, job: _Job) -> None:
+        reads_on = job.replica.averages or job.inner_phases is not None
+        self._emit(WeightsTaken(job.replica.step, reads_on))
+
+    def _release(self, action: act.ReleaseReplica) -> None:
+        del action
+        self._emit(ReplicaReleased())
+
+    def _retry_sum_trial(self, job: _Job) -> None:
+        """Check once more that the loss is a sum over samples, now at the trained weights."""
+        if job.trial is None or job.replica.step < SUM_TRIAL_STEP:
             return
+        trial, job.trial = job.trial, None
         try:
             trial.refuse_after_steps(job.replica.step, job.replica.parameters)
         except DataError as error:
-            job.fault = error
-            self._emit(TaskRefused(job.run_id, error))
+            self._refuse_task(job, error)
 
-    def _has_moved(self, job: _Job) -> bool:
-        """Whether training moved more than the replica, where that is looked at after a step."""
+    def _refuse_task(self, job: _Job, error: DataError) -> None:
+        job.error = error
+        self._emit(TaskRefused(job.run_id, error))
+
+    def _has_hidden_state_changed(self, job: _Job) -> bool:
+        """Whether training changed anything besides the replica; checked after some steps."""
+        if job.error is not None:
+            return True
         if job.replay is None or not job.replay.is_due(job.replica.step):
             return False
         try:
-            job.replay.check(job.replica.parameters)
+            job.replay.check(job.replica.parameters, in_place=not job.uses_group_replica)
         except DataError as error:
-            job.fault = error
-            self._emit(TaskRefused(job.run_id, error))
-        return job.fault is not None
-
-    def _restore(self, step: int, optimizer_step: int) -> None:
-        job = self._built()
-        job.replica.restore(step, optimizer_step)
-        if not optimizer_step:
-            job.replica.clear_moments()
-        job.whole = True
-        self._load(job)
-        self._report_digest(job.replica)
+            self._refuse_task(job, error)
+        return job.error is not None
 
     def _load(self, job: _Job) -> None:
-        job.program.load(job.replica.parameters)
-        job.loaded = True
-        job.averaged = False
+        with self._watch.awaiting():
+            job.program.load(job.replica.parameters)
+        job.counters.begin_step(job.replica)
+        job.has_weights_loaded = True
+        job.has_average_loaded = False
 
     def _load_trained(self, job: _Job) -> None:
-        """Where the optimizer averages, that is another than what gradients are taken at."""
-        if job.replica.averages and not job.averaged:
-            self._await_digest()
-            job.program.load(job.replica.trained())
-            job.averaged = True
+        """Load the averaged parameters if the optimizer keeps any: evaluation uses those."""
+        if job.replica.averages and not job.has_average_loaded:
+            self._replica.await_digest()
+            with self._watch.awaiting():
+                job.program.load(job.replica.trained())
+            job.has_average_loaded = True
 
-    def _report_digest(self, replica: Replica) -> None:
-        """Hash while the next step computes; the next change of the replica waits for it."""
-
-        def work() -> None:
-            try:
-                self._emit(Applied(replica.step, replica.state_digest()))
-            except Exception as error:  # noqa: BLE001 -- as in _guarded
-                self._emit(DeviceFailed(error))
-
-        self._digest = self._digests.submit(work)
-
-    def _await_digest(self) -> None:
-        if self._digest is not None:
-            self._digest.result()
-            self._digest = None
-
-    def _load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
-        job = self._built()
-        self._await_digest()
-        job.whole = job.fresh = False
-        if job.stretches is not None:
-            job.stretches.forget()
-        job.replica.load_piece(kind, block, chunk, values)
-
-    def _evaluate(self, generation: int, step: int, part: int) -> None:
-        if generation != self._generation:
+    def _evaluate(self, action: act.Evaluate) -> None:
+        """Evaluate one part of the held-out data, unless it was cancelled."""
+        step, part = action.step, action.part
+        if self._current_generation != self._generation:
             return
-        job = self._built()
+        job = self._require_job()
         if isinstance(job.task, ReadsFiles) and (missing := job.task.missing_of_part(part)):
-            self._emit(FilesWanted(missing, for_part=(step, part)))
+            self._emit(FilesNeeded(missing, for_part=(step, part)))
             return
-        if not job.loaded:
+        if not job.has_weights_loaded:
             self._load(job)
         self._load_trained(job)
-        sums = job.program.evaluate(job.task.evaluation_batch(part))
+        batch = job.task.evaluation_batch(part)
+        with self._watch.awaiting():
+            sums = job.program.evaluate(batch)
         self._emit(PartEvaluated(step, part, dict(sums)))
 
-    def _copy_state(self) -> None:
-        replica = self._built().replica
-        parts = [
-            StatePart(part.kind, part.block, part.values.copy())
-            for part in replica.parts()
-            if replica.optimizer_step or part.kind == "parameters"  # no update yet: moments are 0
-        ]
-        self._emit(StateCopied(parts, replica.step, replica.optimizer_step))
-
-    def _built(self) -> _Job:
+    def _require_job(self) -> _Job:
         assert self._job is not None, "the session asks for work only after Built"
         return self._job
+
+    _HANDLERS: Final[dict[type[Any], Callable[[Engine, Any], Iterator[None] | None]]] = {
+        act.OpenDevice: _open,
+        act.Build: _build,
+        act.Compute: _compute,
+        act.LoadInnerState: _load_inner_state,
+        act.LoadEmbeddings: _load_embeddings,
+        act.Evaluate: _evaluate,
+        # With a replica of its own.
+        act.Apply: _apply,
+        act.LoadChunk: _load_chunk,
+        act.Restore: _restore,
+        act.CopyState: _copy_state,
+        # With the group's replica.
+        act.ReadInitial: _read_initial,
+        act.AttachReplica: _attach,
+        act.TakeWeights: _take_weights,
+        act.ReleaseReplica: _release,
+    }

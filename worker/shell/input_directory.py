@@ -1,7 +1,7 @@
-"""What a task is given to read: a directory with exactly the files that were listed, as links.
+"""The directory that a task reads its files from: links to exactly the listed files.
 
-So it does not matter where a file lies on this machine, and a file that was not listed is not
-seen. Names were checked when the list was read (`protocol.spec.blob_list`).
+So a task does not depend on where a file is stored on this machine, and sees no file that was not
+listed. Names were checked when the list was read (`protocol.spec.files.blob_list`).
 """
 
 from __future__ import annotations
@@ -11,79 +11,79 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from protocol.spec.blob_list import BlobList, Role
-from protocol.spec.run_spec import RunSpec, source_of
-from worker.shell.blob_cache import storing
+from protocol.spec.files.blob_list import BlobList
+from protocol.spec.run_spec import Role, RunSpec, source_of
+from worker.shell.blob_cache import storage_errors
 
-Found = Mapping[tuple[Role, str], Path]
+Locations = Mapping[tuple[Role, str], Path]
 
 
-def assemble(directory: Path, listing: BlobList, found: Found) -> None:
-    """Make the links; those that are there and right stay untouched, for a task may read them.
+def link_files(directory: Path, listing: BlobList, locations: Locations) -> None:
+    """Create the links. Correct ones are left alone, because a task may be reading them.
 
     Args:
-        directory: Of this run's inputs; others beside it are of earlier runs, and are removed.
-        listing: What is to be there.
-        found: Where each file is.
+        directory: Directory of this run's inputs; its siblings, of earlier runs, are removed.
+        listing: The files to link.
+        locations: Path of each file by role and name; files fetched later may be missing.
 
     Raises:
-        StorageFailed: The disk refuses.
+        StorageFailed: A file operation failed.
     """
-    with storing("link the run's files in", directory):
+    with storage_errors("link the run's files in", directory):
         directory.mkdir(parents=True, exist_ok=True)
         for other in directory.parent.iterdir():
             if other != directory:
                 shutil.rmtree(other, ignore_errors=True)
         for source in listing.sources:
             for file in source.files:
-                if (source.role, file.name) not in found:
-                    continue  # it is needed later, or never
-                _link(directory / source.role / file.name, found[source.role, file.name])
+                if (source.role, file.name) not in locations:
+                    continue  # fetched when a step needs it
+                _link(directory / source.role / file.name, locations[source.role, file.name])
 
 
-def placed_spec(
-    spec: RunSpec, listing: BlobList, directory: Path
-) -> tuple[RunSpec, dict[str, str]]:
-    """The run spec with these places instead of sources, and the sources by place.
+def local_spec(spec: RunSpec, listing: BlobList, directory: Path) -> tuple[RunSpec, dict[str, str]]:
+    """Replace the sources in a run spec by paths in `directory`; also returns sources by path.
 
-    What is trained and written does not depend on the places: an adapter's base keeps its name.
+    The result of training does not depend on the paths: an adapter's base keeps its name.
     """
-    words: dict[str, str] = {}
+    sources_by_path: dict[str, str] = {}
     for source in listing.sources:
-        named = source_of(spec, source.role)
-        assert named is not None
-        alone = source.form == "file"
-        place = str(directory / source.role / (source.files[0].name if alone else ""))
-        words[place] = named
-        spec = _replaced(spec, source.role, place, alone=alone)
-    return spec, words
+        source_name = source_of(spec, source.role)
+        assert source_name is not None
+        is_file = source.form == "file"
+        path = str(directory / source.role / (source.files[0].name if is_file else ""))
+        sources_by_path[path] = source_name
+        spec = _with_source(spec, source.role, path, is_file=is_file)
+    return spec, sources_by_path
 
 
-def _replaced(spec: RunSpec, role: Role, place: str, *, alone: bool) -> RunSpec:
+def _with_source(spec: RunSpec, role: Role, path: str, *, is_file: bool) -> RunSpec:
     if role == "data":
         assert spec.data is not None
-        change = {"train": place} if alone else {"train": place, "pattern": "*"}
+        change = {"train": path}
+        if not is_file and "pattern" in type(spec.data).model_fields:
+            change["pattern"] = "*"
         return spec.model_copy(update={"data": spec.data.model_copy(update=change)})
     if role == "validation":
         assert spec.data is not None
-        return spec.model_copy(update={"data": spec.data.model_copy(update={"validation": place})})
+        return spec.model_copy(update={"data": spec.data.model_copy(update={"validation": path})})
     if role == "adapter":
         assert spec.model is not None
-        return spec.model_copy(update={"model": spec.model.model_copy(update={"adapter": place})})
+        return spec.model_copy(update={"model": spec.model.model_copy(update={"adapter": path})})
     if role == "model":
         assert spec.model is not None
-        change = {"source": place, "name": spec.model.name or str(spec.model.source)}
+        change = {"source": path, "name": spec.model.name or str(spec.model.source)}
         return spec.model_copy(update={"model": spec.model.model_copy(update=change)})
     assert spec.tokenizer is not None
-    tokenizer = spec.tokenizer.model_copy(update={"source": place})
+    tokenizer = spec.tokenizer.model_copy(update={"source": path})
     return spec.model_copy(update={"tokenizer": tokenizer})
 
 
 def _link(path: Path, target: Path) -> None:
-    if path.is_symlink() and Path(os.readlink(path)) == target:  # noqa: PTH115 -- as it was written
+    if path.is_symlink() and Path(os.readlink(path)) == target:  # noqa: PTH115 -- compares the literal target
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{os.getpid()}.link")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
-    beside.replace(path)
+    temporary = path.with_name(f".{os.getpid()}.link")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(path)

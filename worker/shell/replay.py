@@ -1,13 +1,13 @@
-"""Whether a task still computes what it computed before training: replays of a microbatch.
+"""Replays a microbatch after training to detect hidden state in a task.
 
-Any worker may compute any microbatch, so its gradients must follow from weights, samples and seed
-alone. A teacher that forward moves, a memory bank, a generator in the loss: each makes them depend
-on what this process computed before. So the gradients of one microbatch at the initial weights are
-kept as a digest, and compared again after steps. What a device computes decides; digests of frozen
+Any worker may compute any microbatch, so gradients must depend on weights, samples and seed alone.
+A teacher updated in forward, a memory bank or a generator in the loss makes them depend on what
+this process computed before. So the digest of one microbatch's gradients at the initial weights is
+recorded, and compared again after some steps. The computed gradients decide; digests of frozen
 tensors and a walk over the user's objects name the culprit.
 
-One comparison costs a microbatch, two loads of the trained weights, and one reading of what is
-frozen.
+One comparison costs a microbatch, two loads of the trained weights, and one read of all frozen
+tensors.
 """
 
 from __future__ import annotations
@@ -22,30 +22,29 @@ from blake3 import blake3
 from backends.base.interface import Array, Batch, LossRaised, Program
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import RunSpec
-from worker.shell.signature import probe_digest, rows_probe
-from worker.tasks.base import HasUserObjects, Task
+from worker.shell.numerics_profile import probe_digest, rows_probe
+from worker.tasks.base.task import HasUserObjects, Task
 
 if TYPE_CHECKING:
-    from worker.tasks.frozen_tensors import Digests
-    from worker.tasks.reachable_state import State
+    from worker.tasks.checks.reachable_state import Digests, State
 
 _FIRST_STEPS: Final = 2
 _NUDGE: Final = np.float32(1 + 2**-6), np.float32(2**-10)
-"""What initial weights are multiplied by, and what is added: weights as after some steps."""
-_TRAINED: Final = "during training"
-_CALLED: Final = "from one call to the next"
-_TRIED: Final = "in a trial at other weights"
+"""Factor and summand that turn initial weights into others, as after some steps."""
+_IN_TRAINING: Final = "during training"
+_BETWEEN_CALLS: Final = "from one call to the next"
+_IN_TRIAL: Final = "in a trial at other weights"
 _GRADIENT: Final = "the gradient of the same microbatch at the same weights"
-_GRADIENT_HERE: Final = f"{_GRADIENT} (let 'worker doctor' look at this machine)"
+_GRADIENT_OF_OUR_TASK: Final = f"{_GRADIENT} (check this machine with worker doctor)"
 _REMEDY: Final = (
-    "leave out what a call leaves to the next (a moving average, a memory bank, a queue, a "
-    "generator of its own)"
+    "remove state that one call passes to the next (a moving average, a memory bank, a queue, a "
+    "separate generator)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """What a task gives and has, just after one microbatch at the initial weights."""
+    """Digests of a task's outputs and state after one microbatch at the initial weights."""
 
     gradients: str
     batch: str
@@ -54,17 +53,18 @@ class _Observed:
 
 
 class ReplayCheck:
-    """Observes a task on its device when it is built, and after steps.
+    """Observes a task on its device when it is built and again after some steps.
 
     Args:
-        spec: The run's.
-        task: Built, and compiled to `program`, which has the initial weights.
-        program: Of the device.
+        spec: The run spec.
+        task: The built task.
+        program: The task compiled for the device, with the initial weights loaded.
         example: A microbatch.
-        batches: Make the first microbatch and another one anew, where the user's code makes them.
+        batches: Functions that remake the first microbatch and another one; if the task reads
+            files, only one function, which returns `example`.
 
     Raises:
-        DataError: Something moves in calls at other weights, or from call to call; it is named.
+        DataError: A call, or a call at other weights, changes the task's state; names the culprit.
     """
 
     def __init__(
@@ -80,48 +80,53 @@ class ReplayCheck:
         self._batches = batches
         self._loss_scale = program.loss_scale
         self._objects = _user_objects(spec, task)
-        self._last_step = spec.steps_with(task.manifest.train_samples)
+        self._last_step = spec.steps_with(task.manifest.epoch_samples)
         self._every = [spec.checkpoint.every, spec.evaluate_every if spec.stop else 0]
-        self._taken = 0
+        self._steps = 0
         self._before = self._observe()
         if self._objects:
             self._try_other_weights()
 
     def begin_again(self) -> None:
-        """Another run of the same task, or the same one from another state."""
-        self._taken = 0
+        """Count steps from 0 again, for another run or another state."""
+        self._steps = 0
 
     def is_due(self, step: int) -> bool:
-        """Count a step that was taken: whether to compare after it, `step` being the run's."""
-        self._taken += 1
+        """Count a step; whether to compare after it. `step` is the run's step number."""
+        self._steps += 1
         return (
-            self._taken <= _FIRST_STEPS
+            self._steps <= _FIRST_STEPS
             or step >= self._last_step
             or any(every and step % every == 0 for every in self._every)
         )
 
-    def check(self, parameters: list[Array]) -> None:
-        """Compare with what was observed before training.
+    def check(self, parameters: list[Array], *, in_place: bool) -> None:
+        """Compare with the observation before training.
 
         Args:
-            parameters: The replica's, which the device computes with; the same afterwards.
+            parameters: The replica's, one flat float32 array per block; unchanged on return.
+            in_place: Whether the device reads this memory, so the initial values are swapped in.
 
         Raises:
-            DataError: Something moved; it is named.
+            DataError: State has changed; names the culprit.
         """
         others = self._task.initial_parameters()
-        _swap(parameters, others)  # in place: the device may read this very memory
-        self._program.load(parameters)
-        try:
-            self._compare(self._observe(), _TRAINED)
-        except LossRaised as error:
-            raise _moved(f"the loss of the first microbatch, which raises: {error}") from error
-        finally:
+        if in_place:
             _swap(parameters, others)
+        self._program.load(parameters if in_place else others)
+        try:
+            self._compare(self._observe(), _IN_TRAINING)
+        except LossRaised as error:
+            raise _state_error(
+                f"the loss of the first microbatch, which raises: {error}"
+            ) from error
+        finally:
+            if in_place:
+                _swap(parameters, others)
             self._program.load(parameters)
 
     def _observe(self) -> _Observed:
-        """At the weights that are loaded."""
+        """Observe one microbatch at the weights that are loaded."""
         self._program.loss_scale = self._loss_scale
         batch = _batch_digest(self._batches[0]()) if self._objects else ""
         gradients = self._gradients(self._example)
@@ -129,25 +134,25 @@ class ReplayCheck:
         reachable: State = {}
         module = self._task.trainable.module
         if module is not None:
-            from worker.tasks.frozen_tensors import frozen_tensors  # noqa: PLC0415 -- torch
+            from worker.tasks.checks.reachable_state import frozen_tensors  # noqa: PLC0415 -- torch
 
             frozen = frozen_tensors(module)
         if self._objects:
-            from worker.tasks.reachable_state import reachable_state  # noqa: PLC0415 -- torch
+            from worker.tasks.checks.reachable_state import reachable_state  # noqa: PLC0415 -- torch
 
             reachable = reachable_state(self._objects)
         return _Observed(gradients, batch, frozen, reachable)
 
     def _gradients(self, batch: Batch) -> str:
-        """On every rank, where there are several."""
+        """Digest of a microbatch's gradients; under torchrun every rank computes it."""
         if self._task.manifest.capture is not None:
             return rows_probe(self._program, [batch])
         return probe_digest(self._program, [batch], ranks=getattr(self._program, "ranks", 1))
 
     def _compare(self, now: _Observed, when: str) -> None:
-        from worker.tasks.frozen_tensors import moved_tensor  # noqa: PLC0415 -- torch
-        from worker.tasks.reachable_state import (  # noqa: PLC0415 -- torch
+        from worker.tasks.checks.reachable_state import (  # noqa: PLC0415 -- torch
             moved_state,
+            moved_tensor,
             unlike_state,
         )
 
@@ -158,18 +163,18 @@ class ReplayCheck:
             culprit = "the batch of the same samples"
         if culprit is None and now.gradients != before.gradients:
             culprit = unlike_state(before.reachable, now.reachable)
-            culprit = culprit or (_GRADIENT if self._objects else _GRADIENT_HERE)
+            culprit = culprit or (_GRADIENT if self._objects else _GRADIENT_OF_OUR_TASK)
         if culprit is not None:
-            raise _moved(culprit, when)
+            raise _state_error(culprit, when)
 
     def _try_other_weights(self) -> None:
-        """Before the first step: what is filled or moved by weights that are not the initial ones.
+        """Before the first step, detect state that depends on the weights it was computed with.
 
-        Another microbatch is computed at other weights and then at the initial ones. What it left
-        behind must show neither in the first microbatch's gradients nor in its own, compared with
-        those it has when dicts, lists and attributes are restored to what they held before.
+        Another microbatch is computed at other weights and then at the initial ones. The state it
+        leaves must affect neither the first microbatch's gradients nor its own. The latter are
+        compared with those after dicts, lists and attributes were restored to their contents.
         """
-        from worker.tasks.reachable_state import (  # noqa: PLC0415 -- torch
+        from worker.tasks.checks.reachable_state import (  # noqa: PLC0415 -- torch
             Containers,
             reachable_state,
             refuse_changes,
@@ -184,57 +189,57 @@ class ReplayCheck:
             self._program.load([values * factor + summand for values in initial])
             self._gradients(other)
         except LossRaised:
-            pass  # it does not hold with weights that no run has
+            pass  # a loss may fail at weights that no run has
         finally:
             self._program.load(initial)
         nudged = reachable_state(self._objects)
         after = self._gradients(other), reachable_state(self._objects)
-        self._compare(self._observe(), _TRIED)
+        self._compare(self._observe(), _IN_TRIAL)
         contents.restore()
         anew = self._gradients(other), reachable_state(self._objects)
         if anew[0] != after[0]:
             culprit = unlike_state(anew[1], after[1]) or unlike_state(nudged, after[1])
-            raise _moved(culprit or _GRADIENT, _TRIED)
+            raise _state_error(culprit or _GRADIENT, _IN_TRIAL)
         contents.restore()
 
 
-def refuse_unsteady_batch(spec: RunSpec, task: Task, make: Callable[[], Batch]) -> None:
-    """See that the user's code makes the same batch of the same samples.
+def refuse_unstable_batch(spec: RunSpec, task: Task, make: Callable[[], Batch]) -> None:
+    """Check that the user's code makes the same batch from the same samples twice.
 
     Raises:
-        DataError: It does not; what changed between the calls is named.
+        DataError: It does not; names what changed between the calls.
     """
     if not (objects := _user_objects(spec, task)):
         return
-    from worker.tasks.reachable_state import moved_state, reachable_state  # noqa: PLC0415 -- torch
+    from worker.tasks.checks.reachable_state import moved_state, reachable_state  # noqa: PLC0415 -- torch
 
     first, before = _batch_digest(make()), reachable_state(objects)
     second, after = _batch_digest(make()), reachable_state(objects)
     if first != second:
         culprit = moved_state(before, after) or "the batch of the same samples"
-        raise _moved(culprit, _CALLED)
+        raise _state_error(culprit, _BETWEEN_CALLS)
 
 
-def _moved(what: str, when: str = _TRAINED) -> DataError:
+def _state_error(what: str, when: str = _IN_TRAINING) -> DataError:
     return DataError(
-        f"expected only the trained weights to change, but {what} changed {when}: which worker "
-        f"computes what would show in the result; {_REMEDY}"
+        f"expected only the trained weights to change, but {what} changed {when}: the result would "
+        f"depend on which worker computes what; {_REMEDY}"
     )
 
 
 def _user_objects(spec: RunSpec, task: Task) -> Mapping[str, object]:
-    """What the user's code is reached from; empty for a task of our own."""
+    """Objects from which the user's code can be reached; empty for a built-in task."""
     if isinstance(task, HasUserObjects):
         return task.user_objects()
     return {"task": task} if ":" in spec.task else {}
 
 
 def _swap(one: list[Array], other: list[Array]) -> None:
-    """Exchange their contents; memory for one block more."""
-    for mine, theirs in zip(one, other, strict=True):
-        held = mine.copy()
-        mine[:] = theirs
-        theirs[:] = held
+    """Exchange the contents of two lists of arrays, with a copy of one array at a time."""
+    for first, second in zip(one, other, strict=True):
+        copy = first.copy()
+        first[:] = second
+        second[:] = copy
 
 
 def _batch_digest(batch: Batch) -> str:

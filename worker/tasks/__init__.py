@@ -1,5 +1,5 @@
-"""Tasks: what is trained, on what data, with what loss, and how it is measured and saved.
+"""Tasks: the model, the data, the loss and the evaluation of a run.
 
-One file for each task, beside what they share. Imports `models`, `data` and `distillation`. Start
-with `base`, which is what a task must offer, and `registry`.
+`registry` builds the task of a run spec. `base.task` is the interface of a task, and
+`base.transformer` what every task with a transformer shares: start there to add one.
 """

@@ -7,10 +7,8 @@ each other (`fmaf` where a processor has no such instruction, `memcpy`) is in th
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -21,8 +19,9 @@ from typing import Final
 from blake3 import blake3
 
 from protocol.base.errors import BackendUnavailable, SamestepError, StorageFailed
-from protocol.host.cache_directory import cache_directory
-from protocol.host.processor import processor_features
+from protocol.machine.cache_directory import cache_directory
+from protocol.machine.compiler import compile_c, zig
+from protocol.machine.processor import processor_features
 
 FLAGS: Final = (
     "-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
@@ -32,7 +31,6 @@ FLAGS: Final = (
 """Never a contraction, never a reordering: what decides bits is in the text alone."""
 _INSTRUCTIONS: Final = "SAMESTEP_CPU_INSTRUCTIONS"
 """Environment: avx512, avx2 or scalar instead of the best that this processor has. For tests."""
-_TIMEOUT_S: Final = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ def instructions() -> Instructions:
 
 def why_not() -> str:
     """Why this machine has no compiler for canonical arithmetic; empty if it has."""
-    if importlib.util.find_spec("ziglang") is None:
+    if zig() is None:
         return "ziglang is not installed; pip install 'samestep[canonical]'"
     if sys.platform != "linux":
         return f"canonical arithmetic on a CPU needs Linux, this is {sys.platform}"
@@ -112,10 +110,10 @@ def compiled(text: str, made_for: Instructions) -> ctypes.CDLL:
     """
     if reason := why_not():
         raise BackendUnavailable("cpu", reason)
-    import ziglang  # noqa: PLC0415  (an extra)
-
+    compiler = zig()
+    assert compiler is not None
     flags = (*FLAGS, *made_for.flags)
-    version = _version(str(Path(ziglang.__file__).parent))
+    version = _version(str(compiler.parent))
     key = blake3("\0".join((version, *flags, text)).encode()).hexdigest()[:32]
     try:
         folder = cache_directory(os.environ) / "canonical"
@@ -124,7 +122,10 @@ def compiled(text: str, made_for: Instructions) -> ctypes.CDLL:
         folder = Path(tempfile.mkdtemp(prefix="samestep-canonical-"))
     made = folder / f"{key}.so"
     if not made.exists():
-        _compile(Path(ziglang.__file__).parent / "zig", flags, text, made)
+        with tempfile.TemporaryDirectory(prefix="samestep-") as own:
+            source = Path(own) / "kernels.c"
+            source.write_text(text, encoding="utf-8")
+            compile_c([str(compiler), "cc"], flags, [source], made)
     return ctypes.CDLL(str(made))
 
 
@@ -133,22 +134,3 @@ def _version(directory: str) -> str:
     return Path(directory).parent.joinpath("ziglang").name + "".join(
         sorted(p.name for p in Path(directory).parent.glob("ziglang-*.dist-info"))
     )
-
-
-def _compile(zig: Path, flags: tuple[str, ...], text: str, made: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="samestep-") as own:
-        source, result = Path(own) / "kernels.c", made.with_suffix(f".{os.getpid()}")
-        source.write_text(text, encoding="utf-8")
-        caches = {"ZIG_GLOBAL_CACHE_DIR": own, "ZIG_LOCAL_CACHE_DIR": own}
-        command = [str(zig), "cc", *flags, "-o", str(result), str(source)]
-        try:
-            done = subprocess.run(  # noqa: S603  (our own compiler, our own text)
-                command, env={**os.environ, **caches}, capture_output=True, timeout=_TIMEOUT_S,
-                check=False,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SamestepError(f"the compiler of canonical arithmetic failed: {error}") from None
-        if done.returncode:
-            words = " ".join(done.stderr.decode(errors="replace").split())[:400]
-            raise SamestepError(f"the compiler of canonical arithmetic refused a kernel: {words}")
-        result.replace(made)

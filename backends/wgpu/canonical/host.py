@@ -27,7 +27,7 @@ from backends.wgpu.device.target import Buffer, Copy, Prepared
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul.problem import MatmulProblem
 from protocol.base.errors import DeviceError
-from protocol.host.processor import processor_name
+from protocol.machine.processor import processor_name
 
 _ALIGNMENT_BYTES: Final = 64
 _LARGEST_BYTES: Final = 2**32 - 16

@@ -1,5 +1,9 @@
 """Reads the kernels of `backends.wgpu.shaders` and `lowering`: WGSL text as a typed tree.
 
+Kernels are written in WGSL, more than a thousand lines of it, and a driver takes that text as is.
+Canonical arithmetic reads the same text into this tree, its one intermediate representation, which
+`wgsl_text` and `c_text` print.
+
 Only what those kernels use of the language is known here; all else is refused by name. Types are
 names: f32, u32, i32, u64, bool, vec4f (and 2, 3; u, i, b), and for literals without a suffix `int`
 and `float`, which become what they meet.

@@ -27,8 +27,8 @@ from backends.wgpu.capture.model_attention import own_attention, sdpa_can_be_tra
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substituted
 from backends.wgpu.graph.decompositions import decompositions
-from backends.wgpu.graph.quiet_torch import quiet_torch
-from protocol.base.errors import SamestepError, raised_at
+from backends.wgpu.graph.passes import quiet_torch
+from protocol.base.errors import SamestepError, user_location
 
 Arrays = Mapping[str, torch.Tensor]
 
@@ -393,8 +393,8 @@ def _cannot(what: str, error: Exception) -> SamestepError:
     reason = f"{found} ({said.split(';', maxsplit=1)[0][:80].rstrip('. ')})" if found else said
     rest = "" if found else "; a step must not depend on the values of tensors"
     return SamestepError(
-        f"the vulkan backend cannot capture {what}{raised_at(error)}: {reason.rstrip('.')}{rest}; "
-        "use a cpu or cuda worker for this model"
+        f"the vulkan backend cannot capture {what}{user_location(error)}: "
+        f"{reason.rstrip('.')}{rest}; use a cpu or cuda worker for this model"
     )
 
 

@@ -1,4 +1,4 @@
-"""The device: adapters, memory, submissions, tuning, node sums in its memory.
+"""The device: adapters, memory, submissions, tuning, subtree sums in its memory.
 
 Imports `graph`, `shaders`, `capture`, `weights` and `lowering`. Start with `device`.
 """

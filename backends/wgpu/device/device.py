@@ -30,7 +30,7 @@ from backends.wgpu.device.adapters import Adapter
 from backends.wgpu.device.target import Buffer, Copy, Prepared, Readback
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.repeated import repeated
-from protocol.base.errors import DeviceError, SamestepError
+from protocol.base.errors import DeviceError, DeviceOutOfMemory, SamestepError
 
 BUFFER_ALIGNMENT_BYTES: Final = 16
 """Sizes are rounded up to it, so that every buffer can be read as vec4."""
@@ -109,7 +109,7 @@ class Device:
         self._staged_bytes = 0
 
     def traits(self) -> dict[str, str]:
-        """What decides the bits of a shader's results, by name; see `Backend.signature`."""
+        """What decides the bits of a shader's results, by name; see `Backend.numerics_profile`."""
         # The name of a software adapter says for which instruction set it compiles.
         number = f"{self.adapter.vendor_id:x}:{self.adapter.device_id:x}"
         traits = {
@@ -340,7 +340,7 @@ def failures(name: str) -> Iterator[None]:
         # wgpu-native calls both validation errors; its words are all that tells them apart.
         words = _line(error)
         if isinstance(error, wgpu.GPUOutOfMemoryError) or "not enough memory" in words.lower():
-            raise DeviceError(name, f"out of memory ({words})") from None
+            raise DeviceOutOfMemory(name, f"out of memory ({words})") from None
         if "device is lost" in words.lower():
             raise DeviceError(name, f"the device was lost ({words})") from None
         raise

@@ -32,7 +32,7 @@ from backends.wgpu.shaders.matmul.shader import (
 )
 from backends.wgpu.shaders.matmul.side import sides
 from protocol.base.errors import DeviceError, StorageFailed
-from protocol.host.cache_directory import cache_directory
+from protocol.machine.cache_directory import cache_directory
 
 _TRIED: Final = 4
 _WORTH_PRODUCTS: Final = 2**26

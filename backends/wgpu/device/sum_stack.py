@@ -1,4 +1,4 @@
-"""Node sums in the device's memory: gradients are added there, and only the sums come back.
+"""Subtree sums in the device's memory: gradients are added there, and only the sums come back.
 
 For each trained tensor the device holds the sums over perfect subtrees of the microbatches so far,
 as a binary counter does: see `protocol.exact.tree_sum`, which does the same on the host.
@@ -23,7 +23,7 @@ class Merge:
     Attributes:
         held: Sums that are held before it.
         merges: How often the newest two become one; the gradient counts as the newest.
-        last: Whether it is the node's last: then one sum is left, and is brought back.
+        last: Whether it is the subtree's last: then one sum is left, and is brought back.
     """
 
     held: int
@@ -32,7 +32,7 @@ class Merge:
 
 
 def merge_of(leaf: int, leaves: int) -> Merge:
-    """For microbatch `leaf` (from 0) of a node of so many."""
+    """For microbatch `leaf` (from 0) of a subtree of so many."""
     held, last = leaf.bit_count(), leaf == leaves - 1
     trailing_ones = (leaf + 1 & -(leaf + 1)).bit_length() - 1
     return Merge(held, held if last else trailing_ones, last)
@@ -61,7 +61,7 @@ class Sources:
 
 
 class SumStack:
-    """The memory in which nodes are summed, one node after the other.
+    """The memory in which subtrees are summed, one subtree after the other.
 
     Args:
         device: Its additions are exact.
@@ -101,7 +101,7 @@ class SumStack:
         self, parts: Sequence[Submission], sources: Sources, first: int, leaves: int
     ) -> Iterator[Submission]:
         """The submissions of microbatches from `first` on, as many as there are sources, with what
-        adds their results to the node's sums, one after the other."""
+        adds their results to the subtree's sums, one after the other."""
         many = len(sources.gradients)
         merges = [merge_of(leaf, leaves) for leaf in range(first, first + many)]
         block = 0

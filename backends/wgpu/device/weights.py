@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from backends.base.interface import Array, Trainable
-from backends.base.node_stream import check_sizes
+from backends.base.subtree_gradients import check_sizes
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.packing import tensor_words
 from backends.wgpu.device.target import Buffer, ComputeTarget

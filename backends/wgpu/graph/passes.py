@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -13,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from backends.wgpu.graph.decompositions import decompositions
 from backends.wgpu.graph.opaque import PARTIAL
-from backends.wgpu.graph.quiet_torch import quiet_torch
 from backends.wgpu.graph.values import shape_of
 from protocol.base.errors import SamestepError
 
@@ -21,6 +22,8 @@ _aten = torch.ops.aten
 _FOLDED_ELEMENTS: Final = 1 << 20
 """Larger constants are computed anew on the device: they would be uploaded and kept."""
 
+LOGGER: Final = "torch._subclasses.fake_tensor"
+"""Writes a stack of many lines for an operator that cannot be traced, and raises its error too."""
 _SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default})
 _TIMES = frozenset({_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar})
 _FOLDS: Final[dict[Any, str]] = {
@@ -299,3 +302,18 @@ def add(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) 
     made.meta["val"] = target(*values, **kwargs)
     made.meta["module"] = like.meta.get("module", "")
     return made
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Silence torch's log while a graph is traced: our error says in one line what fails."""
+    logger = logging.getLogger(LOGGER)
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(_record: logging.LogRecord) -> bool:
+    return False

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from backends.wgpu.lowering.plan import Plan
-from protocol.base.byte_size import byte_size
 from protocol.base.errors import SamestepError
+from protocol.base.limits import byte_size
 
 ROOM: Final = 0.05
 """Of a device's memory, that no plan is given."""

@@ -28,10 +28,9 @@ from backends.wgpu.graph.values import (
     shape_of,
 )
 from backends.wgpu.graph.views import is_copy, is_view, strided
-from backends.wgpu.lowering.attention_operands import attention_problem
 from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.fusion import ATTENTIONS, MATMULS, REDUCTIONS, SCANS, SCATTERS
-from backends.wgpu.lowering.matmul_factors import factors
+from backends.wgpu.lowering.operands import attention_problem, factors
 from backends.wgpu.lowering.placement import PLACEMENT, broadcast_shape, leading_indices
 from backends.wgpu.shaders.attention.layout import WORKGROUP_BYTES
 from backends.wgpu.shaders.attention.tiles import attention_shader

@@ -1,4 +1,4 @@
-"""The kernels of node sums: keep gradients, add them to others, note losses.
+"""The kernels of subtree sums: keep gradients, add them to others, note losses.
 
 They work on whole buffers, whose sizes are multiples of 16 bytes, so one shader does for all
 tensors, and for several at once. What is read may be longer than what is written: its end is left
@@ -65,13 +65,13 @@ fn main() {{
 def add(given: Sequence[int], totals: Sequence[int], nbytes: int) -> Dispatch:
     """`total += given`, in float32, for each pair; `nbytes` of the largest total."""
     shader = _over_vectors("vec4f", "{0} = {0} + {1};", len(given))
-    return _pairs(shader, given, totals, nbytes, "add to node sums")
+    return _pairs(shader, given, totals, nbytes, "add to subtree sums")
 
 
 def keep(given: Sequence[int], totals: Sequence[int], nbytes: int) -> Dispatch:
     """`total = given`, bit by bit, for each pair; `nbytes` of the largest total."""
     shader = _over_vectors("vec4u", "{0} = {1};", len(given))  # integers: whatever floats are
-    return _pairs(shader, given, totals, nbytes, "begin node sums")
+    return _pairs(shader, given, totals, nbytes, "begin subtree sums")
 
 
 def note_losses(loss: int, losses: int, many: int, stride: int, *, first: bool) -> Dispatch:

@@ -13,7 +13,7 @@ from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables
 from backends.wgpu.shaders.narrow import Narrow
 from backends.wgpu.weights.host_copy import release
-from protocol.spec.run_spec import BaseDtype
+from protocol.spec.sections.model import BaseDtype
 
 Forms = tuple[Narrow | None, ...]
 

@@ -22,8 +22,8 @@ from backends.wgpu.graph.table_parts import RowPart, Tables
 from backends.wgpu.graph.values import shape_of
 from backends.wgpu.graph.views import is_view, strided
 from backends.wgpu.weights.split_gradients import split_gradients
-from protocol.base.byte_size import byte_size
 from protocol.base.errors import SamestepError
+from protocol.base.limits import byte_size
 
 _aten = torch.ops.aten
 

@@ -324,7 +324,7 @@ function showRun(run, status, other) {
     ...(going ? [["waits for", phase === "halted" ? "an operator: continue, with this step or without it" : status.waiting_for ? status.waiting_for + (status.stage ? ` (${status.stage})` : "") : "nothing"]] : []),
     ...(going && status.exchange?.reason ? [["exchange", status.exchange.reason]] : []),
     ...(unlike ? [["who differs", unlike, "warn"]] : []),
-    ...(live && status.weights_digest ? [["weights digest", status.weights_digest, "mono"]] : []),
+    ...(live && status.weights_digest ? [[status.result ? "weights digest" : "weights digest of the checkpoint", status.weights_digest, "mono"]] : []),
     ...(live && status.checkpoint != null ? [["checkpoint", `after step ${figure(status.checkpoint)}, in ${status.directory}`]] : []),
   ]);
   showWorkers(run, live || !run.run_id ? status : null);
@@ -384,7 +384,7 @@ function showWorkers(run, status) {
       make("span", { className: "mono" }, worker.signature), error(worker.name), ""],
     kind: "gone",
   }));
-  table("workers", ["worker", "state", "device", "share of this step", status?.replicas ? "a replica" : "a microbatch", "heard of", "signature", "last error", ""], [...present, ...gone]);
+  table("workers", ["worker", "state", "device", "share of this step", status?.replicas ? "a replica" : "a microbatch", "heard of", "numerics", "last error", ""], [...present, ...gone]);
 }
 function revoking(name) {
   return button("Revoke", `Revoke ${name}`, () => act(`Revoke ${name}? It is sent away, its key and the join token count no more.`,

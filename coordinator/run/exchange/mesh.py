@@ -1,8 +1,8 @@
-"""Which members exchange slices among themselves, who owns how much, and when that pays.
+"""Who averages which chunk: the coordinator all of them (a star), or workers that reach each other.
 
-Pure. Members say where they listen, then whom they reach; the newest table of owners follows from
-that and from who computes. All in a table reach each other, both ways; whoever does not takes part
-by way of the coordinator. A table changes between steps, and within one where an owner is lost.
+Pure. Workers say where they listen, then whom they reach; the newest table of owners follows from
+that and from who computes. All in a table reach each other, both ways; whoever does not sends to
+the coordinator. A table changes between steps, and within one where an owner is lost.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from coordinator.run.exchange.times import MeshMember, Volume, sharded_s, star_s
+from coordinator.run.exchange.times import MeshMember, StepTimes, Volume, sharded_s, star_s
 from coordinator.run.outputs.actions import Action, Send
 from protocol.exact.bfloat16 import ELEMENT_BYTES
-from protocol.exact.slices import SliceGrid, owned_by
+from protocol.exact.chunk_grid import ChunkGrid, divide_chunks
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import ExchangeSpec
+from protocol.spec.sections.exchange import ExchangeSpec
 from protocol.wire.messages import DoorOpen, OpenDoor, Owners, Peers
 from protocol.wire.peers import HERE, OwnerTable, Peer, PeerList, pair_key
 
@@ -39,12 +39,14 @@ class Offer:
 
 
 class Mesh:
-    """The members of a run that reach one another.
+    """The workers of a run that reach one another, and the table of owners.
 
     Attributes:
-        number: Of the newest table.
-        table: That; None for a star.
-        reason: Why it is as it is, in words.
+        number: The number of the newest table that workers were told. A star from the beginning
+            of a step has none: it is table 0.
+        table: The table in force.
+        star: The table whose only owner is the coordinator.
+        reason: Why the table is as it is, for people.
         links: What each member says of its links: Mbit/s by peer.
         traffic: Bytes that it has sent and received there.
 
@@ -61,26 +63,32 @@ class Mesh:
         secret: bytes,
     ) -> None:  # fmt: skip
         self.number = 0
-        self.table: OwnerTable | None = None
-        self.reason = "a star: the run spec says so" if exchange.way == "star" else ""
+        self._grid = ChunkGrid(blocks)
+        self.table = self.star = OwnerTable.star(self._grid.count)
+        self.reason = ""
+        if exchange.topology == "star":
+            self.reason = "a star: the run spec says so"
+        elif not secret:
+            self.reason = "a star: this run has no links between workers"
         self.links: dict[str, dict[str, float]] = {}
         self.traffic: dict[str, dict[str, tuple[int, int]]] = {}
         self._run_id = run_id
         self._epoch = epoch
-        self._way = exchange.way if secret else "star"
-        self._grid = SliceGrid(blocks)
+        self._way = exchange.topology if secret else "star"
         elements = sum(block.elements for block in blocks)
         self._volume = Volume(
             elements * ELEMENT_BYTES[exchange.precision],
             elements * ELEMENT_BYTES[exchange.averages],
-            max(1, sum(block.chunks for block in blocks)),
+            max(1, self._grid.count),
         )
         self._secret = secret
         self._hosts: dict[str, str] = {}
         self._doors: dict[str, Offer] = {}
         self._demoted: dict[str, int] = {}
-        self._told: dict[str, int] = {}
-        self._asked: set[str] = set()
+        self._reported: dict[str, int] = {}
+        self._invited: set[str] = set()
+        self._times = StepTimes()
+        self._timed: frozenset[str] = frozenset()
 
     # Members come and go.
 
@@ -98,9 +106,9 @@ class Mesh:
         if self._way == "auto" and len(set(self._hosts.values())) < _FEWEST_HOSTS:
             self.reason = f"a star: fewer than {_FEWEST_HOSTS} hosts"
             return []
-        asked = [name for name in sorted(self._hosts) if name not in self._asked]
-        self._asked.update(asked)
-        return [Send(name, OpenDoor(run_id=self._run_id)) for name in asked]
+        names = [name for name in sorted(self._hosts) if name not in self._invited]
+        self._invited.update(names)
+        return [Send(name, OpenDoor(run_id=self._run_id)) for name in names]
 
     def opened(self, worker: str, message: DoorOpen) -> list[Action]:
         """It listens: all that do are told who the others are."""
@@ -136,9 +144,9 @@ class Mesh:
     def lost(self, worker: str) -> list[Action]:
         """It has left: the others are told, and end their links to it."""
         had_links = worker in self._doors
-        for known in (self._hosts, self._doors, self._told, self._demoted):
-            known.pop(worker, None)
-        self._asked.discard(worker)
+        for table in (self._hosts, self._doors, self._reported, self._demoted):
+            table.pop(worker, None)
+        self._invited.discard(worker)
         self.links.pop(worker, None)
         self.traffic.pop(worker, None)
         for reached in self.links.values():
@@ -150,45 +158,56 @@ class Mesh:
         """Its averages came too late: it is to own nothing before this step."""
         self._demoted[worker] = until
 
+    def took(self, step_ms: float, *, sharded: bool) -> None:
+        """A step is committed, in its first attempt, after so long."""
+        self._times.add(step_ms, sharded=sharded)
+
     # Tables.
 
-    def choose(self, active: Collection[str], step: int) -> OwnerTable | None:
-        """The table for a step that these compute; None for a star."""
+    def choose(self, active: Collection[str], step: int) -> OwnerTable:
+        """Choose the table for a step that these workers compute."""
         if self._way == "star":
-            return None
+            return self.star
+        if self._timed != frozenset(active):
+            self._timed = frozenset(active)
+            self._times.clear()
         members = self._clique(sorted(set(active) & self._doors.keys()))
         speeds = {name: self._speed(name, members) for name in members}
         shares = _shares([speeds[name] for name in members])
-        late = [index for index, name in enumerate(members) if self._demoted.get(name, 0) > step]
-        if len(late) < len(members):
-            for index in late:
-                shares[index] = 0.0
+        without_late = [
+            0.0 if self._demoted.get(name, 0) > step else share
+            for name, share in zip(members, shares, strict=True)
+        ]
+        # A member with a slow link may own nothing as it is: those that remain must own something.
+        if any(without_late):
+            shares = without_late
         self.reason = self._why_star(members, speeds, shares, active)
         if self.reason:
-            return self._set(None)
+            self.table = self.star
+            return self.table
         return self._set(self._table_of(members, shares))
 
-    def without(self, gone: Collection[str]) -> OwnerTable | None:
-        """Within a step: what these own gets other owners; None if nobody is left."""
+    def without(self, lost: Collection[str]) -> OwnerTable:
+        """Within a step: what these own gets other owners; the coordinator, where none is left."""
         table = self.table
-        if table is None:
-            return None
-        kept = self._clique([name for name in table.members if name not in gone])
-        if not kept:
-            return self._set(None)
-        index = {name: number for number, name in enumerate(kept)}
-        next_owner = itertools.cycle(range(len(kept)))
+        if not table.has_peers:
+            return table
+        rest = self._clique([name for name in table.members if name not in lost])
+        if not rest:
+            self.reason = "a star: no owner is left"
+            return self._set(self.star)
+        index = {name: number for number, name in enumerate(rest)}
+        next_owner = itertools.cycle(range(len(rest)))
         owners = tuple(
             index[owner] if (owner := table.owner(number)) in index else next(next_owner)
             for number in range(self._grid.count)
         )
-        scribe = table.scribe if table.scribe in index else self._scribe(kept)
-        return self._set(OwnerTable(members=tuple(kept), owners=owners, scribe=scribe))
+        scribe = table.scribe if table.scribe in index else self._scribe(rest)
+        return self._set(OwnerTable(members=tuple(rest), owners=owners, scribe=scribe))
 
-    def reown(self, worker: str) -> OwnerTable | None:
+    def reown(self, worker: str) -> OwnerTable:
         """Within a step: what it owns goes to the others, and it stays."""
         table = self.table
-        assert table is not None
         others = [n for n, name in enumerate(table.members) if name != worker]
         if not others:
             return table
@@ -198,36 +217,34 @@ class Mesh:
         return self._set(table.model_copy(update={"owners": owners}))
 
     def tell(self, workers: Collection[str]) -> list[Action]:
-        """The present table, to whoever of these has not been told."""
-        if self.table is None:
-            return []
+        """Tell the table to whoever of these has not been told."""
         message = Owners(run_id=self._run_id, epoch=self._epoch, number=self.number)
         document = self.table.to_bytes()
-        new = [name for name in sorted(workers) if self._told.get(name) != self.number]
-        self._told.update(dict.fromkeys(new, self.number))
+        new = [name for name in sorted(workers) if self._reported.get(name) != self.number]
+        self._reported.update(dict.fromkeys(new, self.number))
         return [Send(name, message, document) for name in new]
 
     def owned(self) -> dict[str, float]:
-        """Which part of all slices each member owns."""
+        """The part of all chunks that each worker owns; empty for a star."""
         table = self.table
-        if table is None:
+        if not table.has_peers:
             return {}
         counts = dict.fromkeys(table.members, 0)
         for owner in table.owners:
             counts[table.members[owner]] += 1
         return {name: round(count / self._grid.count, 3) for name, count in counts.items()}
 
-    def _set(self, table: OwnerTable | None) -> OwnerTable | None:
-        if table is not None:
+    def _set(self, table: OwnerTable) -> OwnerTable:
+        if table.has_peers:
             owning, linked = len({*table.owners}), len(table.members)
-            self.reason = f"sharded: {owning} of {linked} linked members own slices"
+            self.reason = f"sharded: {owning} of {linked} linked members average"
         if table != self.table:
             self.table = table
-            self.number += table is not None
+            self.number += 1
         return table
 
     def _table_of(self, members: Sequence[str], shares: Sequence[float]) -> OwnerTable:
-        owners = tuple(owned_by(shares, self._grid))
+        owners = tuple(divide_chunks(shares, self._grid))
         return OwnerTable(members=tuple(members), owners=owners, scribe=self._scribe(members))
 
     def _scribe(self, members: Sequence[str]) -> str | None:
@@ -239,26 +256,28 @@ class Mesh:
 
     def _clique(self, names: Sequence[str]) -> list[str]:
         """Members that all reach each other: whoever lacks the most links is left out first."""
-        left = list(names)
-        while left:
+        candidates = list(names)
+        while candidates:
             lacking = {
-                name: sum(not self._are_linked(name, other) for other in left if other != name)
-                for name in left
+                name: sum(
+                    not self._are_linked(name, other) for other in candidates if other != name
+                )
+                for name in candidates
             }
-            worst = max(left, key=lambda name: (lacking[name], name))
+            worst = max(candidates, key=lambda name: (lacking[name], name))
             if not lacking[worst]:
                 break
-            left.remove(worst)
-        return left
+            candidates.remove(worst)
+        return candidates
 
     def _speed(self, name: str, members: Sequence[str]) -> float:
         """Of a member's link to the network, Mbit/s: as quick as its quickest peer finds it."""
-        measured = [
+        speeds = [
             min(self.links[name][other], self.links[other][name])
             for other in members
             if other != name
         ]
-        return max(measured, default=1.0)
+        return max(speeds, default=1.0)
 
     def _why_star(
         self, members: Sequence[str], speeds: Mapping[str, float], shares: Sequence[float],
@@ -283,13 +302,13 @@ class Mesh:
         if sharded > _PAYS * star:
             ms = f"{star * 1e3:.0f} ms, a sharded exchange {sharded * 1e3:.0f}"
             return f"a star: it is expected to take {ms}"
-        return ""
+        return self._times.why_star()
 
 
 def _shares(speeds: Sequence[float]) -> list[float]:
     """How much each is to own, so that all links are busy for about as long.
 
-    A member of speed b that owns the share f of n members' slices sends 1 - f of a payload to
+    A member of speed b that owns the share f of n members' chunks sends 1 - f of a payload to
     other owners and its average to n - 1 others: 1 + (n - 2) f payloads, and receives as many.
     """
     count = len(speeds)

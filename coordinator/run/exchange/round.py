@@ -2,55 +2,51 @@
 
 Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of what comes out:
 each chunk of each block has its own sum along the tree, float addition is commutative, and the
-tree fixes what is added to what. So nodes may come twice, from several workers, or as parts of
-nodes that come later; what is covered already changes nothing.
+tree fixes what is added to what. So subtrees may come twice, from several workers, or as parts of
+subtrees that come later; what is covered already changes nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from coordinator.run.exchange.double_check import Differing, DoubleCheck
-from coordinator.run.exchange.sliced import SlicedSums, WrongAverage
-from coordinator.run.exchange.summary import Summary, summary_of
-from coordinator.run.outputs.actions import Broadcast, Send, Summarise
-from coordinator.run.outputs.kept import Bytes, Kept
+from coordinator.run.exchange.embeddings import JoinedEmbeddings
+from coordinator.run.exchange.peer_sums import PeerSums, WrongAverage
+from coordinator.run.outputs.actions import Broadcast, Send, Summarize
+from coordinator.run.outputs.side_outputs import Bytes, SideOutputs
 from protocol.base import limits
-from protocol.base.errors import OutOfPlace
+from protocol.base.errors import OutOfOrder
+from protocol.exact.chunk_grid import ChunkGrid
 from protocol.exact.codecs import packed
-from protocol.exact.digest import averages_digest
-from protocol.exact.slice_merge import Infinite, Origin, SliceMerge
-from protocol.exact.tree import Node, cover, is_node, root
+from protocol.exact.digest import averages_digest, block_digest
+from protocol.exact.embedding_rows import are_finite
+from protocol.exact.reducer import NonFinite, Origin, Reducer
+from protocol.exact.tree import Subtree, cover, is_subtree, root
 from protocol.exact.tree_sum import TreeSum
-from protocol.exact.update import Array, global_norm, is_finite
-from protocol.exact.upload_order import UploadOrder
-from protocol.spec.manifest import Block
-from protocol.spec.replicas_spec import Codecs
+from protocol.exact.update import Array, global_norm, is_finite, square_sum
+from protocol.spec.manifest import Block, EmbeddingLayout
+from protocol.spec.sections.exchange import Codecs
 from protocol.wire.messages import (
     AveragedBlockGradient,
+    AveragedGradient,
     AveragedNonBlockGradient,
     CapturedRows,
+    ChunkReduced,
     GradientPayload,
-    Message,
-    NodeLoss,
-    NonFiniteNode,
-    SliceAverage,
-    SliceDone,
-    SliceSum,
-    SumNotFinite,
+    SubtreeLoss,
     SumsArrived,
 )
-from protocol.wire.peers import OwnerTable
+from protocol.wire.peers import COORDINATOR, OwnerTable
 
 _FLOAT32: Final = Codecs()
-_MOST_COUNTED_NODES: Final = 16_384
+_MOST_COUNTED_SUBTREES: Final = 16_384
 """In a commit's record; there are more only where very many were given out twice."""
 
 
@@ -62,31 +58,21 @@ def new_array(elements: int) -> Array:
     return np.empty(elements, np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class NonFinite:
-    """A payload, a loss (`block` is None) or a sum (`worker` is None) has NaN or infinity."""
+class Summary(NamedTuple):
+    """What a commit has to know of a block's averaged gradients.
 
-    worker: str | None
-    block: str | None
-    node: Node
-    stretches: bool = False
-    device: str = ""
-    """Of the worker's host, if that is several devices."""
+    Attributes:
+        square_sum: `protocol.exact.update.square_sum` of them.
+        digest: `protocol.exact.digest.block_digest` of them.
+    """
 
-    def __str__(self) -> str:
-        if self.stretches:
-            what = "loss" if self.block is None else f"difference in block {self.block!r}"
-            whose = "" if self.worker is None else f", from worker {self.worker!r}"
-            which = f"of replica {self.node.lo}" if self.node.leaves == 1 else "of all replicas"
-            return f"non-finite {what} {which}{whose}"
-        what = "loss" if self.block is None else f"gradient in block {self.block!r}"
-        whose = (
-            "when summed over workers, each of which sent finite ones"
-            if self.worker is None
-            else f"from worker {self.worker!r}"
-            + (f", device {self.device!r}" if self.device else "")
-        )
-        return f"non-finite {what}, microbatches {self.node}, {whose}"
+    square_sum: float
+    digest: str
+
+
+def summary_of(block: Block, average: Array) -> Summary:
+    """Take both; of a gigabyte that is a second."""
+    return Summary(square_sum(average), block_digest(block, average))
 
 
 @dataclass(slots=True)
@@ -94,36 +80,37 @@ class Share:
     """What one worker was given in this round, and what of it is still to come from it.
 
     Attributes:
-        nodes: All that it was given.
-        owed: By node, a bit for each chunk of each block and one for the loss. A worker that
-            sends a node's loss and withholds a chunk still owes the node: its lease goes on. With
-            owners of slices there is a bit for each of them instead.
+        subtrees: All that it was given.
+        owed: By subtree, a bit for each chunk that the coordinator averages, one for the loss, and
+        one
+            for each worker that averages. A worker that sends a subtree's loss and withholds a
+            chunk still owes the subtree: its lease goes on.
         dropped: Those that it need not compute or send any more.
-        uploads: How many chunks of a node it may send, in the order in which they are.
+        uploads: How many chunks of a subtree it may send, in the order in which they are.
         local: Whether it is on the coordinator's machine, and shares no link with anyone.
     """
 
-    nodes: list[Node] = field(default_factory=list)
-    owed: dict[Node, int] = field(default_factory=dict)
-    dropped: set[Node] = field(default_factory=set)
+    subtrees: list[Subtree] = field(default_factory=list)
+    owed: dict[Subtree, int] = field(default_factory=dict)
+    dropped: set[Subtree] = field(default_factory=set)
     uploads: int = 0
     local: bool = False
 
-    def pending(self, due: int) -> tuple[Node, ...]:
-        """Nodes of which anything is still to come that is due by now, as bits of `owed`."""
-        return tuple(node for node, bits in self.owed.items() if bits & due)
+    def pending(self, due: int) -> tuple[Subtree, ...]:
+        """Subtrees of which anything is still to come that is due by now, as bits of `owed`."""
+        return tuple(subtree for subtree, bits in self.owed.items() if bits & due)
 
-    def came(self, node: Node, bit: int) -> None:
-        """A part of a node is there."""
-        left = self.owed.get(node, 0) & ~(1 << bit)
+    def came(self, subtree: Subtree, bit: int) -> None:
+        """A part of a subtree is there."""
+        left = self.owed.get(subtree, 0) & ~(1 << bit)
         if left:
-            self.owed[node] = left
+            self.owed[subtree] = left
         else:
-            self.owed.pop(node, None)
+            self.owed.pop(subtree, None)
 
     @property
     def microbatches(self) -> int:
-        return sum(node.leaves for node in self.nodes)
+        return sum(subtree.leaves for subtree in self.subtrees)
 
 
 class Round:
@@ -132,16 +119,19 @@ class Round:
     Attributes:
         place: Epoch, step and attempt, as messages carry them.
         averages: One flat array per block; complete in the end.
-        shares: Nodes by worker, for workers that have not left.
-        begun: Whether nodes were given to anyone.
+        shares: Subtrees by worker, for workers that have not left.
+        begun: Whether subtrees were given to anyone.
         double_check: Compares what comes twice.
-        doubled: A node that is to be computed by two workers to the end, and these.
+        doubled: A subtree that is to be computed by two workers to the end, and these.
         tainted: Whether something in it may stem from weights that nobody has compared.
         inner: Where each worker is in a stretch: replica, and inner steps taken of it.
         stretches: Whether a leaf is a whole stretch of a replica: too much work to wait for others
             at a worker that may be lost.
         kept: What the microbatches give beside gradients; None where the run keeps nothing.
-        sliced: What members average among themselves; None where they send all to the coordinator.
+        embeds: Of which layout embeddings are collected; None where gradients are. Such a round has
+            no blocks.
+        embeddings: What the round before it has collected, for the gradients of this one.
+        peers: The chunks that workers average; none of them in a star.
     """
 
     def __init__(
@@ -152,9 +142,11 @@ class Round:
         step: int,
         attempt: int,
         *,
-        kept: Kept | None = None,
+        kept: SideOutputs | None = None,
         exchange: Codecs = _FLOAT32,
         stretches: bool = False,
+        embeds: EmbeddingLayout | None = None,
+        embeddings: JoinedEmbeddings | None = None,
         owners: tuple[int, OwnerTable] | None = None,
         allocate: Allocate = new_array,
     ) -> None:
@@ -165,23 +157,30 @@ class Round:
         self.shares: dict[str, Share] = {}
         self.tainted = False
         self.kept = kept
+        self.embeds = embeds
+        self.embeddings = embeddings
         self.double_check = DoubleCheck()
-        self.doubled: tuple[str, str, Node] | None = None
+        self.doubled: tuple[str, str, Subtree] | None = None
         self.averages = [allocate(block.elements) for block in blocks]
         self.inner: dict[str, tuple[int, int]] = {}
         self.begun = False
-        self._order = UploadOrder(blocks)
-        self._given_nodes = 0
+        self._grid = ChunkGrid(blocks)
+        self._given_subtrees = 0
         self._given_again = False
-        self._due: dict[int, int] = {}
         self._summed = 0
-        self._delivered: set[str] = set()
+        # Gradients rest on all embeddings: of workers that are lost meanwhile, too.
+        self._delivered = set[str]() if embeddings is None else set(embeddings.delivered)
         self._blocks = blocks
-        self._chunks = [
-            [SliceMerge(microbatches, exchange) for _ in range(block.chunks)] for block in blocks
-        ]
+        self._average_of = _averages_by_chunk(blocks, self.averages, self._grid)
+        owners = owners or (0, OwnerTable.star(self._grid.count))
+        self._mine = owners[1].owned_by(COORDINATOR)
+        # Block 0 first: its sums come last, and mostly tell what is missing of all.
+        first = sorted(self._mine, reverse=True)
+        self._reducer = Reducer(microbatches, exchange, first, self._average_of)
+        self.peers = PeerSums(self._grid, microbatches, owners, self._average_of)
         self._open_chunks = [block.chunks for block in blocks]
-        self._first_bit = [0, *itertools.accumulate(self._open_chunks)]
+        self._loss_bit = self._grid.count
+        self._owed = self._owed_bits()
         self._unsummarised: list[int] = []
         self._summarising: set[int] = set()
         self._square_sums: dict[int, float] = {}
@@ -189,25 +188,20 @@ class Round:
         self._weights: TreeSum[float] = TreeSum(microbatches, add)
         self._losses: TreeSum[float] = TreeSum(microbatches, add)
         self._loss_origins: TreeSum[Origin] = TreeSum(microbatches, add)
-        self._ways: set[Origin] = set()
-        self.sliced: SlicedSums | None = None
-        if owners is not None:
-            self.sliced = SlicedSums(blocks, microbatches, *owners, self.averages)
-            self._ways = self.sliced.ways
-        self._loss_bit = self._first_bit[-1] if owners is None else len(owners[1].members)
+        self._origins: set[Origin] = set()
 
-    def plan(self, nodes: int) -> list[str]:
-        """So many more nodes are about to be given to workers.
+    def plan(self, subtrees: int) -> list[str]:
+        """So many more subtrees are about to be given to workers.
 
         Returns:
-            Which of those that have nodes already may send more.
+            Which of those that have subtrees already may send more.
         """
-        self._given_again = self._given_nodes > 0
-        self._given_nodes += nodes
-        return self._raise(self._order.chunks)
+        self._given_again = self._given_subtrees > 0
+        self._given_subtrees += subtrees
+        return self._raise(self._grid.count)
 
     def uploads(self, worker: str) -> int:
-        """How many chunks of a node the worker may send."""
+        """How many chunks of a subtree the worker may send."""
         return self.shares[worker].uploads
 
     def raise_uploads(self) -> list[str]:
@@ -216,18 +210,19 @@ class Round:
         Returns:
             By whom.
         """
-        if self.sliced is not None:
-            return []  # sums wait at their owners, a part of all at each
-        while self._summed < self._order.chunks and self._is_summed(self._summed):
-            self._summed += 1
-        return self._raise(4)
+        return self._raise(4) if self._mine else []
 
     def _raise(self, parts: int) -> list[str]:
         """Who may now send more, by one of so many parts of what may come of it at once."""
-        raised = []
+        raised: list[str] = []
+        self._note_summed()
         within = self._within_memory()
+        # Of many workers most may send all already: it costs nothing to see that.
+        waiting = [(worker, s) for worker, s in self.shares.items() if s.uploads < within]
+        if not waiting:
+            return raised
         last = self._slowest(share for share in self.shares.values() if not share.local)
-        for worker, share in self.shares.items():
+        for worker, share in waiting:
             own = self._slowest([share])
             now = min(within, self._ahead(share, min(last, own)))
             more = now - share.uploads
@@ -236,116 +231,144 @@ class Round:
                 raised.append(worker)
         return sorted(raised)
 
+    def _note_summed(self) -> None:
+        while self._summed < self._grid.count and self._is_summed(self._summed):
+            self._summed += 1
+
     def _within_memory(self) -> int:
-        """So many that the sums of all nodes, none merged, are within the limit from there on."""
+        """So many that the sums of all subtrees, none merged, are within the limit from there
+        on."""
         if self.stretches:
-            return self._order.chunks
-        limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._order.total_bytes // 2)
-        return self._order.end(self._summed, limit_bytes // max(self._given_nodes, 1))
+            return self._grid.count
+        limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._grid.total_bytes // 2)
+        return self._grid.end(self._summed, limit_bytes // max(self._given_subtrees, 1))
 
     def _ahead(self, share: Share, last: int) -> int:
         """How far ahead of the last one: flows that share a link do not get equal parts of it, and
         a sum waits for the last of them, with the other direction idle.
 
-        Nobody waits for a node that another computes instead: then all may send what they have.
+        Nobody waits for a subtree that another computes instead: then all may send what they have.
         """
         if share.local or self._given_again or self.stretches:
-            return self._order.chunks
+            return self._grid.count
         most = last + limits.UPLOAD_AHEAD_CHUNKS
-        return max(self._order.end(last, limits.UPLOAD_AHEAD_BYTES), min(most, self._order.chunks))
+        return max(self._grid.end(last, limits.UPLOAD_AHEAD_BYTES), min(most, self._grid.count))
 
     def _slowest(self, shares: Iterable[Share]) -> int:
-        """Of the nodes of which a part has come, the smallest part, in chunks; 0: there is none."""
-        chunks, mask = self._order.chunks, (1 << self._first_bit[-1]) - 1
-        owed = (bits & mask for share in shares for bits in share.owed.values())
-        came = (chunks - bits.bit_count() for bits in owed)
-        return min((count for count in came if 0 < count < chunks), default=0)
+        """Of the subtrees of which a part has come, the smallest part, in chunks; what is summed is
+        there of all."""
+        count, mask = self._grid.count, (1 << self._loss_bit) - 1
+        others = count - len(self._mine)
+        bits_left = (bits & mask for share in shares for bits in share.owed.values())
+        arrived_bits = (count - bits.bit_count() for bits in bits_left)
+        return max(self._summed, min((n for n in arrived_bits if others < n < count), default=0))
 
-    def _is_summed(self, position: int) -> bool:
-        block, chunk = self._order.chunk(position)
-        return self._chunks[block][chunk].done
+    def _is_summed(self, number: int) -> bool:
+        return number not in self._reducer or self._reducer.is_done(number)
 
     def due(self, share: Share) -> int:
-        """What a worker may have sent of a node, as bits of what it owes."""
-        if self.sliced is not None or share.uploads >= self._order.chunks:
-            return -1
-        if share.uploads not in self._due:  # leases ask for it ten times a second, of each worker
-            allowed = (self._order.chunk(position) for position in range(share.uploads))
-            chunks = sum(1 << (self._first_bit[block] + chunk) for block, chunk in allowed)
-            self._due[share.uploads] = chunks | 1 << self._first_bit[-1]
-        return self._due[share.uploads]
+        """What a worker may have sent of a subtree, as bits of what it owes."""
+        return (1 << share.uploads) - 1 | -1 << self._loss_bit
 
-    def pending(self, worker: str) -> tuple[Node, ...]:
-        """The worker's nodes of which anything is to come that it may send."""
+    def pending(self, worker: str) -> tuple[Subtree, ...]:
+        """The worker's subtrees of which anything is to come that it may send."""
         share = self.shares.get(worker)
         return share.pending(self.due(share)) if share is not None else ()
 
-    def assign(self, worker: str, nodes: tuple[Node, ...], *, local: bool = False) -> None:
-        """These nodes are now the worker's to compute; see `Share.local`."""
+    def assign(self, worker: str, subtrees: tuple[Subtree, ...], *, local: bool = False) -> None:
+        """These subtrees are now the worker's to compute; see `Share.local`."""
         self.begun = True
         share = self.shares.setdefault(worker, Share(local=local))
-        share.nodes.extend(nodes)
-        loss = 1 << self._loss_bit
-        everything = loss | (loss - 1 if self.sliced is None else self.sliced.owed_to)
-        share.owed.update(dict.fromkeys(nodes, everything))
-        share.dropped.difference_update(nodes)
-        first = min(self._within_memory(), self._ahead(share, 0))
+        share.subtrees.extend(subtrees)
+        share.owed.update(dict.fromkeys(subtrees, self._owed))
+        share.dropped.difference_update(subtrees)
+        self._note_summed()
+        first = min(self._within_memory(), self._ahead(share, self._summed))
         share.uploads = max(share.uploads, first)
+
+    def _owed_bits(self) -> int:
+        """All bits of a subtree: see `Share.owed`."""
+        chunks = sum(1 << number for number in self._mine)
+        return chunks | 1 << self._loss_bit | self.peers.owed_to << self._loss_bit + 1
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array
-    ) -> Broadcast | NonFinite | Differing | None:
-        """Take a chunk of a node's gradient sum; `values` belongs to the round from then on.
+    ) -> Send | Broadcast | NonFinite | Differing | None:
+        """Take a chunk of a subtree's gradient sum; `values` belongs to the round from then on.
 
         Returns:
-            The average to send to all, where this completes the chunk; or what is wrong.
+            The average to send to all, where this completes the chunk; the sum to pass on, where
+            another worker averages it; or what is wrong.
 
         Raises:
-            OutOfPlace: No such node, or not this worker's.
+            OutOfOrder: No such subtree or table, or not this worker's.
         """
-        share = self._check_place(worker, message.node)
-        if self.sliced is not None:
-            raise OutOfPlace("a payload for the coordinator, in a step whose slices have owners")
+        share = self._check_place(worker, message.subtree)
+        if message.owners > self.peers.number:
+            raise OutOfOrder(
+                f"{type(message).__name__}: expected table {self.peers.number}, "
+                f"got {message.owners}"
+            )
+        number = self._grid.number(message.block, message.chunk)
+        owner = self.peers.table.owner(number)
+        if owner != COORDINATOR:
+            self._delivered.add(worker)
+            passed = message.model_copy(update={"owners": self.peers.number, "worker": worker})
+            return Send(owner, passed, packed(values, self._exchange.precision))
         # Sent is sent, even if it is not needed: the worker's lease is about what it still owes.
-        share.came(message.node, self._first_bit[message.block] + message.chunk)
+        share.came(message.subtree, number)
         name = self._blocks[message.block].name
         part, what = (message.block, message.chunk), f"gradients in block {name!r}"
         # Before anything is added to the values, and also for what is dropped below as known.
-        differing = self.double_check.answer(worker, message.node, part, values, what)
+        differing = self.double_check.answer(worker, message.subtree, part, values, what)
         if differing is not None:  # a value that is not finite says which of the two is wrong
-            return differing if is_finite(values) else self._fault(worker, name, message.node)
-        chunk = self._chunks[message.block][message.chunk]
-        if chunk.covers(message.node):
+            finite = is_finite(values)
+            return differing if finite else NonFinite(message.subtree, worker, message.block)
+        if number not in self._reducer or self._reducer.covers(number, message.subtree):
             return None
-        out = self.averages[message.block][self._blocks[message.block].chunk_slice(message.chunk)]
-        found = chunk.put(worker, message.node, message.weight, values, out)
-        if isinstance(found, Infinite):
-            return self._fault(found.worker, name, found.node)
+        result = self._reducer.put(number, worker, message.subtree, message.weight, values)
+        if isinstance(result, NonFinite):
+            return replace(result, block=message.block)
         self._delivered.add(worker)
-        return self._averaged(message.block, message.chunk) if found else None
+        if result is None:
+            return None
+        self._origins.add(result.origin)
+        return self._averaged(number)
 
-    def captured(self, worker: str, message: CapturedRows, content: Bytes) -> Differing | None:
+    def captured(
+        self, worker: str, message: CapturedRows, content: Bytes
+    ) -> NonFinite | Differing | None:
         """Take a piece of what a microbatch gives to be kept.
 
+        Returns:
+            What is wrong with it: an embedding that is not finite, or not what another has sent.
+
         Raises:
-            OutOfPlace: No such piece, its node is not this worker's, or nothing is kept.
+            OutOfOrder: No such piece, its subtree is not this worker's, or nothing is kept.
         """
-        self._check_place(worker, message.node)
+        self._check_place(worker, message.subtree)
         if self.kept is None:
-            raise OutOfPlace("CapturedRows in a run that captures nothing")
+            raise OutOfOrder("CapturedRows in a run that captures nothing")
         self.kept.put(message, content)
         self._delivered.add(worker)
+        leaf = Subtree(message.microbatch, message.microbatch + 1)
+        if self.embeds and self.kept.has(leaf):
+            # Also of one that comes second: its NaN says which of the two is wrong.
+            rows = self.kept.of(leaf.lo, message.chunk, content)
+            if not are_finite(self.embeds, rows):
+                return NonFinite(leaf, worker, is_embedding=True)
         part = (0, message.microbatch, message.chunk)
-        what = "states of its own" if self.stretches else "logits"
-        return self.double_check.answer(worker, message.node, part, content, what)
+        what = "embeddings" if self.embeds else "logits"
+        what = "states of its own" if self.stretches else what
+        return self.double_check.answer(worker, message.subtree, part, content, what)
 
     def stretch(self, worker: str, replica: int, inner: int) -> None:
         """The worker has taken so many inner steps of a replica.
 
         Raises:
-            OutOfPlace: There is no such replica, or it is not this worker's.
+            OutOfOrder: There is no such replica, or it is not this worker's.
         """
-        self._check_place(worker, Node(replica, replica + 1))
+        self._check_place(worker, Subtree(replica, replica + 1))
         self.inner[worker] = (replica, inner)
 
     def boundary(self, worker: str, replica: int) -> None:
@@ -353,139 +376,136 @@ class Round:
         others than the run's, nothing that has come counts.
 
         Raises:
-            OutOfPlace: There is no such replica, or it is not this worker's.
+            OutOfOrder: There is no such replica, or it is not this worker's.
         """
-        self._check_place(worker, Node(replica, replica + 1))
+        self._check_place(worker, Subtree(replica, replica + 1))
         self._delivered.add(worker)
 
-    # Slices that have owners among the workers.
-
-    def slice_sum(self, worker: str, message: SliceSum, values: Array) -> list[Send]:
-        """A worker without links to the owners sends a slice of a node's sum: pass it on.
-
-        Raises:
-            OutOfPlace: No such node, or not this worker's; or it is another's sum.
-        """
-        self._check_place(worker, message.node)
-        sliced = self._sliced(message)
-        if message.worker != worker:
-            raise OutOfPlace(f"SliceSum: expected one of {worker!r}, got one of {message.worker!r}")
-        if message.owners > sliced.number:
-            raise OutOfPlace(f"SliceSum: expected table {sliced.number}, got {message.owners}")
-        self._delivered.add(worker)
-        passed = message.model_copy(update={"owners": sliced.number})
-        body = packed(values, self._exchange.precision)
-        return [Send(sliced.owner(message.slice), passed, body)]
+    # Chunks that workers average.
 
     def sums_arrived(self, owner: str, message: SumsArrived) -> None:
-        """All of a worker's node that goes to this owner is there.
+        """All of a worker's subtree that goes to this owner is there.
 
         Raises:
-            OutOfPlace: There are no owners, or no such node.
+            OutOfOrder: There is no such subtree.
         """
-        sliced = self._sliced(message)
-        if not is_node(message.node, self.microbatches):
-            raise OutOfPlace(f"SumsArrived: {message.node} is no node of this step")
-        if sliced.arrived(owner, message):
+        if not is_subtree(message.subtree, self.microbatches):
+            raise OutOfOrder(f"SumsArrived: {message.subtree} is no subtree of this step")
+        if self.peers.arrived(owner, message):
             self._delivered.add(message.worker)
             share = self.shares.get(message.worker)
             if share is not None:
-                share.came(message.node, sliced.bits[owner])
+                share.came(message.subtree, self._loss_bit + 1 + self.peers.bits[owner])
 
-    def slice_done(
-        self, owner: str, message: SliceDone, origin: Origin
-    ) -> list[Broadcast] | WrongAverage:
-        """An owner has averaged a slice, and this is its digest."""
-        found = self._sliced(message).told(owner, message, origin)
-        return found if isinstance(found, WrongAverage) else self._whole(found)
+    def peer_average(
+        self, sender: str, message: ChunkReduced | AveragedGradient, body: Origin | Array
+    ) -> Broadcast | WrongAverage | None:
+        """Take the values of a worker's average, or its origin and digest.
 
-    def slice_average(
-        self, sender: str, message: SliceAverage, values: Array
-    ) -> list[Broadcast] | WrongAverage:
-        """The values of a slice's average."""
-        found = self._sliced(message).came(sender, message, values)
-        return found if isinstance(found, WrongAverage) else self._whole(found)
-
-    def _whole(self, blocks: list[int]) -> list[Broadcast]:
-        """All slices of these blocks are there: they go to the log, and to who has no links."""
-        return [self._averaged(b, c) for b in blocks for c in range(self._blocks[b].chunks)]
-
-    def not_finite(self, owner: str, message: SumNotFinite) -> NonFinite:
-        """An owner has found NaN or infinity."""
-        sliced = self._sliced(message)
-        if owner not in sliced.bits:
-            raise OutOfPlace(f"SumNotFinite of {owner!r}, which owns nothing")
-        return NonFinite(message.worker, sliced.block_of(message.slice), message.node)
+        Returns:
+            The average, for the log and for whoever has no links; or what is wrong.
+        """
+        result: int | WrongAverage | None
+        if isinstance(message, ChunkReduced):
+            assert isinstance(body, tuple)
+            result = self.peers.reduced(sender, message, body)
+        else:
+            assert isinstance(body, np.ndarray)
+            result = self.peers.average(sender, message, body)
+        return self._averaged(result) if isinstance(result, int) else result
 
     def reown(self, number: int, table: OwnerTable) -> None:
-        """Slices have other owners from now on: workers owe those what they have sent to others."""
-        assert self.sliced is not None
-        gaining = self.sliced.reown(number, table)
-        anew = sum(1 << self.sliced.bits[name] for name in gaining)
-        owing = self.sliced.owed_to | 1 << self._loss_bit
+        """Chunks have other owners from now on: workers owe those what they have sent to others."""
+        gaining, taken_over = self.peers.reown(number, table)
+        self._mine |= taken_over
+        self._reducer.own(self._mine)
+        self._owed = self._owed_bits()
+        first = self._loss_bit + 1
+        anew = sum(1 << each for each in taken_over)
+        anew |= sum(1 << first + self.peers.bits[name] for name in gaining)
         for share in self.shares.values():
             share.owed = {
-                node: bits
-                for node in dict.fromkeys([*share.owed, *share.nodes])
-                if node not in share.dropped and (bits := share.owed.get(node, 0) & owing | anew)
+                subtree: bits
+                for subtree in dict.fromkeys([*share.owed, *share.subtrees])
+                if subtree not in share.dropped
+                and (bits := share.owed.get(subtree, 0) & self._owed | anew)
             }
 
-    def _sliced(self, message: Message) -> SlicedSums:
-        if self.sliced is None:
-            raise OutOfPlace(f"{type(message).__name__} in a step whose slices have no owners")
-        return self.sliced
-
-    def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | Differing | bool:
-        """Take a node's loss sum.
+    def subtree_loss(self, worker: str, message: SubtreeLoss) -> NonFinite | Differing | bool:
+        """Take a subtree's loss sum.
 
         Returns:
             Whether it was not there yet; or what is wrong.
 
         Raises:
-            OutOfPlace: No such node, or not this worker's; or what is kept of it has not come.
+            OutOfOrder: No such subtree, or not this worker's; or what is kept of it has not come.
         """
-        share = self._check_place(worker, message.node)
-        if self.kept is not None and not self.kept.has(message.node):
-            raise OutOfPlace(f"the loss of node {message.node} came before all of its logits")
-        share.came(message.node, self._loss_bit)
+        share = self._check_place(worker, message.subtree)
+        if self.kept is not None and not self.kept.has(message.subtree):
+            raise OutOfOrder(f"the loss of subtree {message.subtree} came before all of its rows")
+        share.came(message.subtree, self._loss_bit)
+        if (differing := self._unlike_embeddings(worker, message)) is not None:
+            return differing
         if message.sums:
             sums = np.frombuffer(message.sums, np.uint8)
             check = self.double_check
-            differing = check.answer(worker, message.node, (-1,), sums, "gradients")
+            differing = check.answer(worker, message.subtree, (-1,), sums, "gradients")
             if differing is not None:
                 return differing
-        if self._losses.covers(message.node):
+        if self._losses.covers(message.subtree):
             return False
         if not math.isfinite(message.loss_sum):
-            return self._fault(worker, None, message.node)
-        self._weights.put(message.node, message.weight)
-        self._losses.put(message.node, message.loss_sum)
-        self._loss_origins.put(message.node, ((worker, message.node),))
+            return NonFinite(message.subtree, worker)
+        self._weights.put(message.subtree, message.weight)
+        self._losses.put(message.subtree, message.loss_sum)
+        self._loss_origins.put(message.subtree, ((worker, message.subtree),))
         total = self._losses.total
         if total is not None and not math.isfinite(total):
-            return self._fault(None, None, root(self.microbatches))
+            return NonFinite(root(self.microbatches))
         return True
 
-    def non_finite(self, worker: str, message: NonFiniteNode) -> NonFinite:
-        """A host says which of its devices computed what is not finite.
+    def _unlike_embeddings(self, worker: str, message: SubtreeLoss) -> Differing | None:
+        """What is wrong with embeddings that were computed again for their gradients."""
+        if message.unlike and self.embeddings is None:
+            raise OutOfOrder("SubtreeLoss: unlike embeddings in a step without embeddings")
+        if self.embeddings is None:
+            return None
+        profile = self.double_check.profile_of(worker, message.subtree)
+        return self.embeddings.compare(worker, profile, message)
+
+    def join_embeddings(self) -> JoinedEmbeddings:
+        """All embeddings of the step; the round has collected them, and is complete."""
+        assert self.complete
+        assert self.kept is not None
+        origin = self._loss_origins.total or ()
+        profiles = {name: self.double_check.profile_of(name, part) for name, part in origin}
+        delivered = frozenset(self._delivered)
+        return JoinedEmbeddings.of(self.kept.content, origin, profiles, delivered)
+
+    def non_finite(self, sender: str, found: NonFinite) -> NonFinite:
+        """Check a worker's report on a subtree of its own, or on a sum that it owns.
 
         Raises:
-            OutOfPlace: It is in no node of this worker's, or there is no such block.
+            OutOfOrder: It was not given the subtree, it owns nothing, or there is no such block.
         """
-        share, node = self.shares.get(worker), message.node
-        mine = () if share is None else share.nodes
-        if not is_node(node, self.microbatches) or not any(own.covers(node) for own in mine):
-            raise OutOfPlace(f"node {node} was not given to worker {worker!r} in this step")
-        if message.block is None:
-            return replace(self._fault(worker, None, node), device=message.device)
-        if message.block >= len(self._blocks):
-            raise OutOfPlace(f"NonFiniteNode: there is no block {message.block}")
-        fault = self._fault(worker, self._blocks[message.block].name, node)
-        return replace(fault, device=message.device)
+        if found.worker == sender:
+            share, subtree = self.shares.get(sender), found.subtree
+            subtrees = () if share is None else share.subtrees
+            if not is_subtree(subtree, self.microbatches) or not any(
+                own.covers(subtree) for own in subtrees
+            ):
+                raise OutOfOrder(
+                    f"subtree {subtree} was not given to worker {sender!r} in this step"
+                )
+        elif sender not in self.peers.bits:
+            raise OutOfOrder(f"NonFiniteSum of {sender!r}, which owns nothing")
+        if found.block is not None and found.block >= len(self._blocks):
+            raise OutOfOrder(f"NonFiniteSum: there is no block {found.block}")
+        return found
 
     @property
     def complete(self) -> bool:
-        """Whether every block is averaged and summarised, every loss is there, and what is doubled
+        """Whether every block is averaged and summarized, every loss is there, and what is doubled
         is compared."""
         there = not any(self._open_chunks) and self._losses.total is not None
         return there and not self._summarising and not self._awaits_double()
@@ -500,10 +520,11 @@ class Round:
 
     @property
     def gradient_norm(self) -> float:
-        """Euclidean norm of all averages; the round is complete."""
+        """Euclidean norm of all averaged gradients; the round is complete."""
         assert self.complete
         self._summarise()
-        return global_norm(self._square_sums[block] for block in range(len(self._blocks)))
+        numbers = (number for number, block in enumerate(self._blocks) if block.is_trained)
+        return global_norm(self._square_sums[number] for number in numbers)
 
     def averages_digest(self) -> str:
         """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""
@@ -512,40 +533,40 @@ class Round:
         return averages_digest(self._digests[block] for block in range(len(self._blocks)))
 
     @property
-    def counted(self) -> tuple[dict[str, tuple[Node, ...]], ...] | None:
-        """Whose nodes make up the sums, as a commit's record tells it; the round is complete."""
-        ways = sorted({*self._ways, self._loss_origins.total or ()})
-        if sum(map(len, ways)) > _MOST_COUNTED_NODES:
+    def counted(self) -> tuple[dict[str, tuple[Subtree, ...]], ...] | None:
+        """Whose subtrees make up the sums, as a commit's record tells it; the round is complete."""
+        ways = sorted({*self._origins, *self.peers.origins, self._loss_origins.total or ()})
+        if sum(map(len, ways)) > _MOST_COUNTED_SUBTREES:
             return None
         return tuple(
-            {worker: tuple(node for by, node in way if by == worker) for worker in dict(way)}
+            {worker: tuple(subtree for by, subtree in way if by == worker) for worker in dict(way)}
             for way in ways
         )
 
-    def unfinished(self, worker: str) -> tuple[Node, ...]:
-        """The worker's microbatches of which anything is missing, as nodes."""
+    def unfinished(self, worker: str) -> tuple[Subtree, ...]:
+        """The worker's microbatches of which anything is missing, as subtrees."""
         share = self.shares.get(worker)
         if share is None:
             return ()
-        missing = {leaf for node in share.owed for leaf in self._missing(node)}
+        missing = {leaf for subtree in share.owed for leaf in self._missing(subtree)}
         return cover(sorted(missing), self.microbatches)
 
     def computing(self) -> list[str]:
-        """Workers that have not told the loss of a node that they owe: they compute it."""
+        """Workers that have not told the loss of a subtree that they owe: they compute it."""
         loss = 1 << self._loss_bit
         return [n for n, share in self.shares.items() if any(b & loss for b in share.owed.values())]
 
-    def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Node, ...]:
+    def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Subtree, ...]:
         """Missing microbatches that no worker owes, or only workers that are to be ignored."""
-        taken = {
+        assigned = {
             leaf
             for worker, share in self.shares.items()
             if worker not in ignoring
-            for node in share.owed
-            for leaf in range(node.lo, node.hi)
+            for subtree in share.owed
+            for leaf in range(subtree.lo, subtree.hi)
         }
         everything = root(self.microbatches)
-        missing = {leaf for leaf in self._missing(everything) if leaf not in taken}
+        missing = {leaf for leaf in self._missing(everything) if leaf not in assigned}
         return cover(sorted(missing), self.microbatches)
 
     def lose(self, worker: str, *, proven: bool) -> None:
@@ -557,32 +578,33 @@ class Round:
         """
         # Were its weights others than the run's, so may be what it delivered, and a sum cannot be
         # taken apart again: then the step starts anew. What went to others, it may have sent.
-        sent = worker in self._delivered or (self.sliced is not None and worker in self.shares)
+        may_have_sent = self.peers.table.has_peers and worker in self.shares
+        has_sent = worker in self._delivered or may_have_sent
         self.shares.pop(worker, None)
-        self.tainted = self.tainted or (not proven and sent)
+        self.tainted = self.tainted or (not proven and has_sent)
 
     def disown(self, worker: str, *, proven: bool) -> None:
         """The worker is late: what it owes is unassigned again, but may still come."""
         share = self.shares.get(worker)
         if share is not None:
             share.owed.clear()
-            share.dropped.update(share.nodes)
+            share.dropped.update(share.subtrees)
         self.tainted = self.tainted or (not proven and worker in self._delivered)
 
-    def surplus(self) -> dict[str, tuple[Node, ...]]:
-        """Pending nodes that are there already, since others have computed them too.
+    def surplus(self) -> dict[str, tuple[Subtree, ...]]:
+        """Pending subtrees that are there already, since others have computed them too.
 
         They are not pending any more after that.
         """
-        surplus: dict[str, tuple[Node, ...]] = {}
-        # The sums have a doubled node after its first answer; the second is wanted to compare.
-        kept = self.doubled[-1] if self.doubled and self._awaits_double() else None
+        surplus: dict[str, tuple[Subtree, ...]] = {}
+        # The sums have a doubled subtree after its first answer; the second is wanted to compare.
+        double = self.doubled[-1] if self.doubled and self._awaits_double() else None
         for worker, share in self.shares.items():
-            there = tuple(n for n in share.owed if n != kept and not self._missing(n))
+            there = tuple(n for n in share.owed if n != double and not self._missing(n))
             if there:
                 surplus[worker] = there
-                for node in there:
-                    del share.owed[node]
+                for subtree in there:
+                    del share.owed[subtree]
                 share.dropped.update(there)
         return surplus
 
@@ -594,25 +616,17 @@ class Round:
         return given_up
 
     def _awaits_double(self) -> bool:
-        """Whether two workers are still to give their answers to the node that both compute."""
+        """Whether two workers are still to give their answers to the subtree that both compute."""
         if self.doubled is None:
             return False
-        *workers, node = self.doubled
+        *workers, subtree = self.doubled
         shares = [self.shares[worker] for worker in workers if worker in self.shares]
-        return len(shares) == len(workers) and any(node in share.owed for share in shares)
+        return len(shares) == len(workers) and any(subtree in share.owed for share in shares)
 
-    def _missing(self, node: Node) -> set[int]:
-        """Microbatches of which anything is in no sum yet: a node is given out whole."""
-        missing = set(self._losses.missing(node))
-        if self.sliced is not None:
-            return missing | self.sliced.missing(node)
-        # Block 0 first: its sums come last, and mostly say enough for a thousand others.
-        for chunk in itertools.chain.from_iterable(self._chunks):
-            if len(missing) == node.leaves:
-                break
-            if not chunk.covers(node):
-                missing.update(chunk.missing(node))
-        return missing
+    def _missing(self, subtree: Subtree) -> set[int]:
+        """Microbatches of which anything is in no sum yet: a subtree is given out whole."""
+        missing = set(self._losses.missing(subtree)) | self.peers.missing(subtree)
+        return self._reducer.missing(subtree, missing)
 
     def _summarise(self) -> None:
         """Norm and digest of the blocks that are complete, a few at most.
@@ -620,8 +634,8 @@ class Round:
         Left to the end of the round, so that averages go out to all before it.
         """
         for number in self._unsummarised:
-            found = summary_of(self._blocks[number], self.averages[number])
-            self._square_sums[number], self._digests[number] = found
+            summary = summary_of(self._blocks[number], self.averages[number])
+            self._square_sums[number], self._digests[number] = summary
         self._unsummarised.clear()
 
     @property
@@ -629,41 +643,57 @@ class Round:
         """Whether that is what it waits for, maybe beside others."""
         return bool(self._summarising)
 
-    def summarise(self) -> list[Summarise]:
-        """What takes long is for another thread, many blocks at once: `summarised` follows."""
+    def summarize(self) -> list[Summarize]:
+        """What takes long is for another thread, many blocks at once: `summarized` follows."""
         elements = sum(self._blocks[number].elements for number in self._unsummarised)
-        if elements * 4 <= limits.SUMMARISED_AT_ONCE_BYTES:
+        if elements * 4 <= limits.EVENT_LOOP_REDUCE_BYTES:
             return []
         numbers, self._unsummarised = self._unsummarised, []
         self._summarising.update(numbers)
         averages = {number: (self._blocks[number], self.averages[number]) for number in numbers}
-        return [Summarise(self.place["step"], self.place["attempt"], averages)]
+        return [Summarize(self.place["step"], self.place["attempt"], averages)]
 
-    def summarised(self, summaries: Mapping[int, Summary]) -> None:
+    def summarized(self, summaries: Mapping[int, Summary]) -> None:
         """Norms and digests of some blocks are there."""
-        for number, found in summaries.items():
+        for number, summary in summaries.items():
             self._summarising.discard(number)
-            self._square_sums[number], self._digests[number] = found
+            self._square_sums[number], self._digests[number] = summary
 
-    def _check_place(self, worker: str, node: Node) -> Share:
-        if not is_node(node, self.microbatches):
-            raise OutOfPlace(f"{node} is no node of a tree over {self.microbatches} microbatches")
+    def _check_place(self, worker: str, subtree: Subtree) -> Share:
+        if not is_subtree(subtree, self.microbatches):
+            raise OutOfOrder(
+                f"{subtree} is no subtree of a tree over {self.microbatches} microbatches"
+            )
         share = self.shares.get(worker)
-        if share is None or node not in share.nodes:
-            raise OutOfPlace(f"node {node} was not given to worker {worker!r} in this step")
+        if share is None or subtree not in share.subtrees:
+            raise OutOfOrder(f"subtree {subtree} was not given to worker {worker!r} in this step")
         return share
 
-    def _fault(self, worker: str | None, block: str | None, node: Node) -> NonFinite:
-        return NonFinite(worker, block, node, self.stretches)
-
-    def _averaged(self, block: int, number: int) -> Broadcast:
-        if self.sliced is None:
-            self._ways.add(self._chunks[block][number].origin)
+    def _averaged(self, number: int) -> Broadcast:
+        """A chunk's average is there: tell all that do not have it from its owner."""
+        block, chunk = self._grid.chunk(number)
         self._open_chunks[block] -= 1
         if not self._open_chunks[block]:
             self._unsummarised.append(block)
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
-        values = self.averages[block][self._blocks[block].chunk_slice(number)]
-        had_by = frozenset(self.sliced.table.members) if self.sliced is not None else frozenset()
-        return Broadcast(kind(**self.place, block=block, chunk=number), values, had_by)
+        own = number in self._reducer
+        had_by = frozenset[str]() if own else frozenset(self.peers.table.members)
+        message = kind(**self.place, block=block, chunk=chunk)
+        return Broadcast(message, self._average_of(number), had_by)
+
+
+def _averages_by_chunk(
+    blocks: tuple[Block, ...], averages: Sequence[Array], grid: ChunkGrid
+) -> Callable[[int], Array]:
+    """Return where the average of a chunk goes, by its number.
+
+    Not a method: a round that its reducer refers to would be freed only by a collection, and its
+    averages are as large as the model.
+    """
+
+    def average_of(number: int) -> Array:
+        block, chunk = grid.chunk(number)
+        return averages[block][blocks[block].chunk_slice(chunk)]
+
+    return average_of

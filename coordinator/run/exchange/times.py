@@ -1,8 +1,8 @@
-"""How long the exchange of a step should take, by the speeds of links: as a star, and sharded.
+"""How long the exchange of a step should take, as a star and sharded, and how long steps took.
 
-Pure. `exchange.way: auto` decides by it; `python -m benchmarks.planned` plays it for many hosts and
-compares it with what was measured. The constants are measured ones (benchmarks/README.md): what
-protocols add to bytes, and what a processor takes for a byte with TLS.
+Pure. `exchange.topology: auto` decides by both; `python -m benchmarks.planned` plays it for many
+hosts and compares it with what was measured. The constants are measured ones
+(benchmarks/README.md): what protocols add to bytes, and what a processor takes for a byte with TLS.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ _MEMBER_CORES: Final = 4
 """That a member has beside those that compute."""
 _FIXED_S: Final = 0.003
 """Messages without gradients, and waking up."""
+_WINDOW_STEPS: Final = 8
+_WINDOW_MS: Final = 5_000.0
+"""Steps are timed by ticks, ten a second: over a window that is an error of two percent."""
+_SHARDED_WINDOWS: Final = 2
+"""One window may be slow for another reason."""
+_SLOWER: Final = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,7 @@ class MeshMember:
 
     Attributes:
         mbit: Of its link to the network, Mbit/s, each way.
-        share: Of all slices, what it owns where they have owners; all shares sum up to 1.
+        share: The part of all chunks that it owns where workers average; all shares sum up to 1.
         here: Whether the coordinator is on this machine.
     """
 
@@ -80,7 +86,7 @@ def star_s(volume: Volume, members: Sequence[MeshMember]) -> float:
 
 
 def sharded_s(volume: Volume, members: Sequence[MeshMember], cores: float = _MEMBER_CORES) -> float:
-    """Every sum to the owners of its slices, and averages from them to all.
+    """Every sum to the owners of its chunks, and averages from them to all.
 
     Args:
         volume: What is exchanged.
@@ -93,8 +99,48 @@ def sharded_s(volume: Volume, members: Sequence[MeshMember], cores: float = _MEM
     takes_s = []
     for member in members:
         rest = 1 - member.share
-        sent = rest * volume.up_bytes + member.share * (others + extra) * volume.down_bytes
+        sent_bytes = rest * volume.up_bytes + member.share * (others + extra) * volume.down_bytes
         come = rest * volume.down_bytes + member.share * others * volume.up_bytes
-        links_s = _LINK_S * (sent + come) / min(cores, 2 * max(others, 1))
-        takes_s.append(max(member.takes_s(max(sent, come)), links_s))
+        links_s = _LINK_S * (sent_bytes + come) / min(cores, 2 * max(others, 1))
+        takes_s.append(max(member.takes_s(max(sent_bytes, come)), links_s))
     return _FIXED_S + max(takes_s) * (1 + 1 / volume.pieces)
+
+
+class StepTimes:
+    """Measured times of steps, star and sharded, for one set of workers.
+
+    A step's time includes its forward and backward, which are the same either way.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all: other workers take part."""
+        self._windows_ms: dict[bool, list[float]] = {False: [], True: []}
+        self._open_ms: list[float] = []
+        self._sharded: bool | None = None
+
+    def add(self, step_ms: float, *, sharded: bool) -> None:
+        """Add a step; the first one after a change of topology does not count."""
+        if self._sharded is not sharded:
+            self._sharded, self._open_ms = sharded, []
+            return
+        self._open_ms.append(step_ms)
+        if len(self._open_ms) >= _WINDOW_STEPS and sum(self._open_ms) >= _WINDOW_MS:
+            mean_ms = sum(self._open_ms) / len(self._open_ms)
+            window = [*self._windows_ms[sharded], mean_ms]
+            self._windows_ms[sharded] = window[-_SHARDED_WINDOWS:]
+            self._open_ms = []
+
+    def why_star(self) -> str:
+        """Why measurements ask for a star; empty if they do not."""
+        star_ms, sharded_ms = self._windows_ms[False], self._windows_ms[True]
+        if len(sharded_ms) < _SHARDED_WINDOWS:
+            return ""
+        sharded = f"{min(sharded_ms):.0f} ms"
+        if not star_ms:
+            return f"a star, to measure it: a sharded step took {sharded}"
+        if min(sharded_ms) > _SLOWER * min(star_ms):
+            return f"a star: its steps took {min(star_ms):.0f} ms, sharded ones {sharded}"
+        return ""

@@ -1,4 +1,4 @@
-"""What comes out of a run's decisions: actions for the shell, facts to tell, records to keep. Pure.
+"""What comes out of a run's decisions: actions, events, and records for a restart. Pure.
 
-Imports nothing else of the coordinator. Start with `actions`, then `facts`.
+Imports nothing else of the coordinator. Start with `actions`, then `events`.
 """

@@ -1,4 +1,4 @@
-"""What the pure run logic asks its shell to do, in the order given."""
+"""The actions that a run's decisions return; the shell executes them in the given order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from coordinator.run.outputs.facts import Fact
-from coordinator.run.outputs.kept import Bytes
-from coordinator.run.outputs.restart import CommitRecord, Terms
+from coordinator.run.outputs.events import Event
+from coordinator.run.outputs.restart import AdmissionRecord, CommitRecord
+from coordinator.run.outputs.side_outputs import Bytes
 from protocol.base.errors import ExitCode
 from protocol.exact.update import Array, StepScalars
 from protocol.spec.manifest import Block, Manifest
@@ -28,10 +28,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send a message to all followers, and keep it for joiners until the replica has the step.
+    """Send a message to all subscribers, and keep it for joiners until the replica has the step.
 
     Attributes:
-        had_by: Those that have it from others.
+        had_by: Workers that get it from others.
     """
 
     message: Message
@@ -40,8 +40,8 @@ class Broadcast:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
-    """The run's manifest is settled: make the replica."""
+class AdoptManifest:
+    """The run's manifest is settled: create the replica."""
 
     manifest: Manifest
 
@@ -56,33 +56,33 @@ class FillReplica:
 
 @dataclass(frozen=True, slots=True)
 class DigestReplica:
-    """All chunks of this upload of state 0 are in the replica; `Run.replica_loaded` follows."""
+    """All chunks of this upload of state 0 are in the replica; `inputs.ReplicaLoaded` follows."""
 
     upload: int
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
-    """The worker has the run's state after so many steps, the newest: send it what was broadcast
-    since; it hears broadcasts from now on."""
+class Subscribe:
+    """Subscribe a worker, whose state is the newest: send it what was broadcast since `step`, and
+    every broadcast from now on."""
 
     worker: str
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Withhold:
-    """The worker hears no broadcasts until it follows again."""
+class Unsubscribe:
+    """Send the worker no broadcasts until it is subscribed again."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """Send the worker the run's state and all that came since; then it follows, and
-    `Run.replayed` says so.
+    """Send the worker the run's state and all later steps, then subscribe it;
+    `inputs.WorkerCaughtUp` follows.
 
-    Until it has the state no broadcast may reach it.
+    No broadcast may reach the worker before it has the state.
     """
 
     worker: str
@@ -90,11 +90,11 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Send the worker what it has missed since `step`, from the log; then it follows, and
-    `Run.replayed` says so.
+    """Send the worker the steps from `step` on from the log, then subscribe it;
+    `inputs.WorkerCaughtUp` follows.
 
-    Where the log does not have it, or its state then was not this one (if it is not known to be
-    right), it is seeded instead.
+    The worker is seeded instead if the log lacks these steps, or if `state_digest` is given and
+    differs from that of the state before `step`.
     """
 
     worker: str
@@ -104,16 +104,16 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class SendAverages:
-    """Send the worker again what a step averaged, which others were to send it."""
+    """Send the worker the averages of a step again, which others failed to send."""
 
     worker: str
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Summarise:
-    """Take norms and digests of blocks' averages, by number, in another thread; `Run.summarised`
-    says what they are."""
+class Summarize:
+    """Compute norms and digests of blocks' averages, by number, in another thread;
+    `inputs.Summarized` follows."""
 
     step: int
     attempt: int
@@ -122,42 +122,42 @@ class Summarise:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Make the commit durable; `Run.durable` follows, or `Run.storage_failed`.
+    """Make the commit durable; `inputs.CommitDurable` or `inputs.WriteFailed` follows.
 
-    `kept` is what the step's microbatches gave to be kept: durable before the commit.
+    `side_outputs` of the step's microbatches become durable before the commit.
     """
 
     record: CommitRecord
-    kept: Sequence[Bytes] = ()
+    side_outputs: Sequence[Bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBoundary:
-    """Write a piece of a boundary to disk, to be sent to whoever goes on with the stretch."""
+class WriteBoundary:
+    """Write a piece of an inner checkpoint to disk, for the worker that continues the replica."""
 
     message: Boundary
     content: Bytes
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerStretch:
-    """Send the worker what is known of the stretch that it is about to compute."""
+class AnswerStretchRequest:
+    """Send the worker the known state of the inner phase that it is about to compute."""
 
     worker: str
     message: StretchRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Remember:
-    """Keep for a restart what workers were admitted by."""
+class SaveAdmissionRecord:
+    """Save for a restart what workers were admitted by."""
 
-    terms: Terms
+    record: AdmissionRecord
 
 
 @dataclass(frozen=True, slots=True)
 class MakeCheckpoint:
-    """Save the state after `step` steps, all of which were committed by actions before this one;
-    `Run.checkpointed` follows, or `Run.storage_failed`."""
+    """Save the state after `step` steps, all committed by earlier actions;
+    `inputs.CheckpointDurable` or `inputs.WriteFailed` follows."""
 
     step: int
 
@@ -173,7 +173,7 @@ class ApplyStep:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Say goodbye to a worker for good."""
+    """Close a worker's connection for good."""
 
     worker: str
     reason: str
@@ -182,9 +182,9 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Something worth telling, to people and to the journal."""
+    """Pass an event to the journal and to all event sinks."""
 
-    fact: Fact
+    event: Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Finish:
     """The run is over.
 
     Attributes:
-        is_resumable: Whether its newest checkpoint is worth going on from.
+        is_resumable: Whether its newest checkpoint is worth resuming from.
     """
 
     outcome: Outcome
@@ -202,7 +202,7 @@ class Finish:
 
 
 Action = (
-    Send | Broadcast | Adopt | FillReplica | DigestReplica | Follow | Withhold | Seed | Replay
-    | SendAverages | Summarise | Persist | KeepBoundary | AnswerStretch | Remember | MakeCheckpoint
-    | ApplyStep | Dismiss | Report | Finish
+    Send | Broadcast | AdoptManifest | FillReplica | DigestReplica | Subscribe | Unsubscribe | Seed
+    | Replay | SendAverages | Summarize | Persist | WriteBoundary | AnswerStretchRequest
+    | SaveAdmissionRecord | MakeCheckpoint | ApplyStep | Dismiss | Report | Finish
 )  # fmt: skip

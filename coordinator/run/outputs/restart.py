@@ -1,4 +1,4 @@
-"""What is kept of a run so that a restart can go on with it."""
+"""Records and values with which a restarted coordinator continues a run."""
 
 from __future__ import annotations
 
@@ -10,36 +10,59 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.base.fields import Digest, Number, Small
+from protocol.exact.reducer import Origin
 from protocol.spec.manifest import Manifest
 from protocol.wire.messages import Commit
 
-Figures = Mapping[int, Mapping[str, float]]
-"""Of evaluations, by the steps that were committed before."""
+MetricsByStep = Mapping[int, Mapping[str, float]]
+"""Metrics of evaluations, by the number of steps committed before."""
 
 
 class Packed(BaseModel):
-    """A record that is stored as msgpack."""
+    """Base of records that are stored as msgpack."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_bytes(self) -> bytes:
-        """The record's payload."""
+        """Encode the record."""
         packed: bytes = msgpack.packb(self.model_dump(), use_bin_type=True)
         return packed
 
 
-class CommitRecord(Packed):
-    """A step is committed: the record is durable before anyone is told.
+class Embedded(BaseModel):
+    """The embeddings that a step's loss has read.
 
-    `optimizer_step` counts updates, this one included if it is one. `state_before`
-    is the digest of the state that the step starts from, where it was known. `norm` is the
-    gradient's, before it was cut; None for a skipped step, and where an older release wrote it.
-    `counted` says whose
-    nodes [lo, hi) make up the sums. There is one sum for each chunk and one for the losses; where
-    nodes were given out twice, one chunk may be of one worker and the next of another, so each of
-    the distinct ways is told. None for a skipped step, or where it would be too much to tell.
-    `own_digest` is that of what replicas have of their own after the step; None where they have
-    nothing.
+    Attributes:
+        digest: BLAKE3 of all rows, in the order of microbatches.
+        of: Whose subtrees [lo, hi) they are.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: Digest
+    of: dict[Small, tuple[tuple[Number, Number], ...]]
+
+    @staticmethod
+    def made_by(digest: str, origin: Origin) -> Embedded:
+        """Make the record of embeddings with this origin."""
+        workers = dict.fromkeys(worker for worker, _ in origin)
+        parts = {name: tuple(part for by, part in origin if by == name) for name in workers}
+        return Embedded(digest=digest, of=parts)
+
+
+class CommitRecord(Packed):
+    """The commit of a step; it is durable before any worker hears of the commit.
+
+    Attributes:
+        commit: The message to the workers.
+        optimizer_step: How many updates there are, this one included.
+        state_before: Digest of the state that the step starts from, if known.
+        norm: Of the gradient, before clipping; None for a skipped step and in older records.
+        own_digest: Of the per-replica state after the step; None without any.
+        counted: Whose subtrees [lo, hi) are summed. Each chunk and the loss has its own sum. Where
+            subtrees were assigned twice, sums can differ in whose results they hold: each distinct
+            combination is listed. None for a skipped step, or if the list would be too long.
+        embedded: The embeddings that the loss has read, where it couples all samples of the step.
     """
 
     commit: Commit
@@ -48,16 +71,17 @@ class CommitRecord(Packed):
     norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     own_digest: Digest | None = None
     counted: tuple[dict[Small, tuple[tuple[Number, Number], ...]], ...] | None = None
+    embedded: Embedded | None = None
 
 
-class Terms(BaseModel):
+class AdmissionRecord(BaseModel):
     """What workers are admitted by, as the run's first workers settled it.
 
     Attributes:
-        signature: The first worker's; the one that `exactness: require` asks for.
+        signature: The first worker's numerics profile, which `exactness: require` demands.
         initial_digest: Of the state after 0 steps.
-        signatures: Of all workers that have computed, sorted.
-        mixed: Whether there were several, or unlike initial states.
+        signatures: The numerics profiles of all workers that have computed, sorted.
+        mixed: Whether profiles or initial states differed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,20 +94,21 @@ class Terms(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Where a restarted coordinator goes on: the state after `step` steps can be had back.
+    """Where a restarted coordinator continues.
 
     Attributes:
-        manifest: The run's.
-        step: Steps committed; the run goes on with this one.
+        manifest: The run's manifest.
+        step: Steps committed whose state can be restored; the run continues with this step.
         optimizer_step: Updates among them.
         losses: Mean loss of each; NaN for a skipped one.
-        state_digest: Of that state, where it is known before it is had back.
-        saved: Steps of the newest whole checkpoint.
+        state_digest: Of the state after these steps, if it is known before it is restored.
+        saved: Steps of the newest intact checkpoint.
         redone: Steps that were committed before and are done again, with the digest of their
-            averages; None for one that was skipped, and is to be skipped again.
-        terms: What workers were admitted by; None if none had computed.
-        figures: Of the evaluations so far, if the run may stop by them.
-        loss_scale: Of the step that comes next, if losses are scaled.
+            averages; None for a skipped one, which is skipped again.
+        admission: What workers were admitted by; None if no worker had computed.
+        initial_digest: Of state 0, if it is the newest and there is no admission record.
+        metrics: Of the evaluations so far, if the run can stop early.
+        loss_scale: Of the next step, if losses are scaled.
     """
 
     manifest: Manifest
@@ -93,6 +118,7 @@ class Resumption:
     state_digest: str | None
     saved: int
     redone: Mapping[int, str | None]
-    terms: Terms | None
-    figures: Figures = field(default_factory=dict)
+    admission: AdmissionRecord | None
+    initial_digest: str | None = None
+    metrics: MetricsByStep = field(default_factory=dict)
     loss_scale: float | None = None

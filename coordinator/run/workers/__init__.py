@@ -1,5 +1,5 @@
 """Who takes part in a run: admitted, late, agreed with the rest, failed or gone. Pure.
 
-Imports `coordinator.run.outputs`, and the round that workers owe nodes of. Start with
+Imports `coordinator.run.outputs`, and the round that workers owe subtrees of. Start with
 `membership`, then `admission`.
 """

@@ -1,4 +1,4 @@
-"""Until when a worker may be silent about what it owes, and who is late in a step.
+"""Leases: how long a worker may be silent while work or an answer is due, and who is late.
 
 Pure: the time comes with `tick`. A lease follows what was measured of the worker itself; the
 constants only keep noise and first steps, which warm up, from counting as lateness.
@@ -12,21 +12,21 @@ from typing import Final
 
 from coordinator.run.exchange.round import Round
 from coordinator.run.outputs.actions import Report
-from coordinator.run.outputs.facts import WorkerLate
+from coordinator.run.outputs.events import WorkerLate
 from coordinator.run.workers.agreement import Agreement
 from coordinator.run.workers.membership import COMPUTING, Member, Membership
 from protocol.base import limits
 
 _PATIENCE: Final = 3.0
-"""How many times what is expected of a worker it may take."""
+"""A lease is this many times what is expected of the worker."""
 _LEASE_FLOOR_MS: Final = 500.0
 _SILENCES_KEPT: Final = 16
 _FIRST_LEASE_MS: Final = 5_000.0
-"""For one of whom nothing was measured yet."""
+"""For a worker without measurements."""
 
 
 class Leases:
-    """The last sign of each worker that owes something.
+    """The last sign of life of each worker with something due.
 
     Attributes:
         now_ms: The time of the newest tick.
@@ -37,7 +37,7 @@ class Leases:
         self._since_ms: dict[str, float] = {}
 
     def tick(self, now_ms: float) -> None:
-        """Time goes on. A gap in the ticks (the process was suspended) counts for no lease."""
+        """Advance the time. A gap in the ticks (a suspended process) counts for no lease."""
         gap_ms = now_ms - self.now_ms
         if gap_ms > 3 * limits.TICK_MS:
             for worker in self._since_ms:
@@ -45,7 +45,7 @@ class Leases:
         self.now_ms = now_ms
 
     def sign(self, worker: str) -> float:
-        """It has been given something, or has delivered something.
+        """Note that a worker got work or delivered some.
 
         Returns:
             Milliseconds since its last sign.
@@ -55,20 +55,20 @@ class Leases:
         return gap_ms
 
     def forget(self, worker: str) -> None:
-        """It owes nothing any more."""
+        """End a worker's lease."""
         self._since_ms.pop(worker, None)
 
     def silent_ms(self, worker: str) -> float | None:
-        """How long it has been silent; None if it owes nothing."""
+        """Return how long a worker has been silent; None without a lease."""
         since_ms = self._since_ms.get(worker)
         return None if since_ms is None else self.now_ms - since_ms
 
     def is_over(self, worker: str, expected_ms: float | None) -> bool:
-        """Whether it is late.
+        """Whether a worker is late.
 
         Args:
             worker: Its name.
-            expected_ms: How long it should take, as measured; None if nothing was.
+            expected_ms: How long it should take, as measured; None without measurements.
         """
         silent_ms = self.silent_ms(worker)
         lease_ms = _FIRST_LEASE_MS if expected_ms is None else _PATIENCE * expected_ms
@@ -76,45 +76,45 @@ class Leases:
 
 
 class OwnerLease:
-    """Whether a step waits for one owner of slices alone, and for how long.
+    """Whether a step waits for one chunk owner alone, and for how long.
 
-    Slices of a silent owner go to others, to whom all is sent again: on a machine or a link that
-    is merely slow that would only make it slower. So a lease follows how long owners were silent
-    before they gave a sign after all, and is twice as long after each that was over in a step.
+    Chunks of a silent owner go to other owners, and all sums are sent again. On a machine or link
+    that is merely slow, that would only make it slower. So the lease follows how long owners were
+    silent before they gave a sign after all, and doubles each time it expires in a step.
     """
 
     def __init__(self) -> None:
         self._now_ms = 0.0
         self._since_ms = 0.0
-        self._seen: tuple[str, int] | None = None
+        self._last_wait: tuple[str, int] | None = None
         self._place: dict[str, int] = {}
         self._over = 0
         self._silences_ms: deque[float] = deque(maxlen=_SILENCES_KEPT)
 
     def tick(self, now_ms: float) -> None:
-        """Time goes on. A gap in the ticks counts for no lease."""
+        """Advance the time. A gap in the ticks counts for no lease."""
         gap_ms = now_ms - self._now_ms
         if gap_ms > 3 * limits.TICK_MS:
             self._since_ms += gap_ms
         self._now_ms = now_ms
 
     def late(self, round_: Round) -> str | None:
-        """The owner that everything waits for and that has given no sign for a lease: its slices
-        are to go to others now."""
+        """Return the owner that the step waits for alone and whose lease has expired: its chunks
+        must go to others now."""
         if round_.place != self._place:
             self._place, self._over = round_.place, 0
         silent_ms = self._now_ms - self._since_ms
-        seen = self._waited_for(round_)
-        if seen != self._seen:
-            if self._seen is not None:
+        wait = self._waited_for(round_)
+        if wait != self._last_wait:
+            if self._last_wait is not None:
                 self._silences_ms.append(silent_ms)
-            self._seen, self._since_ms = seen, self._now_ms
+            self._last_wait, self._since_ms = wait, self._now_ms
             return None
-        if seen is None or silent_ms <= self._lease_ms:
+        if wait is None or silent_ms <= self._lease_ms:
             return None
         self._over += 1
-        self._seen = None
-        return seen[0]
+        self._last_wait = None
+        return wait[0]
 
     @property
     def _lease_ms(self) -> float:
@@ -122,8 +122,8 @@ class OwnerLease:
         return 2.0**self._over * max(limits.OWNER_LEASE_MS, measured_ms)
 
     def _waited_for(self, round_: Round) -> tuple[str, int] | None:
-        """The only owner whose averages are still to come, and how many."""
-        collecting = {} if round_.sliced is None else round_.sliced.collecting()
+        """Return the only owner with missing averages, and how many are missing."""
+        collecting = round_.peers.collecting()
         owing = [(name, count) for name, count in collecting.items() if count]
         return owing[0] if len(owing) == 1 and len(collecting) > 1 else None
 
@@ -135,23 +135,23 @@ class Stragglers:
         self._members = members
         self._work = Leases()
         self._shares = Leases()
-        """From when each was last given nodes, whatever it has sent since."""
+        """Since when each worker has its subtrees, whatever it has sent since."""
         self._answers = Leases()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def tick(self, now_ms: float) -> None:
-        """Time goes on."""
+        """Advance the time."""
         self._work.tick(now_ms)
         self._shares.tick(now_ms)
         self._answers.tick(now_ms)
 
-    def given(self, worker: str) -> None:
-        """It was given nodes."""
+    def assigned(self, worker: str) -> None:
+        """Note that a worker was assigned subtrees."""
         self._work.sign(worker)
         self._shares.sign(worker)
 
     def delivered(self, worker: str) -> None:
-        """It has sent a part of what it owes."""
+        """Note that a worker sent a part of what is due."""
         gap_ms = self._work.sign(worker)
         member = self._members.get(worker)
         if member is not None:
@@ -159,48 +159,48 @@ class Stragglers:
             member.late = False
 
     def may_send(self, worker: str) -> None:
-        """It owes more than it did, since it may send more."""
+        """Note that more is due of a worker, since it may send more."""
         self._work.sign(worker)
 
     def answered(self, worker: str) -> None:
-        """It has answered to a commit."""
+        """Note a worker's answer to a commit."""
         member, ms = self._members.get(worker), self._answers.silent_ms(worker)
         if member is not None and ms is not None:
             member.answered(ms)
         self._answers.forget(worker)
 
     def passed_over(self, member: Member) -> None:
-        """Nobody waits for its answer any more; it takes this long at the least."""
+        """Stop waiting for a worker's answer; its answers take at least this long."""
         if (ms := self._answers.silent_ms(member.name)) is not None:
             member.measured_answer(ms)
         self._answers.forget(member.name)
 
     def lose(self, worker: str) -> None:
-        """It has left."""
+        """End all leases of a worker that has left."""
         self._work.forget(worker)
         self._shares.forget(worker)
         self._answers.forget(worker)
 
     def committed(self, round_: Round, owed: Iterable[str]) -> None:
-        """A step is over; these are to say that they have taken it."""
+        """Note that a step is over; these workers must answer to its commit."""
         for worker, share in round_.shares.items():
             member = self._members.get(worker)
             silent_ms = self._work.silent_ms(worker)
             if member is not None and member.late and share.owed and silent_ms is not None:
-                # What it did not finish was cancelled: it takes this long at the least.
-                member.measured(silent_ms / max(node.leaves for node in share.owed))
+                # Its unfinished work was cancelled: it would have taken at least this long.
+                member.measured(silent_ms / max(subtree.leaves for subtree in share.owed))
             self._work.forget(worker)
             self._shares.forget(worker)
         for worker in owed:
             self._answers.sign(worker)
-        self._told.clear()
+        self._reported.clear()
 
     def late_workers(self, round_: Round) -> list[Member]:
-        """Those whose lease on nodes of this round is over.
+        """Return the workers whose lease on subtrees of this round has expired.
 
-        A lease follows what was measured of the worker, and what others do: shares are planned to
-        be done at one time, so one that takes several times as long as those that are done is
-        late, however slow it has been before.
+        A lease follows what was measured of the worker and what the others do: shares are planned
+        to finish together, so a worker that takes several times as long as the finished ones is
+        late, however slow it was before.
         """
         late, done_ms = [], self._done_ms(round_)
         for worker in sorted(round_.shares):
@@ -208,8 +208,8 @@ class Stragglers:
             pending = round_.pending(worker)
             if member is None or not pending:
                 continue
-            expected_ms = member.expected_work_ms(max(node.leaves for node in pending))
-            if round_.stretches:  # it says how far it is, all the while
+            expected_ms = member.expected_work_ms(max(subtree.leaves for subtree in pending))
+            if round_.stretches:  # the worker reports its progress all the while
                 expected_ms = member.expected_gap_ms
             over = self._work.is_over(worker, expected_ms)
             if done_ms is not None and expected_ms is not None:
@@ -220,45 +220,45 @@ class Stragglers:
         return late
 
     def _done_ms(self, round_: Round) -> float | None:
-        """How long the slowest took of those that have sent all they were given."""
+        """Return how long the slowest of the finished workers took."""
         took = [
             share_ms - silent_ms
             for worker, share in round_.shares.items()
-            if share.nodes and not share.owed
+            if share.subtrees and not share.owed
             if (share_ms := self._shares.silent_ms(worker)) is not None
             if (silent_ms := self._work.silent_ms(worker)) is not None
         ]
         return max(took, default=None)
 
     def late_answers(self, agreement: Agreement, *, blocked: bool) -> list[Member]:
-        """Those that have long not answered to a commit, if others have and wait for them.
+        """Return workers whose answer to a commit is late, if others have answered and wait.
 
         Args:
             agreement: Knows who has not answered.
-            blocked: Whether nothing else is waited for. Until then a slow answer costs nothing,
-                and only the worker's own lease counts; then others' answers do as well.
+            blocked: Whether nothing else is waited for. Before that a slow answer costs nothing,
+                and only the worker's own lease counts; then others' answers count as well.
         """
         silent = set(agreement.silent)
         computing = [member for member in self._members if member.state in COMPUTING]
         prompt = [member for member in computing if member.name not in silent]
         if not prompt:
             return []
-        known = [ms for member in prompt if (ms := member.expected_answer_ms) is not None]
+        times_ms = [ms for member in prompt if (ms := member.expected_answer_ms) is not None]
         late = []
         for member in computing:
             expected_ms = member.expected_answer_ms
-            if blocked and known and expected_ms is not None:
-                expected_ms = min(expected_ms, max(known))
+            if blocked and times_ms and expected_ms is not None:
+                expected_ms = min(expected_ms, max(times_ms))
             if member.name in silent and self._answers.is_over(member.name, expected_ms):
                 late.append(member)
         return late
 
     def reports_owner(self, worker: str, step: int) -> list[Report]:
-        """An owner of slices is late."""
-        return [Report(WorkerLate(worker, step, "averages of its slices"))]
+        """Report a late chunk owner."""
+        return [Report(WorkerLate(worker, step, "averages of its chunks"))]
 
     def reports(self, late: list[Member], step: int, owing: str) -> list[Report]:
-        """Each of them once in a step."""
-        new = [member.name for member in late if member.name not in self._told]
-        self._told.update(new)
+        """Report each late worker once in a step."""
+        new = [member.name for member in late if member.name not in self._reported]
+        self._reported.update(new)
         return [Report(WorkerLate(w, step, owing)) for w in new]

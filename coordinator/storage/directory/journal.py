@@ -1,28 +1,27 @@
-"""The journal: what happened in a run, as JSON lines, each bound to the one before.
+"""The journal: what happened in a run, as JSON lines, each chained to the line before.
 
 A line is the canonical JSON (`canonical_json`) of
 
     {"batch": 16, "hash": H, "number": 17, "previous": P, "record": {...}, "time": "..."}
 
-with P the hash of the line before (64 zeros in the first one) and H the BLAKE3 of this line's
-canonical JSON without the key "hash". So a changed byte shows in its own line, and a line that
-was changed together with its hash shows in the next one. Only the end can be cut off unseen:
+with P the hash of the line before (64 zeros in the first line) and H the BLAKE3 of this line's
+canonical JSON without the key "hash". So a changed byte shows in its own line, and a line that was
+changed together with its hash shows in the next one. Only a truncated end goes unnoticed:
 `result.json` holds the last line's hash. `time` is UTC of the coordinator's clock.
 
 Lines of one batch (`batch` is the number of its first line) are written and synced together. So
-damage in the last batch may be a crash's, and is cut when the journal is opened; damage before it
-is not, and the journal is refused. What is left of that batch is written again then: its sync may
-have failed (`durable_file.write_again`).
+damage in the last batch may come from a crash, and is cut when the journal is opened; damage before
+it cannot, and the journal is refused. The rest of that batch is then rewritten: its sync may have
+failed (`durable_file.write_again`).
 
-A restart must not wait for all of a long journal: it reads the first line and looks back from the
-end (`read_end`). The audit looks at all of it (`verify_journal`).
+A restart must not read all of a long journal: it reads the first line and looks back from the end
+(`read_end`). The audit reads all of it (`verify_journal`).
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -37,16 +36,11 @@ from pydantic import ValidationError
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.canonical_json import canonical_json
 from coordinator.disk.durable_file import open_to_read, storing, sync_directory, write_again
-from coordinator.storage.directory.journal_records import (
-    Committed,
-    Evaluated,
-    Record,
-    Resumed,
-    kind_of,
-    read_record,
-)
+from coordinator.run.outputs.events import Committed, Evaluated, Record
+from coordinator.storage.directory.journal_records import Resumed, kind_of, read_record
+from protocol.base import limits
 from protocol.base.errors import StorageDamaged
-from protocol.base.regular_file import check_regular, open_regular, read_regular
+from protocol.base.regular_file import check_regular, open_regular, parse_json, read_regular
 
 T = TypeVar("T", bound=Record)
 
@@ -57,7 +51,7 @@ _KEYS: Final = {"batch", "hash", "number", "previous", "record", "time"}
 
 
 class Entry(NamedTuple):
-    """One line that is what was written."""
+    """One intact line."""
 
     number: int
     """Of the line, from 1."""
@@ -68,10 +62,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """How much of a journal is sound.
+    """How much of a journal is intact.
 
     Attributes:
-        entries: The sound lines before the first bad one.
+        entries: The intact lines before the first bad one.
         head: The hash of the last of them.
         bad_line: Number of the first bad line, from 1; None if there is none.
         reason: What is wrong with it.
@@ -84,19 +78,19 @@ class Verified:
 
 
 class Journal:
-    """The journal of one run, as its coordinator writes it. One thread at a time.
+    """The journal of one run, for its coordinator to write. One thread at a time.
 
-    `append` cannot fail: it keeps lines in memory until `sync`, which can be called again after
-    a failure.
+    `append` cannot fail: it keeps lines in memory until `sync`, which can be repeated after an
+    error.
 
     Attributes:
         head: The hash of the newest line.
         cut_bytes: How much of a torn tail was cut off at opening.
 
     Args:
-        path: The file; made if it is not there.
-        guard: Called before each write; raises if the directory is not this coordinator's.
-        clock: Gives seconds since 1970.
+        path: The file; made if missing.
+        guard: Called before each write; raises if this coordinator does not own the directory.
+        clock: Returns seconds since 1970.
 
     Raises:
         StorageFailed: The file cannot be opened.
@@ -133,14 +127,14 @@ class Journal:
 
     @property
     def lines(self) -> int:
-        """How many lines there are, those not synced yet included."""
+        """The number of lines, unsynced ones included."""
         return self._number
 
     def append(self, record: Record) -> str:
         """Add a line; it is durable after the next `sync`.
 
         Returns:
-            Its hash, the journal's head from now on.
+            Its hash, the journal's new head.
         """
         self._number += 1
         moment = datetime.fromtimestamp(self._clock(), UTC)
@@ -156,10 +150,10 @@ class Journal:
         return self.head
 
     def sync(self) -> None:
-        """Write and sync what was appended.
+        """Write and sync the appended lines.
 
         Raises:
-            StorageFailed: It is not durable yet; the call can be made again.
+            StorageFailed: They are not durable yet; the call can be repeated.
             RunFailed: Another coordinator has taken over; nothing is written.
         """
         if not self._waiting:
@@ -174,15 +168,15 @@ class Journal:
         self._batch = self._number + 1
 
     def close(self) -> None:
-        """Close the file, without what was not synced."""
+        """Close the file; unsynced lines are lost."""
         self._file.close()
 
 
 def verify_journal(path: Path) -> Verified:
-    """Follow the chain from the first line on, up to the first bad line.
+    """Follow the chain from the first line to the first bad one.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The journal cannot be read.
     """
     with storing("read", path):
         content = read_regular(path)
@@ -199,7 +193,7 @@ def verify_journal(path: Path) -> Verified:
             record = read_record(document["record"])
         except ValidationError as error:
             where = ".".join(str(part) for part in error.errors()[0]["loc"])
-            reason = f"no record of this release, at {where!r}"
+            reason = f"this release does not know its record, at {where!r}"
             return Verified(tuple(entries), head, number, reason)
         head = document["hash"]
         entries.append(Entry(number, document["time"], record, head))
@@ -208,13 +202,13 @@ def verify_journal(path: Path) -> Verified:
 
 @dataclass(frozen=True, slots=True)
 class JournalEnd:
-    """What a restart has to know of its journal.
+    """What a restart must know of its journal.
 
     Attributes:
-        begun: The run's line is there.
-        settled: The manifest's line is there.
+        begun: Whether the run's line is there.
+        settled: Whether the manifest's line is there.
         commits: How many steps count as committed.
-        saved: The checkpoint that was asked about is there.
+        saved: Whether the line of the given checkpoint is there.
     """
 
     begun: bool
@@ -224,14 +218,14 @@ class JournalEnd:
 
 
 def read_end(path: Path, checkpoint_step: int) -> JournalEnd:
-    """Look back until it is known whether a checkpoint was noted, after so many steps.
+    """Look back until it is known whether a checkpoint was recorded, after so many steps.
 
     Args:
-        path: A journal whose end is sound; it need not be there.
+        path: A journal with an intact end; it may be missing.
         checkpoint_step: Its line follows the commit before it.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The journal cannot be read.
     """
     begun = settled = saved = False
     commits: int | None = None
@@ -246,7 +240,7 @@ def read_end(path: Path, checkpoint_step: int) -> JournalEnd:
         if commits is None:
             commits = step + 1 if kind == "commit" else step
         if saved or step < checkpoint_step:
-            # Steps are committed, so the lines that come before all of them are there.
+            # Steps are committed, so the lines before all steps exist.
             return JournalEnd(begun=True, settled=True, commits=commits, saved=saved)
     return JournalEnd(begun, settled, commits or 0, saved)
 
@@ -256,29 +250,29 @@ def _hash(document: dict[str, Any]) -> str:
 
 
 def _checked(line: bytes) -> tuple[dict[str, Any] | None, str]:
-    """A line as its document if it is what was written, else None and why not."""
+    """Parse a line; None if it is damaged, with the reason."""
     if not line.endswith(b"\n"):
-        return None, "it is not ended"
+        return None, "its newline is missing"
     try:
         document = json.loads(line)
         if not isinstance(document, dict) or document.keys() != _KEYS:
-            return None, "it is no line of a journal"
+            return None, "it is not a line of a journal"
         if canonical_json(document) + b"\n" != line:
             return None, "it is not in canonical form"
-        # Only the record may hold the same words, and that comes later in the line.
+        # The same text can occur only in the record, later in the line.
         rest = line[:-1].replace(b'"hash":"%s",' % str(document["hash"]).encode(), b"", 1)
-        whole = document["hash"] == blake3(rest).hexdigest()
+        is_intact = document["hash"] == blake3(rest).hexdigest()
     except (ValueError, RecursionError):
         return None, "it is not JSON"
-    if not whole:
-        return None, "it has not the hash that it names"
+    if not is_intact:
+        return None, "its hash is wrong"
     if not (isinstance(document["batch"], int) and isinstance(document["number"], int)):
-        return None, "it is no line of a journal"
+        return None, "it is not a line of a journal"
     return document, ""
 
 
 class _LastBatch(NamedTuple):
-    """The newest line to go on from, and the bytes of its batch up to that line's end."""
+    """The newest intact line, and the bytes of its batch up to that line's end."""
 
     line: dict[str, Any] | None
     begin: int
@@ -286,10 +280,10 @@ class _LastBatch(NamedTuple):
 
 
 def _last_batch(fd: int, path: Path, size: int) -> _LastBatch:
-    """Where a journal is gone on with; the end alone is looked at.
+    """Find where to continue a journal, reading only its end.
 
     Raises:
-        StorageDamaged: Lines are damaged that a later batch follows.
+        StorageDamaged: A later batch follows damaged lines.
     """
     window_bytes = _TAIL_BYTES
     while True:
@@ -297,17 +291,17 @@ def _last_batch(fd: int, path: Path, size: int) -> _LastBatch:
         content = os.pread(fd, size - start, start)
         # The first line may begin before the window.
         skipped = 0 if start == 0 else content.find(b"\n") + 1
-        found = _sound_end(content[skipped:], path, start + skipped)
-        if found is not None and (start == 0 or skipped):
-            return found
+        end = _intact_end(content[skipped:], path, start + skipped)
+        if end is not None and (start == 0 or skipped):
+            return end
         window_bytes *= 4
 
 
-def _sound_end(content: bytes, path: Path, start: int) -> _LastBatch | None:
-    """None where a longer look back is needed."""
+def _intact_end(content: bytes, path: Path, start: int) -> _LastBatch | None:
+    """Return the last batch in `content`; None if it must begin earlier."""
     last: dict[str, Any] | None = None
     begin = end = at = start
-    whole = not start  # whether the last batch begins in here
+    is_intact = not start  # whether the last batch begins in here
     torn = False
     for line in io.BytesIO(content):
         document, _ = _checked(line)
@@ -315,37 +309,37 @@ def _sound_end(content: bytes, path: Path, start: int) -> _LastBatch | None:
             torn = True
         elif not torn:
             if document["batch"] == document["number"]:
-                begin, whole = at, True
+                begin, is_intact = at, True
             last, end = document, at + len(line)
         elif start and last is None:
             return None
         elif document["batch"] > (bad := last["number"] + 1 if last else 1):
-            text = "it is not what was written, and lines that were synced later follow"
-            raise StorageDamaged(str(path), f"line {bad}", f"{text}; bring it back from a copy")
+            text = "a line does not match its hash, and lines that were synced later follow"
+            raise StorageDamaged(str(path), f"line {bad}", f"{text}; restore it from a copy")
         at += len(line)
-    return _LastBatch(last, begin, end) if whole else None
+    return _LastBatch(last, begin, end) if is_intact else None
 
 
 def first_record(path: Path) -> Record | None:
-    """What the first line says; None if there is none that is what was written.
+    """Return the record of the first line; None if it is missing or damaged.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The journal cannot be read.
     """
     with storing("read", path):
         if not path.exists():
             return None
         with open_regular(path) as file:
-            return _sound_record(file.readline())
+            return _intact_record(file.readline())
 
 
 def entries_of(path: Path, kind: type[T]) -> Iterator[T]:
-    """Every sound record of a kind, in order; none of a journal that is not there."""
+    """Yield every intact record of a kind, in order; none if the journal is missing."""
     mark = f'"kind":"{kind_of(kind)}"'.encode()
     try:
         with open_regular(path) as file:
             for line in file:
-                record = _sound_record(line) if mark in line else None
+                record = _intact_record(line) if mark in line else None
                 if isinstance(record, kind):
                     yield record
     except OSError:
@@ -353,38 +347,38 @@ def entries_of(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def newest_record(path: Path, kind: type[T]) -> T | None:
-    """The newest line of a kind that is what was written; the file need not be there.
+    """Return the newest intact record of a kind; the file may be missing.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The journal cannot be read.
     """
     mark = f'"kind":"{kind_of(kind)}"'.encode()
     for line in _lines_backwards(path):
-        record = _sound_record(line + b"\n") if mark in line else None
+        record = _intact_record(line + b"\n") if mark in line else None
         if isinstance(record, kind):
             return record
     return None
 
 
 def newest_commit(path: Path, step: int) -> Committed | None:
-    """The newest sound line that commits a step.
+    """Return the newest intact record that commits a step.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The journal cannot be read.
     """
     marks = (b'"kind":"commit"', f'"step":{step}'.encode())
     for line in _lines_backwards(path):
-        record = _sound_record(line + b"\n") if all(mark in line for mark in marks) else None
+        record = _intact_record(line + b"\n") if all(mark in line for mark in marks) else None
         if isinstance(record, Committed) and record.step == step:
             return record
     return None
 
 
 def newest_line(path: Path) -> tuple[int, str]:
-    """Number and hash of the newest line that is what was written; 0 and `NO_HASH` without one.
+    """Return number and hash of the newest intact line; 0 and `NO_HASH` without one.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The journal cannot be read.
     """
     for line in _lines_backwards(path):
         document, _ = _checked(line + b"\n")
@@ -393,7 +387,7 @@ def newest_line(path: Path) -> tuple[int, str]:
     return 0, NO_HASH
 
 
-def _sound_record(line: bytes) -> Record | None:
+def _intact_record(line: bytes) -> Record | None:
     document, _ = _checked(line)
     try:
         return read_record(document["record"]) if document is not None else None
@@ -402,10 +396,10 @@ def _sound_record(line: bytes) -> Record | None:
 
 
 def newest_epoch(path: Path) -> int:
-    """The epoch of the coordinator that wrote the last lines; 0 where none is told.
+    """Return the epoch of the coordinator that wrote the last lines; 0 without any.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The journal cannot be read.
     """
     for record in _records_backwards(path):
         epoch = record.get("epoch")
@@ -414,11 +408,11 @@ def newest_epoch(path: Path) -> int:
     return 0
 
 
-def was_given_up(path: Path) -> bool:
-    """Whether an operator gave the run up, and nobody has gone on with it since.
+def is_abandoned(path: Path) -> bool:
+    """Whether an operator gave the run up, and nobody has continued it since.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The journal cannot be read.
     """
     for record in _records_backwards(path):
         if record.get("kind") in {"run", "resumed", "plan"}:
@@ -429,9 +423,9 @@ def was_given_up(path: Path) -> bool:
 
 
 def newest_scale(path: Path, before: int) -> tuple[int, float] | None:
-    """The newest commit of a step below this one that tells a scale of losses: step and scale."""
+    """Return step and loss scale of the newest commit before a step that has a loss scale."""
     for line in _lines_backwards(path):
-        record = _sound_record(line + b"\n") if b'"loss_scale":' in line else None
+        record = _intact_record(line + b"\n") if b'"loss_scale":' in line else None
         if not isinstance(record, Committed) or record.step >= before:
             continue
         if record.loss_scale is not None:
@@ -440,22 +434,21 @@ def newest_scale(path: Path, before: int) -> tuple[int, float] | None:
 
 
 def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
-    """Figures on held-out data by step, of those steps that still count and are not after `up_to`.
+    """Return metrics by step, for steps up to `up_to` that no rollback has voided.
 
-    What is no record is passed over: the audit names it.
+    A bad line is skipped: the audit reports it.
     """
-    found: dict[int, dict[str, float]] = {}
+    metrics: dict[int, dict[str, float]] = {}
     with storing("read", path), open_regular(path) as file:
         for line in file:
             if b'"evaluation"' not in line and b'"resumed"' not in line:
                 continue
-            match _sound_record(line):
+            match _intact_record(line):
                 case Evaluated() as record:
-                    figures = record.metrics.items()
-                    found[record.step] = {k: math.nan if v is None else v for k, v in figures}
+                    metrics[record.step] = record.figures
                 case Resumed() as record:
-                    found = {step: each for step, each in found.items() if step <= record.step}
-    return {step: each for step, each in found.items() if step <= up_to}
+                    metrics = {step: each for step, each in metrics.items() if step <= record.step}
+    return {step: each for step, each in metrics.items() if step <= up_to}
 
 
 def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:
@@ -463,13 +456,13 @@ def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(line)["record"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # the audit names it
+            continue  # the audit reports it
         if isinstance(record, dict):
             yield record
 
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:
-    """The lines of a file, the last one first; it may not be there."""
+    """Yield the lines of a file, the last one first; the file may be missing."""
     with storing("read", path):
         try:
             fd = open_to_read(path)
@@ -486,3 +479,54 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
                 yield rest
         finally:
             os.close(fd)
+
+
+_READ_BYTES: Final = 1 * limits.MIB
+
+
+class JournalTail:
+    """Follows a growing journal.
+
+    Args:
+        journal: The file; it may not exist yet.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._offset = 0
+        self._rest = b""
+
+    def was_cut(self) -> bool:
+        """Whether a restart has cut off lines that were read; then `new_records` starts over."""
+        try:
+            is_shorter = self._journal.stat().st_size < self._offset
+        except FileNotFoundError:
+            return False
+        if is_shorter:
+            self._offset, self._rest = 0, b""
+        return is_shorter
+
+    def new_records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield time and record of each new line. Blocks while they are read.
+
+        A bad line is skipped: the audit reports it.
+        """
+        for line in self._new_lines():
+            try:
+                entry = parse_json(line)
+                time, record = entry["time"], entry["record"]
+            except (ValueError, KeyError, TypeError):
+                continue
+            if isinstance(time, str) and isinstance(record, dict):
+                yield time, record
+
+    def _new_lines(self) -> Iterator[bytes]:
+        try:
+            with open_regular(self._journal) as file:
+                file.seek(self._offset)
+                while part := file.read(_READ_BYTES):
+                    self._offset += len(part)
+                    *lines, self._rest = (self._rest + part).split(b"\n")
+                    yield from lines
+        except FileNotFoundError:
+            return

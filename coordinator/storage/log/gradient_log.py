@@ -1,17 +1,17 @@
-"""The gradient log: every step's averaged gradients, durable before anyone is told to take it.
+"""The gradient log: every step's averaged gradients, durable before any worker applies them.
 
 A run's write-ahead log. Chunks are appended as they are broadcast; a step's commit record after
 them is the only commit point: `commit` returns when all of it is on disk. A segment (a file of
-`log_records`) holds the steps from one checkpoint to the next, so that what a checkpoint has made
-needless goes with whole files. `log_reader` reads it.
+`log_records`) holds the steps from one checkpoint to the next, so that a checkpoint makes whole
+files unnecessary. `log_reader` reads it.
 
-With mode `checkpoint` only commit records are kept, without gradients: a run that resumes does
-the steps since the last checkpoint again, and can compare their digests. Each segment has its
-mode: while a worker is on its way into such a run, the averages that it will need are kept.
+With mode `checkpoint` only commit records are kept, without gradients: a resumed run repeats the
+steps since the last checkpoint, and can compare their digests. Each segment has its own mode: while
+a worker joins such a run, the averages that it will need are kept.
 
-A disk that refuses (full, read-only, gone) is a `StorageFailed`. Nothing before is damaged, and
-the call can be made again: what has been written since the last commit is kept in memory (by
-reference, the arrays must not change) and written anew (see `append_file`).
+A failed write (disk full, read-only, gone) is a `StorageFailed`. Nothing before it is damaged, and
+the call can be repeated: everything written since the last commit is kept in memory (by reference,
+the arrays must not change) and rewritten (see `append_file`).
 
 One thread at a time; every call may block on the disk.
 """
@@ -41,7 +41,7 @@ from coordinator.storage.log.log_index import (
 )
 from coordinator.storage.log.log_records import (
     Array,
-    ChunkPlace,
+    ChunkId,
     RecordKind,
     SegmentHeader,
     chunk_payload,
@@ -53,23 +53,23 @@ from protocol.spec.run_spec import LogMode
 
 
 class GradientLog:
-    """The log of one run, as its coordinator writes it; begins with a new segment.
+    """The log of one run, for its coordinator to write; begins with a new segment.
 
     Attributes:
         next_step: The step that is committed next.
-        index: Where the committed steps lie.
+        index: Where the committed steps are.
 
     Args:
-        directory: Where segments are; made if it is not there.
-        run_id: The run's.
+        directory: Of the segments; made if missing.
+        run_id: The run's ID.
         manifest: Says which chunks a step has.
-        epoch: The coordinator's, above that of all segments there.
-        next_step: Steps committed so far. What older segments hold from there on is replaced.
-        mode: See the module's text.
-        redo: Commits of the steps from there on that are to be done again; they stay known.
-        index: Of the segments that are there already, as `scan_log` finds them; kept up here.
-        guard: Called after each sync, before `commit` returns; raises if the directory is not
-            this coordinator's any more (`Claim.check`).
+        epoch: Of the coordinator, above that of all existing segments.
+        next_step: Steps committed so far. Later steps in older segments are overridden.
+        mode: See the module's docstring.
+        redo: Commits of later steps that will be done again; they stay known.
+        index: Of the existing segments, as `scan_log` returns it; updated here.
+        guard: Called after each sync, before `commit` returns; raises if this coordinator does not
+            own the directory any more (`DirectoryLock.check`).
 
     Raises:
         StorageFailed: The first segment cannot be made.
@@ -103,37 +103,37 @@ class GradientLog:
             for chunk in range(block.chunks)
         }
         self._attempt: tuple[int, int] | None = None
-        self._pending: dict[ChunkPlace, Array] = {}
+        self._pending: dict[ChunkId, Array] = {}
         with storing("make", directory):
             make_below(directory.parent, directory)
         self._file = self._new_segment()
         try:
-            self._keep_name()
+            self._sync_name()
         except StorageFailed:
             self._file.close()
             raise
 
     @property
     def segment(self) -> Path:
-        """The file that is written to."""
+        """The file that is being written."""
         return self._file.path
 
     @property
     def mode(self) -> LogMode:
-        """What is kept of the steps to come."""
+        """What is kept of later steps."""
         return self._mode
 
-    def append_chunk(self, place: ChunkPlace, values: Array) -> None:
-        """Append a chunk of averaged gradients, of the next step; not synced yet.
+    def append_chunk(self, place: ChunkId, values: Array) -> None:
+        """Append a chunk of averaged gradients of the next step; it is not synced yet.
 
         Args:
-            place: Which chunk. One of a newer attempt makes those of older ones void; one that
-                is there already changes nothing.
+            place: Identifies the chunk. One of a newer attempt voids those of older attempts; one
+                that was appended before changes nothing.
             values: Flat float32, shape (n,), n at most `limits.CHUNK_ELEMENTS`. Must not change
                 until the step is committed.
 
         Raises:
-            StorageFailed: The chunk is not in the log; the call can be made again.
+            StorageFailed: The chunk is not in the log; the call can be repeated.
         """
         assert place.step == self.next_step
         assert (place.block, place.chunk) in self._chunks
@@ -153,21 +153,21 @@ class GradientLog:
         """Commit the next step, and return when it is durable.
 
         Args:
-            record: Its `commit` is the message that may go out then. Unless it skips the step (no
-                scalars), every chunk of its attempt was appended.
+            record: Its `commit` is the message that may be sent then. Unless the step is skipped
+                (no scalars), every chunk of its attempt was appended.
 
         Raises:
-            StorageFailed: The step is not committed; the call can be made again.
-            RunFailed: Another coordinator has taken over; this one may tell nobody.
+            StorageFailed: The step is not committed; the call can be repeated.
+            RunFailed: Another coordinator has taken over; no worker may hear of the commit.
         """
         commit = record.commit
         assert commit.step == self.next_step
         if commit.scalars is not None and self._mode == "full":
             assert self._attempt == (commit.epoch, commit.attempt)
-            there = {(place.block, place.chunk) for place in self._pending}
-            assert there == self._chunks, "a step is committed only with all of its gradients"
+            appended = {(place.block, place.chunk) for place in self._pending}
+            assert appended == self._chunks, "a step is committed only with all of its gradients"
         self._check_before_mending()
-        self._keep_name()
+        self._sync_name()
         with self._file.use("append to"):
             self._write(RecordKind.COMMIT, [memoryview(record.to_bytes())])
         with self._file.use("sync"):
@@ -183,14 +183,14 @@ class GradientLog:
         """Begin a new segment: a checkpoint of the present step is about to be made.
 
         Args:
-            mode: From now on; None for the one that there is.
+            mode: From now on; None to keep it.
 
         Returns:
             The new segment.
 
         Raises:
-            StorageFailed: The log goes on in the old segment, or in the new one; the call can be
-                made again.
+            StorageFailed: The log continues in the old segment, or in the new one; the call can be
+                repeated.
         """
         mode, self._mode = self._mode, mode or self._mode
         try:
@@ -199,43 +199,43 @@ class GradientLog:
             self._mode = mode
             raise
         old.close()
-        # Chunks of the step in progress go along: they are written again before the next record.
+        # Chunks of the step in progress are rewritten here before the next record.
         self._file.broken = bool(self._pending)
-        self._keep_name()
+        self._sync_name()
         return self._file.path
 
     def cut(self, step: int) -> list[Path]:
-        """Remove the segments that a checkpoint after `step` steps has made needless.
+        """Remove the segments that a checkpoint after `step` steps makes unnecessary.
 
         Returns:
-            What was removed.
+            The removed segments.
 
         Raises:
-            StorageFailed: Some may be left; the call can be made again.
+            StorageFailed: Some may remain; the call can be repeated.
         """
-        removed: list[Path] = []
+        removed_files: list[Path] = []
         with storing("remove segments from", self._directory):
             try:
                 for path, following in pairwise(segment_files(self._directory)):
-                    # What a segment holds from the next one's base on is void.
+                    # The next segment overrides this one from its base step on.
                     if segment_base(following) > step:
                         break
                     path.unlink()
-                    removed.append(path)
+                    removed_files.append(path)
             finally:
-                self.index.forget(removed)
-            if removed:
+                self.index.forget(removed_files)
+            if removed_files:
                 sync_directory(self._directory)
-        return removed
+        return removed_files
 
     def close(self) -> None:
-        """Close the file; the log is not used after that."""
+        """Close the file."""
         self._file.close()
 
     def _new_segment(self) -> AppendFile:
-        """Make a segment with its header, durable, under its name, which may not be so yet.
+        """Make a segment with a durable header; its name may not be durable yet.
 
-        Once it has that name older segments hold no later step, so the log goes on in this one.
+        Once it has its name, older segments hold no later step, so the log continues in this one.
         """
         header = SegmentHeader(
             run_id=self._run_id,
@@ -257,20 +257,21 @@ class GradientLog:
             except OSError:
                 os.close(fd)
                 raise
-        self._named = False
+        self._is_name_durable = False
         end = sum(buffer.nbytes for buffer in buffers)
         self.index.begin(SegmentIndex(path, header, end))
         return AppendFile(path, fd, end, self._rewrite)
 
-    def _keep_name(self) -> None:
-        """Nothing in a segment counts before its name is durable."""
-        if not self._named:
+    def _sync_name(self) -> None:
+        """Make the segment's name durable: nothing in it counts before that."""
+        if not self._is_name_durable:
             with storing("make", self.segment):
                 sync_directory(self._directory)
-            self._named = True
+            self._is_name_durable = True
 
     def _check_before_mending(self) -> None:
-        """Another coordinator may have found a commit in what mending would cut away."""
+        """Check ownership: another coordinator may have found a commit in what would be cut
+        away."""
         if self._file.broken and self._guard is not None:
             self._guard()
 
@@ -278,6 +279,6 @@ class GradientLog:
         self._file.write(record_buffers(kind, payload, self._file.end))
 
     def _rewrite(self) -> None:
-        kept = self._pending if self._mode == "full" else {}
-        for place, values in kept.items():
+        chunks = self._pending if self._mode == "full" else {}
+        for place, values in chunks.items():
             self._write(RecordKind.CHUNK, chunk_payload(place, values))

@@ -1,8 +1,8 @@
-"""Where in the gradient log each committed step lies, and reading it there.
+"""The index of the gradient log: where each committed step is, and how to read it.
 
-A segment's steps follow each other without a gap, so where each ends is all that is kept: eight
-bytes a step. `log_reader` builds the index once, when a log is opened, and `gradient_log` keeps it
-up while it writes: what is read of a log, however long, is what was asked for.
+A segment's steps follow each other without a gap, so the index holds only where each ends: eight
+bytes a step. `log_reader` builds it once, when a log is opened, and `gradient_log` updates it while
+it writes. So readers of a log, however long, read only what they need.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from coordinator.disk.durable_file import storing
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.storage.log.log_records import (
+    PLACE,
     Array,
     Head,
     RecordKind,
@@ -28,10 +29,12 @@ from coordinator.storage.log.log_records import (
     read_commit,
     read_head,
     read_payload,
+    read_place,
     split_chunk,
 )
 from protocol.base.errors import StorageDamaged
 from protocol.base.regular_file import open_regular
+from protocol.exact.replica import Replica
 from protocol.spec.manifest import Block
 
 SEGMENT_SUFFIX: Final = ".log"
@@ -62,7 +65,7 @@ class SegmentIndex:
     Attributes:
         path: The file.
         header: Its first record.
-        start: Where that ends.
+        start: Where the header ends.
         ends: Where each step ends, from step `header.base_step` on.
     """
 
@@ -73,7 +76,7 @@ class SegmentIndex:
 
     @property
     def next_step(self) -> int:
-        """The step after those that are here."""
+        """The step after those in this segment."""
         return self.header.base_step + len(self.ends)
 
     @property
@@ -90,7 +93,7 @@ class SegmentIndex:
         """Read one of its steps: heads and the commit, no gradients.
 
         Raises:
-            StorageDamaged: The records there are not what was written.
+            StorageDamaged: The records are damaged.
             OSError: The file cannot be read.
         """
         number = step - self.header.base_step
@@ -99,7 +102,7 @@ class SegmentIndex:
         while at < end:
             head = read_head(fd, at)
             if head is None or head.end > end:
-                raise damaged(self.path, at, "a record is not what was written")
+                raise damaged(self.path, at, "a record does not match its checksum")
             if head.kind is RecordKind.COMMIT:
                 payload = read_payload(fd, head)
                 record = read_commit(payload) if payload is not None else None
@@ -113,7 +116,7 @@ class SegmentIndex:
 
 
 class LogIndex:
-    """The committed steps of a log; a segment replaces what older ones hold from its base on.
+    """The committed steps of a log; a segment overrides older ones from its base step on.
 
     Args:
         segments: In the order of their names.
@@ -126,7 +129,7 @@ class LogIndex:
 
     @property
     def last(self) -> int | None:
-        """The greatest step that is known; None if there is none."""
+        """The greatest known step; None without steps."""
         if not self._segments:
             return None
         newest = self._segments[-1]
@@ -134,22 +137,22 @@ class LogIndex:
         return last if last >= 0 else None
 
     def begin(self, segment: SegmentIndex) -> None:
-        """A newer segment: what older ones hold from its base on is void."""
+        """Add a newer segment, which overrides older ones from its base step on."""
         base = segment.header.base_step
         while self._segments and self._segments[-1].header.base_step >= base:
             self._segments.pop()
         self._segments.append(segment)
 
     def committed(self, end: int) -> None:
-        """One more step is in the newest segment, up to this byte."""
+        """Add a step to the newest segment, which ends at this byte."""
         self._segments[-1].ends.append(end)
 
     def forget(self, paths: Sequence[Path]) -> None:
-        """These segments are removed."""
+        """Remove segments."""
         self._segments = [each for each in self._segments if each.path not in paths]
 
     def ranges(self) -> list[range]:
-        """The steps whose records are there, segment by segment."""
+        """Return the steps with records, segment by segment."""
         return [
             range(segment.header.base_step, min(limit, segment.next_step))
             for segment, limit in self._from(0)
@@ -166,10 +169,10 @@ class LogIndex:
         return base
 
     def following(self, step: int) -> Iterator[LoggedStep]:
-        """The unbroken row of committed steps from this one on, read as they are asked for.
+        """Yield committed steps from this one on up to the first gap; each is read when needed.
 
         Raises:
-            StorageDamaged: A record is not what was written.
+            StorageDamaged: A record is damaged.
             StorageFailed: It cannot be read.
         """
         at = bisect_right(self._segments, step, key=lambda each: each.header.base_step) - 1
@@ -186,7 +189,7 @@ class LogIndex:
                 return
 
     def _from(self, at: int) -> Iterator[tuple[SegmentIndex, int]]:
-        """Segments from this one on, each with the base of the one that follows it."""
+        """Yield segments from this one on, each with the base step of the next."""
         for index in range(at, len(self._segments)):
             newer = self._segments[index + 1 : index + 2]
             yield self._segments[index], newer[0].header.base_step if newer else sys.maxsize
@@ -201,13 +204,13 @@ class LogIndex:
 
 
 def read_averages(logged: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] | None:
-    """The averaged gradients of a step, one flat float32 array per block.
+    """Read the averaged gradients of a step, one flat float32 array per block.
 
     Returns:
-        None if the log keeps none, or the step was skipped.
+        None if the log has none, or the step was skipped.
 
     Raises:
-        StorageDamaged: A record is not what was written, or one is missing.
+        StorageDamaged: A record is damaged or missing.
         StorageFailed: It cannot be read.
     """
     if logged.record.commit.scalars is None or not logged.has_averages:
@@ -219,47 +222,80 @@ def read_averages(logged: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] 
 
 
 def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple[int, int, Array]]:
-    """The averaged gradients of a step of which the log has them, chunk by chunk.
+    """Read the averaged gradients of a step chunk by chunk.
+
+    An earlier build may have cut a block into other chunks: such a block comes once it is whole.
 
     Yields:
         Block, chunk, and its values, flat.
 
     Raises:
-        StorageDamaged: A record is not what was written, or at the end: one is missing.
+        StorageDamaged: A record is damaged, or at the end: one is missing.
         StorageFailed: It cannot be read.
     """
     commit = logged.record.commit
-    missing = {(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)}
     with storing("read", logged.path):
         file = open_regular(logged.path)
     with file:
+        lengths = _chunk_lengths(file.fileno(), logged, blocks)
+        missing = {
+            (number, chunk)
+            for number, (block, length) in enumerate(zip(blocks, lengths, strict=True))
+            for chunk in range(max(1, -(-block.elements // length)))
+        }
+        recut: dict[int, Array] = {}
         for head in logged.chunks:
             with storing("read", logged.path):
                 payload = read_payload(file.fileno(), head)
-            chunk = split_chunk(payload) if payload is not None else None
-            if chunk is None:
-                raise damaged(logged.path, head.offset, "a chunk is not what was written")
-            place, values = chunk
+            record = split_chunk(payload) if payload is not None else None
+            if record is None:
+                raise damaged(logged.path, head.offset, "a chunk does not match its checksum")
+            place, values = record
             if (place.epoch, place.attempt) != (commit.epoch, commit.attempt):
                 continue
-            known = place.step == commit.step and (place.block, place.chunk) in missing
-            part = blocks[place.block].chunk_slice(place.chunk) if known else slice(0)
-            if not known or part.stop - part.start != values.size:
-                raise damaged(logged.path, head.offset, "a chunk that does not fit the manifest")
-            missing.discard((place.block, place.chunk))
-            yield place.block, place.chunk, values
+            number, chunk = place.block, place.chunk
+            if place.step != commit.step or (number, chunk) not in missing:
+                raise damaged(logged.path, head.offset, "a chunk does not fit the manifest")
+            block, length = blocks[number], lengths[number]
+            start = chunk * length
+            if values.size != min(length, block.elements - start):
+                raise damaged(logged.path, head.offset, "a chunk does not fit the manifest")
+            missing.discard((number, chunk))
+            if length == block.chunk_elements:
+                yield number, chunk, values
+                continue
+            whole = recut.setdefault(number, np.empty(block.elements, np.float32))
+            whole[start : start + length] = values
+            if all(each != number for each, _ in missing):
+                for part in range(block.chunks):
+                    yield number, part, whole[block.chunk_slice(part)]
+                del recut[number], whole
     if missing:
         reason = f"step {commit.step} is committed without {len(missing)} of its chunks"
         raise damaged(logged.path, None, reason)
 
 
+def _chunk_lengths(fd: int, logged: LoggedStep, blocks: tuple[Block, ...]) -> list[int]:
+    """Return the elements per chunk of each block as it was logged: those of its first chunk."""
+    lengths = [block.chunk_elements for block in blocks]
+    for head in logged.chunks:
+        with storing("read", logged.path):
+            place = read_place(fd, head)
+        if place is None or place.chunk or place.block >= len(blocks):
+            continue
+        elements = (head.payload_bytes - PLACE.size) // 4
+        if 0 < elements != blocks[place.block].chunk_slice(0).stop:
+            lengths[place.block] = elements
+    return lengths
+
+
 def segment_name(epoch: int, base_step: int) -> str:
-    """A segment's file name; names sort as segments follow each other."""
+    """Return a segment's file name; names sort in the order of the segments."""
     return f"epoch-{epoch:06d}-step-{base_step:010d}{SEGMENT_SUFFIX}"
 
 
 def segment_files(directory: Path) -> list[Path]:
-    """The segments of a log, in order; empty if there is none.
+    """Return the segments of a log, in order.
 
     Raises:
         OSError: The directory cannot be read.
@@ -271,19 +307,19 @@ def segment_files(directory: Path) -> list[Path]:
 
 
 def segment_epoch(path: Path) -> int:
-    """The epoch of the coordinator that made it, in a segment's name."""
+    """Return the epoch in a segment's name, of the coordinator that made it."""
     return _numbers(path)[0]
 
 
 def segment_base(path: Path) -> int:
-    """The number of steps before it, in a segment's name."""
+    """Return the number of steps before a segment, in its name."""
     return _numbers(path)[1]
 
 
 def damaged(path: Path, offset: int | None, reason: str) -> StorageDamaged:
-    """A segment does not hold what was written to it."""
+    """Make the error of a damaged segment."""
     place = "" if offset is None else f"byte {offset}"
-    remedy = "bring it back from a copy, or go back to a checkpoint before it (--from-step N)"
+    remedy = "restore it from a copy, or roll back to a checkpoint before it (--from-step N)"
     return StorageDamaged(str(path), place, f"{reason}; {remedy}")
 
 
@@ -291,3 +327,17 @@ def _numbers(path: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2])
+
+
+def apply_logged_step(
+    replica: Replica, record: CommitRecord, averages: Sequence[Array] | None
+) -> None:
+    """Apply a logged step to the replica that has taken all before it, or skip it."""
+    commit = record.commit
+    assert commit.step == replica.step
+    if commit.scalars is None:
+        replica.skip()
+    else:
+        assert averages is not None
+        replica.apply(averages, commit.scalars)
+    assert replica.optimizer_step == record.optimizer_step

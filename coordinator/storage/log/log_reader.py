@@ -1,16 +1,15 @@
-"""Opening a gradient log: what is committed, and what a crash has left behind it.
+"""Open a gradient log: find what is committed, and cut off what a crash left behind it.
 
-What a crash can leave is told from what it cannot. All records of a step were on disk before
-the first of the next step was written. So damage that no record of a later step follows is a torn
-tail, of a step whose sync had not ended: it is cut. Damage that one follows is no crash's, and is
-refused with file and place.
+All records of a step were on disk before the first of the next step was written. So damage that no
+record of a later step follows is a torn tail, of a step whose sync had not ended: it is cut. Damage
+with later records cannot come from a crash, and is refused with file and offset.
 
-What can be read need not be on disk: it may be a killed coordinator's whose sync had not ended, or
-had failed. That can be the newest step of the newest segment alone. It is written again in place
+Readable data need not be on disk: it may come from a killed coordinator whose sync had not ended,
+or had failed. Only the newest step of the newest segment is affected. It is rewritten in place
 before it counts (`durable_file.write_again`).
 
-`scan_log` walks the heads alone, compares commits with their hashes, and looks closely at the
-newest step only. Averages are checked when they are read (`log_index`).
+`scan_log` walks the heads alone, compares commits with their hashes, and reads averages of the
+newest step only. Other averages are checked when they are read (`log_index`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from protocol.spec.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A torn tail: what lies after `offset` is no part of the log."""
+    """A torn tail: what follows `offset` is not part of the log."""
 
     path: Path
     offset: int
@@ -56,7 +55,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class LogScan:
-    """What a log holds: where its committed steps lie, and the torn tails that were found."""
+    """The content of a log: where its committed steps are, and its torn tails."""
 
     index: LogIndex
     cuts: tuple[Cut, ...]
@@ -64,27 +63,27 @@ class LogScan:
 
 @dataclass(slots=True)
 class _Segment(SegmentIndex):
-    """What one file holds, and how much of it is whole."""
+    """The content of one file, and how much of it is intact."""
 
-    whole: int = 0
+    intact_bytes: int = 0
     size: int = 0
     torn: str = ""
 
 
 def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool = False) -> LogScan:
-    """See what a log holds.
+    """Scan a log.
 
     Args:
-        directory: Where its segments are; there may be none.
-        run_id: The run's.
-        manifest: The run's; also settles where averages belong.
-        repair: Cut torn tails off, remove half made files and make what is left durable. Only who
-            writes the log may.
+        directory: The directory of its segments; there may be none.
+        run_id: The run's ID.
+        manifest: The run's manifest.
+        repair: Cut torn tails off, remove temporary files and make the rest durable. Only for the
+            writer of the log.
 
     Raises:
-        StorageDamaged: A file and the place in it where committed steps are damaged.
+        StorageDamaged: Committed steps are damaged; names file and offset.
         StorageFailed: It cannot be read, or not be repaired.
-        Mismatch: It is of another run or manifest.
+        Mismatch: It belongs to another run or manifest.
     """
     if repair:
         remove_temporaries(directory)
@@ -98,7 +97,9 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
         _check_owner(segment, run_id, manifest)
         segments.append(segment)
     segments.reverse()
-    cuts = [Cut(s.path, s.whole, s.size - s.whole, s.torn) for s in segments if s.torn]
+    cuts = [
+        Cut(s.path, s.intact_bytes, s.size - s.intact_bytes, s.torn) for s in segments if s.torn
+    ]
     if repair:
         for cut in cuts:
             _cut(cut)
@@ -110,18 +111,18 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
 def cuts_before(
     paths: Sequence[Path], step: int, run_id: str, manifest: Manifest
 ) -> list[tuple[Path, int]]:
-    """Where the segments end that hold more than the steps before this one; nothing is changed.
+    """Find where to cut the segments that hold steps from this one on; nothing is changed.
 
     Args:
-        paths: Those that begin before that step, in order.
-        step: What is from there on is to go.
-        run_id: The run's.
-        manifest: The run's.
+        paths: Segments that begin before that step, in order.
+        step: The first step to cut.
+        run_id: The run's ID.
+        manifest: The run's manifest.
 
     Raises:
-        StorageDamaged: What would be left is not what was written.
+        StorageDamaged: The remaining part is damaged.
         StorageFailed: It cannot be read.
-        Mismatch: It is of another run or manifest.
+        Mismatch: It belongs to another run or manifest.
     """
     cuts: list[tuple[Path, int]] = []
     following: _Segment | None = None
@@ -151,7 +152,7 @@ def _scan_segment(path: Path, following: _Segment | None) -> _Segment:
     fd = open_to_read(path)
     try:
         segment = _walk(fd, path)
-        damage = segment.whole
+        damage = segment.intact_bytes
         if not (segment.torn or following):
             damage = _damage_in_newest(fd, segment)
         if damage < segment.size:
@@ -162,7 +163,7 @@ def _scan_segment(path: Path, following: _Segment | None) -> _Segment:
 
 
 def _walk(fd: int, path: Path) -> _Segment:
-    """Go from record to record; stop at the first that is not whole."""
+    """Go from record to record; stop at the first damaged one."""
     size = os.fstat(fd).st_size
     head = read_head(fd, 0)
     payload = read_payload(fd, head) if head is not None else None
@@ -170,28 +171,28 @@ def _walk(fd: int, path: Path) -> _Segment:
     if head is None or header is None:
         # The header was synced before the file had its name.
         raise damaged(path, 0, "expected the header of a log segment")
-    segment = _Segment(path, header, head.end, whole=head.end, size=size)
-    while segment.whole < size:
-        head = read_head(fd, segment.whole)
+    segment = _Segment(path, header, head.end, intact_bytes=head.end, size=size)
+    while segment.intact_bytes < size:
+        head = read_head(fd, segment.intact_bytes)
         if head is None or head.end > size or head.kind is RecordKind.HEADER:
-            segment.torn = "the last record is not whole"
+            segment.torn = "the last record is incomplete"
             break
         if head.kind is RecordKind.COMMIT:
             payload = read_payload(fd, head)
             step = step_of_commit(payload) if payload is not None else None
             if step is None:
-                segment.torn = "a commit is not what was written"
+                segment.torn = "a commit does not match its checksum"
                 break
             if step != segment.next_step:
                 reason = f"expected the commit of step {segment.next_step}, got {step}"
                 raise damaged(path, head.offset, reason)
             segment.ends.append(head.end)
-        segment.whole = head.end
+        segment.intact_bytes = head.end
     return segment
 
 
 def _damage_in_newest(fd: int, segment: _Segment) -> int:
-    """Where the newest step's averages are damaged; the file's end if they are not."""
+    """Return where the newest step's averages are damaged; the file's end if they are not."""
     if segment.ends:
         for head in segment.read(fd, segment.next_step - 1).chunks:
             if read_payload(fd, head) is None:
@@ -211,12 +212,12 @@ def _judge(fd: int, segment: _Segment, damage: int, following: _Segment | None) 
     if following is not None and following.header.base_step <= step:
         torn = "left by a coordinator that was replaced"
     elif following is None and all(s <= step for s in steps_after(fd, damage, segment.size)):
-        torn = segment.torn or f"step {step} was not wholly synced"
+        torn = segment.torn or f"step {step} was not synced completely"
     else:
         raise damaged(
-            segment.path, damage, "a record is not what was written, and later ones follow"
+            segment.path, damage, "a record does not match its checksum, and later ones follow"
         )
-    segment.whole, segment.torn = damage, torn
+    segment.intact_bytes, segment.torn = damage, torn
 
 
 def _check_owner(segment: _Segment, run_id: str, manifest: Manifest) -> None:
@@ -227,7 +228,7 @@ def _check_owner(segment: _Segment, run_id: str, manifest: Manifest) -> None:
             "it where it belongs, and bring this run's back from a copy"
         )
     if header.manifest_digest != manifest.digest():
-        raise Mismatch(f"{path!r} is of another manifest; start a new run")
+        raise Mismatch(f"{path!r} belongs to another manifest; start a new run")
 
 
 def _cut(cut: Cut) -> None:
@@ -241,11 +242,11 @@ def _cut(cut: Cut) -> None:
 
 
 def _sync(segment: _Segment, *, newest: bool) -> None:
-    """What a killed coordinator wrote can be read, but may not be durable yet."""
-    doubtful = segment.newest_begins if newest else segment.whole
+    """Make durable what a killed coordinator wrote, which is readable but perhaps not on disk."""
+    doubtful = segment.newest_begins if newest else segment.intact_bytes
     with storing("sync", segment.path):
         fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            write_again(fd, doubtful, segment.whole)
+            write_again(fd, doubtful, segment.intact_bytes)
         finally:
             os.close(fd)

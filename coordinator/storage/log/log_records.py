@@ -9,9 +9,9 @@
               CHUNK    u64 epoch, u64 step, u64 attempt, u32 block, u32 chunk, then float32 values
               COMMIT   msgpack of `CommitRecord`
 
-Little-endian throughout. Both hashes are seeded with the record's place in its file, so a record
-counts only where it was written. The head has a hash of its own: a reader can walk a log without
-reading what is in it.
+Little-endian throughout. Both hashes are seeded with the record's offset in its file, so a record
+counts only where it was written. The head has its own hash: a reader can walk a log without reading
+payloads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SEARCH_BYTES: Final = 1 * limits.MIB
 
 
 class RecordKind(IntEnum):
-    """What a record is."""
+    """The kinds of records."""
 
     HEADER = 1
     CHUNK = 2
@@ -60,8 +60,8 @@ T = TypeVar("T", bound=Packed)
 class SegmentHeader(Packed):
     """The first record of a segment.
 
-    `base_step` is how many steps were committed before it. A segment replaces what earlier ones
-    hold from that step on; `redo` are the commits among those that count all the same until the
+    `base_step` is how many steps were committed before it. A segment overrides the steps from there
+    on in earlier segments; `redo` are the commits among those that count all the same until the
     steps are done again: their averages were not kept.
     """
 
@@ -74,8 +74,8 @@ class SegmentHeader(Packed):
     redo: tuple[CommitRecord, ...] = ()
 
 
-class ChunkPlace(NamedTuple):
-    """Which chunk of averaged gradients a record holds."""
+class ChunkId(NamedTuple):
+    """Identifies the chunk of averaged gradients in a record."""
 
     epoch: int
     step: int
@@ -84,9 +84,9 @@ class ChunkPlace(NamedTuple):
     chunk: int
 
 
-def place_of(message: AveragedGradient) -> ChunkPlace:
-    """Where a chunk that is broadcast belongs."""
-    return ChunkPlace(message.epoch, message.step, message.attempt, message.block, message.chunk)
+def chunk_id(message: AveragedGradient) -> ChunkId:
+    """Return the identity of a chunk that is broadcast."""
+    return ChunkId(message.epoch, message.step, message.attempt, message.block, message.chunk)
 
 
 class Head(NamedTuple):
@@ -99,14 +99,14 @@ class Head(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the next record begins."""
+        """The offset of the next record."""
         return self.offset + HEAD_BYTES + self.payload_bytes
 
 
 def record_buffers(
     kind: RecordKind, payload: Sequence[memoryview], offset: int
 ) -> list[memoryview]:
-    """A record as it is written at that place; the payload's parts are not copied."""
+    """Encode a record for that offset; the payload's parts are not copied."""
     checksum = xxhash.xxh3_64(seed=offset)
     for part in payload:
         checksum.update(part)
@@ -116,15 +116,15 @@ def record_buffers(
     return [memoryview(head + _head_check(head, offset)), *payload]
 
 
-def chunk_payload(place: ChunkPlace, values: Array) -> list[memoryview]:
-    """A chunk record's payload; on a little-endian machine the values themselves."""
+def chunk_payload(place: ChunkId, values: Array) -> list[memoryview]:
+    """Encode a chunk record's payload; on a little-endian machine without a copy of the values."""
     assert values.dtype == np.float32
     flat = np.ascontiguousarray(values).reshape(-1).astype("<f4", copy=False)
     return [memoryview(PLACE.pack(*place)), flat.view(np.uint8).data]
 
 
 def read_head(fd: int, offset: int) -> Head | None:
-    """The head at that place; None if there is none, or only a part of it.
+    """Read the head at that offset; None if it is missing, partial or damaged.
 
     Raises:
         OSError: The file cannot be read.
@@ -140,7 +140,7 @@ def read_head(fd: int, offset: int) -> Head | None:
 
 
 def read_payload(fd: int, head: Head) -> bytes | None:
-    """The payload of a record; None if it is not all there, or not what was written.
+    """Read the payload of a record; None if it is partial or damaged.
 
     Raises:
         OSError: The file cannot be read.
@@ -148,25 +148,38 @@ def read_payload(fd: int, head: Head) -> bytes | None:
     raw = os.pread(fd, head.payload_bytes, head.offset + HEAD_BYTES)
     if len(raw) < head.payload_bytes:
         return None
-    whole = xxhash.xxh3_64_intdigest(raw, seed=head.offset) == head.checksum
-    return raw if whole else None
+    is_intact = xxhash.xxh3_64_intdigest(raw, seed=head.offset) == head.checksum
+    return raw if is_intact else None
 
 
-def split_chunk(payload: bytes) -> tuple[ChunkPlace, Array] | None:
-    """A chunk record's place and values (a view of the payload); None if it is no chunk."""
+def read_place(fd: int, head: Head) -> ChunkId | None:
+    """Return which chunk a record says it has, unchecked; None if the record is not a chunk.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    if head.kind is not RecordKind.CHUNK:
+        return None
+    raw = os.pread(fd, PLACE.size, head.offset + HEAD_BYTES)
+    return ChunkId(*PLACE.unpack(raw)) if len(raw) == PLACE.size else None
+
+
+def split_chunk(payload: bytes) -> tuple[ChunkId, Array] | None:
+    """Return a chunk record's identity and values (a view of the payload); None if it is not a
+    chunk."""
     if len(payload) < PLACE.size or (len(payload) - PLACE.size) % 4:
         return None
     values = np.frombuffer(payload, "<f4", offset=PLACE.size)
-    return ChunkPlace(*PLACE.unpack_from(payload)), values.astype(np.float32, copy=False)
+    return ChunkId(*PLACE.unpack_from(payload)), values.astype(np.float32, copy=False)
 
 
 def read_commit(payload: bytes) -> CommitRecord | None:
-    """A commit record's content; None if it does not fit."""
+    """Decode a commit record; None if it is invalid."""
     return _validated(CommitRecord, payload)
 
 
 def step_of_commit(payload: bytes) -> int | None:
-    """The step of a commit record, without the rest of it; None if it does not fit."""
+    """Decode only the step of a commit record; None if it is invalid."""
     try:
         step = msgpack.unpackb(payload)["commit"]["step"]
     except (ValueError, TypeError, KeyError, msgpack.UnpackException):
@@ -175,12 +188,12 @@ def step_of_commit(payload: bytes) -> int | None:
 
 
 def read_header(payload: bytes) -> SegmentHeader | None:
-    """A segment's header; None if it does not fit."""
+    """Decode a segment's header; None if it is invalid."""
     return _validated(SegmentHeader, payload)
 
 
 def steps_after(fd: int, offset: int, size: int) -> Iterator[int]:
-    """The steps of all whole records at or after a place, found by looking at every byte.
+    """Yield the steps of all intact records from an offset on, found by looking at every byte.
 
     Raises:
         OSError: The file cannot be read.
@@ -188,12 +201,12 @@ def steps_after(fd: int, offset: int, size: int) -> Iterator[int]:
     at = offset
     while at < size:
         window = os.pread(fd, _SEARCH_BYTES, at)
-        found = window.find(MAGIC)
-        if found < 0:
-            # The magic may lie across the end of the window.
+        start = window.find(MAGIC)
+        if start < 0:
+            # The magic may cross the end of the window.
             at += max(1, len(window) - len(MAGIC) + 1)
             continue
-        at += found
+        at += start
         head = read_head(fd, at)
         payload = read_payload(fd, head) if head is not None else None
         if head is None or payload is None:

@@ -1,14 +1,14 @@
-"""Checkpoints: the whole trainable state after a step, each in a directory of its own.
+"""Checkpoints: the whole trainable state after a step, each in its own directory.
 
     step-0000000040/
-        adapter/ or model/        the parameters as the run's result has them: for LoRA as PEFT's
+        adapter/ or model/        the parameters in the run's result format: for LoRA, PEFT's
         optimizer.safetensors     the moments, as first_moment/TENSOR and second_moment/TENSOR; if a
                                   tensor has missed updates, how many, as missed_updates/TENSOR
         checkpoint.json           counters, digests, the losses so far, the hash of every file
-        metrics.json              figures of an evaluation of this state, once there are any
+        metrics.json              metrics of an evaluation of this state, once there are any
 
-One is written under a temporary name, every file and directory synced, then renamed: what has the
-right name is whole. Loading checks hashes and the state's digest all the same.
+A checkpoint is written under a temporary name, every file and directory synced, then renamed: so it
+is complete under its final name. Loading checks hashes and the state's digest all the same.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ from protocol.base.regular_file import open_regular, parse_json, read_json
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 Sealed = TypeVar("Sealed", bound=BaseModel)
 STATE_FILE: Final = "optimizer.safetensors"
 INFO_FILE: Final = "checkpoint.json"
 METRICS_FILE: Final = "metrics.json"
-_REMEDY: Final = "bring it back from a copy; until then an older checkpoint has to do"
+_REMEDY: Final = "restore it from a copy; until then an older checkpoint is used"
 
 _NAME: Final = re.compile(r"step-(\d{10,})")
 
 
 class CheckpointInfo(BaseModel):
-    """What `checkpoint.json` says.
+    """The content of `checkpoint.json`.
 
-    `losses` has one entry for each step so far, None for a skipped one. `files` gives the BLAKE3
-    of every other file by its path within the checkpoint.
+    `state_digest` is `protocol.exact.digest`'s "state", in checkpoints of format 1 its "state 1".
+    `losses` has one entry for each step so far, None for a skipped one. `files` is the BLAKE3 of
+    every other file by its path within the checkpoint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -80,8 +81,8 @@ class CheckpointInfo(BaseModel):
 
 
 class Metrics(BaseModel):
-    """What `metrics.json` says: figures on held-out data, and of which state they are; an older
-    release did not say."""
+    """The content of `metrics.json`: metrics, and the digest of their state (None in older
+    files)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -91,19 +92,19 @@ class Metrics(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose files are what was written."""
+    """A checkpoint whose files are intact."""
 
     path: Path
     info: CheckpointInfo
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps is."""
+    """Return the path of the checkpoint after `step` steps."""
     return root / f"step-{step:010d}"
 
 
 def checkpoint_steps(root: Path) -> list[int]:
-    """The steps of all checkpoints there, whole or not, in order.
+    """Return the steps of all checkpoints, intact or not, in order.
 
     Raises:
         StorageFailed: The directory cannot be read.
@@ -111,8 +112,8 @@ def checkpoint_steps(root: Path) -> list[int]:
     if not root.is_dir():
         return []
     with storing("read", root):
-        found = (_NAME.fullmatch(path.name) for path in root.iterdir())
-        return sorted(int(match[1]) for match in found if match is not None)
+        matches = (_NAME.fullmatch(path.name) for path in root.iterdir())
+        return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def write_checkpoint(
@@ -128,39 +129,39 @@ def write_checkpoint(
     """Write a checkpoint, durable when this returns.
 
     Args:
-        root: The directory of all checkpoints; made if it is not there.
-        manifest: The run's; settles the layout.
-        replica: The state. Nobody may change it until `state_read` is called, or this returns.
-        run_id: The run's.
-        epoch: The coordinator's.
+        root: The directory of all checkpoints; made if missing.
+        manifest: The run's manifest; decides the layout.
+        replica: The state. It must not change until `state_read` is called, or this returns.
+        run_id: The run's ID.
+        epoch: Of the coordinator.
         losses: The mean loss of each step so far; not finite for a skipped one.
-        state_read: Called once the state is written, and not durable yet.
+        state_read: Called once the state is written, and not yet durable.
 
     Raises:
-        StorageFailed: The disk refuses; nothing of it is left. The call can be made again.
+        StorageFailed: A write failed; nothing of it is left. The call can be repeated.
     """
     assert len(losses) == replica.step
     path = checkpoint_path(root, replica.step)
     with storing("make", root):
         make_below(root.parent, root)
     remove_temporaries(root)
-    digests = replica.digests()
     info = CheckpointInfo(
+        format=FORMAT,
         run_id=run_id,
         epoch=epoch,
         step=replica.step,
         optimizer_step=replica.optimizer_step,
         manifest_digest=manifest.digest(),
-        weights_digest=digests.weights,
-        state_digest=digests.state,
+        weights_digest=replica.weights_digest(),
+        state_digest=replica.state_digest(),
         losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
         files={},
     )
-    there = _same_state(root, info, manifest)
-    if there is not None:
+    existing = _same_state(root, info, manifest, replica)
+    if existing is not None:
         with storing("sync", root):
-            sync_directory(root)  # whoever made it may not have got to that
-        return there
+            sync_directory(root)  # its writer may not have got this far
+        return existing
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with storing("write", path):
@@ -169,36 +170,36 @@ def write_checkpoint(
             temporary.rename(path)
             sync_directory(root)
     except StorageFailed:
-        # It may be this very half that fills the disk.
+        # These remains may be what fills the disk.
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return Checkpoint(path, info)
 
 
 def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> Checkpoint:
-    """The checkpoint after `step` steps, every file of it compared with its hash.
+    """Return the checkpoint after `step` steps, with every file compared with its hash.
 
     Raises:
-        StorageDamaged: A file is missing, or not what was written.
+        StorageDamaged: A file is missing or damaged.
         StorageFailed: It cannot be read.
-        Mismatch: It is of another run or manifest.
+        Mismatch: It belongs to another run or manifest.
     """
     path = checkpoint_path(root, step)
     file, info = path / INFO_FILE, _read_info(path)
     if info.run_id != run_id or info.manifest_digest != manifest.digest():
-        of = f"is of run {info.run_id!r}" if info.run_id != run_id else "is of another manifest"
+        of = f"belongs to run {info.run_id!r}" if info.run_id != run_id else "has another manifest"
         raise Mismatch(f"{str(path)!r} {of}; {_REMEDY}")
     if info.step != step:
         reason = f"expected step {step}, got {info.step}; {_REMEDY}"
         raise StorageDamaged(str(file), "", reason)
     with storing("read", path):
         files = sorted(path.rglob("*"))
-    found = _file_digests(path, files)
+    digests = _file_digests(path, files)
     for name, digest in info.files.items():
-        if name not in found:
+        if name not in digests:
             raise StorageDamaged(str(path / name), "", f"it is missing; {_REMEDY}")
-        if found[name] != digest:
-            raise StorageDamaged(str(path / name), "", f"it is not what was written; {_REMEDY}")
+        if digests[name] != digest:
+            raise StorageDamaged(str(path / name), "", f"it does not match its digest; {_REMEDY}")
     return Checkpoint(path, info)
 
 
@@ -207,7 +208,7 @@ def _read_info(path: Path) -> CheckpointInfo:
 
 
 def _read_sealed(file: Path, key: str, kind: type[Sealed], remedy: str) -> Sealed:
-    """A JSON document that holds its own BLAKE3."""
+    """Read a JSON document that contains its own BLAKE3."""
     if not file.exists():
         raise StorageDamaged(str(file), "", f"it is missing; {remedy}")
     try:
@@ -218,7 +219,7 @@ def _read_sealed(file: Path, key: str, kind: type[Sealed], remedy: str) -> Seale
     except (ValueError, TypeError, KeyError):
         whole = False
     if not whole:
-        raise StorageDamaged(str(file), "", f"it is not what was written; {remedy}")
+        raise StorageDamaged(str(file), "", f"it does not match its digest; {remedy}")
     return content
 
 
@@ -231,42 +232,42 @@ def _seal(key: str, content: BaseModel) -> bytes:
 def latest_checkpoint(
     root: Path, run_id: str, manifest: Manifest
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The newest checkpoint that is whole, and why newer ones were passed over.
+    """Return the newest intact checkpoint, and why newer ones were skipped.
 
     Raises:
         StorageFailed: The directory cannot be read.
     """
-    passed: list[str] = []
+    skipped: list[str] = []
     for step in reversed(checkpoint_steps(root)):
         try:
-            return find_checkpoint(root, step, run_id, manifest), tuple(passed)
+            return find_checkpoint(root, step, run_id, manifest), tuple(skipped)
         except (StorageDamaged, StorageFailed, Mismatch) as error:
-            passed.append(str(error))
-    return None, tuple(passed)
+            skipped.append(str(error))
+    return None, tuple(skipped)
 
 
 def write_metrics(root: Path, step: int, state_digest: str, figures: Mapping[str, float]) -> None:
-    """Keep the figures of an evaluation with the checkpoint of that very state, if there is one.
+    """Store the metrics of an evaluation with the checkpoint of the same state, if there is one.
 
     Raises:
-        StorageFailed: The disk refuses.
+        StorageFailed: A write failed.
     """
     path = checkpoint_path(root, step)
     try:
         if not path.is_dir() or _read_info(path).state_digest != state_digest:
             return
     except StorageDamaged:
-        return  # it is passed over by whoever would use it
+        return  # a damaged checkpoint is never used
     finite = {name: value for name, value in figures.items() if math.isfinite(value)}
-    kept = Metrics(state_digest=state_digest, figures=finite)
-    replace_file(path / METRICS_FILE, _seal("metrics", kept))
+    metrics = Metrics(state_digest=state_digest, figures=finite)
+    replace_file(path / METRICS_FILE, _seal("metrics", metrics))
 
 
 def read_metrics(root: Path, step: int) -> Metrics | None:
-    """The figures kept with a checkpoint; None where there are none.
+    """Return the metrics stored with a checkpoint; None if there are none.
 
     Raises:
-        StorageDamaged: They are not what was written, or of another state.
+        StorageDamaged: They are damaged, or of another state.
         StorageFailed: They cannot be read.
     """
     path = checkpoint_path(root, step)
@@ -274,17 +275,17 @@ def read_metrics(root: Path, step: int) -> Metrics | None:
     with storing("read", file):
         if not file.exists():
             return None
-        older = _older_figures(file.read_bytes())
+        older = _parse_older(file.read_bytes())
     if older is not None:
         return Metrics(state_digest=None, figures=older)
-    kept = _read_sealed(file, "metrics", Metrics, "bring it back from a copy, or remove it")
-    if kept.state_digest != _read_info(path).state_digest:
-        raise StorageDamaged(str(file), "", "its figures are of another state; remove the file")
-    return kept
+    metrics = _read_sealed(file, "metrics", Metrics, "restore it from a copy, or remove it")
+    if metrics.state_digest != _read_info(path).state_digest:
+        raise StorageDamaged(str(file), "", "its metrics are of another state; remove the file")
+    return metrics
 
 
-def _older_figures(content: bytes) -> dict[str, float] | None:
-    """What a release before this one wrote: the figures alone."""
+def _parse_older(content: bytes) -> dict[str, float] | None:
+    """Parse the file of an older release: the metrics alone."""
     try:
         document = parse_json(content)
         return {str(name): float(value) for name, value in document.items()}
@@ -293,10 +294,10 @@ def _older_figures(content: bytes) -> dict[str, float] | None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint if it is there; at no time is half of it under its name.
+    """Remove a checkpoint if it exists; its name never stands for half of it.
 
     Raises:
-        StorageFailed: The disk refuses.
+        StorageFailed: A write failed.
     """
     if not path.is_dir():
         return
@@ -305,13 +306,15 @@ def remove_checkpoint(path: Path) -> None:
         sync_directory(path.parent)
 
 
-def _same_state(root: Path, info: CheckpointInfo, manifest: Manifest) -> Checkpoint | None:
-    """The checkpoint of this very state, if a run that was resumed has come here before."""
+def _same_state(
+    root: Path, info: CheckpointInfo, manifest: Manifest, replica: Replica
+) -> Checkpoint | None:
+    """Return the checkpoint of this very state, if a resumed run has been here before."""
     try:
-        there = find_checkpoint(root, info.step, info.run_id, manifest)
+        existing = find_checkpoint(root, info.step, info.run_id, manifest)
     except (StorageDamaged, StorageFailed, Mismatch):
         return None
-    return there if there.info.state_digest == info.state_digest else None
+    return existing if replica.has_state(existing.info.state_digest) else None
 
 
 def _write_files(
@@ -340,7 +343,7 @@ def _write_files(
 
 
 def _file_digests(path: Path, files: Sequence[Path]) -> dict[str, str]:
-    """BLAKE3 of every file below a checkpoint but those that hold no state."""
+    """Return the BLAKE3 of every file in a checkpoint except those without state."""
     digests: dict[str, str] = {}
     for file in files:
         name = file.relative_to(path).as_posix()
@@ -354,10 +357,10 @@ def _file_digests(path: Path, files: Sequence[Path]) -> dict[str, str]:
 
 
 def load_tensors(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Every tensor of a safetensors file by name.
+    """Load every tensor of a safetensors file by name.
 
     Raises:
-        StorageDamaged: It is no such file.
+        StorageDamaged: It is not a safetensors file.
         StorageFailed: It cannot be read.
     """
     try:

@@ -1,23 +1,27 @@
-"""The states of single replicas on disk: their own between rounds, and boundaries within one.
+"""Per-replica state on disk: between rounds, and inner checkpoints within one.
 
 In `replicas/` of the run's directory:
 
-    own-STEP            of all replicas at the start of that round (`own_files`); written and
-                        synced before the commit that leads there and names its digest
-    boundary-K          where replica K is in the round in progress: not synced, for a boundary
-                        saves work and decides no bit; a restart does without
+    own-STEP            of all replicas at the start of that round, in order, each behind its BLAKE3
+                        digest; written and synced before the commit that leads to the round
+    boundary-K          the inner checkpoint of replica K in the round in progress; not synced, for
+                        it saves work and decides no bit: a restart can do without
 
-Of the first kind those are kept that a restart may go back to: of the last rounds, and of every
-checkpoint.
+Nothing in an `own` file is trusted: the BLAKE3 of its digests is `own_digest` in the commit that
+leads to the round, in log and journal. Before any replica has state of its own the file is empty,
+and that digest is `NOTHING_YET`. The files are kept that a restart may roll back to: those of the
+last rounds, and of every checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, BinaryIO, Final
 
 from blake3 import blake3
 
@@ -27,30 +31,26 @@ from coordinator.disk.durable_file import (
     replace_file,
     storing,
 )
-from coordinator.run.outputs.kept import Bytes
-from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.run.outputs.side_outputs import Bytes, replica_state_sizes
+from coordinator.storage.directory.journal import newest_commit
+from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
 from coordinator.storage.states.checkpoint import checkpoint_steps
-from coordinator.storage.states.own_files import (
-    DIGEST_BYTES,
-    NOTHING_YET,
-    digest_of,
-    own_digest,
-    own_steps,
-    told_digests,
-    verified,
-)
 from protocol.base import limits
 from protocol.base.errors import StorageDamaged, StorageFailed
 from protocol.base.regular_file import open_regular
+from protocol.spec.manifest import Manifest
 from protocol.wire.messages import Boundary, StretchRequest
 
+NOTHING_YET: Final = blake3().hexdigest()
+DIGEST_BYTES: Final = 32
+_OWN: Final = re.compile(r"own-(\d{1,18})")
 LATEST: Final = 4
-"""Rounds of which own states are kept in any case: a checkpoint may still be being written."""
+"""Rounds whose state is kept in any case: a checkpoint may still be being written."""
 
 
 @dataclass(frozen=True, slots=True)
-class _At:
-    """Which boundary a replica's file holds, once it is whole."""
+class _InnerCheckpoint:
+    """The complete inner checkpoint in a replica's file."""
 
     place: tuple[int, int, int]
     """Round, attempt, inner steps."""
@@ -58,15 +58,15 @@ class _At:
 
 
 class ReplicaStates:
-    """Of one run; its methods run in one thread.
+    """The per-replica state of one run; all methods are called in one thread.
 
     Args:
-        directory: The run's.
-        own_lengths: Of a replica's own state (`own_state_lengths`); empty if they have none.
-        every: A checkpoint is made after so many rounds; 0: none but the first and last.
-        guard: Raises if the directory is not this coordinator's any more.
-        step: The round that the run goes on with.
-        told: The digest of the own states at its start, as the commit before it names it.
+        directory: Of the run.
+        own_lengths: The sizes of a replica's state (`replica_state_sizes`); empty without any.
+        every: A checkpoint is made after so many rounds; 0: only the first and last.
+        guard: Raises if this coordinator does not own the directory any more.
+        step: The round with which the run continues.
+        own_digest: Of the state at its start, as the commit before it names it.
     """
 
     def __init__(
@@ -77,36 +77,35 @@ class ReplicaStates:
         guard: Callable[[], None],
         *,
         step: int = 0,
-        told: str = NOTHING_YET,
+        own_digest: str = NOTHING_YET,
     ) -> None:
         self._directory = directory
-        self._told = {step: told}
+        self._own_digests = {step: own_digest}
         self._path = directory.replicas
-        self._made = self._path.is_dir()
+        self._exists = self._path.is_dir()
         self._checkpoints = directory.checkpoints
         self._own_lengths = own_lengths
         self._own_bytes = next(iter(own_lengths), 0)
         self._every = every
         self._guard = guard
-        self._whole: dict[int, _At] = {}
+        self._complete: dict[int, _InnerCheckpoint] = {}
         self._hashing: dict[int, Any] = {}
-        for left in self._path.glob("boundary-*"):
-            left.unlink(missing_ok=True)
+        for leftover in self._path.glob("boundary-*"):
+            leftover.unlink(missing_ok=True)
 
     def keep_own(self, step: int, content: Sequence[Bytes]) -> str | None:
-        """Make the replicas' own states at the start of a round durable.
+        """Make the per-replica state at the start of a round durable.
 
         Args:
             step: The round.
-            content: Of all replicas, in order; empty after a round that was skipped: what they had
-                stays theirs.
+            content: Of all replicas, in order; empty after a skipped round, which changes nothing.
 
         Returns:
-            Their digest, for the commit to name; None where replicas have no own states.
+            Its digest, for the commit to name; None without per-replica state.
 
         Raises:
-            StorageFailed: The disk refuses.
-            RunFailed: The directory has another coordinator now.
+            StorageFailed: A write failed.
+            RunFailed: Another coordinator owns the directory now.
         """
         if not self._own_bytes:
             return None
@@ -114,18 +113,20 @@ class ReplicaStates:
         self._make()
         digests: list[bytes] = []
         replace_file(self._directory.own_file(step), self._sealed(step, content, digests))
-        self._told = {known: told for known, told in self._told.items() if known > step - LATEST}
-        self._told[step] = own_digest(digests) if content else self._told[step - 1]
-        self._whole.clear()
+        self._own_digests = {
+            other: own for other, own in self._own_digests.items() if other > step - LATEST
+        }
+        self._own_digests[step] = own_digest(digests) if content else self._own_digests[step - 1]
+        self._complete.clear()
         self._prune(step)
-        return self._told[step]
+        return self._own_digests[step]
 
     def _make(self) -> None:
-        """Once: a directory that has vanished since is to be brought back."""
-        if not self._made:
+        """Create the directory once: one that has vanished since must be restored."""
+        if not self._exists:
             with storing("make", self._path):
                 make_below(self._path.parent, self._path)
-            self._made = True
+            self._exists = True
 
     def _sealed(
         self, step: int, content: Sequence[Bytes], digests: list[bytes]
@@ -133,15 +134,15 @@ class ReplicaStates:
         if not content:
             yield from self._as_before(step - 1)
             return
-        joined: list[memoryview] = []
+        pieces: list[memoryview] = []
         for piece in content:
-            joined.append(piece.data)
-            if sum(map(len, joined)) == self._own_bytes:
-                digests.append(digest_of(joined))
+            pieces.append(piece.data)
+            if sum(map(len, pieces)) == self._own_bytes:
+                digests.append(digest_of(pieces))
                 yield memoryview(digests[-1])
-                yield from joined
-                joined = []
-        assert not joined, "the round has all of every replica"
+                yield from pieces
+                pieces = []
+        assert not pieces, "the round has the whole state of every replica"
 
     def _as_before(self, step: int) -> Iterator[memoryview]:
         path = self._directory.own_file(step)
@@ -154,17 +155,17 @@ class ReplicaStates:
     def _prune(self, step: int) -> None:
         saved = set(checkpoint_steps(self._checkpoints))
         newest = max(saved, default=0)
-        for there in own_steps(self._path):
-            due = self._every > 0 and there > newest and there % self._every == 0
-            if there <= step - LATEST and there not in saved and not due:
-                self._directory.own_file(there).unlink(missing_ok=True)
+        for round_ in replica_state_steps(self._path):
+            is_due = self._every > 0 and round_ > newest and round_ % self._every == 0
+            if round_ <= step - LATEST and round_ not in saved and not is_due:
+                self._directory.own_file(round_).unlink(missing_ok=True)
 
     def write_boundary(self, message: Boundary, content: Bytes) -> None:
-        """Take a piece of a boundary, in order; what is whole takes the place of the one before.
+        """Write a piece of an inner checkpoint, in order; a complete one replaces the one before.
 
         Raises:
-            StorageFailed: The disk refuses.
-            RunFailed: The directory has another coordinator now.
+            StorageFailed: A write failed.
+            RunFailed: Another coordinator owns the directory now.
         """
         self._guard()
         replica, inner = message.replica, message.inner
@@ -179,31 +180,31 @@ class ReplicaStates:
             hasher.update(content.data)
             if not message.last:
                 return
-            known, place = self._whole.get(replica), (message.step, message.attempt, inner)
-            if known is not None and known.place >= place:
+            complete, place = self._complete.get(replica), (message.step, message.attempt, inner)
+            if complete is not None and complete.place >= place:
                 temporary.unlink()
                 return
             digest = hasher.digest()
             temporary.replace(path)
-            self._whole[replica] = _At(place, digest)
+            self._complete[replica] = _InnerCheckpoint(place, digest)
 
     def answer(self, request: StretchRequest) -> tuple[int, Iterator[bytes]]:
-        """What going on with a stretch takes.
+        """Return what a worker needs to continue an inner phase.
 
         Returns:
-            After how many inner steps the newest boundary is (0: there is none); and in pieces the
-            replica's own state, if it was asked for, then the boundary. What they are read from
-            stays as it is, also where a newer one takes its place.
+            The inner step of the newest inner checkpoint (0: there is none); and, in pieces, the
+            per-replica state if requested, then the inner checkpoint. What they are read from does
+            not change, even if a newer one replaces it.
 
         Raises:
-            StorageFailed: The disk refuses.
-            StorageDamaged: An own state is not whole.
+            StorageFailed: A read failed.
+            StorageDamaged: The per-replica state is damaged.
         """
         pieces: list[Iterator[bytes]] = []
         replica, place = request.replica, (request.step, request.attempt)
         if request.own:
             pieces.append(self._own_of(request.step, replica))
-        inner, at = 0, self._whole.get(replica)
+        inner, at = 0, self._complete.get(replica)
         if at is not None and at.place[:2] == place:
             boundary = self._boundary_of(replica, at.digest)
             if boundary is not None:
@@ -212,10 +213,10 @@ class ReplicaStates:
         return inner, itertools.chain.from_iterable(pieces)
 
     def _boundary_of(self, replica: int, digest: bytes) -> Iterator[bytes] | None:
-        """None where it is not what was written, or gone: it is done without.
+        """Open an inner checkpoint; None if it is damaged or gone: it is not necessary.
 
         A coordinator that takes the directory over removes those of the one before, which may not
-        know of it yet.
+        know of that yet.
         """
         path = self._path / f"boundary-{replica}"
         with contextlib.suppress(StorageFailed):
@@ -228,22 +229,174 @@ class ReplicaStates:
         return None
 
     def _own_of(self, step: int, replica: int) -> Iterator[bytes]:
-        path, told = self._directory.own_file(step), self._told.get(step)
-        found = None if told is None else told_digests(path, self._own_lengths, told)
-        if found is not None:
-            own_bytes, digests = found
-            if not digests:  # every round so far was skipped
+        path, recorded = self._directory.own_file(step), self._own_digests.get(step)
+        matching = None if recorded is None else matching_digests(path, self._own_lengths, recorded)
+        if matching is not None:
+            own_bytes, digests = matching
+            if not digests:  # every round was skipped
                 return _zeros(self._own_bytes)
             start = replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES
             own = verified(path, start, own_bytes)
             if next(own) == digests[replica]:
-                # What an older release has not counted comes last, and is nothing missed.
+                # Missed updates come last; older releases did not count them.
                 return itertools.chain(own, _zeros(self._own_bytes - own_bytes))
             own.close()
-        reason = "it is not what was written; go back to a checkpoint (--from-step N)"
+        reason = "it does not match its digest; roll back to a checkpoint (--from-step N)"
         raise StorageDamaged(str(path), f"replica {replica}", reason)
 
 
 def _zeros(length: int) -> Iterator[bytes]:
     for at in range(0, length, limits.BODY_BYTES):
         yield bytes(min(limits.BODY_BYTES, length - at))
+
+
+def replica_state_steps(path: Path) -> list[int]:
+    """Return the rounds whose per-replica state is on disk, ascending."""
+    matches = (_OWN.fullmatch(entry.name) for entry in path.glob("own-*"))
+    return sorted(int(match[1]) for match in matches if match is not None)
+
+
+def own_digest(digests: Iterable[bytes]) -> str:
+    """Return the digest of all replicas' state, from the digest of each in order."""
+    return blake3(b"".join(digests)).hexdigest()
+
+
+def read_state_digests(path: Path, own_bytes: int) -> list[bytes] | None:
+    """Return the digest before each replica's state; None if the file has another size.
+
+    Raises:
+        StorageFailed: It cannot be read, or is missing.
+    """
+    with storing("read", path), open_regular(path) as file:
+        count, rest = divmod(path.stat().st_size, own_bytes + DIGEST_BYTES)
+        digests = []
+        for replica in range(count):
+            file.seek(replica * (own_bytes + DIGEST_BYTES))
+            digests.append(file.read(DIGEST_BYTES))
+    return None if rest else digests
+
+
+def matching_digests(
+    path: Path, lengths: Sequence[int], recorded: str | None
+) -> tuple[int, list[bytes]] | None:
+    """Return the size of each replica's state in a file, and the digest before each.
+
+    Args:
+        path: The file.
+        lengths: The possible sizes (`replica_state_sizes`).
+        recorded: The digest in the commit of its round.
+
+    Returns:
+        None if the file does not have this digest.
+
+    Raises:
+        StorageFailed: It cannot be read, or is missing.
+    """
+    for own_bytes in lengths:
+        digests = read_state_digests(path, own_bytes)
+        if digests is not None and own_digest(digests) == recorded:
+            return own_bytes, digests
+    return None
+
+
+def state_fault(path: Path, lengths: Sequence[int], recorded: str | None) -> str:
+    """Say why a round's per-replica state differs from its commit's digest; empty if it does not.
+
+    All bytes are read. Args as for `matching_digests`.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    if not path.exists():
+        return "it is missing"
+    if recorded is None:
+        return "no commit has its digest"
+    found_digests = matching_digests(path, lengths, recorded)
+    if found_digests is None:
+        return "it differs from the digest in the commit of its round"
+    own_bytes, digests = found_digests
+    for replica, digest in enumerate(digests):
+        own = verified(path, replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES, own_bytes)
+        state = next(own)
+        own.close()
+        if state != digest:
+            return f"its part of replica {replica} does not match its digest"
+    return ""
+
+
+def check_replica_states(
+    directory: RunDirectory, run: StoredRun, manifest: Manifest, step: int, recorded: str | None
+) -> None:
+    """Check the per-replica state of the round to continue with, if there is any.
+
+    Args:
+        directory: Of the run.
+        run: The run.
+        manifest: The run's manifest.
+        step: The round.
+        recorded: The digest in the commit before it.
+
+    Raises:
+        StorageDamaged: It is damaged; says which checkpoints can be rolled back to.
+        StorageFailed: It cannot be read.
+    """
+    lengths = replica_state_sizes(run.spec, manifest)
+    if not lengths or not step:
+        return
+    path = directory.own_file(step)
+    if reason := state_fault(path, lengths, recorded):
+        remedy = "restore it from a copy"
+        if usable := _usable(directory, lengths, step):
+            steps = ", ".join(map(str, usable))
+            remedy += f", or roll back to a checkpoint (--from-step N, N one of {steps})"
+        raise StorageDamaged(str(path), "", f"{reason}; {remedy}")
+
+
+def _usable(directory: RunDirectory, lengths: Sequence[int], but: int) -> list[int]:
+    """Return the checkpoints whose per-replica state is intact."""
+    return [
+        step
+        for step in checkpoint_steps(directory.checkpoints)
+        if step != but
+        and (
+            not step
+            or not state_fault(directory.own_file(step), lengths, recorded_digest(directory, step))
+        )
+    ]
+
+
+def recorded_digest(directory: RunDirectory, step: int) -> str | None:
+    """Return the digest in the journal of the per-replica state at the start of a round.
+
+    The journal is synced before the checkpoint of that step is written.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    record = newest_commit(directory.journal, step - 1)
+    return record.own_digest if record is not None else None
+
+
+def verified(path: Path, start: int, length: int) -> Generator[bytes]:
+    """Yield the digest of a part of a file, then the part in pieces; close it to stop early."""
+    with storing("read", path), open_regular(path) as file:
+        hasher = blake3()
+        for piece in _pieces(file, start, length):
+            hasher.update(piece)
+        yield hasher.digest()
+        yield from _pieces(file, start, length)
+
+
+def _pieces(file: BinaryIO, start: int, length: int) -> Generator[bytes]:
+    file.seek(start)
+    while length and (piece := file.read(min(limits.BODY_BYTES, length))):
+        length -= len(piece)
+        yield piece
+
+
+def digest_of(pieces: Sequence[memoryview]) -> bytes:
+    """Return the digest of one replica's state, in pieces."""
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()

@@ -5,12 +5,22 @@ import pytest
 import torch
 from torch import nn
 
-from backends.base.inner_steps import HostInnerSteps, InnerPlace, InnerState, inner_steps
+from backends.base.inner_steps import HostInnerSteps, InnerState, SchedulePosition, inner_steps
 from backends.base.interface import Batch, Trainable
 from backends.eager.eager import EagerBackend
 from protocol.exact.update import moment_count
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import (
+    Adagrad,
+    Adam,
+    Adamw,
+    Lion,
+    Momentum,
+    Rmsprop,
+    Sgd,
+)
+from tests.tested_backend import KIND
+from tests.torch_optimizers import torch_optimizer
 
 BLOCKS = (
     Block(name="first", kind="block", tensors=(
@@ -19,12 +29,14 @@ BLOCKS = (
     Block(name="last", kind="non_block", tensors=(TensorSpec(name="2.weight", shape=(1, 5)),)),
 )  # fmt: skip
 SPECS = {
-    "sgd": OptimizerSpec(name="sgd", lr=0.05, weight_decay=0.1, clip_norm=0.5),
-    "momentum": OptimizerSpec(name="momentum", lr=0.02, weight_decay=0.1),
-    "nesterov": OptimizerSpec(name="nesterov", lr=0.02, momentum=0.8, clip_norm=1.0),
-    "adamw": OptimizerSpec(
-        name="adamw", lr=0.02, weight_decay=0.1, clip_norm=0.5, betas=(0.4, 0.9)
-    ),
+    "sgd": Sgd(name="sgd", lr=0.05, weight_decay=0.1, clip_norm=0.5),
+    "momentum": Momentum(name="momentum", lr=0.02, weight_decay=0.1),
+    "nesterov": Momentum(name="nesterov", lr=0.02, momentum=0.8, clip_norm=1.0),
+    "adamw": Adamw(name="adamw", lr=0.02, weight_decay=0.1, clip_norm=0.5, betas=(0.4, 0.9)),
+    "adam": Adam(name="adam", lr=0.02, weight_decay=0.1),
+    "rmsprop": Rmsprop(name="rmsprop", lr=0.01, weight_decay=0.1, clip_norm=0.5),
+    "adagrad": Adagrad(name="adagrad", lr=0.05, weight_decay=0.1),
+    "lion": Lion(name="lion", lr=0.01, weight_decay=0.1, betas=(0.9, 0.99)),
 }
 
 
@@ -42,7 +54,7 @@ def program():
     module = torch.nn.Sequential(
         torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1, bias=False)
     )
-    made = EagerBackend("cpu").compile(
+    made = EagerBackend(KIND).compile(
         Trainable(BLOCKS, module, lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()),
         batches()[0][0],
     )
@@ -61,7 +73,9 @@ def taken(steps, optimizer, count=4):
     steps.begin(start(optimizer))
     losses = []
     for number in range(count):
-        work = steps.step(batches()[2 * (number % 3) :][:2], InnerPlace(number + 1, number, 9))
+        work = steps.step(
+            batches()[2 * (number % 3) :][:2], SchedulePosition(number + 1, number, 9)
+        )
         while True:
             try:
                 next(work)
@@ -96,7 +110,7 @@ def test_a_hook_on_what_is_accumulated_sees_each_microbatch_alone():
         module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1, bias=False))
         change = halved if "post" in register else lambda gradient: gradient * 0.5
         getattr(module[0].weight, register)(change)
-        made = EagerBackend("cpu").compile(
+        made = EagerBackend(KIND).compile(
             Trainable(BLOCKS, module, lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()),
             batches()[0][0],
         )
@@ -110,7 +124,7 @@ def test_an_interrupted_step_leaves_nothing_behind(program):
     optimizer = SPECS["adamw"]
     steps = program.inner_steps(optimizer)
     steps.begin(start(optimizer))
-    work = steps.step(batches()[:2], InnerPlace(1, 0, 9))
+    work = steps.step(batches()[:2], SchedulePosition(1, 0, 9))
     next(work)
     work.close()
     found = steps.state()
@@ -122,18 +136,18 @@ def test_an_interrupted_step_leaves_nothing_behind(program):
     assert [a.tobytes() for a in again] == [a.tobytes() for a in expected]
 
 
-def test_gradients_of_ordinary_nodes_are_as_before(program):
-    def node():
+def test_gradients_of_ordinary_subtrees_are_as_before(program):
+    def subtree():
         return [
             item.values.tobytes() for item in program.gradients(batches()[:2])
             if hasattr(item, "values")
         ]  # fmt: skip
 
     program.load(start(SPECS["sgd"]).parameters)
-    before = node()
+    before = subtree()
     taken(program.inner_steps(SPECS["sgd"]), SPECS["sgd"])
     program.load(start(SPECS["sgd"]).parameters)
-    assert node() == before
+    assert subtree() == before
 
 
 class Chosen(nn.Module):
@@ -164,12 +178,7 @@ def by_torch(module, spec, steps):
         {"params": [p for n, p in named.items() if "bias" not in n], **decay},
         {"params": [p for n, p in named.items() if "bias" in n], "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.Optimizer
-    if spec.name == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
-    else:
-        nesterov, momentum = spec.name == "nesterov", spec.momentum if spec.name != "sgd" else 0.0
-        optimizer = torch.optim.SGD(groups, lr=spec.lr, momentum=momentum, nesterov=nesterov)
+    optimizer = torch_optimizer(spec, groups)
     for leaves in steps:
         optimizer.zero_grad()
         for batch, _ in leaves:
@@ -201,7 +210,7 @@ def test_what_an_inner_step_does_not_reach_stays_as_in_torch(name, on):
     reached = [any(batch.arrays["x"][0, 0] > 1.2 for batch, _ in leaves) for leaves in steps]
     assert 2 < sum(reached) < 9
     loss = lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()  # noqa: E731
-    program = EagerBackend("cpu").compile(Trainable(CHOSEN, module, loss), steps[0][0][0])
+    program = EagerBackend(KIND).compile(Trainable(CHOSEN, module, loss), steps[0][0][0])
 
     def made():
         return inner_steps(program, CHOSEN, spec) if on == "device" else HostInnerSteps(
@@ -215,7 +224,7 @@ def test_what_an_inner_step_does_not_reach_stays_as_in_torch(name, on):
         if number == 7:
             state, taking = taking.state(), made()
             taking.begin(state)
-        for _ in taking.step(leaves, InnerPlace(number + 1, number, len(steps))):
+        for _ in taking.step(leaves, SchedulePosition(number + 1, number, len(steps))):
             pass
     state = taking.state()
     program.close()
@@ -225,4 +234,6 @@ def test_what_an_inner_step_does_not_reach_stays_as_in_torch(name, on):
             there = expected[tensor.name].detach().numpy().reshape(-1)
             np.testing.assert_allclose(values[part], there, rtol=1e-5, atol=1e-6)
     missed = [count for block in state.missed for count in block]
-    assert missed == ([reached.count(False)] * 2 + [12, 12, 0, 0] if name == "adamw" else [])
+    assert missed == (
+        [reached.count(False)] * 2 + [12, 12, 0, 0] if name in {"adam", "adamw"} else []
+    )

@@ -15,10 +15,11 @@ from backends.base.interface import Batch, BlockGradient, Trainable
 from backends.base.quantise import dequantise, quantise
 from backends.eager import eager
 from backends.eager.narrow_linear import NarrowLinear, NarrowWeight, narrow_frozen_base
+from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.run_spec_file import load_run_spec
 from tests.resident_memory import MIB, measured_growth
 from tests.small_chat import chat_run
+from tests.tested_backend import KIND
 from worker.tasks.registry import build
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def test_widened_on_a_device_is_what_numpy_says(storage, shape):
 
 def gradients(spec: Any) -> list[bytes]:
     task = build(spec)
-    program = eager.EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
+    program = eager.EagerBackend(KIND).compile(task.trainable, task.batch([0, 1]))
     program.load([values + np.float32(0.01) for values in task.initial_parameters()])
     found = [
         item.values.tobytes() if isinstance(item, BlockGradient) else repr(item).encode()
@@ -137,7 +138,7 @@ def test_what_is_kept_and_the_peak_of_a_step_are_narrow():
         lambda m, arrays: (m(arrays["x"]) ** 2).sum(), base_dtype="int4",
     )  # fmt: skip
     batch = Batch({"x": np.ones((2, 8), np.float32)}, 2.0)
-    program = eager.EagerBackend("cpu").compile(trainable, batch)
+    program = eager.EagerBackend(KIND).compile(trainable, batch)
     with measured_growth() as growth:
         [*program.gradients([(batch, 0)])]
     program.close()

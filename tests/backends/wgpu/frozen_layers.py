@@ -12,7 +12,7 @@ from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from protocol.host.allocator import keep_freed_memory
+from protocol.machine.allocator import keep_freed_memory
 from tests.resident_memory import measured_growth
 from worker.models.blocks import cut_into_blocks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.wgpu.device.additions import differing_additions, hard_cases
+from backends.wgpu.device.arithmetic import differing_additions, hard_cases
 from backends.wgpu.device.memory_heaps import memory_heaps
 from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader

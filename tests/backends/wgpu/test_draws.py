@@ -84,7 +84,7 @@ class Composites(nn.Module):
         super().__init__()
         self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
         self.gumbel = nn.Linear(8, 8)
-        self.recurrent = nn.GRU(8, 8, 2, dropout=0.5, batch_first=True)
+        self.recurrent = nn.RNN(8, 8, 2, dropout=0.5, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         return [

@@ -25,7 +25,7 @@ from backends.base.interface import Batch
 from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.opaque import ATTENTION
-from backends.wgpu.graph.quiet_torch import LOGGER
+from backends.wgpu.graph.passes import LOGGER
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import SamestepError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product as product_of
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,11 @@ from torch import nn
 from backends.base.interface import Batch
 from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.capture.half_products import half_products
-from backends.wgpu.device import halves
+from backends.wgpu.device import arithmetic
 from backends.wgpu.device.adapters import adapters
 from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.matmul.problem import Held
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.products import SMALL_TILES, TILES, product, small_tiles
 from tests.backends.wgpu.small_models import (
@@ -154,12 +154,21 @@ def test_gradients_that_overflow_are_not_finite_and_half_the_scale_is_enough(dev
     program.close()
 
 
-@pytest.mark.parametrize("held", ["f16", "rounded"])
-@pytest.mark.parametrize("tiles", [SMALL_TILES, TILES[0]], ids=["small", "usual"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_product_widens_or_rounds_its_operands(device, backend, held: Held, tiles, turned):
+ONCE_EACH = (("f16", False, SMALL_TILES), ("rounded", True, TILES[0]))
+"""Each kind, layout and tile once."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ONCE_EACH else pytest.mark.slow)
+        for kind in product_of(("f16", "rounded"), (False, True), (SMALL_TILES, TILES[0]))
+    ],
+)
+def test_a_product_widens_or_rounds_its_operands(device, backend, kind):
     """Summed in float32: the bits are those of the same numbers in float32."""
     del backend
+    held, turned, tiles = kind
     for columns in (36, 35):  # in fours and one by one
         plain = product(2, 20, 24, columns, a_turned=turned, b_turned=not turned)
         rounded = [x.astype(np.float16).astype(np.float32) for x in plain.bindings]
@@ -175,13 +184,13 @@ def test_a_product_widens_or_rounds_its_operands(device, backend, held: Held, ti
 
 def test_every_float16_goes_to_float32_and_back(device, backend, monkeypatch):
     del backend
-    assert halves.changed_halves(device) == 0
+    assert arithmetic.changed_halves(device) == 0
     monkeypatch.setattr(
-        halves, "_NARROW", replace(halves._NARROW, source=halves._NARROW.source.replace(
+        arithmetic, "_NARROW", replace(arithmetic._NARROW, source=arithmetic._NARROW.source.replace(
             "f16(given[id.x])", "f16(clamp(given[id.x], -65504.0, 65504.0))"
         )),
     )  # fmt: skip
-    assert halves.changed_halves(device) >= 2, "infinities became numbers"
+    assert arithmetic.changed_halves(device) >= 2, "infinities became numbers"
 
 
 @pytest.mark.parametrize(("lacks", "reason"), [

@@ -34,7 +34,7 @@ from tests.backends.wgpu.products import SMALL_TILES, TILES, product, same_bits,
     [
         ((1, 64, 128, 32), False, False),
         ((1, 128, 384, 1536), False, True),
-        ((1, 128, 1536, 384), False, False),
+        pytest.param((1, 128, 1536, 384), False, False, marks=pytest.mark.slow),
         ((1, 384, 128, 384), True, False),
         ((24, 64, 32, 64), False, True),
     ],
@@ -81,7 +81,7 @@ def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
     ("shape", "turned"),
     [
         ((1, 4, 140_000, 10), False),  # about as the backward of a head with Qwen3's vocabulary
-        ((2, 3, 70_001, 7), True),
+        pytest.param((2, 3, 70_001, 7), True, marks=pytest.mark.slow),
     ],
 )
 def test_a_sum_longer_than_lavapipes_loops(device, shape, turned):
@@ -140,7 +140,7 @@ def test_a_stride_of_zero_repeats_an_operand(device):
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "nf4", "q4_0"])
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("shape", [(20, 64, 24), (7, 192, 9)])
+@pytest.mark.parametrize("shape", [pytest.param((20, 64, 24), marks=pytest.mark.slow), (7, 192, 9)])
 def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, backward, shape):
     narrow, wide = stored_product(storage, *shape, backward=backward)
     values = narrow.on(device, MatmulTuner(device).choice(narrow.problem))

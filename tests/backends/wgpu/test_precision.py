@@ -11,22 +11,25 @@ import pytest
 
 from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import SamestepError
-from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec
+from protocol.spec.run_spec import RegressRun, RunSpec
+from protocol.spec.sections.optimizer import Sgd
+from protocol.spec.sections.tasks import BatchSpec
 from protocol.wire import messages as msg
+from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.actions import Transmit
 from worker.logic.session import WorkerSession
 from worker.shell.engine import Engine
-from worker.tasks.regress import Regress
+from worker.tasks.small.regress import Regress
 
 PATIENCE_S = 60.0
 LINE = (
     "expected model.precision float32 or float16, got bfloat16: "
     "Vulkan and canonical arithmetic have no other"
 )
-SPEC = RunSpec(
+SPEC = RegressRun(
     task="regress", steps=1, batch=BatchSpec(samples=8, microbatch=8),
-    optimizer=OptimizerSpec(name="sgd", lr=0.1),
+    optimizer=Sgd(name="sgd", lr=0.1),
 )  # fmt: skip
 
 
@@ -38,7 +41,7 @@ class InBfloat16(Regress):
         self.trainable = replace(self.trainable, precision="bfloat16")
 
 
-class Toolbox:
+class BackendFactory:
     """The real device; the task that a test wants."""
 
     def __init__(self, task: type[Regress]) -> None:
@@ -58,11 +61,11 @@ class Toolbox:
 
 
 @pytest.fixture
-def toolbox(request: pytest.FixtureRequest) -> Iterator[Toolbox]:
+def toolbox(request: pytest.FixtureRequest) -> Iterator[BackendFactory]:
     found = adapters()
     if isinstance(found, str):
         pytest.skip(found)
-    made = Toolbox(request.param)
+    made = BackendFactory(request.param)
     yield made
     made.close()
 
@@ -80,7 +83,7 @@ def test_bfloat16_is_refused_before_anything_is_captured(toolbox):
 def test_the_coordinator_is_told_that_this_device_cannot_and_why(toolbox, refused):
     told: queue.Queue[events.Event] = queue.Queue()
     device = Engine(toolbox, told.put)
-    device.build("run", SPEC)
+    device.do(act.Build("run", SPEC, keep=False))
     event = told.get(timeout=PATIENCE_S)
     device.close()
 

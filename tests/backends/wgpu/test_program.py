@@ -539,7 +539,7 @@ def test_of_many_operators_without_a_rule_only_some_are_named():
 def test_what_torch_s_jit_has_compiled_is_refused_in_a_clear_line(compiled):
     job, x = trainable(nn.Sequential(nn.Linear(4, 4)), total), np.ones((2, 4), np.float32)
     scripted: Any = torch.jit.script(job.module)
-    with pytest.raises(SamestepError, match=r"torch\.jit\.script has compiled: give the nn"):
+    with pytest.raises(SamestepError, match=r"torch\.jit\.script; pass the nn"):
         compiled(replace(job, module=scripted), Batch({"x": x}, 2.0))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.backends.wgpu.on_device import gradients_on_device, on_device
+from tests.backends.wgpu.on_device import on_device
 
 Convolution = Callable[..., torch.Tensor]
 
@@ -22,15 +22,17 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 def assert_alike(device: Any, function: Callable[..., torch.Tensor], *given: torch.Tensor) -> None:
     """What it gives, and gradients that differ from place to place."""
 
-    def weighed(*x: torch.Tensor) -> torch.Tensor:
-        result = function(*x)
-        return result * torch.linspace(-1, 1, result.numel()).view(result.shape) + result**2
+    def both(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in x]
+            result = function(*leaves)
+            weights = torch.linspace(-1, 1, result.numel()).view(result.shape)
+            total = (result * weights + result**2).sum()
+            return result.detach(), *torch.autograd.grad(total, leaves)
 
-    (got,) = on_device(device, function, given)
-    torch.testing.assert_close(got, function(*given), rtol=2e-5, atol=2e-5)
-    leaves = [x.clone().requires_grad_() for x in given]
-    expected = torch.autograd.grad(weighed(*leaves).sum(), leaves)
-    for one, other in zip(gradients_on_device(device, weighed, given), expected, strict=True):
+    (result, *gradients), (expected, *others) = on_device(device, both, given), both(*given)
+    torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-5)
+    for one, other in zip(gradients, others, strict=True):
         assert float((one - other).norm()) <= 2e-5 * float(other.norm())
 
 

@@ -13,22 +13,16 @@ from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import read_history
 from coordinator.cli import app
 from coordinator.disk.artifacts import write_model
-from coordinator.run.outputs.restart import Terms
+from coordinator.run.outputs.events import Committed, Evaluated, Planned, Record
+from coordinator.run.outputs.restart import AdmissionRecord, Embedded
 from coordinator.storage.directory.journal import Entry, Journal
-from coordinator.storage.directory.journal_records import (
-    Committed,
-    Ended,
-    Evaluated,
-    Planned,
-    Record,
-    Resumed,
-)
+from coordinator.storage.directory.journal_records import Ended, Resumed
 from coordinator.storage.log.log_index import segment_files
 from coordinator.storage.states.checkpoint import checkpoint_path, find_checkpoint, write_metrics
 from protocol.base.errors import UsageError
 from protocol.exact.samples import SampleOrder
 from protocol.exact.tree import root
-from protocol.spec.run_spec import BatchSpec
+from protocol.spec.sections.tasks import BatchSpec
 from tests.durable_run import (
     MANIFEST,
     RUN_ID,
@@ -83,7 +77,7 @@ def test_a_sound_run_is_sound(run):
     text = "\n".join(result.lines())
     for epoch in range(3):
         assert f"epoch {epoch}: 10 of 10 samples covered exactly once" in text
-    assert "9 of 9 steps taken again from the log, every digest compared" in text
+    assert "9 of 9 steps repeated from the log, every digest compared" in text
     assert "result.json names the journal's last line" in text
     assert result.lines()[-1].endswith("sound")
 
@@ -119,14 +113,14 @@ def test_without_gradients_the_states_of_checkpoints_are_all_that_is_proved(tmp_
     path = written_run(tmp_path / "run", mode="checkpoint")
     result = audit(path)
     assert result.ok, result.lines()
-    assert "0 of 9 steps taken again" in "\n".join(result.lines())
+    assert "0 of 9 steps repeated" in "\n".join(result.lines())
 
 
 def test_a_gap_in_the_log_is_bridged_by_a_checkpoint(run):
     segment_files(run / "log")[1].unlink()
     result = audit(run)
     assert result.ok, result.lines()
-    assert "6 of 9 steps taken again" in "\n".join(result.lines())
+    assert "6 of 9 steps repeated" in "\n".join(result.lines())
 
 
 @pytest.mark.parametrize("log", ["kept", "gone"])
@@ -137,7 +131,7 @@ def test_a_run_without_a_checkpoint_is_not_sound(run, log):
         shutil.rmtree(run / "log")
     assert "checkpoints" in only_bad(run)
     told = "\n".join(audit(run).lines())
-    assert "expected a whole checkpoint in" in told
+    assert "expected an intact checkpoint in" in told
     assert not told.endswith("sound")
 
 
@@ -148,9 +142,7 @@ def test_a_log_that_begins_at_a_missing_checkpoint_is_not_sound(run):
     for step in (6, 9):
         shutil.rmtree(checkpoint_path(run / "checkpoints", step))
     told = "\n".join(audit(run).lines())
-    assert (
-        "the log's steps up to 8 follow no checkpoint that is here: the newest, of step 3" in told
-    )
+    assert "the log has steps up to 8, but no checkpoint before them: the newest, of step 3" in told
 
 
 def test_a_run_in_progress_is_audited_as_far_as_it_is(tmp_path):
@@ -186,7 +178,7 @@ def test_a_commit_that_only_the_log_has_is_taken_over_after_a_crash(tmp_path):
     assert audit(tmp_path / "run").ok
     # Two cannot be a crash's.
     run.step(journal=False)
-    assert "log has 2 commits that the journal has not" in str(bad(tmp_path / "run")[0])
+    assert "log has 2 commits that the journal lacks" in str(bad(tmp_path / "run")[0])
 
 
 # Tampering.
@@ -215,7 +207,7 @@ def test_a_journal_that_goes_on_after_its_end_is_found(run):
     journal = Journal(run / "journal.jsonl")
     journal.append(Resumed(epoch=9, step=9, optimizer_step=9))
     journal.sync()
-    assert "goes on after" in str([f for f in bad(run) if f.check == "head"])
+    assert "continues after" in str([f for f in bad(run) if f.check == "head"])
 
 
 def test_a_missing_result_is_found(run):
@@ -234,7 +226,9 @@ def test_a_result_that_says_otherwise_is_found(run, field, value):
 @pytest.mark.parametrize("name", ["run.json", "manifest.json", "terms.json", "files.json"])
 def test_a_changed_small_file_is_found(tmp_path, name):
     run = WrittenRun(tmp_path / "run")
-    run.directory.write_terms(Terms(signature="a" * 64, initial_digest="b" * 64))
+    run.directory.write_admission_record(
+        AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
+    )
     run.directory.files_file.write_text('{"list": "", "files": {}}')
     run.tell_files()
     run.step()
@@ -275,7 +269,7 @@ def test_what_is_not_the_run_s_is_named(run):
     (run / "notes.txt").touch()
     result = audit(run)
     assert result.ok
-    assert "not looked at: notes.txt" in "\n".join(result.lines())
+    assert "not checked: notes.txt" in "\n".join(result.lines())
 
 
 def test_a_kill_between_a_checkpoint_and_its_line_is_no_damage(tmp_path):
@@ -314,7 +308,7 @@ def test_another_run_spec_or_manifest_is_found(run):
     (run / "manifest.json").write_bytes(
         MANIFEST.model_copy(update={"digests": {"data": "c" * 64}}).to_bytes()
     )
-    assert "manifest.json is not the one" in str(bad(run))
+    assert "manifest.json differs from" in str(bad(run))
 
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "adapter/adapter_model.safetensors"])
@@ -391,8 +385,8 @@ def plan_off_the_tree(record):
 
 def counted_twice(record):
     if isinstance(record, Committed) and record.step == 4:
-        nodes = {"a": ((0, 1), (1, 2)), "b": ((1, 2),)}
-        return [record.model_copy(update={"counted": (nodes,)})]
+        subtrees = {"a": ((0, 1), (1, 2)), "b": ((1, 2),)}
+        return [record.model_copy(update={"counted": (subtrees,)})]
     return [record]
 
 
@@ -400,6 +394,21 @@ def counted_of_another(record):
     if isinstance(record, Committed) and record.step == 4:
         return [record.model_copy(update={"counted": ({"stranger": ((0, 2),)},)})]
     return [record]
+
+
+def embedded_by_another(record):
+    """The run has no embeddings, so nobody was assigned any."""
+    if not isinstance(record, Committed) or record.step != 4:
+        return [record]
+    rows = Embedded(digest="0" * 64, of={"ann": ((0, 2),)})
+    return [record.model_copy(update={"embedded": rows})]
+
+
+def embedded_in_part(record):
+    if not isinstance(record, Committed) or record.step != 4:
+        return [record]
+    rows = Embedded(digest="0" * 64, of={"ann": ((0, 1),)})
+    return [record.model_copy(update={"embedded": rows})]
 
 
 def commit_left_out(record):
@@ -414,10 +423,18 @@ def commit_twice(record):
     ("forge", "text"),
     [
         (without_plan, "committed without a plan"),
-        (plan_with_hole, "microbatches 1 were given to nobody"),
-        (plan_off_the_tree, "is no node of a tree over 2"),
+        (plan_with_hole, "microbatches 1 were not assigned"),
+        (plan_off_the_tree, "is not a subtree over 2"),
         (counted_twice, "do not hold every microbatch once"),
-        (counted_of_another, "node [0,2) of worker 'stranger' is counted, and was not given to it"),
+        (
+            counted_of_another,
+            "subtree [0,2) of 'stranger' is counted, and was not assigned to it",
+        ),
+        (
+            embedded_by_another,
+            "embeddings: subtree [0,2) of 'ann' is counted, and was not assigned",
+        ),
+        (embedded_in_part, "do not hold every microbatch once"),
         (commit_left_out, "result.json says steps 9, the journal 8"),
         (commit_twice, "expected the commit of step 5, got that of 4"),
     ],

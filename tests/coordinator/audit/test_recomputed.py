@@ -1,9 +1,9 @@
-"""The audit that has steps computed again: from which states, and what it finds."""
+"""The audit that has steps recomputed: from which states, and what it finds."""
 
 import numpy as np
 
 from coordinator.audit.audit import audit
-from coordinator.audit.recomputed import Asked, StepFound
+from coordinator.audit.recomputed import RecomputedStep, RecomputeRequest
 from coordinator.storage.log.log_records import Array
 from tests.commands import called
 from tests.durable_run import SPEC, WrittenRun, averages
@@ -14,7 +14,7 @@ ELEMENT = 12
 
 def honest(step, loss_scale, _parameters):
     assert loss_scale == 1.0
-    return StepFound(1.0 / (1 + step), averages(step))
+    return RecomputedStep(1.0 / (1 + step), averages(step))
 
 
 def of_another(step, loss_scale, parameters):
@@ -22,7 +22,7 @@ def of_another(step, loss_scale, parameters):
     loss, values = honest(step, loss_scale, parameters)
     if step == FORGED:
         values[0].view(np.uint32)[ELEMENT] ^= 1
-    return StepFound(loss, values)
+    return RecomputedStep(loss, values)
 
 
 def finished(path, mode="full", states=None):
@@ -37,7 +37,11 @@ def finished(path, mode="full", states=None):
 
 
 def recomputed(path, steps, compute):
-    return [f for f in audit(path, asked=Asked(steps, compute)).findings if f.check == "recomputed"]
+    return [
+        f
+        for f in audit(path, request=RecomputeRequest(steps, compute)).findings
+        if f.check == "recomputed"
+    ]
 
 
 def test_each_step_is_computed_from_the_state_before_it(tmp_path):
@@ -50,7 +54,7 @@ def test_each_step_is_computed_from_the_state_before_it(tmp_path):
 
     [finding] = recomputed(finished(tmp_path / "run", states=states), 99, compute)
     assert finding.ok
-    assert "9 of 9 steps computed again" in finding.text
+    assert "9 of 9 steps recomputed" in finding.text
     for step, state in enumerate(states):
         for one, other in zip(seen[step], state, strict=True):
             assert np.array_equal(one, other)
@@ -60,7 +64,7 @@ def test_so_many_are_drawn_as_are_asked_for(tmp_path):
     path = finished(tmp_path / "run")
     [finding] = recomputed(path, 2, honest)
     assert finding.ok
-    assert "2 of 9 steps computed again" in finding.text
+    assert "2 of 9 steps recomputed" in finding.text
     drawn = {recomputed(path, 2, honest)[0].text for _ in range(12)}
     assert len(drawn) > 1
 
@@ -78,7 +82,7 @@ def test_one_forged_element_is_found_by_this_alone(tmp_path):
 
 def test_a_loss_that_differs_is_named(tmp_path):
     path = finished(tmp_path / "run")
-    finding = recomputed(path, 99, lambda *a: StepFound(0.25, honest(*a).averages))[0]
+    finding = recomputed(path, 99, lambda *a: RecomputedStep(0.25, honest(*a).averages))[0]
     assert "step 0: recomputed, its loss is 0.25, in the journal 1.0" in finding.text
 
 
@@ -86,9 +90,9 @@ def test_without_gradients_those_at_checkpoints_are_computed(tmp_path):
     path = finished(tmp_path / "run", mode="checkpoint")
     [finding] = recomputed(path, 99, of_another)
     assert finding.ok
-    assert "3 of 9 steps computed again on this CPU, every bit compared: 0, 3, 6" in finding.text
+    assert "3 of 9 steps recomputed on this CPU, every bit compared: 0, 3, 6" in finding.text
     assert "checkpoint.keep_log=true" in finding.text
-    wrong = recomputed(path, 99, lambda *a: StepFound(honest(*a).loss, averages(99)))
+    wrong = recomputed(path, 99, lambda *a: RecomputedStep(honest(*a).loss, averages(99)))
     assert ["digest" in finding.text for finding in wrong] == [True, True, True, False]
 
 

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from coordinator.audit.audit import audit
 from coordinator.audit.report import report
 from coordinator.audit.svg_chart import HEIGHT, WIDTH, line_chart
+from coordinator.run.outputs.events import Evaluated, Halted
 from coordinator.storage.directory.journal_records import (
     RECORDS,
-    Commanded,
-    Evaluated,
+    CommandReceived,
     Fault,
-    Halted,
     Resumed,
     kind_of,
 )
@@ -70,13 +69,13 @@ def eventful(path):
     run.step()
     run.view("lost", "a", worker="b")
     run.journal.append(
-        Fault(epoch=1, step=2, what="straggler", worker="a", reason=EVIL, response="nodes moved")
+        Fault(epoch=1, step=2, what="straggler", worker="a", reason=EVIL, response="subtrees moved")
     )
     run.step()
     run.checkpoint()
     run.crash_and_resume()
     run.journal.append(Halted(epoch=2, step=3, attempt=0, reason="NaN in block 'head'", worker="a"))
-    run.journal.append(Commanded(epoch=2, step=3, command="continue", source="control port"))
+    run.journal.append(CommandReceived(epoch=2, step=3, command="continue", source="control port"))
     run.view("joined", "a", "b", worker="b")
     while run.replica.step < SPEC.steps:
         run.step()
@@ -87,7 +86,7 @@ def test_the_page_tells_the_story(tmp_path):
     path = eventful(tmp_path / "run")
     page = Page(report(path, audit(path)))
     for part in (
-        RUN_ID, "finished: all done", "straggler", "nodes moved", "NaN in block 'head'",
+        RUN_ID, "finished: all done", "straggler", "subtrees moved", "NaN in block 'head'",
         "continue control port", "coordinator of epoch 2", "lost", "joined", "accuracy", "0.75",
         "a" * 64, "b" * 64, "optimizer.lr", "samestep", "Sound.", "covered exactly once",
     ):  # fmt: skip

@@ -15,11 +15,9 @@ from coordinator.capture.captured_files import (
 )
 from protocol.base import limits
 from protocol.base.errors import StorageDamaged, UsageError
-from protocol.data.capture_index import read_index
-from protocol.data.captured_rows import record_dtype
-from protocol.data.logits_file import LogitsFile
-from protocol.spec.capture_layout import CaptureLayout
-from protocol.spec.manifest import Block, Export, Manifest, TensorSpec
+from protocol.datasets.capture_index import read_index
+from protocol.datasets.logits_file import LogitsFile, record_dtype
+from protocol.spec.manifest import Block, CaptureLayout, Export, Manifest, TensorSpec
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 
 LAYOUT = CaptureLayout(tokens=4, vocabulary=50, top_k=3)
@@ -223,7 +221,7 @@ def test_committed_rows_that_are_lost_are_named(tmp_path, spec):
         captured.keep(step, rows(step))
     captured.close()
     (tmp_path / "capture" / "00001.rows").unlink()
-    with pytest.raises(StorageDamaged, match="steps 3 to 4 are committed, and of 2 of them"):
+    with pytest.raises(StorageDamaged, match="steps 3 to 4, which are committed; those of 2"):
         files(tmp_path, spec, committed=5).keep(5, rows(5))
 
 
@@ -236,5 +234,5 @@ def test_rows_that_change_on_disk_become_no_file(tmp_path, spec):
     content[100] ^= 1
     spool.write_bytes(content)
     captured.keep(2, rows(2))
-    with pytest.raises(StorageDamaged, match="step 0 are not what was written"):
+    with pytest.raises(StorageDamaged, match="step 0 do not match their digest"):
         captured.keep(3, rows(3))

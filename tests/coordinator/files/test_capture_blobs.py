@@ -10,10 +10,10 @@ import pytest
 
 from coordinator.files.blob_index import index_blobs
 from protocol.base.errors import DataError
-from protocol.data.vocabulary import digest_of_file, vocabulary_digest
-from protocol.spec.capture_layout import CaptureLayout
+from protocol.datasets.capture_check import digest_of_file, vocabulary_digest
+from protocol.spec.manifest import CaptureLayout
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from tests.made_up_capture import capture_of
+from tests.sample_capture import capture_of
 
 LAYOUT = CaptureLayout(tokens=4, vocabulary=50, top_k=3, temperature=2.0)
 
@@ -68,7 +68,7 @@ def test_a_changed_file(logits):
 
 
 def test_no_capture(tmp_path):
-    assert "found no capture.json there" in refusal(spec_of(tmp_path))
+    assert "found no capture.json" in refusal(spec_of(tmp_path))
 
 
 def test_an_index_of_something_else(logits):

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.files.blob_index import index_blobs
-from coordinator.files.kept_index import keep_index, kept_index
+from coordinator.files.blob_index import index_blobs, read_or_build_index, write_index
 from protocol.base.errors import DataError, StorageDamaged
 from protocol.spec.run_spec import parse_run_spec
 
@@ -25,26 +24,26 @@ def found(tmp_path, monkeypatch):
 
 
 def test_it_is_read_as_it_was_kept_from_whichever_directory(tmp_path, found, monkeypatch):
-    keep_index(tmp_path / "files.json", found)
+    write_index(tmp_path / "files.json", found)
     monkeypatch.chdir(tmp_path)
-    again = kept_index(tmp_path / "files.json", SPEC)
+    again = read_or_build_index(tmp_path / "files.json", SPEC)
     assert again == found
 
 
 def test_files_are_not_read_again(tmp_path, found):
-    keep_index(tmp_path / "files.json", found)
+    write_index(tmp_path / "files.json", found)
     (tmp_path / "start/texts/größe.txt").unlink()
-    assert kept_index(tmp_path / "files.json", SPEC) == found
+    assert read_or_build_index(tmp_path / "files.json", SPEC) == found
 
 
 def test_where_none_was_kept_the_files_are_found_now(tmp_path, found, monkeypatch):
-    assert kept_index(tmp_path / "files.json", SPEC) == found
+    assert read_or_build_index(tmp_path / "files.json", SPEC) == found
     assert (tmp_path / "files.json").exists()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="expected a data file"):
-        kept_index(tmp_path / "other.json", SPEC)
+        read_or_build_index(tmp_path / "other.json", SPEC)
     without = parse_run_spec({"task": "scripted", "steps": 1})
-    assert kept_index(tmp_path / "none.json", without) is None
+    assert read_or_build_index(tmp_path / "none.json", without) is None
     assert not (tmp_path / "none.json").exists()
 
 
@@ -60,9 +59,9 @@ def test_where_none_was_kept_the_files_are_found_now(tmp_path, found, monkeypatc
 )
 def test_a_damaged_one_is_named(tmp_path, found, before, after):
     path = tmp_path / "files.json"
-    keep_index(path, found)
+    write_index(path, found)
     spoilt = path.read_bytes().replace(before, after)
     assert spoilt != path.read_bytes()
     path.write_bytes(spoilt)
     with pytest.raises(StorageDamaged, match=r"files\.json"):
-        kept_index(path, SPEC)
+        read_or_build_index(path, SPEC)

@@ -16,7 +16,7 @@ from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.session import JoinCheck
 from coordinator.members.worker_keys import MOST_KEYS
 from protocol.base.errors import UsageError
-from protocol.host.secret_file import state_home
+from protocol.machine.secret_file import state_home
 from protocol.wire import tls
 from tests.commands import called
 

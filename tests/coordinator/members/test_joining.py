@@ -12,7 +12,7 @@ from typing import Self
 import pytest
 
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.storage.directory.journal_records import ViewChanged
+from coordinator.run.outputs.events import ViewChanged
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised, Unreachable
 from protocol.wire import messages, tls
@@ -33,7 +33,7 @@ from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
 from tests.live_service import PATIENCE_S, LiveService, Scripted, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, flat, frame
-from worker.joining.credentials import WorkerCredentials
+from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 
 

@@ -10,7 +10,7 @@ import pytest
 from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.session import JoinCheck, MemberSession
 from protocol.base import limits
-from protocol.base.errors import ExitCode, OutOfPlace
+from protocol.base.errors import ExitCode, OutOfOrder
 from protocol.wire import messages
 from protocol.wire.authentication import answer
 from protocol.wire.connection import Received
@@ -100,11 +100,11 @@ async def test_hello_challenge_proof_welcome_and_then_a_member():
     assert wire.sent[1:] == [WELCOME]
     # The owner may send as soon as it hears of the member: the welcome has gone before.
     assert house.heard == [("admit", "w"), ("joined", "w")]
-    hear(session, messages.NodeLoss)  # of a run that is over: nobody hears it
+    hear(session, messages.SubtreeLoss)  # of a run that is over: nobody hears it
     session.run = house
     hear(session, messages.Heartbeat)
-    hear(session, messages.NodeLoss)
-    assert house.heard[2:] == [("receive", "NodeLoss")]
+    hear(session, messages.SubtreeLoss)
+    assert house.heard[2:] == [("receive", "SubtreeLoss")]
     session.on_lost(session.channel, "gone", None)
     assert house.heard[3:] == [("left", "gone")]
 
@@ -136,8 +136,8 @@ async def test_a_member_without_a_run_may_leave():
 @on_uvloop
 async def test_work_before_the_welcome_is_out_of_place():
     session, house, _ = begun()
-    with pytest.raises(OutOfPlace, match="NodeLoss before the handshake"):
-        hear(session, messages.NodeLoss)
+    with pytest.raises(OutOfOrder, match="SubtreeLoss before the handshake"):
+        hear(session, messages.SubtreeLoss)
     assert house.heard == []
     session.on_lost(session.channel, "closed", None)
 
@@ -243,7 +243,7 @@ async def test_a_silent_member_is_lost_and_a_living_one_is_not(tmp_path, monkeyp
     """Though its kernel answers: it may build its task, but not for ever."""
     monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 20)
     monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", 100_000)
-    monkeypatch.setattr(limits, "STANDSTILL_TIMEOUT_MS", 1500)
+    monkeypatch.setattr(limits, "STALL_TIMEOUT_MS", 1500)
     async with live_service(tmp_path, 1) as live:
         live.worker("living")
         async with HostileWorker(live.port, "silent") as silent:

@@ -53,7 +53,7 @@ async def newcomers(live, attacker):
     while attacker.begun.total() < BEGUN:
         async with HostileWorker(live.port, "newcomer") as newcomer:
             await newcomer.join()
-            inside = [stranger.host for stranger in live.service._joining]
+            inside = [stranger.host for stranger in live.service._pending]
             most = max(most, inside.count(FROM))
         await loop.run_in_executor(None, attacker.told, "count")
     return most

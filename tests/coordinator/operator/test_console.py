@@ -4,7 +4,6 @@ import io
 import math
 import re
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,11 @@ from rich.console import Console
 
 from coordinator.operator.console import ProgressConsole
 from coordinator.operator.structured_log import set_up_logging
-from coordinator.run.outputs.facts import RunHalted, StepCommitted, TrainingStarted, WorkerRefused
+from coordinator.run.outputs.events import Committed, Halted, TrainingStarted, WorkerRefused
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.run import RunPhase
-from coordinator.service.listener import RunAccepted, RunEnded, WorkerConnected
-from protocol.command.system_journal import Priority, SystemJournal
+from coordinator.service.events import RunAccepted, RunEnded, WorkerConnected
+from protocol.cli.systemd import Priority, SystemJournal
 from protocol.wire.messages import Commit
 from tests.coordinator.operator.test_status import staged
 
@@ -39,7 +38,7 @@ def service(*, once=False):
         finished=SimpleNamespace(
             directory="runs/r-1",
             outcome=None,
-            run=SimpleNamespace(saves=SimpleNamespace(saved=2)),
+            run=SimpleNamespace(checkpoints=SimpleNamespace(saved=2)),
         ),
         sessions={},
         trainers=[],
@@ -52,19 +51,19 @@ def progress(journal=None, *, once=False):
     return ProgressConsole(service(once=once), Console(file=screen), journal), screen
 
 
-HALTED = RunHalted(1, 3, 0, "a NaN", worker="ann", block="layer")
+HALTED = Halted(epoch=1, step=3, attempt=0, reason="a NaN", worker="ann", block="layer")
 
 
 def committed(step):
     commit = Commit(epoch=1, step=step, attempt=0, scalars=None, loss=1.0, averages_digest="0" * 64)
-    return StepCommitted(CommitRecord(commit=commit, optimizer_step=step))
+    return Committed.of(CommitRecord(commit=commit, optimizer_step=step))
 
 
 def test_an_entry_has_its_event_s_fields_and_its_weight():
     entries = Entries()
     told, screen = progress(entries)
-    told.reported(HALTED)
-    told.reported(WorkerConnected("bob", "cpu", "a key", 1))
+    told.emit(HALTED)
+    told.emit(WorkerConnected("bob", "cpu", "a key", 1))
     halted, connected = entries.kept
     assert halted == (
         "HALTED at step 3: a NaN",
@@ -79,27 +78,27 @@ def test_an_entry_has_its_event_s_fields_and_its_weight():
 @pytest.mark.parametrize("reason", ["a NaN", "step 3: a NaN"])
 def test_without_a_journal_the_same_lines_are_printed(reason):
     told, screen = progress()
-    told.reported(replace(HALTED, reason=reason))
+    told.emit(HALTED.model_copy(update={"reason": reason}))
     assert screen.getvalue() == "HALTED at step 3: a NaN\n"
 
 
 def test_a_worker_that_is_sent_away_is_told_of():
     told, screen = progress()
-    told.reported(WorkerRefused("bob", "the run requires exactness"))
-    assert screen.getvalue() == "worker bob is sent away: the run requires exactness\n"
+    told.emit(WorkerRefused("bob", "the run requires exactness"))
+    assert screen.getvalue() == "worker bob is dismissed: the run requires exactness\n"
 
 
 @pytest.mark.parametrize("once", [True, False])
 def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
     told, screen = progress(once=once)
-    told.reported(RunAccepted("digits", 5), "r-1")
-    told.reported(RunEnded("failed", "no data"), "r-1")
-    told.reported(RunAccepted("teacher-logits", None), "r-2")
+    told.emit(RunAccepted("digits", 5), "r-1")
+    told.emit(RunEnded("failed", "no data"), "r-1")
+    told.emit(RunAccepted("teacher-logits", None), "r-2")
     elsewhere = "coordinator --resume --out runs/r-1"
     lines = [
         "run r-1 accepted: digits, 5 steps",
         "run r-1 failed: no data",
-        f"  go on with it: coordinator resume r-1, or {elsewhere}",
+        f"  to resume: coordinator resume r-1, or {elsewhere}",
         "run r-2 accepted: teacher-logits, all steps",
     ]
     assert screen.getvalue().splitlines() == ([] if once else lines)
@@ -110,10 +109,10 @@ def test_the_first_step_of_every_run_is_told_at_once():
     told._service.current.started_s = None
     told._service.current.run.phase = RunPhase.TRAINING
     for step in (0, 1):
-        told.reported(committed(step), "r-1")
-    told.reported(TrainingStarted(["ann"]), "r-1")
+        told.emit(committed(step), "r-1")
+    told.emit(TrainingStarted(["ann"]), "r-1")
     for step in (0, 1):
-        told.reported(committed(step), "r-1")
+        told.emit(committed(step), "r-1")
     line = "r-1: training"
     assert screen.getvalue().splitlines() == [line, "training starts", line]
 
@@ -123,7 +122,7 @@ def test_a_step_that_was_skipped_has_no_loss():
     run = staged("invite ann", "ready ann", "loaded", workers="1")
     told._service.current = SimpleNamespace(run=run, started_s=0.0, started_step=0, outcome=None)
     run.losses.append(math.nan)
-    told.reported(committed(0), "r-1")
+    told.emit(committed(0), "r-1")
     assert "  skipped  " in screen.getvalue()
     assert "nan" not in screen.getvalue()
 
@@ -162,11 +161,11 @@ def test_who_cannot_take_part_is_named_once_while_the_run_waits():
     told._service.trainers.append("bob")
     told._service.known.update(("ann", "bob", "cem"))
     told.tick()
-    told._tell_after_s = 0.0
+    told._wait_before_line_s = 0.0
     told.tick()
     assert screen.getvalue() == (
         "waiting 0 s for 2 more workers: 1 of 3 are here; "
-        "ann cannot take part: the device failed: out of memory; was here before: cem\n"
+        "ann cannot take part: the device failed: out of memory; connected before: cem\n"
     )
 
 
@@ -176,10 +175,10 @@ def test_what_was_waited_for_in_another_phase_is_not_counted():
     told._service.current.run = run
     told.tick()
     run._finish("finished", "all steps are committed", 0)
-    told._tell_after_s = 0.0
+    told._wait_before_line_s = 0.0
     told.tick()
     assert screen.getvalue() == ""
-    told._tell_after_s = 0.0
+    told._wait_before_line_s = 0.0
     told.tick()
     assert screen.getvalue() == "waiting 0 s for the disk to take the result\n"
 

@@ -20,8 +20,8 @@ from coordinator.audit.audit import audit
 from coordinator.members.listening import require_loopback
 from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import request
-from coordinator.run.outputs.facts import Fact
-from coordinator.service.accepted_run import given_up_runs, unfinished_runs
+from coordinator.run.outputs.events import Event
+from coordinator.service.run_instance import given_up_runs, unfinished_runs
 from coordinator.service.service import Service, Settings
 from protocol.base import limits
 from protocol.base.errors import ExitCode, Unreachable, UsageError
@@ -41,7 +41,7 @@ LONG = {**SPEC, "steps": 100_000}
 
 
 @dataclass(frozen=True, slots=True)
-class Ticked(Fact):
+class Ticked(Event):
     """Anything that is told."""
 
     event = "tick"
@@ -77,7 +77,7 @@ class Operator:
 async def operating(directory: Path, expect_workers: int = 1) -> AsyncIterator[Operator]:
     async with live_service(directory, expect_workers) as live:
         control = ControlPort(live.service)
-        live.service.listeners.append(control)
+        live.service.event_sinks.append(control)
         await control.start("127.0.0.1", 0)
         try:
             bearing = {"Authorization": f"Bearer {control.guard.token}"}
@@ -115,9 +115,9 @@ async def test_what_a_submission_cannot_be_is_said(tmp_path, monkeypatch):
             operator.post("/submit", bomb), operator.ask("GET", "/healthz")
         )
         assert (code, healthy[0]) == (400, 200)
-        assert "values with those of aliases" in told["error"]
+        assert "values with aliases expanded" in told["error"]
         code, told = await operator.ask("POST", "/check", data="\n".join(lines))
-        assert (code, "values with those of aliases" in told["error"]) == (400, True)
+        assert (code, "values with aliases expanded" in told["error"]) == (400, True)
         monkeypatch.setattr(limits, "QUEUED_RUNS", 1)
         codes = [(await operator.post("/submit", {"run": LONG}))[0] for _ in range(3)]
         assert codes == [200, 200, 429]
@@ -428,7 +428,7 @@ async def test_an_event_stream_ends_with_the_port(tmp_path):
 async def test_a_reader_that_comes_back_gets_what_it_missed(tmp_path):
     async with operating(tmp_path) as operator:
         for number in range(3):
-            operator.control.reported(Ticked(number))
+            operator.control.emit(Ticked(number))
         first = await read_events(operator, last_id="0", count=2)
         assert [each["number"] for _, each in first] == [0, 1]
         assert [each["loss"] for _, each in first] == [None, None]

@@ -19,10 +19,10 @@ from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import control_token, request
 from coordinator.operator.page_server import PAGE_PATHS
-from coordinator.service.listener import Draining
+from coordinator.service.events import Draining
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised
-from protocol.host.secret_file import control_token_file, state_home, write_secret
+from protocol.machine.secret_file import control_token_file, state_home, write_secret
 from tests.commands import called
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service
@@ -93,7 +93,7 @@ async def test_every_method_without_a_token(tmp_path, path):
             else:
                 expected = 401
             assert (method, await ask(control, method, path)) == (method, expected)
-        assert not control._service._draining
+        assert not control._service._is_draining
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/nothing"])
@@ -129,7 +129,7 @@ async def test_the_reader_token_opens_what_only_reads(tmp_path, path):
             else:
                 expected = 403
             assert (method, await ask(control, method, path, **reader)) == (method, expected)
-        assert not control._service._draining
+        assert not control._service._is_draining
 
 
 @on_uvloop
@@ -301,7 +301,7 @@ async def test_half_sent_requests_take_few_places_and_keep_nobody_out(tmp_path):
                 assert await sent_away(readers[0])
                 assert len(control.visitors) <= limits.CONTROL_CONNECTIONS
                 assert await ask(control, "GET", "/status", **bearer) == 200
-                control.reported(Draining())
+                control.emit(Draining())
                 assert b"draining" in await events.content.readuntil(b"\n\n")
 
 

@@ -1,13 +1,13 @@
 import pytest
 
-from coordinator.operator.pace import Pace, in_words
+from coordinator.operator.status import Pace, format_duration
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.4, "0 s"), (41, "41 s"), (725, "12:05"), (11525, "3:12:05")]
 )
 def test_times_are_read_at_a_glance(seconds, words):
-    assert in_words(seconds) == words
+    assert format_duration(seconds) == words
 
 
 def test_what_is_not_known_is_left_out():

@@ -324,8 +324,8 @@ async def test_a_hostile_name_does_no_harm_and_nothing_overflows(opened, width):
         await page.open()
         await page.says("events", "onerror")
         assert await page.run("return document.querySelectorAll('#shown img').length") == 0
-        over = "return document.documentElement.scrollWidth - window.innerWidth"
-        assert await page.run(over) <= 0
+        # A telephone's innerWidth grows with what overflows.
+        assert await page.run("return document.documentElement.scrollWidth") <= width
         assert await page.findings() == []
         await page.command("Emulation.clearDeviceMetricsOverride")
 

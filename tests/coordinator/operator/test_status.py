@@ -12,8 +12,8 @@ from coordinator.files.blob_server import BlobServer
 from coordinator.operator.status import status_document, waiting_for
 from coordinator.operator.status_text import status_lines, summary
 from coordinator.run.outputs.actions import Finish
+from coordinator.service.coordinator_replica import ReplicaState
 from coordinator.service.execution import Execution
-from coordinator.service.replica_keeper import ReplicaState
 from coordinator.service.service import Service, Settings
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.run_storage import RunStorage
@@ -25,9 +25,9 @@ from tests.transcripts.transcript import Stage
 NOW_S = 100.0
 
 
-class Watcher:
-    def reported(self, fact, run_id=""):
-        del fact, run_id
+class ExecutionSink:
+    def emit(self, event, run_id=""):
+        del event, run_id
 
     def ended(self, execution, outcome):
         del execution, outcome
@@ -44,7 +44,7 @@ def staged(*commands, **options):
 
 
 TWO_TRAIN = ("invite ann", "invite bob", "ready ann", "ready bob", "loaded")
-COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
+COMMITTED = (*TWO_TRAIN, "subtree ann 0-2", "subtree bob 2-4")
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
         (("invite ann", "ready ann left_out=other-bits"), {"workers": "2"}, ["ann", "ann"],
             "1 more worker: 1 of 2 are here; ann: other-bits"),
         (TWO_TRAIN[:-1], {}, ["ann", "bob"], "ann to send the initial state"),
-        ((*TWO_TRAIN, "node bob 2-4", "payload ann 0-2", "loss ann 0-2"), {}, ["ann", "bob"],
+        ((*TWO_TRAIN, "subtree bob 2-4", "payload ann 0-2", "loss ann 0-2"), {}, ["ann", "bob"],
             "gradients of ann"),
         ((*COMMITTED,), {"disk": "slow"}, ["ann", "bob"],
             "the disk to take the checkpoint of step 0"),
-        ((*TWO_TRAIN, "saved 0", "node ann 0-2", "node bob 2-4"), {"disk": "slow"},
+        ((*TWO_TRAIN, "saved 0", "subtree ann 0-2", "subtree bob 2-4"), {"disk": "slow"},
             ["ann", "bob"], "the disk to take the commit of step 0"),
-        ((*TWO_TRAIN, "saved 0", "node ann 0-2", "node bob 2-4", "durable 0", "applied ann 1",
+        ((*TWO_TRAIN, "saved 0", "subtree ann 0-2", "subtree bob 2-4", "durable 0", "applied ann 1",
             "applied bob 1", "replica 1"), {"disk": "slow", "steps": "1"},
             ["ann", "bob"], "the disk to take the checkpoint of step 1"),
         ((*TWO_TRAIN, "invite cem", "ready cem initial=other", "lost ann", "lost bob"), {},
             ["cem"], "cem to load the state"),
         (TWO_TRAIN, {}, ["ann", "bob"], "gradients of ann, bob"),
-        ((*TWO_TRAIN, "node ann 0-2"), {}, ["ann", "bob"], "gradients of bob"),
+        ((*TWO_TRAIN, "subtree ann 0-2"), {}, ["ann", "bob"], "gradients of bob"),
         ((*TWO_TRAIN, "halt"), {}, ["ann"],
             "an operator (continue, continue --skip-step, or give-up): halted by the operator"),
         ((*TWO_TRAIN, "lost ann", "lost bob"), {}, [], "a worker: all have left"),
@@ -113,7 +113,7 @@ def test_a_run_that_failed_waits_for_no_disk():
 def test_while_the_replica_alone_is_late_it_is_named():
     run = staged(*COMMITTED, workers="2", steps="1")
     assert run.progress is not None
-    run.progress.agreement._owed.clear()
+    run.progress.agreement._missing.clear()
     assert waiting_for(run, ["ann"]).words == "the coordinator's replica to apply the step"
 
 
@@ -128,7 +128,7 @@ async def service_with(run, *names):
     service = Service(Settings(("127.0.0.1", 9000), run.expect_workers if run else 1, Path(), True))
     if run is not None:
         service.current = Execution(
-            run, service.sessions, storage(run), BlobServer(run.run_id, None), Watcher()
+            run, service.sessions, storage(run), BlobServer(run.run_id, None), ExecutionSink()
         )
     for name in names:
         hello = Hello(
@@ -143,8 +143,21 @@ async def service_with(run, *names):
         channel = SimpleNamespace(
             peer="host:1", bytes_received=5, bytes_sent=7, last_received_s=NOW_S - 2
         )
-        service.sessions[name] = SimpleNamespace(hello=hello, channel=channel)  # type: ignore[assignment]
+        service.sessions[name] = SimpleNamespace(  # type: ignore[assignment]
+            hello=hello, channel=channel, preparing=""
+        )
     return service
+
+
+async def test_how_far_the_preparation_of_a_task_is_stands_beside_who_is_waited_for():
+    run = staged("invite ann", "invite bob", "ready ann", workers="2")
+    service = await service_with(run, "ann", "bob")
+    service.sessions["ann"].preparing = "compiling"  # said before it was ready
+    assert status_document(service, NOW_S)["waiting_for"] == "bob to build the task"
+    service.sessions["bob"].preparing = "read 1.00 GiB of 8.00 GiB, 9 s left"
+    assert status_document(service, NOW_S)["waiting_for"] == (
+        "bob to build the task (bob: read 1.00 GiB of 8.00 GiB, 9 s left)"
+    )
 
 
 async def test_an_idle_service_says_so():
@@ -161,7 +174,8 @@ async def test_a_run_in_training_on_one_screen():
     run = staged(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     service = await service_with(run, "ann", "bob", "idle")
     assert service.current is not None
-    service.current.applied = ReplicaState(1, "s" * 64, "w" * 64)
+    service.current.applied = ReplicaState(1, "s" * 64)
+    service.current.weights_digest = "w" * 64
     document = json.loads(json.dumps(status_document(service, NOW_S), allow_nan=False))
     expected = {
         "phase": "training", "step": 1, "steps": 2, "loss": 0.5, "weights_digest": "w" * 64,
@@ -233,7 +247,7 @@ async def test_unlike_workers_show_as_mixed():
     [
         (("invite ann", "invite bob", "ready ann", "ready bob signature=gpu"),
             {"exactness": "require"},
-            "the run requires exactness and this worker's numeric signature"),
+            "exactness: require expects the run's numerics profile"),
         (("invite ann", "invite bob", "ready ann", "unready bob own=yes"), {},
             "too large for its device"),
     ],

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.run.planner import balance, divide, makespan_ms, nodes_for, shares, spread
-from protocol.exact.tree import Node, cover, is_node
+from coordinator.run.planner import balance, divide, makespan_ms, shares, spread, subtrees_for
+from protocol.exact.tree import Subtree, cover, is_subtree
 
 speeds = st.dictionaries(
     st.sampled_from(["a", "b", "c", "d"]), st.integers(1, 50).map(float), min_size=1
@@ -72,21 +72,23 @@ def test_a_division_of_others_or_of_another_step_is_not_kept(previous):
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
-def test_the_nodes_of_all_cover_every_microbatch_once(counts):
+def test_the_subtrees_of_all_cover_every_microbatch_once(counts):
     division = {f"w{index}": count for index, count in enumerate(counts)}
     microbatches = sum(counts)
-    planned = nodes_for(division)
+    planned = subtrees_for(division)
     assert planned.keys() == division.keys()
-    leaves = [leaf for nodes in planned.values() for node in nodes for leaf in range(*node)]
+    leaves = [
+        leaf for subtrees in planned.values() for subtree in subtrees for leaf in range(*subtree)
+    ]
     assert sorted(leaves) == list(range(microbatches))
-    for name, nodes in planned.items():
-        assert sum(node.leaves for node in nodes) == division[name]
-        assert all(is_node(node, microbatches) for node in nodes)
+    for name, subtrees in planned.items():
+        assert sum(subtree.leaves for subtree in subtrees) == division[name]
+        assert all(is_subtree(subtree, microbatches) for subtree in subtrees)
 
 
-def test_equal_shares_of_a_power_of_two_are_one_node_each():
-    assert all(len(nodes) == 1 for nodes in nodes_for(dict.fromkeys("abcd", 8)).values())
-    assert nodes_for({"small": 1, "large": 8})["large"] == (Node(0, 8),)
+def test_equal_shares_of_a_power_of_two_are_one_subtree_each():
+    assert all(len(subtrees) == 1 for subtrees in subtrees_for(dict.fromkeys("abcd", 8)).values())
+    assert subtrees_for({"small": 1, "large": 8})["large"] == (Subtree(0, 8),)
 
 
 @given(st.integers(1, 64), speeds, st.data())
@@ -94,9 +96,11 @@ def test_what_is_spread_is_what_was_lost(microbatches, ms, data):
     lost = sorted(data.draw(st.sets(st.integers(0, microbatches - 1), min_size=1)))
     planned = spread(cover(lost, microbatches), microbatches, ms)
     assert planned.keys() <= ms.keys()
-    leaves = [leaf for nodes in planned.values() for node in nodes for leaf in range(*node)]
+    leaves = [
+        leaf for subtrees in planned.values() for subtree in subtrees for leaf in range(*subtree)
+    ]
     assert sorted(leaves) == lost
-    assert all(nodes for nodes in planned.values())
+    assert all(subtrees for subtrees in planned.values())
 
 
 def test_balance_is_one_when_all_are_done_together():

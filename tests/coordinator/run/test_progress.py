@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 
 from coordinator.run.outputs.actions import ApplyStep, Broadcast, Dismiss, Persist, Report, Send
-from coordinator.run.outputs.facts import StepRestarted
+from coordinator.run.outputs.events import StepRestarted
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.progress import Progress
 from coordinator.run.workers.membership import Membership, MemberState
-from protocol.base.errors import OutOfPlace
+from protocol.base.errors import OutOfOrder
 from protocol.spec.manifest import Block, Manifest, TensorSpec
-from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec
+from protocol.spec.run_spec import ScriptedRun
+from protocol.spec.sections.optimizer import Sgd
+from protocol.spec.sections.tasks import BatchSpec
 from protocol.wire.messages import (
     Assign,
     AveragedNonBlockGradient,
     Commit,
-    NodeLoss,
     NonBlockGradientPayload,
     StepApplied,
     StepPlan,
+    SubtreeLoss,
 )
 
 MANIFEST = Manifest(
@@ -33,9 +35,9 @@ def started(*names, samples=4):
     members = Membership()
     for name in names:
         members.activate(members.add(name))
-    spec = RunSpec(
+    spec = ScriptedRun(
         task="scripted", steps=3, batch=BatchSpec(samples=samples, microbatch=1),
-        optimizer=OptimizerSpec(name="sgd", lr=1.0),
+        optimizer=Sgd(name="sgd", lr=1.0),
     )  # fmt: skip
     return Progress(spec, 5, MANIFEST, members), members
 
@@ -47,7 +49,7 @@ def payload(lo, hi, **where):
 
 def loss(lo, hi, **where):
     place = {"epoch": 5, "step": 0, "attempt": 0, **where}
-    return NodeLoss(
+    return SubtreeLoss(
         **place, lo=lo, hi=hi, loss_sum=1.0, weight=hi - lo, sums=b"", elapsed_ms=6.0 * (hi - lo)
     )
 
@@ -65,8 +67,8 @@ def skip(progress):
 
 
 def shown(actions):
-    """Without the facts that are for the journal alone."""
-    return [a for a in actions if not (isinstance(a, Report) and not a.fact.event)]
+    """Without the events that are for the journal alone."""
+    return [a for a in actions if not (isinstance(a, Report) and not a.event.name)]
 
 
 def plans(actions):
@@ -92,7 +94,7 @@ def test_a_worker_without_a_share_still_hears_of_the_step():
     assert bob is not None
     ann.measured(1.0)
     bob.measured(1000.0)
-    assert plans(progress.begin())["bob"].nodes == ()
+    assert plans(progress.begin())["bob"].subtrees == ()
 
 
 def test_without_workers_the_round_waits():
@@ -101,12 +103,12 @@ def test_without_workers_the_round_waits():
     assert progress.round is not None
     members.activate(members.add("ann"))
     (plan,) = shown(progress.reassign())
-    assert plan.message.nodes == ((0, 4),)
+    assert plan.message.subtrees == ((0, 4),)
     assert progress.reassign() == []
 
 
-def test_many_scattered_nodes_go_in_several_messages():
-    """What a lost worker leaves may be single microbatches: 64 nodes fit a message."""
+def test_many_scattered_subtrees_go_in_several_messages():
+    """What a lost worker leaves may be single microbatches: 64 subtrees fit a message."""
     progress, members = started("ann", samples=300)
     progress.begin()
     assert progress.round is not None
@@ -135,7 +137,7 @@ def test_older_attempts_are_late_and_newer_ones_out_of_place():
     progress.begin()
     assert not progress.present(payload(0, 4))
     for where in ({"attempt": 2}, {"step": 1}, {"epoch": 4, "attempt": 1}, {"epoch": 6}):
-        with pytest.raises(OutOfPlace, match="expected"):
+        with pytest.raises(OutOfOrder, match="expected"):
             progress.present(payload(0, 4, **where))
     progress.round = None
     assert not progress.present(payload(0, 4, attempt=1))
@@ -151,7 +153,7 @@ def test_a_step_from_plan_to_commit():
     assert said.body.tolist() == [2, 2]
     ann = members.get("ann")
     assert ann is not None
-    assert progress.node_loss(progress.round, ann, loss(0, 4)) is None
+    assert progress.subtree_loss(progress.round, ann, loss(0, 4)) is None
     assert (ann.microbatches, ann.ms_per_microbatch) == (4, 6.0)
     (persist,) = progress.persist(progress.round, skip=False)
     assert progress.persisting
@@ -184,11 +186,11 @@ def test_a_skipped_step_updates_nothing():
 def test_an_answer_to_a_step_that_was_never_committed_is_out_of_place():
     progress, _ = started("ann")
     for epoch, step in ((5, 1), (4, 0)):
-        with pytest.raises(OutOfPlace, match="expected epoch 5 and at most 0 steps"):
+        with pytest.raises(OutOfOrder, match="expected epoch 5 and at most 0 steps"):
             progress.applied("ann", StepApplied(epoch=epoch, step=step, state_digest="0" * 64))
 
 
-def test_a_draining_worker_goes_when_its_nodes_are_there():
+def test_a_draining_worker_goes_when_its_subtrees_are_there():
     progress, members = started("ann", "bob")
     progress.begin()
     ann = members.get("ann")
@@ -196,7 +198,7 @@ def test_a_draining_worker_goes_when_its_nodes_are_there():
     ann.state = MemberState.DRAINING
     assert progress.release() == []
     pay(progress, "ann", payload(0, 2))
-    progress.node_loss(progress.round, ann, loss(0, 2))
+    progress.subtree_loss(progress.round, ann, loss(0, 2))
     (going,) = progress.release()
     assert isinstance(going, Dismiss)
     assert going.worker == "ann"
@@ -212,18 +214,18 @@ def test_what_an_unproven_worker_delivered_starts_the_step_anew():
     assert not progress.lose("bob")
     report, plan = shown(progress.reassign())
     assert report == Report(StepRestarted(5, 1, 1))
-    assert plan.message.nodes == ((0, 4),)
+    assert plan.message.subtrees == ((0, 4),)
     members.remove("ann")
     assert not progress.lose("ann")
     assert progress.reassign() == []
 
 
-def test_unlike_signatures_make_the_run_mixed():
+def test_unlike_numerics_profiles_make_the_run_mixed():
     progress, members = started("ann", "bob")
     progress.begin()
     assert not progress.mixed
     bob = members.get("bob")
     assert bob is not None
-    bob.signature = "another"
+    bob.numerics_profile = "another"
     progress.begin()
     assert progress.mixed

@@ -3,20 +3,46 @@
 The scenarios themselves are in `tests/transcripts`, the disturbances in `tests/simulation`.
 """
 
+from typing import get_args
+
 import pytest
 
+from coordinator.run import inputs
+from coordinator.run.inputs import (
+    ContinueRun,
+    DrainRun,
+    HaltRun,
+    WorkerAvailable,
+    WorkerMessage,
+)
 from coordinator.run.outputs.actions import Dismiss, Finish, Send
-from coordinator.run.run import Event, Run, RunPhase
-from protocol.base.errors import ExitCode, OutOfPlace
-from protocol.spec.run_spec import CheckpointSpec, RunSpec, StopSpec
-from protocol.wire.messages import Drain, Heartbeat, StartRun
+from coordinator.run.run import Run, RunPhase
+from protocol.base.errors import ExitCode, OutOfOrder
+from protocol.spec.run_spec import ScriptedRun
+from protocol.spec.sections.checkpoint import CheckpointSpec, StopSpec
+from protocol.spec.sections.optimizer import Adamw, ParameterGroup
+from protocol.wire.connection import FROM_WORKER, Phase
+from protocol.wire.messages import (
+    BlobRequest,
+    Drain,
+    Goodbye,
+    Heartbeat,
+    MemoryReturned,
+    Preparing,
+    StartRun,
+)
 from tests.transcripts.transcript import Stage
 
-SPEC = RunSpec(task="scripted", steps=2)
+SPEC = ScriptedRun(task="scripted", steps=2)
+
+OUTSIDE_OF_RUNS = {
+    Heartbeat, Goodbye, MemoryReturned, BlobRequest, Preparing,
+}  # fmt: skip
+"""Messages that the shell answers by itself."""
 
 AFTER = [
     ("applied", ["ann", "1"], {}),
-    ("node", ["ann", "0-4"], {"step": "1"}),
+    ("subtree", ["ann", "0-4"], {"step": "1"}),
     ("replica", ["2"], {}),
     ("result", ["ann", "0"], {}),
     ("lost", ["ann"], {}),
@@ -36,9 +62,11 @@ def training():
     return stage
 
 
-def test_the_table_has_every_event_and_every_phase():
-    assert set(Run._TABLE) == set(Event)
-    assert all(set(row) == set(RunPhase) for row in Run._TABLE.values())
+def test_the_table_has_every_input_and_every_phase():
+    assert set(Run._INPUTS) == {*get_args(inputs.Input)} - {inputs.WorkerMessage}
+    assert set(Run._MESSAGES) == FROM_WORKER[Phase.OPEN] - OUTSIDE_OF_RUNS
+    for row in (*Run._INPUTS.values(), *Run._MESSAGES.values()):
+        assert set(row) == set(RunPhase)
 
 
 @pytest.mark.parametrize("message", ["payload ann 0-4", "loss ann 0-4", "applied ann 0"])
@@ -48,7 +76,7 @@ def test_what_belongs_to_a_step_is_out_of_place_before_the_first_one(message):
         stage.command(word, ["ann"], {})
     word, *plain = message.split()
     (refused,) = stage.command(word, plain, {})
-    assert refused.startswith("OutOfPlace")
+    assert refused.startswith("OutOfOrder")
     assert "before the first step" in refused
 
 
@@ -64,20 +92,30 @@ def test_a_figure_that_the_task_does_not_measure_ends_the_run_before_it_starts(k
     stage.run.spec = stage.run.spec.model_copy(update=given)
     stage.command("invite", ["ann"], {})
     told = " ".join(stage.command("ready", ["ann"], {}))
-    assert f"{key}: expected a figure of this task, got 'nonsense'; it measures mean" in told
+    assert f"{key}: expected a metric of this task, got 'nonsense'; it has mean" in told
+    assert stage.run.phase is RunPhase.OVER
+
+
+def test_a_group_that_matches_no_tensor_ends_the_run_before_it_starts():
+    stage = Stage(workers="1")
+    optimizer = Adamw(groups=(ParameterGroup(match=("no.such",)),))
+    stage.run.spec = stage.run.spec.model_copy(update={"optimizer": optimizer})
+    stage.command("invite", ["ann"], {})
+    told = " ".join(stage.command("ready", ["ann"], {}))
+    assert "optimizer.groups[0].match: expected the name of a trained tensor" in told
     assert stage.run.phase is RunPhase.OVER
 
 
 def test_an_invitation_carries_the_run_spec():
-    (action,) = Run("run", SPEC, 4, 1).invite("ann")
+    (action,) = Run("run", SPEC, 4, 1).step(WorkerAvailable("ann"))
     message = StartRun(run_id="run", epoch=4, step=0, blobs=None)
     assert action == Send("ann", message, SPEC.to_bytes())
 
 
 def test_before_the_first_worker_there_is_nothing_to_tell():
     run = Run("run", SPEC, 4, 1)
-    assert (run.step, run.losses, run.phase) == (0, [], RunPhase.WAITING)
-    assert run.halt("x") == run.end_halt(skip_step=False) == []
+    assert (run.steps_committed, run.losses, run.phase) == (0, [], RunPhase.WAITING)
+    assert run.step(HaltRun("x")) == run.step(ContinueRun()) == []
 
 
 @pytest.mark.parametrize(("word", "plain", "options"), AFTER)
@@ -103,15 +141,15 @@ def test_an_operator_s_word_is_taken_once(word):
 
 def test_a_message_that_is_none_of_a_run_s_is_out_of_place():
     stage = training()
-    with pytest.raises(OutOfPlace, match="Heartbeat"):
-        stage.run.receive("ann", Heartbeat(), None)
-    assert stage.run.receive("nobody", Heartbeat(), None) == []
+    with pytest.raises(OutOfOrder, match="Heartbeat"):
+        stage.run.step(WorkerMessage("ann", Heartbeat()))
+    assert stage.run.step(WorkerMessage("nobody", Heartbeat())) == []
 
 
 def test_a_drain_before_the_start_ends_at_once():
     run = Run("run", SPEC, 4, 2)
-    run.invite("ann")
-    (finish,) = run.drain()
+    run.step(WorkerAvailable("ann"))
+    (finish,) = run.step(DrainRun())
     assert finish == Finish("drained", "drained before the start", 0)
 
 
@@ -123,5 +161,7 @@ def test_a_drain_of_a_halted_run_fails_with_the_reason():
 
 def test_who_has_no_part_in_the_run_may_leave_and_says_nothing_else():
     run = Run("run", SPEC, 4, 1)
-    assert run.receive("refused", Drain(), None) == [Dismiss("refused", "drained", ExitCode.OK)]
-    assert run.receive("refused", Heartbeat(), None) == []
+    assert run.step(WorkerMessage("refused", Drain())) == [
+        Dismiss("refused", "drained", ExitCode.OK)
+    ]
+    assert run.step(WorkerMessage("refused", Heartbeat())) == []

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.audit.audit import audit
 from coordinator.disk.durable_file import TEMPORARY_SUFFIX
+from coordinator.run.inputs import ContinueRun
 from coordinator.run.run import RunPhase
 from coordinator.storage import run_storage
 from coordinator.storage.log.gradient_log import GradientLog
@@ -45,8 +46,7 @@ async def halt_or_end(live, halts):
 
 
 def go_on(live):
-    run = live.service.current.run
-    live.service.current.command("continue", lambda: run.end_halt(skip_step=False))
+    live.service.current.command(ContinueRun())
 
 
 def fill(disk, free_bytes):
@@ -64,7 +64,9 @@ def fill(disk, free_bytes):
 @pytest.mark.parametrize("free_kib", [8, 24, 40, 56, 72, 88, 104, 120, 136, 152, 168])
 async def test_a_full_disk(tmp_path, reference, free_kib, monkeypatch):
     """More and more room: it is another write each time that finds none."""
-    monkeypatch.setattr(run_storage, "check_room", lambda *_: None)  # as if it filled up later
+    monkeypatch.setattr(
+        run_storage, "check_disk_space", lambda *_: None
+    )  # as if it filled up later
     with small_disk(tmp_path / "disk", 4096) as disk:
         async with live_service(disk / "runs", 1) as live:
             run_id = live.service.submit(SPEC)
@@ -76,7 +78,7 @@ async def test_a_full_disk(tmp_path, reference, free_kib, monkeypatch):
                 assert halts <= 20
                 reason = live.every("halted")[-1]["reason"]
                 assert "No space left" in reason
-                assert "make room, then go on" in reason
+                assert "make room, then continue" in reason
                 assert str(directory_of(live, run_id)) in reason
                 fill(disk, 1 << 20)
                 go_on(live)
@@ -115,7 +117,7 @@ async def test_a_result_that_cannot_be_written_waits_for_the_operator(tmp_path, 
         for halts in range(2):  # not mended at first: it halts again
             assert await halt_or_end(live, halts)
             reason = live.every("halted")[-1]["reason"]
-            assert "all is committed, but the result is not written" in reason
+            assert "all steps are committed, but not the result" in reason
             if halts:
                 hindrance.rmdir()
             go_on(live)
@@ -186,7 +188,7 @@ async def test_a_directory_that_vanishes_and_comes_back(tmp_path, long_reference
         run_id = live.service.submit(LONG)
         result = await interrupted(
             live, run_id, lambda: runs.rename(away), lambda: away.rename(runs),
-            "bring back what is missing",
+            "restore what is missing",
         )  # fmt: skip
     assert result["weights_digest"] == long_reference["weights_digest"]
     assert audit(directory_of(live, run_id)).ok
@@ -209,7 +211,7 @@ async def test_a_directory_that_vanishes_is_not_made_anew(tmp_path, long_referen
         live.worker("w0")
         assert await halt_or_end(live, 0)
         assert gone.is_set()
-        assert "bring back what is missing" in live.every("halted")[-1]["reason"]
+        assert "restore what is missing" in live.every("halted")[-1]["reason"]
         assert not runs.exists()
         away.rename(runs)
         result = await mended(live, run_id)
@@ -227,7 +229,7 @@ async def test_checkpoints_that_vanish_are_not_begun_anew(tmp_path, long_referen
         checkpoints.rename(away)
         assert await halt_or_end(live, 0)
         reason = live.every("halted")[-1]["reason"]
-        assert f"'{checkpoints}': No such file or directory; bring back what is missing" in reason
+        assert f"'{checkpoints}': No such file or directory; restore what is missing" in reason
         assert not checkpoints.exists()
         away.rename(checkpoints)
         result = await mended(live, run_id)
@@ -251,7 +253,9 @@ async def test_an_export_that_is_not_permitted_waits_for_the_operator(tmp_path, 
         live.worker("w0")
         assert await halt_or_end(live, 0)
         reason = live.every("halted")[-1]["reason"]
-        assert f"'{refused[0]}': Permission denied; let this user read and write it" in reason
+        assert (
+            f"'{refused[0]}': Permission denied; give this user read and write permission" in reason
+        )
         monkeypatch.undo()
         go_on(live)
         await live.result(run_id)
@@ -281,7 +285,7 @@ async def test_a_joiner_whom_the_disk_has_failed_is_let_in_when_the_run_goes_on(
     roll = GradientLog.roll
 
     def refuse(log, *_arguments):
-        raise StorageFailed("make", str(log.segment), "no room; make room, then go on")
+        raise StorageFailed("make", str(log.segment), "no room; make room, then continue")
 
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(spec)

@@ -14,5 +14,5 @@ async def test_an_infinite_weight_halts_the_run_and_is_named(tmp_path):
         live.service.submit(spec)
         live.worker("w0")
         halted = await live.wait_for("halted")
-    assert "left a value that is not finite: block" in halted["reason"]
+    assert "produced a non-finite value: block" in halted["reason"]
     assert "(parameters)" in halted["reason"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.disk.claim import Claim
+from coordinator.disk.directory_lock import DirectoryLock
 from protocol.base import limits
 from protocol.base.errors import QueueFull
 from tests.event_loop import on_uvloop
@@ -33,11 +33,11 @@ async def test_runs_that_waited_take_their_directories_again(tmp_path):
     """One that another coordinator has had meanwhile is passed over, with the reason."""
     async with live_service(tmp_path, 1) as live:
         first, taken, last = (live.service.submit(scripted_spec(steps=2)) for _ in range(3))
-        theirs = Claim.take(tmp_path / taken)
+        theirs = DirectoryLock.acquire(tmp_path / taken)
         live.worker("w0")
         assert await live.result(first)
         told = await live.wait_for("run_ended", run_id=taken)
-        assert "it did not begin" in told["reason"]
+        assert "cannot begin" in told["reason"]
         assert "in use by another coordinator" in told["reason"]
         assert await live.result(last)
         theirs.release()
@@ -64,5 +64,5 @@ async def test_no_more_runs_wait_than_may(tmp_path, monkeypatch):
     async with live_service(tmp_path, 1) as live:
         for _ in range(3):
             live.service.submit(scripted_spec())
-        with pytest.raises(QueueFull, match="expected at most 2 runs that wait, got one more"):
+        with pytest.raises(QueueFull, match="expected at most 2 queued runs, got one more"):
             live.service.submit(scripted_spec())

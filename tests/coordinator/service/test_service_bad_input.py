@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import uvloop
 
+from coordinator.run.inputs import ContinueRun
 from protocol import PROTOCOL_VERSION
 from protocol.base import limits
 from protocol.base.errors import ExitCode
 from protocol.wire import frames, messages
 from protocol.wire.connection import encode
-from protocol.wire.messages import BlockGradientPayload, Message, NodeLoss, StepApplied, StepPlan
+from protocol.wire.messages import BlockGradientPayload, Message, StepApplied, StepPlan, SubtreeLoss
 from tests.cluster import Cluster
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker, payload, zeros
@@ -134,28 +135,28 @@ async def test_strangers_do_not_disturb_a_run(tmp_path, reference, monkeypatch):
         assert alike(result, reference)
         assert not live.every("worker_lost")
         assert set(live.service.sessions) == {"w0", "w1"}
-        assert not live.service._joining
+        assert not live.service._pending
 
 
 # Members that break the rules: they are named, closed, and their work is done by others.
 
 
-def node_of_another(plan: StepPlan) -> dict[str, int]:
-    lo, hi = plan.nodes[0]
+def subtree_of_another(plan: StepPlan) -> dict[str, int]:
+    lo, hi = plan.subtrees[0]
     return {"lo": hi, "hi": hi + hi - lo} if lo == 0 else {"lo": 0, "hi": hi - lo}
 
 
 def first_leaf(plan: StepPlan) -> dict[str, int]:
-    return {"lo": plan.nodes[0][0], "hi": plan.nodes[0][0] + 1}
+    return {"lo": plan.subtrees[0][0], "hi": plan.subtrees[0][0] + 1}
 
 
-def loss(plan: StepPlan, **changes: Any) -> NodeLoss:
-    lo, hi = plan.nodes[0]
+def loss(plan: StepPlan, **changes: Any) -> SubtreeLoss:
+    lo, hi = plan.subtrees[0]
     fields = {
         "epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt, "lo": lo, "hi": hi,
         "loss_sum": 1.0, "weight": 4.0, "elapsed_ms": 1.0, "sums": b"",
     }  # fmt: skip
-    return NodeLoss(**{**fields, **changes})
+    return SubtreeLoss(**{**fields, **changes})
 
 
 def with_field(message: Message, body: Any, **changes: Any) -> bytes:
@@ -170,17 +171,17 @@ BREACHES: dict[str, tuple[Any, str]] = {
     "an older epoch": (lambda p: (payload(p, epoch=p.epoch - 1), zeros()), "expected (epoch"),
     "a future step": (lambda p: (payload(p, step=p.step + 1), zeros()), "expected (epoch"),
     "a future attempt": (lambda p: (payload(p, attempt=1), zeros()), "expected (epoch"),
-    "another's node": (
-        lambda p: (payload(p, **node_of_another(p)), zeros()),
+    "another's subtree": (
+        lambda p: (payload(p, **subtree_of_another(p)), zeros()),
         "was not given to worker 'hostile'",
     ),
-    "a part of its own node": (
+    "a part of its own subtree": (
         lambda p: (payload(p, **first_leaf(p)), zeros()),
         "was not given to worker 'hostile'",
     ),
-    "no node of the tree": (lambda p: (payload(p, lo=1, hi=3), zeros()), "[1,3) is no node"),
-    "an empty node": (lambda p: (payload(p, lo=2, hi=2), zeros()), "is no node"),
-    "a node out of range": (lambda p: (payload(p, lo=8, hi=2**62), zeros()), "is no node"),
+    "no subtree of the tree": (lambda p: (payload(p, lo=1, hi=3), zeros()), "[1,3) is no subtree"),
+    "an empty subtree": (lambda p: (payload(p, lo=2, hi=2), zeros()), "is no subtree"),
+    "a subtree out of range": (lambda p: (payload(p, lo=8, hi=2**62), zeros()), "is no subtree"),
     "a block too many": (lambda p: (payload(p, block=3), zeros()), "no chunk 0 of block 3"),
     "a chunk too many": (lambda p: (payload(p, chunk=1), zeros()), "no chunk 1 of block 2"),
     "another kind": (
@@ -202,8 +203,8 @@ BREACHES: dict[str, tuple[Any, str]] = {
         lambda p: flat(encode(payload(p), zeros()))[:-1] + b"\x01",
         "checksum",
     ),
-    "a loss of another's node": (
-        lambda p: (loss(p, **node_of_another(p)), None),
+    "a loss of another's subtree": (
+        lambda p: (loss(p, **subtree_of_another(p)), None),
         "was not given to worker 'hostile'",
     ),
     "a loss of a future step": (lambda p: (loss(p, step=9), None), "expected (epoch"),
@@ -298,8 +299,7 @@ async def test_a_non_finite_value_halts_and_names_its_worker(tmp_path, reference
         await live.wait_for("worker_lost", worker="hostile")
         assert not live.every("committed")
         assert live.service.current is not None
-        run = live.service.current.run
-        live.service.current.command("continue", lambda: run.end_halt(skip_step=False))
+        live.service.current.command(ContinueRun())
         assert alike(await live.result(run_id), reference)
 
 
@@ -313,7 +313,7 @@ class Repeating(Client):
 
     def _transmit(self, action: act.Transmit) -> None:
         super()._transmit(action)
-        if isinstance(action.message, BlockGradientPayload | NodeLoss):
+        if isinstance(action.message, BlockGradientPayload | SubtreeLoss):
             super()._transmit(action)
             self.repeated += 1
             late = self.__dict__.setdefault("_late", [])
@@ -340,7 +340,7 @@ async def test_what_comes_twice_or_late_counts_once(tmp_path, reference, workers
 
 
 @on_uvloop
-async def test_a_repeated_node_is_not_credited_twice(tmp_path, reference):
+async def test_a_repeated_subtree_is_not_credited_twice(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(SPEC)
         live.worker("w0")
@@ -350,7 +350,7 @@ async def test_a_repeated_node_is_not_credited_twice(tmp_path, reference):
 
 
 class Vanishing(Client):
-    """Delivers one block of a node, then is gone: others compute the node anew."""
+    """Delivers one block of a subtree, then is gone: others compute the subtree anew."""
 
     delivered = 0
 
@@ -392,7 +392,7 @@ async def test_state_from_a_worker_that_was_not_asked(tmp_path, reference):
         async with HostileWorker(live.port) as hostile:
             await hostile.plan()
             hostile.send(hostile.state_chunk(0), zeros())
-            assert "was not asked for" in (await farewell_of(hostile)).reason
+            assert "was not requested" in (await farewell_of(hostile)).reason
         assert alike(await live.result(run_id), reference)
 
 
@@ -466,16 +466,16 @@ async def test_a_manifest_of_petabytes(tmp_path, reference):
 
 @on_uvloop
 async def test_weights_that_add_up_to_infinity(tmp_path):
-    """Three of six microbatches are two nodes; each weight alone is finite."""
+    """Three of six microbatches are two subtrees; each weight alone is finite."""
     async with live_service(tmp_path, 2) as live:
         live.service.submit(scripted_spec(batch={"samples": 6, "microbatch": 1}))
         live.worker("w0")
         await live.wait_for("worker_ready", worker="w0")
         async with HostileWorker(live.port) as hostile:
             plan = await hostile.plan()
-            assert len(plan.nodes) == 2
+            assert len(plan.subtrees) == 2
             for block in (2, 1, 0):
-                for lo, hi in plan.nodes:
+                for lo, hi in plan.subtrees:
                     hostile.send(payload(plan, block=block, lo=lo, hi=hi, weight=1.7e308), zeros())
             halted = await live.wait_for("halted")
             assert "non-finite" in halted["reason"]

@@ -10,11 +10,13 @@ from typer.testing import CliRunner
 
 from coordinator.audit.audit import audit
 from coordinator.cli import app
-from coordinator.service.accepted_run import unfinished_runs
+from coordinator.service.run_instance import unfinished_runs
 from coordinator.service.service import Service, Settings
 from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.states import checkpoint
 from coordinator.storage.states.checkpoint import checkpoint_path, checkpoint_steps
 from protocol.base.errors import ExitCode, Mismatch, StorageDamaged, UsageError
+from protocol.exact.replica import Replica
 from tests.durable_run import WrittenRun
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 
@@ -49,6 +51,31 @@ async def test_unfinished_runs_go_on_in_their_order(tmp_path):
     assert all(audit(tmp_path / "runs" / run_id).ok for run_id in ids)
 
 
+@pytest.mark.parametrize("drained", [False, True])
+async def test_a_run_with_state_digests_of_format_1_goes_on(tmp_path, monkeypatch, drained):
+    reference = await undisturbed(tmp_path / "alone", SPEC)
+    runs = tmp_path / "runs"
+    with monkeypatch.context() as older:
+        older.setattr(Replica, "state_digest", Replica.initial_digest)
+        older.setattr(checkpoint, "FORMAT", 1)
+        if drained:  # the newest state is a checkpoint's
+            async with live_service(runs, 1) as live:
+                run_id = live.service.submit(SPEC)
+                live.worker("w0")
+                await live.wait_for("committed", step=12)
+                live.service.drain()
+                await live.wait_for("run_ended")
+        else:
+            [run_id] = await interrupted(runs, SPEC)
+    async with live_service(runs, 1) as live:
+        live.service.resume(runs / run_id)
+        live.worker("w0")
+        result = await live.result(run_id)
+    assert result["weights_digest"] == reference["weights_digest"]
+    audited = audit(runs / run_id)
+    assert audited.ok, audited.lines()
+
+
 async def test_workers_of_a_drained_run_stay_for_the_service_that_goes_on_with_it(tmp_path):
     runs = tmp_path / "runs"
     async with live_service(runs, 1) as first:
@@ -61,7 +88,7 @@ async def test_workers_of_a_drained_run_stay_for_the_service_that_goes_on_with_i
         await first.service.stop()
         second = LiveService(runs, 1)
         second.service = Service(Settings(("127.0.0.1", port), 1, runs, once=False))
-        second.service.listeners.append(second)
+        second.service.event_sinks.append(second)
         await second.service.start()
         try:
             assert second.service.resume(runs / run_id) == run_id
@@ -132,7 +159,7 @@ async def test_another_run_spec_is_refused_and_the_directory_let_go(tmp_path):
         told = f"holds a run already, {run_id!r} of another run spec: choose another directory"
         assert told in str(caught.value)
         assert "(--resume)" not in str(caught.value)
-        with pytest.raises(UsageError, match=r"already: go on with it \(--resume\)"):
+        with pytest.raises(UsageError, match=r"already: continue it \(--resume\)"):
             live.service.submit(SPEC, tmp_path / run_id)
         assert live.service.resume(tmp_path / run_id, SPEC) == run_id
 
@@ -162,7 +189,7 @@ async def test_a_flipped_bit_in_what_is_read_is_refused_by_name(tmp_path, name):
     at = whole.index(b"1")
     path.write_bytes(whole[:at] + b"3" + whole[at + 1 :])
     async with live_service(tmp_path, 1) as live:
-        with pytest.raises(StorageDamaged, match="bring it back from a copy") as raised:
+        with pytest.raises(StorageDamaged, match="restore it from a copy") as raised:
             live.service.resume(tmp_path / run_id)
         assert raised.value.path == str(path)
         path.write_bytes(whole)
@@ -247,5 +274,5 @@ async def test_a_journal_that_was_cut_is_no_history_to_go_on_with(tmp_path, kept
     journal = tmp_path / run_id / "journal.jsonl"
     os.truncate(journal, round(journal.stat().st_size * kept))
     async with live_service(tmp_path, 1) as live:
-        with pytest.raises(StorageDamaged, match=r"journal\.jsonl.*bring it back from a copy"):
+        with pytest.raises(StorageDamaged, match=r"journal\.jsonl.*restore it from a copy"):
             live.service.resume(tmp_path / run_id)

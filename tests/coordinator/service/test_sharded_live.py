@@ -3,15 +3,14 @@
 import pytest
 
 from coordinator.service import service
-from coordinator.service.chronicle import record_of
-from coordinator.storage.directory.journal_records import Owned
+from coordinator.service.journal_lines import record_of
 from tests.live_service import Scripted, live_service, scripted_spec
 
 _STEPS = 30
 
 
 def spec(way, **exchange):
-    return scripted_spec(steps=_STEPS, exchange={"way": way, **exchange})
+    return scripted_spec(steps=_STEPS, exchange={"topology": way, **exchange})
 
 
 async def trained(directory, way, workers=3, during=None, **exchange):
@@ -41,9 +40,9 @@ async def test_shared_memory_changes_no_bit_and_is_used_where_it_can_be(way, tmp
     digests = {}
     for shared in (True, False):
         if not shared:
-            monkeypatch.setattr(service, "new_lender", lambda: None)
+            monkeypatch.setattr(service, "new_segment_owner", lambda: None)
         run = scripted_spec(
-            steps=4, exchange={"way": way},
+            steps=4, exchange={"topology": way},
             scripted={"blocks": 2, "block_bytes": 400_000, "samples": 64},
         )  # fmt: skip
         async with live_service(tmp_path / str(shared), 2) as live:
@@ -81,7 +80,7 @@ async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(t
             for number in range(workers):
                 live.worker(f"w{number}", toolbox=Scripted(10.0))
             run = scripted_spec(
-                steps=100_000, exchange={"way": "sharded"},  # it is left once that is measured
+                steps=100_000, exchange={"topology": "sharded"},  # it is left once that is measured
                 scripted={"blocks": blocks, "block_bytes": block_bytes, "samples": 64},
             )  # fmt: skip
             live.service.submit(run)
@@ -91,7 +90,7 @@ async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(t
             undisturbed = False
             while not undisturbed:  # on a busy machine one is taken for a straggler, and comes back
                 assert live.service.current is not None
-                begun, owners = live.service.current.run.step, len(live.every("owners"))
+                begun, owners = live.service.current.run.steps_committed, len(live.every("owners"))
                 await live.wait_for("committed", step=begun)
                 before = _bytes(live)
                 await live.wait_for("committed", step=begun + steps)
@@ -109,8 +108,7 @@ def _bytes(live):
 async def test_the_journal_says_who_averaged_what(tmp_path):
     _, live = await trained(tmp_path, "sharded", workers=2)
     run = live.service.finished.run
-    fact = run.progress._owned()
-    record = record_of(fact, run)
-    assert isinstance(record, Owned)
+    owned = run.progress._owned()
+    assert record_of(owned, run) is owned
     lines = (live.service.finished.directory / "journal.jsonl").read_text()
     assert '"kind":"owners"' in lines

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from coordinator.run.outputs.facts import Fact, StepCommitted
+from coordinator.run.outputs.events import Committed, Event
 from protocol.base import limits
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire.messages import (
     BlockGradientPayload,
     Commit,
     Heartbeat,
-    NodeLoss,
     StepApplied,
     StepPlan,
+    SubtreeLoss,
 )
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import PATIENCE_S, HostileWorker
@@ -51,12 +51,12 @@ def deliver(hostile: HostileWorker, plan: StepPlan) -> None:
     block = Block(name="b", kind="block", tensors=(tensor,))
     values = np.zeros(block.elements, np.float32)
     place = {"epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt}
-    for lo, hi in plan.nodes:
-        node = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}
+    for lo, hi in plan.subtrees:
+        subtree = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}
         for number, chunk in itertools.product(reversed(range(BLOCKS)), range(block.chunks)):
-            payload = BlockGradientPayload(**node, block=number, chunk=chunk)
+            payload = BlockGradientPayload(**subtree, block=number, chunk=chunk)
             hostile.send(payload, values[block.chunk_slice(chunk)])
-        hostile.send(NodeLoss(**node, loss_sum=1.0, sums=b"", elapsed_ms=1.0))
+        hostile.send(SubtreeLoss(**subtree, loss_sum=1.0, sums=b"", elapsed_ms=1.0))
 
 
 async def answer_rightly(live: LiveService, hostile: HostileWorker) -> None:
@@ -83,12 +83,12 @@ class Queue:
     def __init__(self, live: LiveService, worker: str) -> None:
         self._live, self._worker = live, worker
         self.most_bytes = 0
-        live.service.listeners.append(self)
+        live.service.event_sinks.append(self)
 
-    def reported(self, fact: Fact, run_id: str = "") -> None:
+    def emit(self, event: Event, run_id: str = "") -> None:
         del run_id
         session = self._live.service.sessions.get(self._worker)
-        if isinstance(fact, StepCommitted) and session is not None:
+        if isinstance(event, Committed) and session is not None:
             self.most_bytes = max(self.most_bytes, session.channel.waiting_bytes)
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.service.accepted_run import find_run
-from coordinator.storage.copies import bring_back, copy_checkpoint
+from coordinator.service.run_instance import load_run
+from coordinator.storage.copies import copy_checkpoint, restore_copy
 from coordinator.storage.directory.run_directory import RunDirectory
-from coordinator.storage.kept_files import hold
+from coordinator.storage.file_digests import lock_directory
 from coordinator.storage.recovery import recover
+from coordinator.storage.rollback import roll_back
 from coordinator.storage.states.checkpoint import checkpoint_path, remove_checkpoint
-from coordinator.storage.way_back import go_back
 from protocol.base.errors import SamestepError, UsageError
 from tests.durable_run import WrittenRun, written_run
 
@@ -30,42 +30,42 @@ def newest(directory: RunDirectory) -> int:
 
 def test_a_copy_is_brought_back(directory, tmp_path):
     step = newest(directory)
-    copy_checkpoint(directory, step, tmp_path / "copies", keep=1)
-    assert bring_back(tmp_path / "copies", tmp_path / "again").step == step
+    copy_checkpoint(directory, step, str(tmp_path / "copies"), keep=1)
+    assert restore_copy(tmp_path / "copies", tmp_path / "again").step == step
     recovery = recover(RunDirectory(tmp_path / "again"))
     assert recovery is not None
     assert recovery.step == step
     with pytest.raises(UsageError, match="holds a run already"):
-        bring_back(tmp_path / "copies", tmp_path / "again")
+        restore_copy(tmp_path / "copies", tmp_path / "again")
 
 
 def test_the_oldest_goes_first(directory, tmp_path):
     steps = sorted(int(p.name.removeprefix("step-")) for p in directory.checkpoints.iterdir())
     for step in steps:
-        copy_checkpoint(directory, step, tmp_path, keep=1)
+        copy_checkpoint(directory, step, str(tmp_path), keep=1)
     (run,) = [path for path in tmp_path.iterdir() if path != directory.path]
     assert [path.name for path in run.iterdir()] == [f"after-{steps[-1]:010}"]
 
 
 def test_what_a_crash_left_half_copied_is_no_copy(directory, tmp_path):
-    copy_checkpoint(directory, newest(directory), tmp_path / "copies", keep=1)
+    copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
     (copy,) = (tmp_path / "copies").glob("*/*")
     copy.rename(copy.with_name(copy.name + ".part"))
     with pytest.raises(UsageError, match="found none"):
-        bring_back(tmp_path / "copies", tmp_path / "again")
-    copy_checkpoint(directory, newest(directory), tmp_path / "copies", keep=1)
-    assert bring_back(tmp_path / "copies", tmp_path / "again").step == newest(directory)
+        restore_copy(tmp_path / "copies", tmp_path / "again")
+    copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
+    assert restore_copy(tmp_path / "copies", tmp_path / "again").step == newest(directory)
 
 
 @pytest.mark.parametrize("name", ["run.json", "manifest.json", "checkpoint.json", "journal.jsonl"])
 def test_a_copy_that_was_changed_is_refused(directory, tmp_path, name):
-    copy_checkpoint(directory, newest(directory), tmp_path / "copies", keep=1)
+    copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
     (file,) = (tmp_path / "copies").rglob(name)
     content = bytearray(file.read_bytes())
     content[len(content) // 3] ^= 1
     file.write_bytes(content)
     with pytest.raises(SamestepError):
-        bring_back(tmp_path / "copies", tmp_path / "again")
+        restore_copy(tmp_path / "copies", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
@@ -75,11 +75,11 @@ def steps_of(run: WrittenRun, count: int, copies: Path | None = None) -> None:
         run.step()
     run.checkpoint()
     if copies is not None:
-        copy_checkpoint(run.directory, run.replica.step, copies, keep=3)
+        copy_checkpoint(run.directory, run.replica.step, str(copies), keep=3)
 
 
 def from_step(run: WrittenRun, step: int) -> None:
-    go_back(run.directory, step, run.epoch + 1)
+    roll_back(run.directory, step, run.epoch + 1)
     run.crash_and_resume()
     run.journal.sync()
 
@@ -90,11 +90,11 @@ def names(copies: Path) -> list[str]:
 
 def restored(run: WrittenRun, copies: Path, to: Path) -> str:
     """The state that the copies bring back; what is told."""
-    brought = bring_back(copies, to)
+    brought = restore_copy(copies, to)
     recovery = recover(RunDirectory(to))
     assert recovery is not None
     assert recovery.replica().state_digest() == run.replica.state_digest()
-    return brought.told
+    return brought.summary
 
 
 def test_copies_of_steps_that_were_taken_back_are_passed_over(tmp_path):
@@ -115,7 +115,7 @@ def test_a_restart_that_goes_back_takes_the_copies_along(tmp_path):
     for _ in range(2):
         steps_of(run, 3, copies)
     from_step(run, 3)
-    assert not copy_checkpoint(run.directory, 3, copies, keep=3)
+    assert not copy_checkpoint(run.directory, 3, str(copies), keep=3)
     assert names(copies) == ["after-0000000003"]
     restored(run, copies, tmp_path / "again")
 
@@ -126,12 +126,12 @@ def test_the_newer_epoch_is_newer_also_beside_copies_of_more_steps(tmp_path):
     steps_of(run, 3)
     steps_of(run, 3, before)
     from_step(run, 3)
-    copy_checkpoint(run.directory, 3, copies, keep=3)
+    copy_checkpoint(run.directory, 3, str(copies), keep=3)
     (void,) = before.glob("*/*")
     void.rename(next(copies.iterdir()) / void.name)
     restored(run, copies, tmp_path / "again")
-    told = bring_back(next(copies.glob("*/*6")), tmp_path / "void").told
-    assert "newer is" in told
+    told = restore_copy(next(copies.glob("*/*6")), tmp_path / "void").summary
+    assert "there is a newer copy" in told
     assert "after-0000000003" in told
 
 
@@ -141,17 +141,17 @@ def test_a_copy_made_while_the_run_goes_on_is_enough(tmp_path):
     state = run.replica.state_digest()
     for _ in range(3):
         run.step()
-    copy_checkpoint(run.directory, 3, tmp_path / "copies", keep=3)
-    told = bring_back(tmp_path / "copies", tmp_path / "again").told
+    copy_checkpoint(run.directory, 3, str(tmp_path / "copies"), keep=3)
+    told = restore_copy(tmp_path / "copies", tmp_path / "again").summary
     assert "steps 3 to 5 were committed: they are done again" in told
-    assert "4 had been skipped" in told
-    claim = hold(tmp_path / "again")
-    found = find_run(claim)
+    assert "4 were skipped" in told
+    lock = lock_directory(tmp_path / "again")
+    found = load_run(lock)
     assert found is not None
     assert found.restart is not None
     assert found.restart.recovery.step == 3
     assert found.restart.recovery.replica().state_digest() == state
-    claim.release()
+    lock.release()
 
 
 def test_what_failed_or_was_cut_short_is_cleared_away(tmp_path):
@@ -162,18 +162,18 @@ def test_what_failed_or_was_cut_short_is_cleared_away(tmp_path):
     stale.mkdir()
     remove_checkpoint(checkpoint_path(run.directory.checkpoints, 0))
     with pytest.raises(SamestepError):
-        copy_checkpoint(run.directory, 0, copies, keep=3)
+        copy_checkpoint(run.directory, 0, str(copies), keep=3)
     assert names(copies) == ["after-0000000003"]
 
 
 def test_the_directory_above_names_those_that_hold_copies(directory, tmp_path):
-    copy_checkpoint(directory, newest(directory), tmp_path / "above" / "copies", keep=1)
+    copy_checkpoint(directory, newest(directory), str(tmp_path / "above" / "copies"), keep=1)
     with pytest.raises(UsageError, match=f"--from {tmp_path / 'above' / 'copies'}/"):
-        bring_back(tmp_path / "above", tmp_path / "again")
+        restore_copy(tmp_path / "above", tmp_path / "again")
 
 
 def test_of_several_runs_one_is_to_be_named(directory, tmp_path):
-    copy_checkpoint(directory, newest(directory), tmp_path / "copies", keep=1)
+    copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
     (run,) = (tmp_path / "copies").iterdir()
     other = run.with_name("other")
     other.mkdir()
@@ -181,23 +181,23 @@ def test_of_several_runs_one_is_to_be_named(directory, tmp_path):
     copies = tmp_path / "copies"
     os.utime(other / next(run.iterdir()).name, (1, 1))
     step = newest(directory)
-    choices = f"newest first: --from {run} (last step {step}), --from {other} (last step {step})"
+    choices = f"newest first: --from {run} (after step {step}), --from {other} (after step {step})"
     with pytest.raises(UsageError, match=re.escape(f"of 2 runs; name one, {choices}")):
-        bring_back(copies, tmp_path / "again")
+        restore_copy(copies, tmp_path / "again")
     for place in (copies / "nosuch", tmp_path):
         with pytest.raises(UsageError, match=re.escape(choices)):
-            bring_back(place, tmp_path / "again")
-    assert bring_back(run, tmp_path / "again").step == newest(directory)
+            restore_copy(place, tmp_path / "again")
+    assert restore_copy(run, tmp_path / "again").step == newest(directory)
 
 
 def test_a_run_that_was_brought_back_while_the_first_lives_has_the_copies(tmp_path):
     copies, elsewhere = tmp_path / "copies", RunDirectory(tmp_path / "elsewhere")
     run = WrittenRun(tmp_path / "run")
     steps_of(run, 3, copies)
-    bring_back(copies, elsewhere.path)
+    restore_copy(copies, elsewhere.path)
     steps_of(run, 3, copies)  # nobody knows better yet
-    assert copy_checkpoint(elsewhere, 3, copies, keep=3)
-    told = "has after-0000000003, of the same run brought back elsewhere: end one of the two"
+    assert copy_checkpoint(elsewhere, 3, str(copies), keep=3)
+    told = "has after-0000000003 of the same run, restored elsewhere: end one of the two"
     for again in (False, True):  # its restart is as new: no reason to take them back
         if again:
             run.crash_and_resume()
@@ -205,7 +205,7 @@ def test_a_run_that_was_brought_back_while_the_first_lives_has_the_copies(tmp_pa
         run.step()
         run.checkpoint()
         with pytest.raises(UsageError, match=told):
-            copy_checkpoint(run.directory, run.replica.step, copies, keep=3)
-    assert not copy_checkpoint(elsewhere, 3, copies, keep=3)
+            copy_checkpoint(run.directory, run.replica.step, str(copies), keep=3)
+    assert not copy_checkpoint(elsewhere, 3, str(copies), keep=3)
     assert names(copies) == ["after-0000000003", "after-0000000006"]
-    assert bring_back(copies, tmp_path / "again").step == 3
+    assert restore_copy(copies, tmp_path / "again").step == 3

@@ -8,8 +8,8 @@ import pytest
 
 from coordinator.storage.directory.journal import Journal
 from coordinator.storage.log.gradient_log import GradientLog
+from coordinator.storage.log.log_index import apply_logged_step
 from coordinator.storage.log.log_reader import scan_log
-from coordinator.storage.log.replay import take
 from coordinator.storage.states.checkpoint import find_checkpoint, write_checkpoint
 from protocol.base.errors import StorageFailed
 from tests.coordinator.storage.directory.test_journal import EXAMPLES
@@ -101,7 +101,7 @@ def test_a_checkpoint_that_a_restart_finds_outlasts_it(disk, tmp_path):
     replica = state_zero()
     scalars = record_of(0, 1).commit.scalars
     assert scalars is not None
-    take(replica, record_of(0, 1), averages(0))
+    apply_logged_step(replica, record_of(0, 1), averages(0))
 
     def write():
         return write_checkpoint(root, MANIFEST, replica, run_id=RUN_ID, epoch=1, losses=[1.0])

@@ -6,13 +6,14 @@ import os
 
 import pytest
 
-from coordinator.run.outputs.restart import Terms
+from coordinator.run.outputs.events import Record
+from coordinator.run.outputs.restart import AdmissionRecord
 from coordinator.storage import run_storage
 from coordinator.storage.directory.journal import Journal
-from coordinator.storage.directory.journal_records import Commanded, FilesKept, Record
+from coordinator.storage.directory.journal_records import CommandReceived, FileDigests
 from coordinator.storage.directory.run_directory import RunDirectory
-from coordinator.storage.log.log_records import ChunkPlace
-from coordinator.storage.log.replay import take
+from coordinator.storage.log.log_index import apply_logged_step
+from coordinator.storage.log.log_records import ChunkId
 from coordinator.storage.run_storage import RunStorage
 from coordinator.storage.states.checkpoint import checkpoint_steps, read_metrics, write_checkpoint
 from protocol.base.errors import RunFailed, StorageFailed
@@ -41,7 +42,7 @@ async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the
     """Else a restart from the checkpoint would not know what the journal lacks."""
     storage, failures = begin(directory)
     monkeypatch.setattr(storage, "_unsynced", True)  # its turn has not come yet
-    storage.record([Commanded(epoch=1, step=0, command="halt")])
+    storage.record([CommandReceived(epoch=1, step=0, command="halt")])
     seen: list[Record] = []
 
     def spied(*given, **named):
@@ -51,7 +52,7 @@ async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the
     monkeypatch.setattr(run_storage, "write_checkpoint", spied)
     await storage.save(state_zero(), ())
     await storage.close()
-    assert seen == [Commanded(epoch=1, step=0, command="halt")]
+    assert seen == [CommandReceived(epoch=1, step=0, command="halt")]
     assert failures == []
     assert Journal(directory.journal).lines == 1
 
@@ -60,7 +61,7 @@ async def test_a_commit_whose_sync_failed_is_read_by_nobody(directory, monkeypat
     storage, _ = begin(directory)
     for step in range(2):
         for block, values in enumerate(averages(step)):
-            storage.append(ChunkPlace(1, step, 0, block, 0), values)
+            storage.append(ChunkId(1, step, 0, block, 0), values)
         if step == 0:
             await storage.commit(record_of(0, 1))
     monkeypatch.setattr(os, "fdatasync", _refuses)
@@ -80,7 +81,7 @@ async def test_a_checkpoint_stays_while_it_is_copied(directory):
     async with storage.holding_newest() as held:
         for step in range(4):
             await storage.commit(record := record_of(step, 0, skip=True))
-            take(replica, record, [])
+            apply_logged_step(replica, record, [])
             await storage.save(replica, losses[: step + 1])
         assert checkpoint_steps(directory.checkpoints) == [held, 3, 4]
     await storage.close()
@@ -98,15 +99,15 @@ async def test_terms_that_the_disk_refused_are_written_before_the_next_commit(
     directory.begin(RUN_ID, SPEC)
     storage = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
     storage.begin_log(MANIFEST, 0)
-    terms = Terms(signature="a" * 64, initial_digest="b" * 64)
-    storage.remember(terms)
+    terms = AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
+    storage.save_admission_record(terms)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", _refuses)
         with pytest.raises(StorageFailed):
             await storage.commit(record_of(0, 0, skip=True))
-    assert directory.read_terms() is None
+    assert directory.read_admission_record() is None
     await storage.commit(record_of(0, 0, skip=True))
-    assert directory.read_terms() == terms
+    assert directory.read_admission_record() == terms
     await storage.close()
 
 
@@ -120,16 +121,16 @@ async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
     held.begin_log(MANIFEST, 0)
     await held.commit(record_of(0, 0, skip=True))
     held._guard = lost
-    held.remember(Terms(signature="a" * 64, initial_digest="b" * 64))
+    held.save_admission_record(AdmissionRecord(signature="a" * 64, initial_digest="b" * 64))
     with pytest.raises(RunFailed):
         await held.commit(record_of(1, 0, skip=True))
-    assert directory.read_terms() is None
+    assert directory.read_admission_record() is None
     await held.close()
 
 
 async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeypatch):
     storage, failures = begin(directory)
-    first, later = (Commanded(epoch=1, step=0, command=word) for word in ("halt", "drain"))
+    first, later = (CommandReceived(epoch=1, step=0, command=word) for word in ("halt", "drain"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", _refuses)
         storage.begin_journal(lambda: [first])
@@ -137,18 +138,18 @@ async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeyp
         await storage._do("journal", lambda: None)
     assert [type(failure) for failure in failures] == [StorageFailed] * len(failures)
     assert failures
-    end = Commanded(epoch=1, step=0, command="continue")
+    end = CommandReceived(epoch=1, step=0, command="continue")
     await storage.end_journal(end)
     storage.record([later])  # after the last line there is none
     await storage.close()
     records = [entry.record for entry in read_journal(directory.journal)]
-    assert [each for each in records if not isinstance(each, FilesKept)] == [first, later, end]
+    assert [each for each in records if not isinstance(each, FileDigests)] == [first, later, end]
 
 
 async def test_figures_are_kept_with_a_checkpoint_that_comes_after_them(directory):
     storage, _ = begin(directory)
     storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})
-    storage.record([Commanded(epoch=1, step=0, command="checkpoint")])
+    storage.record([CommandReceived(epoch=1, step=0, command="checkpoint")])
     await storage.save(state_zero(), ())
     await storage.close()
     kept = read_metrics(directory.checkpoints, 0)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from coordinator.run.outputs.events import Committed, Evaluated, Record
 from coordinator.storage.directory.journal import Journal
-from coordinator.storage.directory.journal_records import (
-    Committed,
-    Ended,
-    Evaluated,
-    Record,
-    Resumed,
-)
+from coordinator.storage.directory.journal_records import Ended, Resumed
 from coordinator.tracking.rows import Row, Rows
 
 NOTHING = "0" * 64
@@ -48,7 +43,7 @@ class Written:
 
 def told(row: Row) -> tuple[int, dict[str, float]]:
     assert row.at_s > 1_700_000_000
-    return row.step, row.figures
+    return row.step, row.values
 
 
 def test_a_row_is_told_once_it_is_complete(tmp_path):

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from coordinator.run.outputs.facts import TrainingStarted
-from coordinator.service.listener import RunAccepted, RunEnded
+from coordinator.run.outputs.events import Committed, TrainingStarted
+from coordinator.service.events import RunAccepted, RunEnded
 from coordinator.storage.directory.journal import Journal
-from coordinator.storage.directory.journal_records import Committed, Ended
+from coordinator.storage.directory.journal_records import Ended
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.trackers import TRACKERS
 from coordinator.tracking.tracking import Tracking
-from protocol.command.own_command import own_command, own_environment
+from protocol.cli.command_line import child_environment, command_of
 from protocol.spec.run_spec import parse_run_spec
 from tests.cluster import Cluster
 from tests.commands import called
@@ -62,8 +60,10 @@ def run_in(directory: Path, steps: int, *, ends: bool = False) -> Path:
 
 def fed(name: str, run: Path) -> str:
     """By a process of its own: these libraries leave much open."""
-    words = [*own_command("coordinator"), "track", str(run), "--to", name]
-    done = subprocess.run(words, env=own_environment(), capture_output=True, text=True, check=True)
+    words = [*command_of("coordinator"), "track", str(run), "--to", name]
+    done = subprocess.run(
+        words, env=child_environment(), capture_output=True, text=True, check=True
+    )
     return done.stdout
 
 
@@ -116,23 +116,8 @@ def leveldb_records(content: bytes, at: int) -> Iterator[bytes]:
             parts = b""
 
 
-def logged_by_trackio(directory: Path) -> list[tuple[int, float]]:
-    """By a process of its own: where it keeps what, it decides when it is imported."""
-    reading = (
-        "import json; from trackio.sqlite_storage import SQLiteStorage as S; "
-        "[run] = S.get_runs('samestep'); print(json.dumps(S.get_logs('samestep', run)))"
-    )
-    place = {"TRACKIO_DIR": str((directory / "trackers" / "trackio").absolute())}
-    words = [sys.executable, "-c", reading]
-    environment = {**os.environ, **place}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    rows = json.loads(done.stdout.splitlines()[-1])
-    return sorted((int(row["step"]), float(row["loss"])) for row in rows if "loss" in row)
-
-
 LOGGED = {
     "tensorboard": logged_by_tensorboard, "wandb": logged_by_wandb, "mlflow": logged_by_mlflow,
-    "trackio": logged_by_trackio,
 }  # fmt: skip
 HERE = [name for name in TRACKERS if importlib.util.find_spec(TRACKERS[name]) is not None]
 
@@ -143,7 +128,6 @@ def no_server(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.delenv("TRACKIO_DIR", raising=False)
 
 
 @pytest.mark.usefixtures("no_server")
@@ -152,15 +136,15 @@ def test_every_step_is_told_once_over_two_processes(tmp_path, name):
     if name not in HERE:
         pytest.skip(f"needs the extra {name}")
     run = run_in(tmp_path / "run", 3)
-    assert "told 2 steps, and holds the run up to step 2" in fed(name, run)
+    assert "sent 2 steps; it has the run up to step 2" in fed(name, run)
     run_in(run, 6, ends=True)
-    assert "told 4 steps, and holds the run up to step 6" in fed(name, run)
-    assert "told 0 steps, and holds the run up to step 6" in fed(name, run)
+    assert "sent 4 steps; it has the run up to step 6" in fed(name, run)
+    assert "sent 0 steps; it has the run up to step 6" in fed(name, run)
     assert LOGGED[name](run) == [(n, pytest.approx(1 / n)) for n in range(1, 7)]
 
 
 @pytest.mark.usefixtures("no_server")
-@pytest.mark.skipif(not HERE, reason="needs the extra tensorboard, wandb, mlflow or trackio")
+@pytest.mark.skipif(not HERE, reason="needs the extra tensorboard, wandb or mlflow")
 def test_a_coordinator_that_is_killed_goes_on_telling_all_of_them(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
@@ -198,10 +182,10 @@ def test_a_tracker_that_breaks_is_told_of_in_one_line(tmp_path, monkeypatch, how
     lines: list[str] = []
     tracking = Tracking(("wandb",), lambda: run, lines.append, grace_s=5)
     before = time.monotonic()
-    tracking.reported(RunAccepted("scripted", 3), "scripted-1")
+    tracking.emit(RunAccepted("scripted", 3), "scripted-1")
     for _ in range(100_000):  # more than a pipe holds
-        tracking.reported(TrainingStarted([]))
-    tracking.reported(RunEnded("finished", ""), "scripted-1")
+        tracking.emit(TrainingStarted([]))
+    tracking.emit(RunEnded("finished", ""), "scripted-1")
     assert time.monotonic() - before < 5
     tracking.stop()
     assert len(lines) == 1
@@ -213,7 +197,7 @@ def test_a_tracker_that_breaks_is_told_of_in_one_line(tmp_path, monkeypatch, how
 def test_what_cannot_be_tracked_is_refused_at_once(tmp_path):
     for words, told in (
         (("--track", "tensorbord"), "expected one of tensorboard"),
-        (("track", str(tmp_path), "--to", "comet"), "expected one of tensorboard"),
+        (("track", str(tmp_path), "--to", "trackio"), "expected one of tensorboard"),
     ):
         done = called(
             "coordinator", *words, *(["--expect-workers", "1"] if "-" in words[0] else [])
@@ -225,10 +209,10 @@ def test_what_cannot_be_tracked_is_refused_at_once(tmp_path):
 def test_a_library_that_is_missing_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name)
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
     )
-    done = called("coordinator", "--expect-workers", "1", "--track", "trackio")
-    assert "pip install 'samestep[trackio]'" in done.stderr
+    done = called("coordinator", "--expect-workers", "1", "--track", "wandb")
+    assert "pip install 'samestep[wandb]'" in done.stderr
 
 
 def test_a_journal_that_is_no_run_s_is_refused(tmp_path):

@@ -26,7 +26,10 @@ def test_a_number_is_taken_off_a_device_s_name(name, expected):
 
 @pytest.mark.parametrize("name", ["abacus7", "cuda-1", "cuda0x", "vulcan", "auto1", ""])
 def test_what_is_no_backend(name):
-    with pytest.raises(UsageError, match="expected a backend out of auto, cuda, mps, vulkan, cpu"):
+    with pytest.raises(
+        UsageError,
+        match="expected a backend, one of auto, cuda, xpu, mps, accelerator, vulkan, cpu",
+    ):
         parse_devices(name, "")
 
 
@@ -34,7 +37,7 @@ def test_what_is_no_backend(name):
 def test_a_device_as_torch_writes_it_is_told_as_we_do(kind):
     with pytest.raises(UsageError) as caught:
         parse_devices(f"{kind}:1", "")
-    hint = f"; device 1 of them is {kind}1; see: worker devices"
+    hint = f"; write {kind}1 for device 1; see: worker devices"
     assert str(caught.value).endswith(f"got '{kind}:1'{hint}")
     with pytest.raises(UsageError, match=r"got 'mps:1'$"):
         parse_devices("mps:1", "")
@@ -68,7 +71,7 @@ def test_several_devices_in_the_name_of_a_backend():
 
 
 def test_a_device_is_named_once():
-    with pytest.raises(UsageError, match="expected a device in --backend cuda1 or in --gpus"):
+    with pytest.raises(UsageError, match="expected devices in --backend or in --gpus"):
         parse_devices("cuda1", "0")
 
 

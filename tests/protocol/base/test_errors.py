@@ -13,8 +13,8 @@ from protocol.base.errors import (
     ExitCode,
     SamestepError,
     VersionMismatch,
+    describe_error,
     error_for,
-    in_words,
 )
 
 
@@ -56,7 +56,7 @@ def test_the_picture_is_the_tree():
         ("LocalProtocolError", 1),
         ("FrameError", 1),
         ("VersionMismatch", 78),
-        ("OutOfPlace", 1),
+        ("OutOfOrder", 1),
     ],
 )
 def test_exit_codes(name, code):
@@ -106,7 +106,7 @@ def _raised_by(work):
     ],
 )
 def test_what_other_libraries_raise_is_told_in_one_line(work, told):
-    text = in_words(_raised_by(work))
+    text = describe_error(_raised_by(work))
     assert told in text
     assert "\n" not in text
     assert "http" not in text
@@ -114,6 +114,6 @@ def test_what_other_libraries_raise_is_told_in_one_line(work, told):
 
 def test_of_several_sentences_the_first_is_told():
     error = ValueError("Target modules {'x'} not found in the base model. Please check it. Again.")
-    assert in_words(error) == "Target modules {'x'} not found in the base model"
+    assert describe_error(error) == "Target modules {'x'} not found in the base model"
     alloc = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. You tried to allocate")
-    assert in_words(alloc) == NO_MEMORY
+    assert describe_error(alloc) == NO_MEMORY

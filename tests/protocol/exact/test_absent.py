@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +13,13 @@ from hypothesis import strategies as st
 from protocol.exact.absent import absent, is_absent, keep_absent, mark_absent, present
 from protocol.exact.bfloat16 import packed, rounded, unpacked
 from protocol.exact.replica import MISSED, Replica, are_counts, part_slices
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.exact.tree_sum import ADDITIONS, TreeSum
-from protocol.exact.update import average, averaged, scalars_after, step_scalars
+from protocol.exact.update import average, averaged, counts_updates, scalars_after, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.run_spec import OptimizerSpec
-from tests.protocol.exact.test_update import SPECS, Lion, ScheduleFree
+from protocol.spec.sections.optimizer import Adamw
+from tests.protocol.exact.test_update import SPECS, ReferenceScheduleFree
+from tests.torch_optimizers import torch_optimizer
 
 SIZES = {"often": 7, "seldom": 4, "never": 3, "alone.bias": 1}
 BLOCK = Block(
@@ -42,7 +42,7 @@ def test_a_sum_is_absent_exactly_if_all_its_terms_are(data, count, precision):
     for leaf in data.draw(st.permutations(range(count))):
         values = gradients[leaf]
         there = absent(2) if values is None else present(rounded(np.array(values, np.float32)))
-        sums.put(Node(leaf, leaf + 1), there.copy())
+        sums.put(Subtree(leaf, leaf + 1), there.copy())
     out = np.empty(2, np.float32)
     assert sums.total is not None
     average(sums.total, 3.0, out)
@@ -97,28 +97,21 @@ def by_torch(spec, start, steps):
     """What torch's own optimizer makes of these gradients, None where one is absent."""
     parameters = {name: torch.nn.Parameter(torch.from_numpy(v.copy())) for name, v in start.items()}
     decays = {name: 0.0 if "bias" in name else spec.weight_decay for name in SIZES}
-    if spec.name in {"lion", "schedule-free"}:
-        kind: Any = Lion if spec.name == "lion" else ScheduleFree
+    if spec.name == "schedule-free":
         each = {
-            name: kind(p, spec.model_copy(update={"weight_decay": decays[name]}))
+            name: ReferenceScheduleFree(p, spec.model_copy(update={"weight_decay": decays[name]}))
             for name, p in parameters.items()
         }
     else:
         groups = [{"params": [p], "weight_decay": decays[n]} for n, p in parameters.items()]
-        one: torch.optim.Optimizer
-        if spec.name == "adamw":
-            one = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
-        else:
-            momentum = 0.0 if spec.name == "sgd" else spec.momentum
-            nesterov = spec.name == "nesterov"
-            one = torch.optim.SGD(groups, lr=spec.lr, momentum=momentum, nesterov=nesterov)
+        one = torch_optimizer(spec, groups)
     for gradients in steps:
         for name, parameter in parameters.items():
             given = gradients[name]
             parameter.grad = None if given is None else torch.from_numpy(given.copy())
         if spec.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), spec.clip_norm)
-        if spec.name not in {"lion", "schedule-free"}:
+        if spec.name != "schedule-free":
             one.step()
             continue
         for name, own in each.items():
@@ -169,10 +162,10 @@ def test_every_rule_skips_what_is_absent_as_torch_does(name):
     for tensor, values in replica.trained_tensors().items():
         np.testing.assert_allclose(values, expected[tensor], rtol=2e-6, atol=2e-7, err_msg=tensor)
     np.testing.assert_array_equal(replica.trained_tensors()["never"], start["never"])
-    assert replica.has_missed == (spec.name == "adamw")
+    assert replica.has_missed == (counts_updates(spec))
 
 
-ADAMW = OptimizerSpec(name="adamw", lr=0.01)
+ADAMW = Adamw(name="adamw", lr=0.01)
 
 
 def trained(reached, steps=4):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.exact.bfloat16 import ELEMENT_BYTES, packed, rounded, unpacked
-from tests.nearest_bfloat16 import nearest
+from tests.reference_bfloat16 import nearest
 
 BITS = st.one_of(
     st.integers(0, 2**32 - 1),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from protocol.exact.codecs import body_bytes, packed, projected, unpacked
-from tests.nearest_bfloat16 import nearest
+from tests.reference_bfloat16 import nearest
 
 CODECS = ("float32", "bfloat16", "int8", "int4", "topk")
 FLOATS = st.floats(

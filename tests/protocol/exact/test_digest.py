@@ -4,11 +4,12 @@ import struct
 
 import numpy as np
 import pytest
+import xxhash
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact.digest import state_digest, weights_digest
+from protocol.exact.digest import state_digest, state_digest_1, weights_digest
 
 SHAPES = [(), (0,), (3,), (2, 3), (3, 2), (1, 6), (6, 1), (0, 4)]
 
@@ -42,12 +43,28 @@ def test_frozen_digests():
     assert (
         weights_digest(named) == "81e9caf73a6a1b51ec1cfe7edf1ee6a6266dff3a5b7c9c2598919aeca4e669e4"
     )
-    digest = weights_digest(named)
-    groups = [("parameters", digest), ("first_moment", digest)]
     assert (
-        state_digest(3, 2, groups)
+        state_digest_1(3, 2, {"parameters": named, "first_moment": named}.items())
         == "a943551bbb757572e746d6e5908f9f2cee8009f709e3701ebee372633e04d83c"
     )
+    blocks = [tensor(6), np.arange(4, dtype=np.float32)]
+    assert (
+        state_digest(3, 2, {"parameters": blocks, "first_moment": blocks}.items())
+        == "6edc59606120389f0b5853ee2baee20e7fee6cd79a4280376ca51a8e7e1d6771"
+    )
+
+
+def test_state_digest_is_that_of_the_documented_bytes():
+    arrays = {
+        "parameters": [tensor(3), tensor(5, fill=2.0)],
+        "first_moment": [tensor(3), tensor(5)],
+    }
+    document = b"samestep state 2\n" + struct.pack("<QQI", 4, 3, 2)
+    for kind, blocks in arrays.items():
+        document += struct.pack("<I", len(kind)) + kind.encode() + struct.pack("<I", len(blocks))
+        for block in blocks:
+            document += xxhash.xxh3_128(block.tobytes()).digest()
+    assert state_digest(4, 3, arrays.items()) == blake3(document).hexdigest()
 
 
 def test_the_order_of_names_does_not_count():
@@ -97,22 +114,30 @@ def test_zeros_and_nans_count_by_their_bits():
 
 
 def test_everything_in_the_state_counts():
-    w = weights_digest({"w": tensor(3)})
-    other = weights_digest({"w": tensor(3, fill=2.0)})
+    w, other = tensor(3), tensor(3, fill=2.0)
     cases = [
-        (1, 1, [("parameters", w)]),
-        (2, 1, [("parameters", w)]),
-        (1, 0, [("parameters", w)]),
-        (1, 1, [("parameters", other)]),
-        (1, 1, [("first_moment", w)]),
-        (1, 1, [("parameters", w), ("first_moment", w)]),
-        (1, 1, [("parameters", w), ("first_moment", other)]),
-        (1, 1, [("parameters", other), ("first_moment", w)]),
-        (1, 1, []),
+        (1, 1, {"parameters": [w]}),
+        (2, 1, {"parameters": [w]}),
+        (1, 0, {"parameters": [w]}),
+        (1, 1, {"parameters": [other]}),
+        (1, 1, {"first_moment": [w]}),
+        (1, 1, {"parameters": [w], "first_moment": [w]}),
+        (1, 1, {"parameters": [w], "first_moment": [other]}),
+        (1, 1, {"parameters": [other], "first_moment": [w]}),
+        (1, 1, {"parameters": [w, w]}),
+        (1, 1, {"parameters": [np.concatenate([w, w])]}),
+        (1, 1, {}),
     ]
-    found = {state_digest(*case) for case in cases}
-    assert len(found) == len(cases)
-    assert w not in found
+    digests = {state_digest(step, updates, kinds.items()) for step, updates, kinds in cases}
+    digests |= {
+        state_digest_1(
+            step,
+            updates,
+            {kind: dict(zip("ab", arrays, strict=False)) for kind, arrays in kinds.items()}.items(),
+        )
+        for step, updates, kinds in cases
+    }
+    assert len(digests) == 2 * len(cases)
 
 
 def test_other_types_are_a_bug_of_ours():

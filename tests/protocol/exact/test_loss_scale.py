@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.base.errors import RunSpecError
-from protocol.exact.loss_scale import first_scale, scale_after, scales
+from protocol.exact.schedule import first_scale, scale_after, scales
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 
 LANGUAGE = {"task": "causal-lm", "steps": 5, "data": {"train": "a.jsonl"}}

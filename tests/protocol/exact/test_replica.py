@@ -8,10 +8,11 @@ import torch
 
 from protocol.base.errors import SubnormalsFlushed
 from protocol.exact.digest import weights_digest
+from protocol.exact.parameter_groups import decays
 from protocol.exact.replica import Replica, aligned_zeros, part_slices
-from protocol.exact.update import apply_update, decays, moment_count, step_scalars
+from protocol.exact.update import apply_update, moment_count, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import Adamw, OptimizerSpec
 
 BLOCKS = (
     Block(
@@ -53,14 +54,14 @@ def trained(spec, steps=3):
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("kind", ["parameters", "second_moment"])
 def test_a_value_that_is_not_finite_is_found_and_named(bad, kind):
-    replica = Replica(BLOCKS, OptimizerSpec(name="adamw", lr=0.1))
-    assert replica.digests().not_finite == ""
+    replica = Replica(BLOCKS, Adamw(name="adamw", lr=0.1))
+    assert replica.location_not_finite() == ""
     block, tensor = BLOCKS[-1], BLOCKS[-1].tensors[-1]
     part = next(p for p in replica.parts() if (p.kind, p.block) == (kind, len(BLOCKS) - 1))
     part.values[-1] = bad
     words = kind.replace("_", " ")
     expected = f"block {block.name!r}, tensor {tensor.name!r} ({words})"
-    assert replica.digests().not_finite == expected
+    assert replica.location_not_finite() == expected
 
 
 def test_a_thread_that_flushes_subnormals_may_not_update():
@@ -72,7 +73,7 @@ def test_a_thread_that_flushes_subnormals_may_not_update():
 
     def update() -> str:
         assert torch.set_flush_denormal(True)
-        with pytest.raises(SubnormalsFlushed, match="subnormal numbers for zeros") as caught:
+        with pytest.raises(SubnormalsFlushed, match="subnormal numbers to zero") as caught:
             replica.apply(gradients, scalars)
         return str(caught.value)
 
@@ -105,8 +106,7 @@ def test_apply_updates_each_tensor_by_the_rule_with_its_own_decay(spec):
 
 def test_decay_makes_a_difference_where_it_applies_only():
     with_decay, without = (
-        trained(OptimizerSpec(name="adamw", lr=0.01, weight_decay=decay)).tensors()
-        for decay in (0.1, 0.0)
+        trained(Adamw(name="adamw", lr=0.01, weight_decay=decay)).tensors() for decay in (0.1, 0.0)
     )
     changed = {name for name in with_decay if (with_decay[name] != without[name]).any()}
     assert changed == {"layer.0.weight", "layer.0.out", "head"}

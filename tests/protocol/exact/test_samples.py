@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.exact.samples import SampleOrder, microbatch_seed, permutation
-from protocol.spec.run_spec import BatchSpec
+from protocol.spec.sections.tasks import BatchSpec
 
 MASK = 2**64 - 1
 seeds = st.integers(0, 2**63 - 1)

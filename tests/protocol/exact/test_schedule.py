@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.exact.schedule import learning_rate
-from protocol.spec.run_spec import OptimizerSpec
+from protocol.spec.sections.optimizer import Adamw, OptimizerSpec
 
 NAMES = ("constant", "linear", "cosine", "wsd")
 
@@ -47,7 +47,7 @@ def test_a_warm_up_longer_than_the_run_never_ends():
 def test_a_schedule_ends_at_its_floor():
     found = rates(4, lr=2.0, schedule="linear", min_lr_ratio=0.5)
     assert found == [2.0, 1.75, 1.5, 1.25]
-    spec = OptimizerSpec(lr=2.0, schedule="cosine", min_lr_ratio=0.1)
+    spec = Adamw(lr=2.0, schedule="cosine", min_lr_ratio=0.1)
     assert learning_rate(spec, 9, 9) == pytest.approx(0.2, abs=1e-15)
 
 
@@ -77,7 +77,7 @@ def test_wsd_and_floors_are_those_of_transformers(decay, floor):
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_past_the_end_it_is_zero(schedule):
-    spec = OptimizerSpec(lr=1.0, schedule=schedule)
+    spec = Adamw(lr=1.0, schedule=schedule)
     assert learning_rate(spec, 10, 10) == 0.0
     assert learning_rate(spec, 11, 10) == 0.0
 
@@ -106,3 +106,77 @@ def test_cosine_is_torchs():
         optimizer.step()
         scheduler.step()
     assert rates(20, lr=0.3, schedule="cosine") == pytest.approx(expected, rel=1e-12)
+
+
+def rates_of(make, steps, lr=0.3):
+    """The rates of a scheduler that `make` puts on an optimizer."""
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler, expected = make(optimizer), []
+    for _ in range(steps):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return expected
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize(
+    ("settings", "function", "options"),
+    [
+        (
+            {"schedule": "polynomial", "power": 2.0, "min_lr_ratio": 0.1},
+            "get_polynomial_decay_schedule_with_warmup",
+            {"num_training_steps": 20, "lr_end": 0.03, "power": 2.0},
+        ),
+        (
+            {"schedule": "cosine-restarts", "cycles": 3},
+            "get_cosine_with_hard_restarts_schedule_with_warmup",
+            {"num_training_steps": 20, "num_cycles": 3},
+        ),
+        ({"schedule": "inverse-sqrt"}, "get_inverse_sqrt_schedule", {}),
+    ],
+)
+def test_schedules_are_those_of_transformers(settings, function, options, warmup):
+    optimization = pytest.importorskip("transformers.optimization")
+    make = getattr(optimization, function)
+    expected = rates_of(lambda it: make(it, num_warmup_steps=warmup, **options), 20)
+    found = rates(20, lr=0.3, warmup_steps=warmup, warmup_from_zero=warmup > 0, **settings)
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 20])
+def test_one_cycle_is_torch_s(steps):
+    torch = pytest.importorskip("torch")
+    make = torch.optim.lr_scheduler.OneCycleLR
+    settings = {"pct_start": 0.3, "div_factor": 25.0, "final_div_factor": 100.0}
+    expected = rates_of(
+        lambda it: make(it, 0.3, total_steps=steps + 1, cycle_momentum=False, **settings), steps + 1
+    )
+    found = rates(steps + 1, lr=0.3, schedule="onecycle", min_lr_ratio=1 / 2500)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_piecewise_is_torch_s():
+    torch = pytest.importorskip("torch")
+    make = torch.optim.lr_scheduler.MultiStepLR
+    expected = rates_of(lambda it: make(it, [3, 11], gamma=0.5), 20)
+    found = rates(20, lr=0.3, schedule="piecewise", milestones=[3, 11], gamma=0.5)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_listed_rates_hold_from_their_last_one_on():
+    assert rates(4, lr=2.0, schedule="rates", rates=[0.5, 1.0, 0.25]) == [1.0, 2.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"schedule": "onecycle", "warmup_steps": 3}, "set rise_ratio"),
+        ({"schedule": "rates"}, "expected rates"),
+        ({"schedule": "piecewise", "milestones": [5, 5]}, "ascending order"),
+    ],
+)
+def test_a_schedule_that_contradicts_itself_is_refused(settings, text):
+    with pytest.raises(ValueError, match=text):
+        Adamw(**settings)

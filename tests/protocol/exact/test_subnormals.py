@@ -31,5 +31,5 @@ def test_a_thread_that_flushes_them_is_refused_in_one_line(loaded_before):
 
     with ThreadPoolExecutor(1) as thread:
         told = thread.submit(flushing).result()
-    assert told.startswith("this test takes subnormal numbers for zeros")
+    assert told.startswith("this test flushes subnormal numbers to zero")
     assert "\n" not in told

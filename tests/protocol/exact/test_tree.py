@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from protocol.exact.tree import Node, children, cover, is_node, parent, path, root, sibling
+from protocol.exact.tree import Subtree, children, cover, is_subtree, parent, path, root, sibling
 
 counts = st.integers(1, 70)
 
@@ -21,13 +21,13 @@ def naive_split(lo, hi):
     return lo + k
 
 
-def naive_nodes(lo: int, hi: int) -> list[tuple[Node, Node | None]]:
-    """Every node, each before those below it, with the node above it."""
-    found: list[tuple[Node, Node | None]] = [(Node(lo, hi), None)]
+def naive_subtrees(lo: int, hi: int) -> list[tuple[Subtree, Subtree | None]]:
+    """Every subtree, each before those below it, with the subtree above it."""
+    found: list[tuple[Subtree, Subtree | None]] = [(Subtree(lo, hi), None)]
     if hi - lo > 1:
         middle = naive_split(lo, hi)
-        for below in (naive_nodes(lo, middle), naive_nodes(middle, hi)):
-            found.append((below[0][0], Node(lo, hi)))
+        for below in (naive_subtrees(lo, middle), naive_subtrees(middle, hi)):
+            found.append((below[0][0], Subtree(lo, hi)))
             found.extend(below[1:])
     return found
 
@@ -39,65 +39,65 @@ def naive_sum(leaves, lo, hi):
     return naive_sum(leaves, lo, middle) + naive_sum(leaves, middle, hi)
 
 
-def fewest_nodes(wanted, microbatches):
-    """The size of the smallest set of disjoint nodes that is exactly `wanted`, by trying all."""
-    nodes = [node for node, _ in naive_nodes(0, microbatches)]
+def fewest_subtrees(wanted, microbatches):
+    """The size of the smallest set of disjoint subtrees that is exactly `wanted`, by trying all."""
+    subtrees = [subtree for subtree, _ in naive_subtrees(0, microbatches)]
 
     @cache
     def fewest(rest):
         if not rest:
             return 0
         first = min(rest)
-        fitting = [n for n in nodes if n.lo == first and rest.issuperset(range(n.lo, n.hi))]
+        fitting = [n for n in subtrees if n.lo == first and rest.issuperset(range(n.lo, n.hi))]
         return 1 + min(fewest(rest.difference(range(n.lo, n.hi))) for n in fitting)
 
     return fewest(frozenset(wanted))
 
 
 def test_splits_as_rfc_6962_does():
-    assert children(Node(0, 2)) == (Node(0, 1), Node(1, 2))
-    assert children(Node(0, 7)) == (Node(0, 4), Node(4, 7))
-    assert children(Node(0, 8)) == (Node(0, 4), Node(4, 8))
-    assert children(Node(4, 7)) == (Node(4, 6), Node(6, 7))
-    assert children(Node(0, 9)) == (Node(0, 8), Node(8, 9))
+    assert children(Subtree(0, 2)) == (Subtree(0, 1), Subtree(1, 2))
+    assert children(Subtree(0, 7)) == (Subtree(0, 4), Subtree(4, 7))
+    assert children(Subtree(0, 8)) == (Subtree(0, 4), Subtree(4, 8))
+    assert children(Subtree(4, 7)) == (Subtree(4, 6), Subtree(6, 7))
+    assert children(Subtree(0, 9)) == (Subtree(0, 8), Subtree(8, 9))
 
 
-def test_a_node_prints_as_its_range():
-    assert str(Node(3, 5)) == "[3,5)"
+def test_a_subtree_prints_as_its_range():
+    assert str(Subtree(3, 5)) == "[3,5)"
 
 
 @given(counts)
-def test_nodes_parents_and_siblings_are_those_of_the_recursion(microbatches):
-    above = dict(naive_nodes(0, microbatches))
+def test_subtrees_parents_and_siblings_are_those_of_the_recursion(microbatches):
+    above = dict(naive_subtrees(0, microbatches))
     assert len(above) == 2 * microbatches - 1
-    for node, expected in above.items():
-        assert parent(node, microbatches) == expected
-        beside = [n for n, p in above.items() if p == expected and n != node]
-        assert sibling(node, microbatches) == (beside[0] if expected else None)
+    for subtree, expected in above.items():
+        assert parent(subtree, microbatches) == expected
+        beside = [n for n, p in above.items() if p == expected and n != subtree]
+        assert sibling(subtree, microbatches) == (beside[0] if expected else None)
 
 
 @given(counts, st.integers(-3, 75), st.integers(-3, 75))
-def test_nothing_else_is_a_node(microbatches, lo, hi):
-    expected = Node(lo, hi) in dict(naive_nodes(0, microbatches))
-    assert is_node(Node(lo, hi), microbatches) == expected
+def test_nothing_else_is_a_subtree(microbatches, lo, hi):
+    expected = Subtree(lo, hi) in dict(naive_subtrees(0, microbatches))
+    assert is_subtree(Subtree(lo, hi), microbatches) == expected
 
 
 @given(counts, st.data())
-def test_a_path_goes_from_the_root_to_the_node_by_children(microbatches, data):
-    node = data.draw(st.sampled_from([n for n, _ in naive_nodes(0, microbatches)]))
-    steps = path(node, microbatches)
+def test_a_path_goes_from_the_root_to_the_subtree_by_children(microbatches, data):
+    subtree = data.draw(st.sampled_from([n for n, _ in naive_subtrees(0, microbatches)]))
+    steps = path(subtree, microbatches)
     assert steps[0] == root(microbatches)
-    assert steps[-1] == node
+    assert steps[-1] == subtree
     assert all(lower in children(upper) for upper, lower in itertools.pairwise(steps))
 
 
 @given(st.integers(1, 13), st.data())
 def test_a_cover_is_exact_in_order_and_the_smallest(microbatches, data):
     wanted = data.draw(st.sets(st.integers(0, microbatches - 1)))
-    nodes = cover(sorted(wanted), microbatches)
-    assert [leaf for n in nodes for leaf in range(n.lo, n.hi)] == sorted(wanted)
-    assert all(is_node(node, microbatches) for node in nodes)
-    assert len(nodes) == fewest_nodes(wanted, microbatches)
+    subtrees = cover(sorted(wanted), microbatches)
+    assert [leaf for n in subtrees for leaf in range(n.lo, n.hi)] == sorted(wanted)
+    assert all(is_subtree(subtree, microbatches) for subtree in subtrees)
+    assert len(subtrees) == fewest_subtrees(wanted, microbatches)
 
 
 @given(counts)
@@ -111,7 +111,7 @@ def test_any_cut_and_any_order_of_merging_gives_the_bits_of_the_recursion(microb
     workers = data.draw(st.lists(st.integers(0, 4), min_size=microbatches, max_size=microbatches))
     random = np.random.default_rng(seed)
     leaves = random.standard_normal((microbatches, 5)).astype(np.float32)
-    held: dict[Node | None, NDArray[np.float32]] = {}
+    held: dict[Subtree | None, NDArray[np.float32]] = {}
     for worker in set(workers):
         mine = [leaf for leaf in range(microbatches) if workers[leaf] == worker]
         held |= {n: naive_sum(leaves, n.lo, n.hi) for n in cover(mine, microbatches)}
@@ -130,4 +130,4 @@ def test_any_cut_and_any_order_of_merging_gives_the_bits_of_the_recursion(microb
     [((0, 4), (2, 4), True), ((0, 4), (0, 4), True), ((0, 4), (3, 5), False)],
 )
 def test_covers(outer, inner, covered):
-    assert Node(*outer).covers(Node(*inner)) is covered
+    assert Subtree(*outer).covers(Subtree(*inner)) is covered

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact.tree import Node, children, cover, root
+from protocol.exact.tree import Subtree, children, cover, root
 from protocol.exact.tree_sum import TreeSum, add_arrays, tree_sum
 from protocol.exact.update import is_finite
 
@@ -22,25 +22,25 @@ def naive(leaves, lo, hi):
     return left + right
 
 
-def all_nodes(node):
-    below = [] if node.leaves == 1 else [n for c in children(node) for n in all_nodes(c)]
-    return [node, *below]
+def all_subtrees(subtree):
+    below = [] if subtree.leaves == 1 else [n for c in children(subtree) for n in all_subtrees(c)]
+    return [subtree, *below]
 
 
-def cut(draw, node):
-    """Disjoint nodes that make up `node`."""
-    if node.leaves == 1 or draw(st.booleans()):
-        return [node]
-    left, right = children(node)
+def cut(draw, subtree):
+    """Disjoint subtrees that make up `subtree`."""
+    if subtree.leaves == 1 or draw(st.booleans()):
+        return [subtree]
+    left, right = children(subtree)
     return cut(draw, left) + cut(draw, right)
 
 
 @st.composite
 def arrivals(draw):
-    """Microbatches, and nodes that cover them all, duplicates and overlaps among them."""
+    """Microbatches, and subtrees that cover them all, duplicates and overlaps among them."""
     microbatches = draw(st.integers(1, 20))
     needed = cut(draw, root(microbatches))
-    extra = draw(st.lists(st.sampled_from(all_nodes(root(microbatches))), max_size=12))
+    extra = draw(st.lists(st.sampled_from(all_subtrees(root(microbatches))), max_size=12))
     return microbatches, draw(st.permutations(needed + extra))
 
 
@@ -52,11 +52,11 @@ def noise(microbatches):
 
 @given(arrivals())
 def test_any_order_duplicates_and_overlaps_give_the_bits_of_the_recursive_sum(case):
-    microbatches, nodes = case
+    microbatches, subtrees = case
     leaves = noise(microbatches)
     sums = TreeSum(microbatches, add_arrays)
-    for node in nodes:
-        sums.put(node, naive(leaves, *node).copy())
+    for subtree in subtrees:
+        sums.put(subtree, naive(leaves, *subtree).copy())
     total = sums.total
     assert total is not None
     assert total.tobytes() == naive(leaves, 0, microbatches).tobytes()
@@ -65,14 +65,14 @@ def test_any_order_duplicates_and_overlaps_give_the_bits_of_the_recursive_sum(ca
 
 @given(arrivals())
 def test_every_leaf_counts_exactly_once(case):
-    microbatches, nodes = case
+    microbatches, subtrees = case
     sums: TreeSum[list[int]] = TreeSum(microbatches, lambda left, right: left + right)
     come: set[int] = set()
-    for node in nodes:
-        before = come.issuperset(range(*node))
-        assert sums.covers(node) is any(held.covers(node) for held in sums.held)
-        taken = sums.put(node, list(range(*node)))
-        come |= set(range(*node))
+    for subtree in subtrees:
+        before = come.issuperset(range(*subtree))
+        assert sums.covers(subtree) is any(held.covers(subtree) for held in sums.held)
+        taken = sums.put(subtree, list(range(*subtree)))
+        come |= set(range(*subtree))
         assert taken or before
         assert sorted(leaf for value in sums._held.values() for leaf in value) == sorted(come)
         assert set(sums.missing(root(microbatches))) == set(range(microbatches)) - come
@@ -85,7 +85,7 @@ def test_what_is_held_is_merged_as_far_as_can_be(microbatches, data):
     come = data.draw(st.integers(0, microbatches))
     sums = TreeSum(microbatches, add)
     for leaf in leaves[:come]:
-        assert sums.put(Node(leaf, leaf + 1), 1.0)
+        assert sums.put(Subtree(leaf, leaf + 1), 1.0)
     assert sums.held == cover(sorted(leaves[:come]), microbatches)
 
 
@@ -96,19 +96,19 @@ def test_terms_in_order_are_added_along_the_tree(terms):
 
 def test_a_descendant_after_its_ancestor_is_dropped():
     sums = TreeSum(4, add)
-    assert sums.put(Node(0, 2), 3.0)
-    assert not sums.put(Node(0, 1), 100.0)
-    assert not sums.put(Node(0, 2), 100.0)
-    assert sums.put(Node(2, 4), 4.0)
+    assert sums.put(Subtree(0, 2), 3.0)
+    assert not sums.put(Subtree(0, 1), 100.0)
+    assert not sums.put(Subtree(0, 2), 100.0)
+    assert sums.put(Subtree(2, 4), 4.0)
     assert sums.total == 7.0
 
 
 def test_an_ancestor_takes_the_place_of_what_is_below_it():
     sums = TreeSum(4, add)
-    assert sums.put(Node(1, 2), 100.0)
-    assert sums.put(Node(2, 3), 5.0)
-    assert sums.put(Node(0, 2), 3.0)
-    assert sums.held == (Node(0, 2), Node(2, 3))
+    assert sums.put(Subtree(1, 2), 100.0)
+    assert sums.put(Subtree(2, 3), 5.0)
+    assert sums.put(Subtree(0, 2), 3.0)
+    assert sums.held == (Subtree(0, 2), Subtree(2, 3))
     assert sums.total is None
 
 

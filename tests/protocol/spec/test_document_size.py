@@ -8,11 +8,11 @@ import pytest
 
 from protocol.base import limits
 from protocol.base.errors import DataError, RunSpecError, UsageError
-from protocol.data.vocabulary import tokens_of_file
-from protocol.spec.init_from import begin_from
+from protocol.datasets.capture_check import tokens_of_file
+from protocol.spec.earlier_run import begin_from
 from protocol.spec.model_card import read_card
 from protocol.spec.run_spec import parse_run_spec, parse_run_spec_text
-from worker.after.finished import find
+from worker.results.saved_model import find
 
 
 def doubling(levels: int, merge: str = "") -> str:
@@ -27,9 +27,9 @@ def doubling(levels: int, merge: str = "") -> str:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (doubling(12), "values with those of aliases"),
-        (doubling(12, "<<"), "values with those of aliases"),
-        ("a: &a [*a]", "values with those of aliases"),
+        (doubling(12), "values with aliases expanded"),
+        (doubling(12, "<<"), "values with aliases expanded"),
+        ("a: &a [*a]", "values with aliases expanded"),
         ("[" * 100_000, f"at most {limits.DOCUMENT_LEVELS} levels"),
         ("{a: " * 40 + "1" + "}" * 40, f"at most {limits.DOCUMENT_LEVELS} levels"),
     ],

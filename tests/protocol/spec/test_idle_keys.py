@@ -8,35 +8,20 @@ import pytest
 from pydantic_core import PydanticUndefined
 
 from protocol.base.errors import RunSpecError
-from protocol.spec.idle_keys import ACTING, KEYS_OF_DATA, OWN_SECTIONS, TASK_SECTIONS
-from protocol.spec.run_spec import RunSpec, parse_run_spec
-from protocol.spec.run_spec_text import section_of
+from protocol.spec.run_spec import (
+    RUNS,
+    SECTIONS,
+    RunSpec,
+    parse_run_spec,
+    parse_run_spec_bytes,
+)
+from protocol.spec.sections.section import Model, Needs, Tagged, flat, model_at
 
 REGRESS = {"task": "regress", "steps": 3}
 TEXT = {"task": "causal-lm", "steps": 3, "model": {"source": "m"}, "data": {"train": "d"}}
+CLASSIFY = {**TEXT, "task": "classify"}
 TEACHER = {"task": "teacher-logits", "model": {"source": "m"}, "data": {"train": "d"}}
 STUDENT = {**TEXT, "task": "distil"}
-
-ALWAYS = {
-    "name", "task", "seed", "exactness", "init_from", "options", "steps", "epochs", "log",
-    "threads", "double_check_every", "arithmetic.mode",
-    "batch.samples", "batch.microbatch", "batch.tokens",
-    "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_log", "checkpoint.copies",
-    "stop.figure", "stop.better", "stop.patience", "stop.min_delta",
-    "replicas.count", "replicas.inner_steps", "replicas.inner_state", "replicas.codec",
-    "replicas.averages", "replicas.boundary_every", "replicas.outer.lr", "replicas.outer.momentum",
-}  # fmt: skip
-"""In every run whose section they are in; some are refused beside others, by `RunSpec`."""
-
-OF_THE_TASK = {
-    "model.source", "model.adapter", "model.config", "model.dtype", "model.base_dtype",
-    "model.precision", "model.attention", "tokenizer.source", "lora.r", "lora.alpha",
-    "lora.dropout", "lora.targets", "capture.drawn", "capture.temperature", "distil.alpha",
-    "dpo.beta", "regress.samples", "regress.features", "regress.noise", "digits.hidden",
-    "digits.holdout", "digits.dropout", "scripted.blocks", "scripted.block_bytes",
-    "scripted.samples",
-}  # fmt: skip
-"""In every run of a task that reads their section."""
 
 IDLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "arithmetic.multiply_add": (REGRESS, {}),
@@ -46,6 +31,10 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model.name": (TEXT, {}),
     "tokenizer.vocab_size": (TEXT, {"tokenizer.source": "t"}),
     "data.holdout": (TEXT, {"data.validation": "v"}),
+    "data.num_classes": (CLASSIFY, {"data.problem": "regression"}),
+    "data.class_weights": (CLASSIFY, {"data.problem": "regression"}),
+    "data.sampling": (CLASSIFY, {"data.problem": "regression"}),
+    "data.stratify": (CLASSIFY, {"data.validation": "v"}),
     "data.columns": (TEXT, {}),
     "data.loss": (TEXT, {}),
     "data.chat_template": (TEXT, {}),
@@ -66,6 +55,14 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "optimizer.warmup_from_zero": (REGRESS, {}),
     "optimizer.min_lr_ratio": (REGRESS, {"optimizer.schedule": "constant"}),
     "optimizer.decay_ratio": (REGRESS, {"optimizer.schedule": "cosine"}),
+    "optimizer.alpha": (REGRESS, {"optimizer.name": "adamw"}),
+    "optimizer.power": (REGRESS, {"optimizer.schedule": "cosine"}),
+    "optimizer.cycles": (REGRESS, {"optimizer.schedule": "cosine"}),
+    "optimizer.rise_ratio": (REGRESS, {"optimizer.schedule": "cosine"}),
+    "optimizer.start_lr_ratio": (REGRESS, {"optimizer.schedule": "cosine"}),
+    "optimizer.milestones": (REGRESS, {"optimizer.schedule": "cosine"}),
+    "optimizer.gamma": (REGRESS, {"optimizer.schedule": "cosine"}),
+    "optimizer.rates": (REGRESS, {"optimizer.schedule": "cosine"}),
     "optimizer.decay": (REGRESS, {"optimizer.schedule": "linear"}),
     "replicas.outer.nesterov": (
         REGRESS, {"replicas": {"count": 2, "inner_steps": 3}, "replicas.outer.momentum": 0},
@@ -77,8 +74,9 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 NO_DEFAULT = {
     "lora.targets": ["q"], "capture.drawn": 4, "data.holdout_samples": 4, "data.num_classes": 3,
-    "data.class_weights": "balanced", "model.config": {"model_type": "llama"},
-    "optimizer.clip_norm": 1.0,
+    "data.class_weights": "balanced", "data.sampling": "balanced",
+    "model.config": {"model_type": "llama"},
+    "optimizer.clip_norm": 1.0, "data.columns": {"messages": "m"},
 }  # fmt: skip
 """What a key can say that is null where it is left out, if that is no text."""
 
@@ -86,8 +84,8 @@ NO_DEFAULT = {
 def every_key(model: Any = RunSpec, before: str = "") -> list[str]:
     keys: list[str] = []
     for name in model.model_fields:
-        inner = section_of(model, name)
-        keys += every_key(inner, f"{before}{name}.") if inner else [before + name]
+        inner = model_at(model, name)
+        keys += every_key(flat(inner), f"{before}{name}.") if inner else [before + name]
     return keys
 
 
@@ -95,9 +93,22 @@ def usual(key: str) -> Any:
     *parents, name = key.split(".")
     model: Any = RunSpec
     for parent in parents:
-        model = section_of(model, parent)
+        inner = model_at(model, parent)
+        assert inner is not None
+        model = flat(inner)
     default = model.model_fields[name].default
-    return NO_DEFAULT.get(key, "x") if default in (None, PydanticUndefined) else default
+    return NO_DEFAULT.get(key, "x" if default in (None, PydanticUndefined) else default)
+
+
+def with_conditions(model: Model, before: str = "") -> set[str]:
+    if isinstance(model, Tagged):
+        return {key for each in model.variants.values() for key in with_conditions(each, before)}
+    found: set[str] = set()
+    for name, field in model.model_fields.items():
+        inner = model_at(model, name)
+        found |= {before + name for each in field.metadata if isinstance(each, Needs)}
+        found |= with_conditions(inner, f"{before}{name}.") if inner else set()
+    return found
 
 
 def with_keys(document: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
@@ -118,17 +129,9 @@ def refusal(document: dict[str, Any], *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_of_every_key_it_is_said_when_it_acts():
-    tabled = {key for acting in ACTING for key in acting.keys}
-    known = {*ALWAYS, *OF_THE_TASK, *tabled}
-    data = {f"data.{key}" for keys in KEYS_OF_DATA.values() for key in keys}
-    for key in every_key():
-        section = key.partition(".")[0]
-        assert key in known or key in data or f"{section}.*" in known, (
-            f"{key}: say in idle_keys.ACTING when it acts, or here that it always does"
-        )
-    assert {key for key in known if not key.endswith(".*")} <= {*every_key()}
-    assert tabled == set(IDLE)
+def test_every_condition_is_tried():
+    assert with_conditions(RUNS) - {"exchange"} <= set(IDLE)
+    assert {key for key in IDLE if not key.endswith(".*")} <= {*every_key()}
 
 
 @pytest.mark.parametrize("key", IDLE)
@@ -138,8 +141,7 @@ def test_a_key_that_another_makes_idle_is_refused_even_with_its_default(key):
     for each in every_key() if key.endswith("*") else [key]:
         if each.startswith(section):
             told = refusal(with_keys(base, {**beside, each: usual(each)}))
-            # Where it is not the default, `RunSpec` may have said so before.
-            assert each in told or f"leave out {each.partition('.')[0]}" in told
+            assert each in told or f"{each.partition('.')[0]}: " in told
     assert parse_run_spec(with_keys(base, beside)).steps
 
 
@@ -148,10 +150,14 @@ def test_a_key_that_another_makes_idle_is_refused_even_with_its_default(key):
     [
         (
             {"name": "sgd", "momentum": 0.9},
-            "nothing with optimizer sgd: leave it out, or set optimizer.name: momentum in 'run",
+            "sgd has no 'momentum'; remove it, or set optimizer.name to momentum or nesterov in 'r",
         ),
-        ({"name": "sgd", "betas": [0.8, 0.9], "eps": 1e-7}, "optimizer.eps does nothing with"),
-        ({"warmup_from_zero": True}, "optimizer.warmup_steps 0: leave it out, or set optimizer.w"),
+        ({"momentum": 0.9}, "adamw has no 'momentum'; expected one of betas, eps; remove it, or"),
+        ({"name": "sgd", "betas": [0.8, 0.9], "eps": 1e-7}, "; optimizer.eps: sgd has no 'eps'"),
+        (
+            {"warmup_from_zero": True},
+            "warmup_from_zero: has an effect only with warmup_steps, got 0; remove",
+        ),
     ],
 )
 def test_an_optimizer_has_its_own_keys(optimizer, text):
@@ -168,37 +174,66 @@ def test_what_an_optimizer_reads_it_may_be_told(name):
     assert spec.optimizer.name == name
 
 
-@pytest.mark.parametrize("task", TASK_SECTIONS)
+@pytest.mark.parametrize("task", [each for each in RUNS.variants if each != Tagged.OTHER])
 def test_sections_of_other_tasks_are_refused_with_defaults_too(task):
-    base = with_keys(TEXT if "data" in TASK_SECTIONS[task] else REGRESS, {"task": task})
-    unread = OWN_SECTIONS - TASK_SECTIONS[task] - {"model", "data", "options"}
+    variant = RUNS.variants[task]
+    base = with_keys(TEXT if "data" in variant.model_fields else REGRESS, {"task": task})
     for key in every_key():
-        if key.partition(".")[0] in unread:
-            assert task in refusal(with_keys(base, {key: usual(key)}))
+        section = key.partition(".")[0]
+        if section in SECTIONS - variant.model_fields.keys() - {"options"}:
+            assert f"{section}: task {task} has no" in refusal(with_keys(base, {key: usual(key)}))
+        elif section == "data" and key.partition(".")[2] in _lacked_data(variant):
+            assert f"{key}: " in refusal(with_keys(base, {key: usual(key)}))
 
 
-@pytest.mark.parametrize("task", KEYS_OF_DATA)
-def test_keys_of_data_that_a_task_does_not_read_are_refused_with_defaults_too(task):
-    base = with_keys(TEXT, {"task": task})
-    for key in sorted({each.partition(".")[2] for each in every_key() if each[:5] == "data."}):
-        if key not in KEYS_OF_DATA[task]:
-            told = refusal(with_keys(base, {f"data.{key}": usual(f"data.{key}")}))
-            assert f"data.{key}" in told
+def _lacked_data(variant: Any) -> set[str]:
+    data = model_at(variant, "data")
+    if isinstance(data, Tagged):
+        return set.intersection(*({*each.lacked} for each in data.variants.values()))
+    return {*data.lacked}  # type: ignore[union-attr]
 
 
 def test_what_was_set_is_named_and_null_says_nothing():
     told = refusal({**REGRESS, "optimizer": {"name": "sgd"}}, "optimizer.momentum=0.5")
-    assert told.endswith("optimizer.name: momentum (from --set optimizer.momentum=0.5)")
+    assert told.endswith("to momentum or nesterov (from --set optimizer.momentum=0.5)")
     assert parse_run_spec({**REGRESS, "lora": None, "checkpoint": {"metric": None}}).lora is None
 
 
-def test_a_canonical_document_may_say_every_default_and_nothing_else_that_is_idle():
+def test_a_canonical_document_says_no_key_that_does_nothing():
     for document in (REGRESS, TEXT, TEACHER, {**REGRESS, "optimizer": {"name": "sgd"}}):
         spec = parse_run_spec(document)
         told = json.loads(spec.to_bytes())
         assert parse_run_spec(told) == spec
-        assert parse_run_spec(told, ["seed=5", "evaluate_every=0"][: 2 - spec.captures]).seed == 5
-    told["optimizer"]["momentum"] = 0.5
-    assert "optimizer.momentum does nothing with optimizer sgd" in refusal(told)
-    told["optimizer"]["momentum"] = 0.9
-    assert "does nothing" in refusal(told, "optimizer.momentum=0.9")
+        assert parse_run_spec(told, ["seed=5"]).seed == 5
+    assert "momentum" not in told["optimizer"]
+
+
+def test_a_canonical_document_of_an_earlier_release_says_every_default():
+    for document in (REGRESS, TEXT, TEACHER, {**REGRESS, "optimizer": {"name": "sgd"}}):
+        spec = parse_run_spec(document)
+        earlier = earlier_document(spec)
+        assert earlier["optimizer"]["momentum"] == 0.9
+        assert parse_run_spec_bytes(json.dumps(earlier).encode()) == spec
+        assert parse_run_spec(earlier) == spec
+        assert parse_run_spec(earlier, ["seed=5"]).seed == 5
+    assert "has no 'momentum'" in refusal(earlier, "optimizer.momentum=0.9")
+
+
+def earlier_document(spec: RunSpec) -> dict[str, Any]:
+    """As releases before the variants wrote it: every section with every key."""
+
+    def whole(model: Any, document: Any) -> Any:
+        found = {}
+        for name, field in model.model_fields.items():
+            value = document.get(name, PydanticUndefined)
+            if value is PydanticUndefined:
+                value = field.get_default()
+                value = json.loads(value.model_dump_json()) if hasattr(value, "lacked") else value
+            inner = model_at(model, name)
+            nested = isinstance(value, dict)  # not a list of sections
+            found[name] = whole(flat(inner), value) if inner and nested else value
+        return found
+
+    document: dict[str, Any] = whole(RunSpec, spec.model_dump(mode="json"))
+    document["exchange"]["way"] = document["exchange"].pop("topology")
+    return document

@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 from protocol.base.errors import DataError, RunSpecError
-from protocol.spec.adapter import check_adapter, check_labels
-from protocol.spec.init_from import COMPUTING, NOT_TAKEN, OF_BASE, ORIGIN
-from protocol.spec.run_spec import LoraSpec, ModelSpec, RunSpec, parse_run_spec
+from protocol.spec.earlier_run import COMPUTING, IN_FLOAT16, OF_BASE
+from protocol.spec.files.adapter import check_adapter, check_labels
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from protocol.spec.sections.model import LoraSpec, ModelSpec
 
 COMPUTED = {
     "dtype": "float32", "precision": "float16", "attention": "sdpa", "loss_scale": 1024.0,
     "loss_scale_every": 7,
 }  # fmt: skip
-LORA = {"r": 3, "alpha": 5.0, "dropout": 0.25, "targets": ["v_proj"]}
+LORA = {"r": 3, "alpha": 5.0, "dropout": 0.25, "targets": ["v_proj"],
+    "rslora": True, "modules_to_save": ["norm"], "rank_pattern": {"v_proj": 2},
+    "alpha_pattern": {"v_proj": 1.5},
+}  # fmt: skip
 
 
 def left(run: Path, *, adapter: bool = True, own: bool = False, **changes: Any) -> Path:
@@ -35,6 +39,8 @@ def left(run: Path, *, adapter: bool = True, own: bool = False, **changes: Any) 
         config = {
             "peft_type": "LORA", "r": 3, "lora_alpha": 5, "lora_dropout": 0.25,
             "target_modules": ["v_proj"], "base_model_name_or_path": "a/base",
+            "use_rslora": True, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 1.5},
+            "modules_to_save": ["norm"],
         }  # fmt: skip
         (result / "adapter_config.json").write_text(json.dumps(config))
         (result / "adapter_model.safetensors").write_text("")
@@ -61,15 +67,18 @@ def next_run(found: Path, **changes: Any) -> RunSpec:
 
 
 def test_every_field_of_the_model_is_taken_over_or_said_not_to_be():
-    groups = [*ORIGIN, *OF_BASE, *COMPUTING, *NOT_TAKEN]
+    replaced = ("source", "name", "adapter", "config")
+    of_machines = ("gradient_checkpointing",)  # they change no bit
+    groups = [*replaced, *OF_BASE, *COMPUTING, *IN_FLOAT16, *of_machines]
     assert sorted(groups) == sorted(ModelSpec.model_fields)
-    assert sorted(COMPUTED) == sorted(COMPUTING)
-    assert sorted(LORA) == sorted(LoraSpec.model_fields)
+    assert sorted(COMPUTED) == sorted(COMPUTING + IN_FLOAT16)
+    with_float32_alone = {"dora", "target_parameters"}  # in tests/worker/models/test_lora_options
+    assert {*LORA} | with_float32_alone == {*LoraSpec.model_fields}
     taken = {"model", "lora", "tokenizer", "data"}
     of_training = {
         "name", "task", "seed", "exactness", "arithmetic", "init_from", "capture", "distil", "dpo",
-        "regress", "digits", "scripted", "options", "batch", "optimizer", "exchange", "replicas",
-        "steps", "epochs", "evaluate_every", "log", "checkpoint", "stop", "threads",
+        "embed", "regress", "digits", "scripted", "options", "batch", "optimizer", "exchange",
+        "replicas", "steps", "epochs", "evaluate_every", "log", "checkpoint", "stop", "threads",
         "double_check_every",
     }  # fmt: skip
     assert taken | of_training == {*RunSpec.model_fields}
@@ -113,12 +122,12 @@ def test_what_the_next_run_says_itself_stays_but_another_base_is_refused(tmp_pat
 
 def test_another_tokenizer_than_the_base_s_is_given_or_refused(tmp_path):
     found = left(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300})
-    with pytest.raises(DataError, match=r"with another tokenizer .*: --set tokenizer\.source=/"):
+    with pytest.raises(DataError, match=r"with its own tokenizer .*: --set tokenizer\.source=/"):
         check_adapter(next_run(found, tokenizer=None))
     preferences = next_run(found, task="dpo", data={"train": "x"})
     assert preferences.data is not None
     assert preferences.data.chat_template == "{{ messages }}"
-    with pytest.raises(DataError, match=r"with another tokenizer .*: worker merge"):
+    with pytest.raises(DataError, match=r"with its own tokenizer .*: worker merge"):
         check_adapter(preferences)
 
 
@@ -148,5 +157,5 @@ def test_many_labels_are_shown_from_where_they_differ_and_a_damaged_record_is_on
     with pytest.raises(DataError, match=r"\['l25', .*\(from number 25, of 30\), the data has .*x"):
         check_labels(spec, [*labels[:25], "x", *labels[26:]])
     record.write_text('{"labels": 3}')
-    with pytest.raises(RunSpecError, match="is not what a classify run writes"):
+    with pytest.raises(RunSpecError, match="as a classify run writes it, found none"):
         next_run(found)

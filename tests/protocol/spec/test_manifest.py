@@ -105,7 +105,7 @@ def test_the_mean_of_ratios():
     opposite = Ratio(numerator={"a": -1}, denominator={"b": 1})
     assert math.isnan(Metric(name="m", mean_of=(half, opposite)).value({"a": math.inf, "b": 1}))
     for rule in ({}, {"numerator": {"a": 1}, "mean_of": (half,)}):
-        with pytest.raises(ValidationError, match="either a numerator or mean_of"):
+        with pytest.raises(ValidationError, match="a numerator, mean_of or pearson"):
             Metric.model_validate({"name": "mean"} | rule)
 
 
@@ -177,7 +177,9 @@ def test_the_place_is_named():
         Manifest.from_bytes(changed(train_samples=0))
 
 
-@pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "a\\b", "/abs", "a\n", "x" * 101])
+@pytest.mark.parametrize(
+    "name", ["", "..", ".hidden", "a/b/c", "../b", "a/.b", "a/", "a\\b", "/abs", "a\n", "x" * 101]
+)
 @pytest.mark.parametrize("field", ["directory", "weights_file", "files"])
 def test_an_export_writes_plain_names_only(name, field):
     value = {name: ""} if field == "files" else name
@@ -185,12 +187,18 @@ def test_an_export_writes_plain_names_only(name, field):
         Export.model_validate({field: value})
 
 
+def test_a_text_file_of_an_export_may_be_one_folder_below():
+    Export(files={"1_Pooling/config.json": ""})
+    with pytest.raises(ValidationError, match="plain file name"):
+        Export(directory="a/b")
+
+
 def test_a_tensor_twice_is_refused():
-    with pytest.raises(ValidationError, match="every tensor once"):
+    with pytest.raises(ValidationError, match="distinct names of tensors"):
         Manifest(blocks=(flat_block(1), flat_block(2)), train_samples=1)
 
 
 def test_a_metric_that_comes_twice_is_refused():
     twice = (Metric(name="f1[a]", numerator={"x": 1}), Metric(name="f1[a]", numerator={"y": 1}))
-    with pytest.raises(ValidationError, match="expected every metric once"):
+    with pytest.raises(ValidationError, match="expected distinct names of metrics"):
         Manifest(blocks=MANIFEST.blocks, train_samples=1, metrics=twice)

@@ -10,15 +10,15 @@ from pydantic import ValidationError
 
 from protocol.base import limits
 from protocol.base.errors import ExitCode, RunSpecError
+from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.run_spec import (
-    LoraSpec,
     RunSpec,
     parse_run_spec,
     parse_run_spec_bytes,
     parse_run_spec_text,
     run_spec_schema,
 )
-from protocol.spec.run_spec_file import load_run_spec
+from protocol.spec.sections.model import LoraSpec
 
 CLASSIFY = """
 name: sms-spam
@@ -89,7 +89,7 @@ def test_canonical_round_trip(written):
         lm,
         parse_run_spec(labelled),
     ):
-        again = RunSpec.model_validate_json(spec.to_bytes())
+        again = parse_run_spec_bytes(spec.to_bytes())
         assert again == spec
         assert again.to_bytes() == spec.to_bytes()
         assert again.digest() == spec.digest()
@@ -106,7 +106,7 @@ def test_the_order_of_keys_of_free_form_sections_does_not_count_either():
     one = parse_run_spec(own | {"options": {"x": {"b": 1, "a": [1, {"d": 2, "c": 3}]}, "w": 2}})
     other = parse_run_spec(own | {"options": {"w": 2, "x": {"a": [1, {"c": 3, "d": 2}], "b": 1}}})
     assert one.digest() == other.digest()
-    assert RunSpec.model_validate_json(one.to_bytes()) == one
+    assert parse_run_spec_bytes(one.to_bytes()) == one
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_the_order_of_keys_of_free_form_sections_does_not_count_either():
             {"optimizer": {"wieght_decay": 1}},
             "'optimizer.wieght_decay'; did you mean 'weight_decay'",
         ),
-        ({"lora": {"alfa": 1}}, "'lora.alfa'; did you mean 'alpha'?"),
+        ({"digits": {"hiden": 1}, "task": "digits"}, "'digits.hiden'; did you mean 'hidden'?"),
         ({"batch": {"micro_batch": 1}}, "'batch.micro_batch'; did you mean 'microbatch'?"),
         (
             {"exchange": {"mode": "star"}},
-            "'exchange.mode'; there are precision, averages, way; did you mean 'arithmetic.mode'?",
+            "averages, topology; did you mean 'arithmetic.mode'?",
         ),
         ({"optimizer": {"steps": 1}}, "'optimizer.steps'; did you mean 'eps' or 'steps'?"),
     ],
@@ -154,7 +154,7 @@ def test_what_was_set_is_not_blamed_on_the_file(written):
     [
         ("arithmetic=canon", "arithmetic.mode: expected 'native' or 'canonical', got \"canon\""),
         ("optimizer={lr: fast}", 'optimizer.lr: expected a number, got "fast"'),
-        ("data={num_classes: 2}", "the key 'data.train' is missing"),
+        ("batch={samples: 2, microbatch: x}", 'batch.microbatch: expected a whole number, got "x"'),
     ],
 )
 def test_what_was_set_with_its_section_is_told_as_set(override, expected):
@@ -200,18 +200,24 @@ def test_classify_has_lora_unless_it_is_told_not_to():
         ({"batch": {"samples": 2, "microbatch": 3}}, "expected microbatch <= samples, got 3 > 2"),
         ({"batch": {"samples": limits.MICROBATCHES_PER_STEP + 1, "microbatch": 1}}, "at most 4096"),
         ({"batch": None}, "batch: "),
-        ({"task": "classify"}, "task classify needs the section 'model'"),
-        ({"task": "classify", "model": {"source": "m"}}, "needs the section 'data'"),
-        ({"task": "classify", "model": {}}, "model: expected either a source"),
-        ({"task": "classify", "model": {"source": "m", "config": {}}}, "either a source"),
-        ({"task": "causal-lm"}, "task causal-lm needs the section 'model'"),
+        ({"task": "classify"}, "the section 'model' is missing; set model.so"),
+        ({"task": "classify", "model": {"source": "m"}}, "the section 'data' is missing"),
+        ({"task": "classify", "model": {}}, "the key 'model.source' is missing"),
+        ({"task": "distil", "model": {"source": "m", "config": {}}}, "either a source"),
+        ({"task": "causal-lm"}, "the section 'model' is missing; set model.so"),
         ({"task": "causal-lm", "model": {"config": {"a": 1}}}, "model: expected a model_type"),
         (LLAMA | {"lora": {}}, "lora needs model.source"),
-        (LLAMA | {"task": "classify"}, "task classify needs model.source"),
-        (LLAMA | {"data": {"train": "d", "num_classes": 2}}, "data.num_classes is for task"),
-        (LLAMA | {"digits": {"hidden": [3]}}, "task causal-lm has no use for the section 'digits'"),
-        ({"lora": {}}, "task regress has no use for the section 'lora'"),
-        ({"options": {"a": 1}}, "task regress has no use for the section 'options'"),
+        (LLAMA | {"task": "classify"}, "cannot initialize a model from a config: set model.source"),
+        (
+            LLAMA | {"data": {"train": "d", "num_classes": 2}},
+            "; remove it, or set task to classify",
+        ),
+        (
+            LLAMA | {"digits": {"hidden": [3]}},
+            "has no 'digits'; expected one of model, tok",
+        ),
+        ({"lora": {}}, "task regress has no 'lora'; expected one of regress; rem"),
+        ({"options": {"a": 1}}, "set task to package.module:Class"),
         ({"task": "causal_lm"}, "did you mean 'causal-lm'?"),
         ({"task": "my_package:"}, "or package.module:Class of your own"),
         ({"task": "a b:C"}, "or package.module:Class of your own"),
@@ -261,8 +267,8 @@ def test_text_in_quotes_stays_text_whatever_it_looks_like():
     [
         ("options: {hash: 12e4567}", "options: expected finite numbers, got"),
         ("options: {limits: [.inf]}", "options: expected finite numbers, got"),
-        ("steps: 2", "line 3, column 1: the key 'steps' comes twice"),
-        ("options: {a: {1: 2,\n  '1': 3}}", "line 4, column 3: the key '1' comes twice"),
+        ("steps: 2", "line 3, column 1: the key 'steps' occurs twice"),
+        ("options: {a: {1: 2,\n  '1': 3}}", "line 4, column 3: the key '1' occurs twice"),
         ("threads: 010", "line 3, column 10: expected a number, or text in quotes, got 010"),
         ("options: {at: 1:30}", "expected a number, or text in quotes, got 1:30"),
         ('options: {a: "\\ud800"}', "expected plain keys and values"),
@@ -337,9 +343,12 @@ def test_an_override_may_hold_an_equals_sign():
     [
         ("steps", "expected --set KEY=VALUE, got 'steps'"),
         ("=3", "expected --set KEY=VALUE"),
-        ("steps.more=3", "'steps' holds a value, not a section"),
+        ("steps.more=3", "'steps' has a value and is not a section"),
         ("steps=[1", "expected a YAML value"),
-        ("exchange={way: star, way: auto}", "the key 'way' comes twice: keep one of them"),
+        (
+            "exchange={topology: star, topology: auto}",
+            "the key 'topology' occurs twice",
+        ),
         ("steps=010", "expected a number, or text in quotes, got 010"),
         ("steps=!!python/object:int 3", "could not determine a constructor for the tag"),
         ("optimiser.lr=1", "unknown key 'optimiser'; did you mean 'optimizer'?"),
@@ -365,8 +374,8 @@ def test_a_missing_file(tmp_path):
         ("? [a]\n: b", "is not YAML"),
         ("task: !!python/object/apply:os.getcwd []", "is not YAML"),
         (b"\xff\xfe\xfa", "cannot read the run spec"),
-        ("", "got nothing; a run spec has at least"),
-        ("task: regress\n\tsteps: 1\n", "line 2, column 1: a tab where YAML wants spaces"),
+        ("", "got nothing; a run spec needs at least"),
+        ("task: regress\n\tsteps: 1\n", "line 2, column 1: expected spaces, got a tab"),
         ("- a", "expected keys and values"),
         ("task: regress\nstepz: 1\n", "unknown key 'stepz'"),
         ("#" * (limits.RUN_SPEC_BYTES + 1), "expected at most"),
@@ -394,7 +403,10 @@ def test_odd_yaml_is_refused_and_never_a_crash(written, content):
 
 
 def test_the_schema_lists_every_key():
-    assert set(run_spec_schema()["properties"]) == set(RunSpec.model_fields)
+    definitions = run_spec_schema()["$defs"]
+    runs = [definitions[each["$ref"].rpartition("/")[2]] for each in run_spec_schema()["oneOf"]]
+    assert {key for run in runs for key in run["properties"]} == set(RunSpec.model_fields)
+    assert all("task" in run["required"] and not run["additionalProperties"] for run in runs)
 
 
 def test_a_spec_cannot_be_changed():
@@ -450,7 +462,7 @@ def test_what_has_no_effect_in_a_capture_is_refused_where_it_was_said(override):
 
 
 def test_a_capture_keeps_the_largest_logits_or_draws():
-    with pytest.raises(RunSpecError, match=r"expected capture\.top_k or capture\.drawn, got both"):
+    with pytest.raises(RunSpecError, match=r"capture\.top_k: has no effect with drawn"):
         parse_run_spec_text(CAPTURE + "capture: {top_k: 32, drawn: 8}")
     spec = parse_run_spec_text(CAPTURE + "capture: {drawn: 8}")
     assert parse_run_spec_bytes(spec.to_bytes()) == spec
@@ -466,7 +478,7 @@ REPLICAS = "task: regress\nsteps: 4\nreplicas: {count: 2, inner_steps: 3}\n"
 
 def test_moments_that_there_are_not_cannot_be_carried():
     carry = ["replicas.inner_state=carry", "optimizer.name=sgd"]
-    with pytest.raises(RunSpecError, match=r"leave out replicas\.inner_state"):
+    with pytest.raises(RunSpecError, match=r"remove replicas\.inner_state"):
         parse_run_spec_text(REPLICAS, carry)
     assert parse_run_spec_text(REPLICAS, [*carry, "replicas.codec=topk"]).replicas is not None
 
@@ -474,14 +486,14 @@ def test_moments_that_there_are_not_cannot_be_carried():
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("replicas.inner_steps=auto", "raise `count` above the number of machines"),
-        ("replicas.quorum=1", "whichever machines compute them; leave it out"),
-        ("replicas.asynchronous=true", "whichever machines compute them; leave it out"),
+        ("replicas.inner_steps=auto", "raise `count` above their number"),
+        ("replicas.quorum=1", "whichever machines compute them"),
+        ("replicas.asynchronous=true", "whichever machines compute them"),
         ("exchange.precision=bfloat16", "set replicas.codec and replicas.averages"),
-        ("exchange.way=sharded", "set replicas.codec and replicas.averages"),
+        ("exchange.topology=sharded", "set replicas.codec and replicas.averages"),
         ("replicas.averages=topk", "replicas.averages"),
-        ("replicas.boundary_every=3", "give less than inner_steps, or 0"),
-        ("replicas.boundary_every=4", "give less than inner_steps, or 0"),
+        ("replicas.boundary_every=3", "below inner_steps, 3, or 0"),
+        ("replicas.boundary_every=4", "below inner_steps, 3, or 0"),
     ],
 )
 def test_what_replicas_cannot_do_is_refused_with_what_to_do_instead(override, said):
@@ -494,7 +506,7 @@ def test_what_replicas_cannot_do_is_refused_with_what_to_do_instead(override, sa
 
 def test_states_of_their_own_are_in_no_copy_of_a_checkpoint():
     for override in ("replicas.inner_state=carry", "replicas.codec=topk"):
-        with pytest.raises(RunSpecError, match=r"leave out checkpoint\.copies"):
+        with pytest.raises(RunSpecError, match=r"remove checkpoint\.copies"):
             parse_run_spec_text(REPLICAS, [override, "checkpoint.copies=[elsewhere]"])
     assert parse_run_spec_text(REPLICAS, ["checkpoint.copies=[elsewhere]"]).replicas
 
@@ -513,7 +525,7 @@ def test_epochs_stand_for_as_many_steps_as_the_samples_take():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"epochs": 2}, "expected steps or epochs, got both: leave out one of them"),
+        ({"epochs": 2}, "expected steps or epochs, got both: remove one of them"),
         ({"steps": None}, "the key 'steps' is missing"),
         ({"steps": None, "epochs": 0}, "epochs: expected a number of at least 1, got 0"),
     ],
@@ -526,13 +538,22 @@ def test_steps_or_epochs_and_not_both(change, text):
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
-        ({"name": "muon"}, "muon is not offered: it orthogonalises whole matrices"),
-        ({"name": "adafactor"}, "adafactor is not offered: it divides by sums over whole rows"),
-        ({"name": "adamw_8bit"}, "adamw_8bit is not offered: its rounded state"),
-        ({"name": "schedule-free", "schedule": "cosine"}, "leave out schedule cosine"),
-        ({"name": "schedule-free", "betas": [0.0, 0.9]}, "expected it above 0"),
-        ({"min_lr_ratio": 0.1}, "optimizer.min_lr_ratio does nothing with schedule constant"),
-        ({"schedule": "cosine", "decay_ratio": 0.5}, "optimizer.decay_ratio does nothing"),
+        ({"name": "muon"}, "muon is not supported: it orthogonalizes matrices"),
+        ({"name": "adafactor"}, "adafactor is not supported: it divides by sums over rows"),
+        ({"name": "adamw_8bit"}, "adamw_8bit is not supported: its quantized state"),
+        (
+            {"name": "schedule-free", "schedule": "cosine"},
+            "got cosine; remove it",
+        ),
+        ({"name": "schedule-free", "betas": [0.0, 0.9]}, "above 0 with schedule-free"),
+        (
+            {"min_lr_ratio": 0.1},
+            "cosine-restarts or onecycle, got constant; remove",
+        ),
+        (
+            {"schedule": "cosine", "decay_ratio": 0.5},
+            "only with schedule wsd, got",
+        ),
     ],
 )
 def test_an_optimizer_that_cannot_be_is_refused_with_the_reason(optimizer, text):
@@ -557,15 +578,24 @@ def test_a_batch_in_tokens_is_as_many_samples_as_they_fill():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"batch": {"tokens": 250}}, "a multiple of data.max_tokens, 32, got 250: take 224 or 256"),
+        (
+            {"batch": {"tokens": 250}},
+            "a multiple of data.max_tokens, 32, got 250: set it to 224 or 256",
+        ),
         ({"batch": {"tokens": 256, "samples": 9}}, "expected batch.samples or batch.tokens"),
-        ({"batch": {"tokens": 256}, "data.format": "messages"}, "have unlike lengths"),
-        ({"data.group_by_length": True}, "all of one length: leave out data.group_by_length"),
+        ({"batch": {"tokens": 256}, "data.format": "messages"}, "batch.tokens does not determine"),
+        (
+            {"data.group_by_length": True},
+            "set data.format to messages,",
+        ),
         (
             {"data.format": "messages", "data.packing": True, "data.group_by_length": True},
-            "packed samples are all full",
+            "whose samples are all full",
         ),
-        ({"data.validation": "b.jsonl", "data.holdout": 0.1}, "data.validation or data.holdout"),
+        (
+            {"data.validation": "b.jsonl", "data.holdout": 0.1},
+            "has no effect with validation",
+        ),
     ],
 )
 def test_sizes_of_language_models_that_cannot_be(changes, text):
@@ -580,7 +610,7 @@ def test_sizes_of_language_models_that_cannot_be(changes, text):
 
 @pytest.mark.parametrize("form", ["q4_k", "q4_K_M", "q5_0", "iq4_nl", "mxfp4", "fp8"])
 def test_a_form_of_the_base_that_is_not_offered_says_why_and_what_to_take(form):
-    text = f"{form} is not offered: its scales have scales or offsets of their own; take float32"
+    text = f"{form} is not supported: its scales have scales or offsets of their own; use float32"
     model = {"source": "m", "base_dtype": form}
     with pytest.raises(RunSpecError, match=text):
         parse_run_spec({"task": "causal-lm", "model": model, "data": {"train": "a"}, "steps": 1})
@@ -590,14 +620,31 @@ def test_canonical_arithmetic_widens_no_nf4():
     document = {"task": "causal-lm", "data": {"train": "a"}, "steps": 1, "lora": {"r": 4}}
     document |= {"model": {"source": "m", "base_dtype": "nf4"}}
     assert parse_run_spec(document).model is not None
-    with pytest.raises(RunSpecError, match="canonical arithmetic widens no nf4"):
+    with pytest.raises(RunSpecError, match="canonical arithmetic does not support nf4"):
         parse_run_spec({**document, "arithmetic": "canonical"})
 
 
 def test_a_way_alone_is_an_exchange():
     alone = parse_run_spec_text("task: regress\nsteps: 3\nexchange: sharded\n")
-    assert alone.exchange.way == "sharded"
+    assert alone.exchange.topology == "sharded"
     told = parse_run_spec_text("task: regress\nsteps: 3\n", ["exchange=sharded"])
     assert told.digest() == alone.digest()
-    with pytest.raises(RunSpecError, match=r"exchange\.way: expected .*star.*got .*ring"):
+    with pytest.raises(RunSpecError, match=r"exchange\.topology: expected .*star.*got .*ring"):
         parse_run_spec_text("task: regress\nsteps: 3\nexchange: ring\n")
+
+
+def test_a_key_by_its_old_name_is_read_with_a_line_of_notice():
+    old = {"exchange": {"way": "sharded"}}
+    for document, overrides in ((old, []), ({}, ["exchange.way=sharded"])):
+        notices: list[str] = []
+        spec = parse_run_spec(REGRESS | document, overrides, "run.yaml", notices.append)
+        assert spec.exchange.topology == "sharded"
+        expected = "exchange.way is called exchange.topology now: rename it in 'run.yaml'"
+        assert notices == [expected]
+    both = {"exchange": {"way": "star", "topology": "auto"}}
+    assert "unknown key 'exchange.way'" in refusal(REGRESS | both)
+
+
+def test_a_misspelt_key_is_named_before_the_task_that_is_missing():
+    with pytest.raises(RunSpecError, match=r"unknown key 'tsk'; did you mean 'task'\?; .*missing"):
+        parse_run_spec({"tsk": "regress", "steps": 3})

@@ -23,8 +23,8 @@ def test_keys_are_found_by_what_one_types():
 
 def test_a_key_that_there_is_not_is_an_error_with_those_like_it():
     with pytest.raises(
-        UsageError, match=r"no key of a run spec is called 'chekpoint'.* checkpoint"
+        UsageError, match=r"expected a key of a run spec, got 'chekpoint'.* checkpoint"
     ):
         schema_lines("chekpoint")
-    with pytest.raises(UsageError, match="no key of a run spec is called 'zzz'"):
+    with pytest.raises(UsageError, match="expected a key of a run spec, got 'zzz'"):
         schema_lines("zzz")

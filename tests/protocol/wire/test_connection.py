@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.base import limits
-from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, RemoteProtocolError
-from protocol.spec.run_spec import ExchangeSpec
+from protocol.base.errors import FrameError, LocalProtocolError, OutOfOrder, RemoteProtocolError
+from protocol.spec.sections.exchange import ExchangeSpec
 from protocol.wire import frames, messages
 from protocol.wire.connection import (
     FROM_COORDINATOR,
@@ -31,14 +31,18 @@ TABLE = {
 }  # fmt: skip
 
 ONLY_WORKER = {
-    "Hello", "Proof", "Ready", "Unready", "BlockGradientPayload", "NonBlockGradientPayload",
-    "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest", "DoorOpen",
-    "Linked", "LinkTraffic", "Unlinked", "SliceAverage", "SliceDone", "SumsArrived", "SumNotFinite",
-    "SlicesWanted", "WrongSlice", "CopiesHeld", "CopyDone", "StretchProgress", "Boundary",
-    "StretchRequest", "NonFiniteNode", "DeviceNote",
+    "Hello", "Proof", "Ready", "Unready", "CapturedRows",
+    "SubtreeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest", "DoorOpen",
+    "Linked", "LinkTraffic", "Unlinked", "ChunkReduced", "SumsArrived",
+    "AveragesRequest", "AverageMismatch", "StretchProgress", "Boundary",
+    "StretchRequest", "NonFiniteSum", "DeviceNote", "Preparing",
 }  # fmt: skip
-BOTH = {"StateChunk", "CopyPiece", "SliceSum", "Heartbeat", "Goodbye", "MemoryReturned"}
-BETWEEN_WORKERS = {"SliceSum", "SliceAverage", "PeerProbe", "Heartbeat", "Goodbye"}
+GRADIENTS = {
+    "BlockGradientPayload", "NonBlockGradientPayload", "AveragedBlockGradient",
+    "AveragedNonBlockGradient",
+}  # fmt: skip
+BOTH = {*GRADIENTS, "StateChunk", "Heartbeat", "Goodbye", "MemoryReturned"}
+BETWEEN_WORKERS = {*GRADIENTS, "PeerProbe", "Heartbeat", "Goodbye"}
 IN_HANDSHAKE = {
     ("worker", Phase.GREETING): {"Hello", "Goodbye"},
     ("worker", Phase.CHALLENGING): {"Goodbye"},
@@ -178,7 +182,7 @@ def test_the_welcome_and_what_follows_it_may_come_in_one_piece():
 def test_nothing_comes_before_what_it_answers(role, phase, kinds):
     """All in one piece: nobody has had the time to look at the first."""
     data = b"".join(frame(EXAMPLES[kind]) for kind in kinds)
-    with pytest.raises((OutOfPlace, FrameError)):
+    with pytest.raises((OutOfOrder, FrameError)):
         connection(role, phase).receive_data(data)
 
 
@@ -204,7 +208,7 @@ def test_a_nan_in_a_body_keeps_its_bits():
 # Broken streams.
 
 
-@pytest.mark.parametrize("kind", [messages.BlockGradientPayload, messages.NodeLoss])
+@pytest.mark.parametrize("kind", [messages.BlockGradientPayload, messages.SubtreeLoss])
 def test_an_end_in_the_middle_of_a_frame(kind):
     data = frame(EXAMPLES[Heartbeat]) + frame(EXAMPLES[kind])
     boundaries = {0, len(frame(EXAMPLES[Heartbeat])), len(data)}
@@ -272,7 +276,7 @@ def agree(role, kind, phase):
         sender.send(encoded)
     assert sender.phase is phase
     # To a stranger's body or large header the size alone is reason enough.
-    with pytest.raises(OutOfPlace if phase is Phase.OPEN else (OutOfPlace, FrameError)):
+    with pytest.raises(OutOfOrder if phase is Phase.OPEN else (OutOfOrder, FrameError)):
         reader.receive_data(flat(encoded))
     assert reader.phase is Phase.CLOSED
 
@@ -356,7 +360,7 @@ def payload(**changes):
 )
 def test_a_body_that_does_not_fit_is_refused_before_it_is_read(message, body_bytes, text):
     reader = connection("coordinator")
-    with pytest.raises(OutOfPlace, match=text):
+    with pytest.raises(OutOfOrder, match=text):
         reader.receive_data(head_of(message, body_bytes))
     assert reader._body is None
 
@@ -374,7 +378,7 @@ def test_a_body_that_does_not_fit_is_refused_before_it_is_read(message, body_byt
 def test_gradients_are_as_long_as_the_run_s_exchange_says(role, exchange, kind, body_bytes):
     reader = connection(role)
     reader.exchange = ExchangeSpec(**exchange).codecs
-    with pytest.raises(OutOfPlace, match=f"a body of {body_bytes} bytes, got {48 - body_bytes}"):
+    with pytest.raises(OutOfOrder, match=f"a body of {body_bytes} bytes, got {48 - body_bytes}"):
         reader.receive_data(head_of(EXAMPLES[kind], 48 - body_bytes))
     reader = connection(role)
     reader.exchange = ExchangeSpec(**exchange).codecs
@@ -385,14 +389,14 @@ def test_gradients_are_as_long_as_the_run_s_exchange_says(role, exchange, kind, 
 def test_gradients_before_the_manifest_is_known():
     reader = connection("coordinator")
     reader.blocks = None
-    with pytest.raises(OutOfPlace, match="before the manifest is known"):
+    with pytest.raises(OutOfOrder, match="before the manifest is known"):
         reader.receive_data(head_of(payload(), 32))
 
 
 def test_what_comes_with_a_ready_is_not_measured_by_an_earlier_run_s_manifest():
     reader = connection("coordinator")
     one, other = frame(EXAMPLES[messages.Ready]), frame(EXAMPLES[messages.StateChunk])
-    with pytest.raises(OutOfPlace, match="before the manifest is known"):
+    with pytest.raises(OutOfOrder, match="before the manifest is known"):
         reader.receive_data(one + other)
 
 

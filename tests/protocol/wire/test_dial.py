@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from protocol.host.event_loop import new_event_loop
+from protocol.machine.event_loop import new_event_loop
 from protocol.wire import dial
 from protocol.wire.dial import Address, DialError
 from tests.silent_address import refusing_port, silent_address

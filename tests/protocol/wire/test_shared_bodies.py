@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from protocol.base.errors import FrameError, OutOfPlace, RemoteProtocolError, SharedMemoryFull
-from protocol.host.lent_memory import Lender, LentMemory, borrowed
+from protocol.base.errors import FrameError, OutOfOrder, RemoteProtocolError, SharedMemoryFull
+from protocol.machine.shared_segment import SegmentOwner, SharedSegment, borrowed
 from protocol.wire import frames
 from protocol.wire.connection import Connection, Phase, encode
 from protocol.wire.messages import AveragedBlockGradient, BlockGradientPayload, MemoryReturned
@@ -24,7 +24,7 @@ SENT = BlockGradientPayload(**PAYLOAD, block=1)
 
 def sharing() -> tuple[Connection, Connection]:
     """A coordinator's connection and a worker's, open, of which all bodies are shared."""
-    lender = Lender()
+    lender = SegmentOwner()
     listens, descriptors = lender.to_one()
     dials = borrowed([os.dup(each) for each in descriptors])
     os.close(descriptors[1])
@@ -32,7 +32,7 @@ def sharing() -> tuple[Connection, Connection]:
     return opened("coordinator", listens), opened("worker", dials)
 
 
-def opened(role: str, memory: LentMemory) -> Connection:
+def opened(role: str, memory: SharedSegment) -> Connection:
     connection = Connection(role)  # type: ignore[arg-type]
     connection.phase, connection.blocks, connection.memory = Phase.OPEN, BLOCKS, memory
     memory.least_bytes = 0
@@ -88,12 +88,12 @@ def test_only_what_a_step_needs_no_longer_than_itself_may_lie_there():
     coordinator, worker = sharing()
     returned = MemoryReturned(places=())
     frame = frames.encode_shared(returned.tag, returned.to_header(), 4, 0)
-    with pytest.raises((FrameError, OutOfPlace)):
+    with pytest.raises((FrameError, OutOfOrder)):
         coordinator.receive_data(frame)
     coordinator = opened("coordinator", coordinator.memory)  # type: ignore[arg-type]
     wrong = encode(SENT, VALUES[:-1])
     assert worker.memory is not None
-    with pytest.raises(OutOfPlace, match="expected a body of"):
+    with pytest.raises(OutOfOrder, match="expected a body of"):
         coordinator.receive_data(wrong.shared(worker.memory))  # type: ignore[arg-type]
 
 
@@ -116,7 +116,7 @@ def _same(channel: Channel) -> Channel:
 async def test_memory_comes_back_with_what_is_sent_next():
     coordinator, worker, owner, heard = await channels()
     memory = worker.connection.memory
-    assert isinstance(memory, LentMemory)
+    assert isinstance(memory, SharedSegment)
     worker.send(encode(SENT, VALUES))
     await owner.until_messages(1)
     assert coordinator.bytes_received > VALUES.nbytes
@@ -138,5 +138,5 @@ async def test_without_room_the_connection_ends_with_what_to_do(monkeypatch):
     monkeypatch.setattr(worker.connection.memory, "copy", full)
     worker.send(encode(SENT, VALUES))
     reason, _ = await hears.until_lost()
-    assert "end other programs" in reason
+    assert "close other programs" in reason
     coordinator.abort("the test is over")

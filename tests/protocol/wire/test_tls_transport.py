@@ -167,7 +167,7 @@ async def test_a_goodbye_is_read_although_the_peer_has_gone_while_it_was_sent_to
     theirs.send(rows(of_bytes(LARGE)))
     ours.pause()  # it reads nothing of that, says goodbye, and is gone with a reset
     ours.goodbye("the disk is full", retry=False)
-    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+    transport._endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
     transport.abort()
     for number in range(4):
         theirs.send(rows(of_bytes(LARGE), offset=number))
@@ -205,9 +205,10 @@ async def test_a_large_body_that_does_not_fit_its_checksum_ends_the_connection(c
 
 @on_uvloop
 async def test_bytes_that_are_no_tls_end_the_connection(contexts):
-    pair = socket.socketpair()
-    (ours, theirs), (told, heard) = await joined(contexts, pair)
-    pair[0].send(b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that nobody encrypted
+    (ours, theirs), (told, heard) = await joined(contexts)
+    socket.socket.send(
+        ours._transport._endpoint, b"\x17\x03\x03\x00\x20" + bytes(32)
+    )  # a record that nobody encrypted
     await heard.until_lost()
     await told.until_lost()
     assert ours.closed
@@ -216,12 +217,11 @@ async def test_bytes_that_are_no_tls_end_the_connection(contexts):
 
 @on_uvloop
 async def test_whole_messages_before_bytes_that_are_no_tls_are_heard(contexts):
-    pair = socket.socketpair()
-    (ours, theirs), (_, heard) = await joined(contexts, pair)
+    (ours, theirs), (_, heard) = await joined(contexts)
     theirs.pause()
     for number in range(3):
         ours.send(blob(of_bytes(100), offset=number))
-    pair[0].send(b"\x17\x03\x03\x00\x20" + bytes(32))
+    socket.socket.send(ours._transport._endpoint, b"\x17\x03\x03\x00\x20" + bytes(32))
     theirs.resume()
     await heard.until_lost()
     assert [message.offset for message in heard.messages] == [0, 1, 2]
@@ -250,7 +250,7 @@ async def test_who_reads_for_a_moment_only_hears_nothing(contexts):
     begun, read = asyncio.Event(), asyncio.Event()
     transport = theirs._transport
     transport._reader.do = _then(transport._reader.do, begun)
-    transport._body_read = _then(transport._body_read, read)
+    transport._bulk_read = _then(transport._bulk_read, read)
     ours.send(blob(of_bytes(LARGE)))
     await begun.wait()
     theirs.pause()

@@ -19,7 +19,7 @@ from protocol.base import limits
 from protocol.base.errors import (
     FrameError,
     LocalProtocolError,
-    OutOfPlace,
+    OutOfOrder,
     ProtocolError,
     VersionMismatch,
 )
@@ -50,7 +50,7 @@ class Recorder:
     def on_message(self, channel: Channel, received: Received) -> None:
         del channel
         if self.refuse:
-            raise OutOfPlace(self.refuse)
+            raise OutOfOrder(self.refuse)
         self.messages.append(received.message)
         self.bodies.append(received.body)
         self._wake()
@@ -246,7 +246,7 @@ async def test_urgent_messages_overtake_gradients_and_order_within_a_queue_holds
             channel.send(encode(LARGE.model_copy(update={"step": step}), VALUES))
         channel.send(Heartbeat())
         channel.send(Heartbeat())
-        channel.send(EXAMPLES[messages.NodeLoss])
+        channel.send(EXAMPLES[messages.SubtreeLoss])
         reading.resume_reading()
         await served.owner.until_messages(28)
         got = served.owner.messages[1:]
@@ -254,7 +254,7 @@ async def test_urgent_messages_overtake_gradients_and_order_within_a_queue_holds
         urgent = [at for at, message in enumerate(got) if isinstance(message, Heartbeat)]
         assert urgent[1] == urgent[0] + 1
         assert urgent[1] < 23
-        assert isinstance(got[-1], messages.NodeLoss)
+        assert isinstance(got[-1], messages.SubtreeLoss)
         channel.abort("done")
         await served.owner.until_lost()
 
@@ -510,7 +510,7 @@ async def test_a_peer_that_vanishes_is_reported_once(sent, close, reason):
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", FrameError, "start with b'GE'"),
         (b"ss\x63" + bytes(15), VersionMismatch, "upgrade the coordinator"),
         (frame(Heartbeat())[:-1] + b"\x90", ProtocolError, "Heartbeat"),
-        (frame(EXAMPLES[messages.StepPlan]), OutOfPlace, "not expected"),
+        (frame(EXAMPLES[messages.StepPlan]), OutOfOrder, "not expected"),
         (frame(EXAMPLES[messages.StepApplied])[:-1] + b"x", ProtocolError, "StepApplied"),
     ],
     ids=["http", "version", "no map", "role", "digest"],
@@ -541,7 +541,7 @@ async def test_a_protocol_error_of_the_owner_ends_the_connection():
         assert isinstance(goodbye, Goodbye)
         assert goodbye.reason == "expected step 3, got 5"
         _, error = await served.owner.until_lost()
-        assert isinstance(error, OutOfPlace)
+        assert isinstance(error, OutOfOrder)
         writer.close()
 
 
@@ -603,14 +603,14 @@ async def test_an_answer_to_what_came_with_a_goodbye_is_dropped():
             channel.send(Heartbeat())
 
         served.owner.on_message = answer  # type: ignore[method-assign]
-        writer.write(frame(EXAMPLES[messages.NodeLoss]) + frame(EXAMPLES[Goodbye]))
+        writer.write(frame(EXAMPLES[messages.SubtreeLoss]) + frame(EXAMPLES[Goodbye]))
         if writer.can_write_eof():
             writer.write_eof()
             assert await said(reader) == []
         else:  # TLS ends in both directions at once
             writer.close()
         assert await served.owner.until_lost() == ("the peer closed the connection", None)
-        assert [type(m) for m in served.owner.messages] == [messages.NodeLoss, Goodbye]
+        assert [type(m) for m in served.owner.messages] == [messages.SubtreeLoss, Goodbye]
         writer.close()
 
 

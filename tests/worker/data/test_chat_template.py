@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from protocol.base.errors import DataError
-from protocol.data.conversations import ChatMessage, Conversation
+from protocol.datasets.conversations import Conversation
+from protocol.datasets.messages import ChatMessage
 from tests.small_chat import CHATML, MARKED, conversation, save_chat_tokenizer
 from worker.data.chat_template import ChatTemplate
 
@@ -34,7 +35,7 @@ def dialogue(number: int) -> Conversation:
 
 
 def read(tokenizer: Any, messages: Any, template: str, **how: Any) -> tuple[list[int], list[bool]]:
-    made = ChatTemplate(tokenizer, template, everything=how.get("everything", False))
+    made = ChatTemplate(tokenizer, template, loss=how.get("loss", "assistant"))
     [(tokens, counted)] = made.encode([made.render(of(messages))])
     return tokens.tolist(), counted.tolist()
 
@@ -76,14 +77,14 @@ def test_marks_say_what_transformers_says_of_them(tokenizer, number):
         said, chat_template=MARKED, tokenize=True, return_dict=True,
         return_assistant_tokens_mask=True,
     )  # fmt: skip
-    made = ChatTemplate(tokenizer, MARKED, everything=False)
+    made = ChatTemplate(tokenizer, MARKED, loss="assistant")
     [(tokens, counted)] = made.encode([made.render(dialogue(number))])
     assert tokens.tolist() == theirs["input_ids"]
     assert counted.astype(int).tolist() == theirs["assistant_masks"]
 
 
 def test_all_of_a_batch_are_as_each_alone(tokenizer):
-    made = ChatTemplate(tokenizer, CHATML, everything=False)
+    made = ChatTemplate(tokenizer, CHATML, loss="assistant")
     rendered = [made.render(dialogue(number % 9)) for number in range(300)]
     for one, (tokens, counted) in zip(rendered, made.encode(rendered), strict=True):
         [(alone, marks)] = made.encode([one])
@@ -92,7 +93,7 @@ def test_all_of_a_batch_are_as_each_alone(tokenizer):
 
 
 def test_everything_counts_if_that_is_asked_for(tokenizer):
-    ids, counted = read(tokenizer, WEATHER, CHATML, everything=True)
+    ids, counted = read(tokenizer, WEATHER, CHATML, loss="all")
     assert all(counted)
     assert len(ids) == len(counted)
 
@@ -126,25 +127,24 @@ def test_a_tokenizer_whose_tokens_depend_on_what_follows_counts_by_characters():
 
 def test_no_template_sees_a_clock(tokenizer):
     template = "{{ strftime_now('%d %b %Y, %Y-%m-%d') }}\n" + CHATML
-    made = ChatTemplate(tokenizer, template, everything=False)
+    made = ChatTemplate(tokenizer, template, loss="assistant")
     assert made.render(of(WEATHER)).text.startswith("26 Jul 2024, 2024-07-26\n<|im_start|>")
 
 
-OPENED = "<think>\n\n</think>\n\n"
 REFUSED = {
-    "thoughts in the last answer alone": (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{% if loop.last and m['role'] == 'assistant' %}{{ '" + OPENED.replace("\n", "\\n") + "' }}"
-        "{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "another role for the prompt": (
+        (
+            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+            "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+        ),
         "line 3 message 3: what the tokenizer's template makes",
     ),
     "its own refusal": (
         "{{ raise_exception('no system here') }}",
-        "refuses it: TemplateError: no system here",
+        "template fails: TemplateError: no system here",
     ),
-    "no Jinja": ("{% for m in messages %}", "refuses it: "),
-    "an attempt to get out": ("{{ ''.__class__.__mro__ }}", "refuses it: "),
+    "no Jinja": ("{% for m in messages %}", "template fails: "),
+    "an attempt to get out": ("{{ ''.__class__.__mro__ }}", "template fails: "),
     "marks around nothing": (
         "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}",
         "do not enclose each answer",
@@ -188,14 +188,14 @@ LEAVING_OUT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("loss", ["assistant", "all"])
 @pytest.mark.parametrize(("template", "told"), LEAVING_OUT.values(), ids=list(LEAVING_OUT))
-def test_a_template_that_leaves_words_out_is_refused(tokenizer, template, told, everything):
+def test_a_template_that_leaves_words_out_is_refused(tokenizer, template, told, loss):
     template += (
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     with pytest.raises(DataError, match=f"line 3 {told} says"):
-        read(tokenizer, WEATHER, template, everything=everything)
+        read(tokenizer, WEATHER, template, loss=loss)
 
 
 def test_short_words_that_stand_elsewhere_are_no_excuse(tokenizer):
@@ -214,4 +214,4 @@ def test_words_may_be_stripped_moved_or_written_as_json(tokenizer):
     as_json = "{% for m in messages %}" + BODY.replace("m['content']", "(m['content'] | tojson)")
     stripped = "{% for m in messages %}" + BODY.replace("m['content']", "m['content'].strip()")
     for template in (moved, as_json + "{% endfor %}", stripped + "{% endfor %}"):
-        read(tokenizer, WEATHER, template, everything=True)
+        read(tokenizer, WEATHER, template, loss="all")

@@ -14,8 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from protocol.base.errors import DataError
-from protocol.data.text_corpus import LONE_FILE_CHARACTERS, read_text_corpus
-from protocol.spec.run_spec import DataSpec, RunSpec, parse_run_spec
+from protocol.datasets.text_corpus import LONE_FILE_CHARACTERS, read_text_corpus
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from protocol.spec.sections.data import DataSpec
 from worker.data.document_tokens import encode_text
 from worker.data.language_data import CutDocuments, TextStream, read_language_data
 from worker.models.tokens import NOTHING

@@ -1,6 +1,15 @@
 from worker.data import holdout
 
 
+def test_each_class_gives_its_share():
+    texts = [f"text {number}" for number in range(100)]
+    classes = ["rare" if number % 10 == 0 else "usual" for number in range(100)]
+    train, held_out = holdout.split_by_class(texts, classes, 7, 0.2)
+    assert sorted([*train, *held_out]) == [*range(100)]
+    assert [sum(classes[n] == name for n in held_out) for name in ("rare", "usual")] == [2, 18]
+    assert len(holdout.split_by_class(texts[:2], "ab", 7, 0.9)[0]) == 2
+
+
 def test_the_split_is_by_text_and_seed_and_not_by_place():
     texts = [f"text {n}" for n in range(100)]
     turned = texts[::-1]

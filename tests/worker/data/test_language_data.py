@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from protocol.base.errors import DataError
-from protocol.data.data_check import check_data
+from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import called
 from tests.small_chat import CHATML, MARKED, conversation, jsonl, save_chat_tokenizer
 from worker.data.language_data import LanguageData, Turns, read_language_data
 from worker.models.tokens import NOTHING
+from worker.tasks.language.teacher_logits import TeacherLogits
 from worker.tasks.registry import build
-from worker.tasks.teacher_logits import TeacherLogits
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -184,7 +184,7 @@ def test_a_template_that_is_given_is_saved_with_the_model(tokenizers, tmp_path):
 
 
 def test_a_teacher_s_rows_say_which_count(tokenizers, tmp_path):
-    from protocol.data.captured_rows import records_of
+    from protocol.datasets.logits_file import records_of
 
     document = document_of(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
     task = build(parse_run_spec(document | {"task": "teacher-logits", "capture": {"top_k": 4}}))
@@ -266,7 +266,8 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "empty": ("a.jsonl", b"\n\n", {}, "expected conversations in"),
     "other encoding": ("a.jsonl", GOOD + b'"\xe9"\n', {}, "is not UTF-8 at byte"),
     "not JSON": ("a.jsonl", GOOD + b"{messages: []}\n", {}, "line 2 is not JSON"),
-    "a JSON array": ("a.json", b"[]", {}, "write one object on each line"),
+    "an empty JSON list": ("a.json", b"[]", {}, "expected conversations in"),
+    "a JSON list that ends early": ("a.json", b"[" + GOOD, {}, "expected ']' behind row 1"),
     "a list": ("a.jsonl", GOOD + b"[1]\n", {}, "line 2: expected a JSON object"),
     "no column": ("a.jsonl", b'{"message": 1}\n', {}, "--set data.columns.messages=message"),
     "key twice": ("a.jsonl", b'{"messages": 1, "messages": 2}\n', {}, "comes twice"),
@@ -274,14 +275,14 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "null": ("a.jsonl", b'{"messages": null}\n', {}, "line 1: expected a list of messages, got"),
     "no message": ("a.jsonl", GOOD + line(), {}, "line 2: expected a list of messages, got []"),
     "a bare text": ("a.jsonl", line("Hi"), {}, "line 1 message 1: expected role and content"),
-    "ShareGPT": ("a.jsonl", line({"from": "human", "value": "Hi"}), {}, "ShareGPT"),
+    "an unanswered ShareGPT": ("a.jsonl", line({"from": "human", "value": "Hi"}), {}, "speak last"),
     "no role": ("a.jsonl", line({"content": "Hi"}), {}, "message 1: expected role and content"),
     "no content": ("a.jsonl", line(ASKED, {"role": "assistant"}), {}, "found no content"),
     "unknown role": ("a.jsonl", line(ASKED, SAID | {"role": "bot"}), {}, "roles system, user, as"),
     "a role that is a list": ("a.jsonl", line(ASKED | {"role": ["user"]}), {}, "one of the roles"),
-    "tool": ("a.jsonl", line(ASKED, {"role": "tool", "content": "1"}), {}, 'got "tool"'),
-    "tool calls": ("a.jsonl", line(ASKED, SAID | {"tool_calls": [1]}), {}, "got 'tool_calls' too"),
-    "a weight": ("a.jsonl", line(ASKED, SAID | {"weight": 1}), {}, "got 'weight' too"),
+    "tool": ("a.jsonl", line(ASKED, {"role": "tool", "content": "1"}), {}, "got no call before it"),
+    "tool calls": ("a.jsonl", line(ASKED, SAID | {"tool_calls": [1]}), {}, "expected a call with"),
+    "a weight": ("a.jsonl", line(ASKED, SAID | {"weight": 0.5}), {}, "expected weight 0 or 1"),
     "an empty turn": ("a.jsonl", GOOD + line(ASKED, SAID | {"content": " "}), {}, "line 2 message"),
     "parts": ("a.jsonl", line(ASKED | {"content": [{"type": "text"}]}), {}, "expected text as con"),
     "a number": ("a.jsonl", line(ASKED, SAID | {"content": 4}), {}, "message 2: expected text as"),
@@ -298,7 +299,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "an empty completion": (
         "a.csv", b"prompt,completion\nx,y\nz,\n", PROMPTS, "line 3: expected text as completion",
     ),
-    "prompt of messages": ("a.jsonl", b'{"prompt": [], "completion": "x"}\n', PROMPTS, "whole con"),
+    "no prompt": ("a.jsonl", b'{"prompt": [], "completion": "x"}\n', PROMPTS, "expected a list"),
     "ragged": ("a.csv", b"prompt,completion\nx,y,z\n", PROMPTS, "line 2: expected 2 columns"),
     "no instruction": ("a.jsonl", b'{"output": "x", "input": ""}\n', ALPACA, "'instruction' in"),
     "an input of numbers": (
@@ -307,7 +308,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "no Parquet": ("a.parquet", b"PAR1", {}, "expected Parquet in"),
     "running text": ("a.jsonl", GOOD, {"format": "text"}, "--set data.format=messages"),
     "another format's column": ("a.jsonl", GOOD, {"columns": {"prompt": "x"}}, "no column 'prompt"),
-    "a key of running text": ("a.jsonl", GOOD, {"text": "x"}, "has no use for data.text"),
+    "a key of running text": ("a.jsonl", GOOD, {"text": "x"}, "format messages has no 'text'"),
     "too few": ("a.jsonl", GOOD, {}, "expected at least 2 training samples"),
     "too long": (
         "a.jsonl", GOOD + line(ASKED | {"content": "b"}, SAID), {"max_tokens": 2}, "max_tokens=",
@@ -330,6 +331,25 @@ def test_a_mistake_is_one_line_that_says_where(tokenizers, tmp_path, mistake):
     assert ended.stdout == ""
     assert len(ended.stderr.splitlines()) == 1
     assert told in ended.stderr
+
+
+def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
+    """As Gemma's refuses system messages."""
+    choosy = "{% if messages[0].content == 'Be kind.' %}{{ raise_exception('No.') }}{% endif %}"
+    kind = {"role": "system", "content": "Be kind."}
+    steered = [{"messages": [kind, ASKED | {"content": f"Is it {n}?"}, SAID]} for n in range(2)]
+    path = jsonl(tmp_path / "a.jsonl", [*ROWS[:3], steered[0], *ROWS[3:], steered[1]])
+    data = {"train": str(path), "chat_template": choosy + CHATML}
+    with pytest.raises(DataError) as refused:
+        read(tokenizers, data)
+    for told in ("2 bad rows:", "line 4: the chat template fails: TemplateError: No.", "line 14"):
+        assert told in str(refused.value)
+    skipped = read(tokenizers, {**data, "skip_bad_rows": True}, 0.25)
+    assert skipped.notes["bad_rows_skipped"] == 2
+    assert skipped.notes["left_out_as_no_answer_fits"] == 0
+    assert len(skipped.train) + len(skipped.held_out) == len(ROWS)
+    with pytest.raises(DataError, match=r"line 1: the chat template fails: TemplateError: No\.$"):
+        read(tokenizers, {**data, "train": str(jsonl(tmp_path / "b.jsonl", steered))})
 
 
 def test_a_tokenizer_without_a_template_is_named(tokenizers, tmp_path):
@@ -382,10 +402,10 @@ OTHER_MISTAKES: dict[str, tuple[bytes, dict[str, Any], dict[str, Any], str]] = {
     ),
     "an empty validation file": (b"\n", {"validation": "v.jsonl"}, {}, "expected conversations in"),
     "validation beside a share": (
-        GOOD, {"validation": "v.jsonl", "holdout": 0.1}, {}, "data.validation or data.holdout, got",
+        GOOD, {"validation": "v.jsonl", "holdout": 0.1}, {}, "has no effect with validation",
     ),
     "packing beside grouping": (
-        GOOD, {"packing": True, "group_by_length": True}, {}, "leave out data.group_by_length",
+        GOOD, {"packing": True, "group_by_length": True}, {}, "remove data.group_by_length",
     ),
     "epochs beside steps": (GOOD, {}, {"epochs": 2}, "steps or epochs"),
     "tokens of conversations": (GOOD, {}, {"batch": {"tokens": 512}}, "data.packing=true"),
@@ -393,12 +413,12 @@ OTHER_MISTAKES: dict[str, tuple[bytes, dict[str, Any], dict[str, Any], str]] = {
         GOOD, {"packing": True}, {"batch": {"tokens": 512, "samples": 4}}, "got both",
     ),
     "tokens that are no multiple": (
-        GOOD, {"packing": True, "max_tokens": 256}, {"batch": {"tokens": 600}}, "take 512 or 768",
+        GOOD, {"packing": True, "max_tokens": 256}, {"batch": {"tokens": 600}}, "to 512 or 768",
     ),
     "a scale that is no power of two": (
         GOOD, {}, {"model": {"precision": "float16", "loss_scale": 1000}}, "a power of two, got",
     ),
-    "weights for classes": (GOOD, {"class_weights": "balanced"}, {}, "is for task classify"),
+    "weights for classes": (GOOD, {"class_weights": "balanced"}, {}, "set task to classify"),
 }  # fmt: skip
 
 

@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 
 from protocol.base.limits import MIB
-from protocol.data.conversations import read_conversations
-from protocol.data.labelled_text import read_labelled_text
-from protocol.data.preferences import read_preferences
-from protocol.data.text_corpus import read_text_corpus
+from protocol.datasets.conversations import read_conversations
+from protocol.datasets.labeled_text import read_labeled_text
+from protocol.datasets.preferences import read_preferences
+from protocol.datasets.rows import BadRows
+from protocol.datasets.text_corpus import read_text_corpus
 from protocol.exact.digest import digest_arrays
-from protocol.spec.run_spec import DataSpec
+from protocol.spec.sections.data import DataSpec
 from tests.resident_memory import measured_growth
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, Counted, Rendered
+from worker.data.labeled_data import data_digest, encoded
 from worker.data.language_data import TextStream, Turns, Windows
 from worker.data.preference_data import EncodedPairs
 from worker.models.tokens import Tokens
-from worker.tasks.classify import data_digest, encoded
 
 SIZE: Final = 24 * MIB
 MOST: Final = 5 * SIZE // 6
@@ -129,7 +130,9 @@ def _libraries_are_loaded(tmp_path_factory):
     rows = ({"prompt": f"{n}?", "completion": WORDS} for n in range(200))
     path = written(tmp_path_factory.mktemp("small") / "t.parquet", rows)
     found = read_conversations(DataSpec(train=str(path), format="prompt-completion"))
-    Turns.encode(Plain(), (found[n] for n in range(len(found))), 4096, 16)
+    Turns.encode(
+        Plain(), (found[n] for n in range(len(found))), 4096, 16, bad_rows=BadRows(skip=False)
+    )
     yield
     pa.set_memory_pool(before)
 
@@ -141,18 +144,20 @@ def test_conversations(tmp_path, form):
     data = DataSpec.model_validate({"train": str(path), "format": "prompt-completion"})
     with measured_growth() as growth:
         found = read_conversations(data)
-        turns = Turns.encode(Plain(), (found[n] for n in range(len(found))), 4096, 16)
+        rows_read = (found[n] for n in range(len(found)))
+        turns = Turns.encode(Plain(), rows_read, 4096, 16, bad_rows=BadRows(skip=False))
     assert len(turns) == len(found) == ROWS
     assert found[7].messages[1].content == f"7 {WORDS}"
     assert growth.peak_bytes < MOST
 
 
-@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv"])
+# Tables with commas and with tabs have one reader.
+@pytest.mark.parametrize("form", ["jsonl", "csv", pytest.param("tsv", marks=pytest.mark.slow)])
 def test_labelled_text(tmp_path, form):
     rows = ({"text": f"{n} {WORDS}".strip(), "label": "ab"[n % 2]} for n in range(ROWS))
     path = written(tmp_path / f"t.{form}", rows)
     with measured_growth() as growth:
-        found = read_labelled_text(DataSpec(train=str(path)))
+        found = read_labeled_text(DataSpec(train=str(path)))
         train, _ = holdout.split(found.texts, 0, 0.2)
         tokens, cut = encoded(Bytes(), found.texts, 4096, str)
         data_digest(found)
@@ -162,7 +167,8 @@ def test_labelled_text(tmp_path, form):
     assert growth.peak_bytes < MOST
 
 
-@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+# Read as conversations are, which are tried in tables too.
+@pytest.mark.parametrize("form", ["jsonl", pytest.param("csv", marks=pytest.mark.slow), "parquet"])
 def test_pairs(tmp_path, form):
     half = WORDS[: len(WORDS) // 2]
     rows = (
@@ -185,7 +191,7 @@ def test_a_digest_of_labelled_text_is_that_of_its_json(tmp_path):
     path = tmp_path / "t.jsonl"
     rows = [{"text": f'é "{n}"', "label": "cab"[n % 3]} for n in range(5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_labelled_text(DataSpec(train=str(path)))
+    found = read_labeled_text(DataSpec(train=str(path)))
     texts = [row["text"] for row in rows]
     document = json.dumps([texts, [2, 0, 1, 2, 0], ["a", "b", "c"]]).encode()
     expected = digest_arrays({"document": np.frombuffer(document, np.uint8)})

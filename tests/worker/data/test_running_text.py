@@ -12,9 +12,9 @@ from tokenizers.processors import TemplateProcessing
 
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.small_chat import save_chat_tokenizer
-from worker.after.generating import prompt_tokens
 from worker.data.language_data import read_language_data
 from worker.models.tokens import NOTHING, load_tokenizer, marks_around_text
+from worker.results.generate import prompt_tokens
 
 BEGIN, END = 1, 2
 LLAMA = {

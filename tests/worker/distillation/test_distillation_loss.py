@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from protocol.base.errors import DataError
-from protocol.data.captured_rows import Records, record_dtype
-from protocol.spec.capture_layout import CaptureLayout
-from protocol.spec.run_spec import DistilSpec
+from protocol.datasets.logits_file import Records, record_dtype
+from protocol.spec.manifest import CaptureLayout
+from protocol.spec.sections.tasks import DistilSpec
 from worker.distillation.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
 
 SAMPLES, LENGTH, VOCABULARY = 2, 12, 600

@@ -13,22 +13,32 @@ from protocol.base.errors import (
     DataError,
     DeviceError,
     MessageError,
-    OutOfPlace,
+    OutOfOrder,
 )
 from protocol.exact.bfloat16 import packed
 from protocol.exact.replica import StatePart
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.exact.update import step_scalars
-from protocol.spec.manifest import Block, Manifest, TensorSpec
-from protocol.spec.run_spec import ExchangeSpec, OptimizerSpec, RunSpec
+from protocol.spec.manifest import (
+    Block,
+    EmbeddingField,
+    EmbeddingLayout,
+    Manifest,
+    TensorSpec,
+)
+from protocol.spec.run_spec import ScriptedRun
+from protocol.spec.sections.exchange import ExchangeSpec
+from protocol.spec.sections.optimizer import Sgd
 from protocol.wire import messages as msg
+from protocol.wire.peers import OwnerTable
+from tests.exchanging_session import ExchangingSession
 from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.events import StepAttempt
-from worker.logic.session import SessionPhase, WorkerSession
+from worker.logic.events import StepId
+from worker.logic.session import SessionPhase
 
 EPOCH = 7
-SPEC = RunSpec(task="scripted", steps=3, optimizer=OptimizerSpec(name="sgd", lr=0.1))
+SPEC = ScriptedRun(task="scripted", steps=3, optimizer=Sgd(name="sgd", lr=0.1))
 MANIFEST = Manifest(
     blocks=(
         Block(name="embedding", kind="non_block", tensors=(TensorSpec(name="e", shape=(2,)),)),
@@ -58,8 +68,8 @@ def start_run(run_id="run", epoch=EPOCH, step=0, blobs=None, spec=SPEC):
 def built(run_id="run", step=0):
     return events.Built(
         run_id=run_id, manifest=MANIFEST, initial_digest=DIGEST, step=step,
-        state_digest=DIGEST, signature=DIGEST,
-        signature_text="text", backend="cpu", device="a processor",
+        state_digest=DIGEST, numerics_profile=DIGEST,
+        numerics_text="text", backend="cpu", device="a processor",
     )  # fmt: skip
 
 
@@ -69,7 +79,7 @@ WELCOME = msg.Welcome(
 
 
 def welcomed(epochs=None):
-    session = WorkerSession(epochs)
+    session = ExchangingSession(epochs)
     session.welcome(WELCOME)
     return session
 
@@ -81,9 +91,9 @@ def ready():
     return session
 
 
-def plan(*nodes, **change):
+def plan(*subtrees, **change):
     given = {**WHERE, "uploads": 100, "owners": 0, "loss_scale": 1.0, **change}
-    return msg.StepPlan(**given, view=1, microbatches=4, nodes=nodes)
+    return msg.StepPlan(**given, view=1, microbatches=4, subtrees=subtrees)
 
 
 def working():
@@ -111,6 +121,59 @@ def sent(actions):
 
 def kinds(actions):
     return [type(action).__name__ for action in actions if not isinstance(action, act.Tell)]
+
+
+# A loss that couples all samples of a step.
+
+
+def coupled():
+    session = welcomed()
+    session.receive(*start_run())
+    layout = EmbeddingLayout(fields=(EmbeddingField(name="e", dtype="float32"),))
+    session.result(replace(built(), manifest=MANIFEST.model_copy(update={"embeddings": layout})))
+    return session
+
+
+def rows(chunk=0, *, last=True, **change):
+    return msg.StepEmbeddings(**{**WHERE, **change}, chunk=chunk, last=last)
+
+
+def test_embeddings_go_to_the_engine_with_the_plan_for_gradients():
+    session = coupled()
+    first = session.receive(plan((0, 2), phase="embeddings"), None)
+    assert kinds(first) == ["CancelWork", "Compute"]
+    attempt = WHERE["attempt"] + 1
+    assert session.receive(rows(last=False, attempt=attempt), body([1, 2])) == []
+    assert session.receive(rows(1, attempt=attempt), body([3])) == []
+    actions = session.receive(plan((0, 2), attempt=attempt), None)
+    assert kinds(actions) == ["CancelWork", "LoadEmbeddings", "Compute"]
+    loaded = actions[1]
+    assert loaded.step_id == actions[2].step_id
+    assert loaded.rows.view(np.float32).tolist() == [1, 2, 3]
+
+
+def test_embeddings_of_another_attempt_or_step_are_not_taken():
+    def after(*messages):
+        session = coupled()
+        for message in messages:
+            session.receive(message, body([1]) if message.body == "bytes" else None)
+
+    attempt, step = WHERE["attempt"] + 1, WHERE["step"] + 1
+    for messages in (
+        (plan((0, 2)),),
+        (rows(), plan((0, 2), attempt=attempt)),
+        (rows(last=False), plan((0, 2))),
+        (rows(), plan((0, 2), phase="embeddings"), plan((0, 2))),
+        (rows(step=step),),
+        (rows(1),),
+        (rows(last=False), rows(1, attempt=attempt)),
+    ):
+        with pytest.raises(OutOfOrder, match=r"StepPlan|StepEmbeddings"):
+            after(*messages)
+    with pytest.raises(OutOfOrder, match="expected none"):
+        ready().receive(rows(), body([1]))
+    with pytest.raises(OutOfOrder, match="in a run without them"):
+        ready().receive(plan((0, 2), phase="embeddings"), None)
 
 
 # Handshake and start.
@@ -149,7 +212,7 @@ def test_what_it_is_doing_is_one_line():
 
 def test_a_coordinator_of_an_earlier_epoch_is_refused():
     epochs = {"run": 8}
-    with pytest.raises(OutOfPlace, match="epoch 8 or later for run run, got 7"):
+    with pytest.raises(OutOfOrder, match="epoch 8 or later for run run, got 7"):
         welcomed(epochs).receive(*start_run())
     session = welcomed(epochs)
     session.receive(*start_run(epoch=9))
@@ -189,7 +252,7 @@ def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
     session.receive(*start_run())
     (message,) = sent(session.result(events.BuildFailed("run", DataError("no such file"))))
     assert message == msg.Unready(run_id="run", reason="no such file", own=False, exit_code=2)
-    refused = events.BuildFailed("run", DataError("too large"), own=True)
+    refused = events.BuildFailed("run", DataError("too large"), is_local=True)
     (message,) = sent(session.result(refused))
     assert message == msg.Unready(run_id="run", reason="too large", own=True, exit_code=2)
 
@@ -219,12 +282,12 @@ def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
     [
         (BackendUnavailable("vulkan", "no\ndriver"),
             "backend 'vulkan' is not usable here: no driver", 69),
-        (DeviceError("card", "lost"), "the device 'card' failed: lost", 1),
+        (DeviceError("card", "lost"), "device 'card' failed: lost", 1),
         (OSError("no such library"), "the device failed: no such library", 1),
     ],
 )  # fmt: skip
 def test_the_device_is_opened_without_a_run_and_one_of_no_use_is_no_member(error, words, exit_code):
-    session = WorkerSession()
+    session = ExchangingSession()
     assert act.OpenDevice() in session.welcome(WELCOME)
     assert session.result(events.DeviceFailed(error)) == [
         act.Transmit(msg.Goodbye(reason=words, retry=False, exit_code=exit_code)),
@@ -237,7 +300,7 @@ def test_results_of_another_run_or_connection_are_nobody_s():
     late = [
         built("old"), events.BuildFailed("old", DataError("x")), events.Applied(3, DIGEST),
         events.PartEvaluated(3, 0, {}), events.StateCopied([], 0, 0),
-        events.NodeDone(StepAttempt(0, 0), Node(0, 1), Loss(1, 1), 1.0),
+        events.SubtreeDone(StepId(0, 0), Subtree(0, 1), Loss(1, 1), 1.0),
     ]  # fmt: skip
     for event in late:
         assert session.result(event) == []
@@ -255,18 +318,18 @@ def test_a_new_run_forgets_the_one_before():
     session = working()
     give_averages(session)
     session.receive(*start_run("next"))
-    assert session.result(events.NodeDone(StepAttempt(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
-    assert session.receive(msg.Assign(**WHERE, view=1, nodes=((2, 4),)), None) == []
+    assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.receive(msg.Assign(**WHERE, view=1, subtrees=((2, 4),)), None) == []
     session.result(built("next"))
-    with pytest.raises(OutOfPlace, match="before all of its averaged blocks"):
+    with pytest.raises(OutOfOrder, match="before all of its averaged blocks"):
         session.receive(commit(), None)
 
 
 def test_every_message_and_result_has_an_answer_in_every_phase():
-    for table in (WorkerSession._MESSAGES, WorkerSession._RESULTS):
+    for table in (ExchangingSession._MESSAGES, ExchangingSession._RESULTS):
         assert all(row.keys() == set(SessionPhase) for row in table.values())
-    assert WorkerSession._RESULTS.keys() == set(get_args(events.Event))
-    session = WorkerSession()
+    assert ExchangingSession._RESULTS.keys() == set(get_args(events.Event))
+    session = ExchangingSession()
     phases = [session.phase]
     session.welcome(WELCOME)
     for step in (lambda: session.receive(*start_run()), lambda: session.result(built())):
@@ -284,14 +347,14 @@ def test_every_message_and_result_has_an_answer_in_every_phase():
     ("message", "values"),
     [
         (plan((0, 2), epoch=6), None),
-        (msg.Assign(**{**WHERE, "epoch": 8}, view=1, nodes=()), None),
+        (msg.Assign(**{**WHERE, "epoch": 8}, view=1, subtrees=()), None),
         (commit(epoch=6), None),
         (msg.AveragedBlockGradient(**{**WHERE, "epoch": 6}, block=1, chunk=0), body([1, 2, 3])),
         (msg.EvalPlan(epoch=6, step=0, lo=0, hi=1), None),
     ],
 )
 def test_another_epoch_is_out_of_place(message, values):
-    with pytest.raises(OutOfPlace, match="expected epoch 7"):
+    with pytest.raises(OutOfOrder, match="expected epoch 7"):
         working().receive(message, values)
 
 
@@ -308,7 +371,7 @@ def test_another_epoch_is_out_of_place(message, values):
             nonce=bytes(32),
             enrolled=False,
         ),
-        msg.NodeLoss(**WHERE, lo=0, hi=1, loss_sum=1, weight=1, sums=b"", elapsed_ms=1),
+        msg.SubtreeLoss(**WHERE, lo=0, hi=1, loss_sum=1, weight=1, sums=b"", elapsed_ms=1),
         plan((0, 1), step=1),
         plan((0, 3)),
         plan((3, 2)),
@@ -320,7 +383,7 @@ def test_another_epoch_is_out_of_place(message, values):
     ],
 )
 def test_what_does_not_fit_ends_the_connection(message):
-    with pytest.raises(OutOfPlace):
+    with pytest.raises(OutOfOrder):
         ready().receive(message, None)
 
 
@@ -331,15 +394,15 @@ def test_what_does_not_fit_ends_the_connection(message):
 def test_work_before_the_task_is_built_is_out_of_place(message):
     session = welcomed()
     session.receive(*start_run())
-    with pytest.raises(OutOfPlace):
+    with pytest.raises(OutOfOrder):
         session.receive(message, None)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        msg.Heartbeat(), msg.Continue(**WHERE), msg.Cancel(**WHERE, nodes=((0, 1),)),
-        msg.Assign(**{**WHERE, "attempt": 1}, view=1, nodes=((2, 4),)),
+        msg.Heartbeat(), msg.Continue(**WHERE), msg.Cancel(**WHERE, subtrees=((0, 1),)),
+        msg.Assign(**{**WHERE, "attempt": 1}, view=1, subtrees=((2, 4),)),
     ],
 )  # fmt: skip
 def test_what_asks_for_nothing_does_nothing(message):
@@ -349,19 +412,19 @@ def test_what_asks_for_nothing_does_nothing(message):
 # Steps.
 
 
-def test_a_plan_abandons_older_work_and_starts_its_nodes():
+def test_a_plan_abandons_older_work_and_starts_its_subtrees():
     actions = working().receive(plan((0, 1), (2, 4), attempt=1), None)
     assert actions == [
         act.CancelWork(),
-        act.Compute(StepAttempt(0, 1), 4, Node(0, 1)),
-        act.Compute(StepAttempt(0, 1), 4, Node(2, 4)),
+        act.Compute(StepId(0, 1), 4, Subtree(0, 1)),
+        act.Compute(StepId(0, 1), 4, Subtree(2, 4)),
     ]
 
 
-def test_more_nodes_are_taken_once_and_abandon_nothing():
+def test_more_subtrees_are_taken_once_and_abandon_nothing():
     session = working()
-    assign = msg.Assign(**WHERE, view=2, nodes=((0, 2), (2, 3)))
-    assert session.receive(assign, None) == [act.Compute(StepAttempt(0, 0), 4, Node(2, 3))]
+    assign = msg.Assign(**WHERE, view=2, subtrees=((0, 2), (2, 3)))
+    assert session.receive(assign, None) == [act.Compute(StepId(0, 0), 4, Subtree(2, 3))]
     assert session.receive(assign, None) == []
 
 
@@ -375,7 +438,7 @@ def test_gradients_travel_as_the_run_says(precision, averages):
     assert expect == act.Expect(MANIFEST.blocks, exchange.codecs)
     session.receive(plan((0, 2)), None)
     values = np.array([1, -2.5, 3], "f4")
-    (payload,) = session.result(events.BlockSum(StepAttempt(0, 0), Node(0, 2), 1, values, 2.0))
+    (payload,) = session.result(events.BlockSum(StepId(0, 0), Subtree(0, 2), 1, values, 2.0))
     assert np.asarray(payload.body).tobytes() == packed(values, precision).tobytes()
     for kind, block, sums in (
         (msg.AveragedBlockGradient, 1, values), (msg.AveragedNonBlockGradient, 0, values[:2]),
@@ -386,21 +449,21 @@ def test_gradients_travel_as_the_run_says(precision, averages):
     assert [a.tolist() for a in apply.averages] == [[1, -2.5], [1, -2.5, 3]]
 
 
-def test_sums_and_losses_are_sent_for_the_present_nodes_alone():
+def test_sums_and_losses_are_sent_for_the_present_subtrees_alone():
     session = working()
-    place, node = StepAttempt(0, 0), Node(0, 2)
-    (payload,) = session.result(events.BlockSum(place, node, 1, np.ones(3, "f4"), 2.0))
+    step_id, subtree = StepId(0, 0), Subtree(0, 2)
+    (payload,) = session.result(events.BlockSum(step_id, subtree, 1, np.ones(3, "f4"), 2.0))
     assert isinstance(payload, act.Transmit)
     assert isinstance(payload.message, msg.BlockGradientPayload)
-    assert (payload.message.node, payload.message.weight) == (node, 2.0)
-    (other,) = sent(session.result(events.BlockSum(place, node, 0, np.ones(2, "f4"), 2.0)))
+    assert (payload.message.subtree, payload.message.weight) == (subtree, 2.0)
+    (other,) = sent(session.result(events.BlockSum(step_id, subtree, 0, np.ones(2, "f4"), 2.0)))
     assert isinstance(other, msg.NonBlockGradientPayload)
-    (loss,) = sent(session.result(events.NodeDone(place, node, Loss(3.0, 2.0), 5.0)))
-    assert isinstance(loss, msg.NodeLoss)
+    (loss,) = sent(session.result(events.SubtreeDone(step_id, subtree, Loss(3.0, 2.0), 5.0)))
+    assert isinstance(loss, msg.SubtreeLoss)
     assert (loss.loss_sum, loss.elapsed_ms) == (3.0, 5.0)
-    for stale in (StepAttempt(0, 1), StepAttempt(1, 0)):
-        assert session.result(events.NodeDone(stale, node, Loss(1, 1), 1.0)) == []
-    assert session.result(events.NodeDone(place, Node(2, 4), Loss(1, 1), 1.0)) == []
+    for stale in (StepId(0, 1), StepId(1, 0)):
+        assert session.result(events.SubtreeDone(stale, subtree, Loss(1, 1), 1.0)) == []
+    assert session.result(events.SubtreeDone(step_id, Subtree(2, 4), Loss(1, 1), 1.0)) == []
 
 
 def test_a_commit_cancels_then_applies_the_averages():
@@ -412,7 +475,7 @@ def test_a_commit_cancels_then_applies_the_averages():
     assert [values.tolist() for values in apply.averages] == [[4, 5], [1, 2, 3]]
     assert apply.scalars == SCALARS
     assert session.step == 1
-    assert session.result(events.NodeDone(StepAttempt(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
     assert session.receive(commit(), None) == []
     (applied,) = sent(session.result(events.Applied(1, DIGEST)))
     assert applied == msg.StepApplied(epoch=EPOCH, step=1, state_digest=DIGEST)
@@ -421,7 +484,7 @@ def test_a_commit_cancels_then_applies_the_averages():
 def test_a_commit_takes_the_averages_of_its_own_attempt():
     session = working()
     give_averages(session)
-    with pytest.raises(OutOfPlace, match="before all of its averaged blocks"):
+    with pytest.raises(OutOfOrder, match="before all of its averaged blocks"):
         session.receive(commit(attempt=1), None)
 
 
@@ -433,7 +496,7 @@ def test_averages_of_the_past_are_dropped_and_of_the_future_kept():
     session = working()
     session.receive(commit(scalars=None), None)
     give_averages(session)
-    assert session._task.averages == {}
+    assert session._exchanging._averages == {}
     give_averages(session, step=1)
     assert [type(a) for a in session.receive(commit(step=1), None)] == [act.CancelWork, act.Apply]
 
@@ -459,7 +522,7 @@ def test_a_state_is_loaded_and_the_steps_go_on_from_it():
 
 @pytest.mark.parametrize("wrong", [chunk(run_id="other"), chunk(optimizer_step=3)])
 def test_a_state_that_does_not_fit_is_out_of_place(wrong):
-    with pytest.raises(OutOfPlace):
+    with pytest.raises(OutOfOrder):
         ready().receive(wrong, body([1, 2]))
 
 
@@ -468,7 +531,7 @@ def test_missed_updates_are_whole_numbers_up_to_all_updates(counts):
     session = ready()
     (load,) = session.receive(chunk(kind="missed_updates"), body([1]))
     assert isinstance(load, act.LoadChunk)
-    with pytest.raises(OutOfPlace, match="expected missed updates, whole numbers up to 1"):
+    with pytest.raises(OutOfOrder, match="expected missed updates, whole numbers up to 1"):
         session.receive(chunk(kind="missed_updates"), body(counts))
 
 
@@ -500,7 +563,7 @@ def test_held_out_parts_are_evaluated_and_answered():
 def test_a_halt_abandons_everything():
     session = working()
     assert kinds(session.receive(msg.Halt(**WHERE, reason="a NaN"), None)) == ["CancelWork"]
-    assert session.result(events.NodeDone(StepAttempt(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
 
 
 def test_after_a_run_the_worker_waits_for_the_next():
@@ -508,7 +571,7 @@ def test_after_a_run_the_worker_waits_for_the_next():
     actions = session.receive(end_run("done"), None)
     assert kinds(actions) == ["CancelWork"]
     assert session.result(events.Applied(1, DIGEST)) == []
-    with pytest.raises(OutOfPlace):
+    with pytest.raises(OutOfOrder):
         session.receive(plan((0, 1)), None)
     assert kinds(session.receive(*start_run("next"))) == ["CancelWork", "Build"]
 
@@ -527,7 +590,7 @@ def test_a_drain_is_said_once():
 def test_a_lost_device_is_told_in_its_own_words():
     lost = DeviceError("card", "the device was lost")
     assert working().result(events.DeviceFailed(lost))[-1] == act.Leave(
-        "the device 'card' failed: the device was lost", False, 1, failed=True
+        "device 'card' failed: the device was lost", False, 1, failed=True
     )
 
 
@@ -546,16 +609,16 @@ def payloads(actions):
 def test_gradients_are_sent_as_far_as_there_is_credit_and_the_rest_when_there_is():
     session = ready()
     session.receive(plan((0, 2), (2, 4), uploads=1), None)
-    place, sums = StepAttempt(0, 0), {1: np.ones(3, "f4"), 0: np.ones(2, "f4")}
+    step_id, sums = StepId(0, 0), {1: np.ones(3, "f4"), 0: np.ones(2, "f4")}
     said = [
-        payloads(session.result(events.BlockSum(place, node, block, sums[block], 2.0)))
-        for node in (Node(0, 2), Node(2, 4))
+        payloads(session.result(events.BlockSum(step_id, subtree, block, sums[block], 2.0)))
+        for subtree in (Subtree(0, 2), Subtree(2, 4))
         for block in (1, 0)
     ]
     assert said == [[(0, 1)], [], [(2, 1)], []]
     older = msg.Credit(**{**WHERE, "attempt": 1}, uploads=2)
     assert session.receive(older, None) == []
-    session.receive(msg.Cancel(**WHERE, nodes=((2, 4),)), None)
+    session.receive(msg.Cancel(**WHERE, subtrees=((2, 4),)), None)
     assert payloads(session.receive(msg.Credit(**WHERE, uploads=2), None)) == [(0, 0)]
     assert session.receive(msg.Credit(**WHERE, uploads=2), None) == []
 
@@ -563,15 +626,15 @@ def test_gradients_are_sent_as_far_as_there_is_credit_and_the_rest_when_there_is
 def test_what_is_held_of_a_step_that_is_over_is_never_sent():
     session = ready()
     session.receive(plan((0, 2), uploads=0), None)
-    place = StepAttempt(0, 0)
-    session.result(events.BlockSum(place, Node(0, 2), 1, np.ones(3, "f4"), 2.0))
+    step_id = StepId(0, 0)
+    session.result(events.BlockSum(step_id, Subtree(0, 2), 1, np.ones(3, "f4"), 2.0))
     session.receive(plan((0, 2), attempt=1, uploads=2), None)
     assert session.receive(msg.Credit(**{**WHERE, "attempt": 1}, uploads=2), None) == []
 
 
 # Stretches of replicas.
 
-PLACE, LEAF = StepAttempt(0, 0), Node(1, 2)
+STEP_ID, LEAF = StepId(0, 0), Subtree(1, 2)
 
 
 def stretch(*, inner=4, last=True, **change):
@@ -582,7 +645,7 @@ def stretch(*, inner=4, last=True, **change):
 def waiting():
     session = ready()
     session.receive(plan((1, 2)), None)
-    (asked,) = session.result(events.StretchStateWanted(PLACE, 4, LEAF, own=True))
+    (asked,) = session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, carried=True))
     assert asked.message == msg.StretchRequest(**WHERE, replica=1, own=True)
     return session
 
@@ -595,9 +658,9 @@ def test_a_stretch_goes_on_once_all_of_its_state_is_there():
     session = waiting()
     assert session.receive(stretch(last=False), raw(1, 2)) == []
     give, compute = session.receive(stretch(), raw(3))
-    assert (give.place, give.replica, give.inner, give.own) == (PLACE, 1, 4, True)
+    assert (give.step_id, give.replica, give.inner, give.carried) == (STEP_ID, 1, 4, True)
     assert give.content.tolist() == [1, 2, 3]
-    assert compute == act.Compute(PLACE, 4, LEAF)
+    assert compute == act.Compute(STEP_ID, 4, LEAF)
     assert session.receive(stretch(), raw(3)) == []
 
 
@@ -605,16 +668,16 @@ def test_a_state_is_not_asked_for_twice():
     """Given away and given back while the answer is on its way: its pieces stay together."""
     session = waiting()
     session.receive(stretch(last=False), raw(1))
-    session.receive(msg.Cancel(**WHERE, nodes=((1, 2),)), None)
-    session.receive(msg.Assign(**WHERE, view=2, nodes=((1, 2),)), None)
-    assert session.result(events.StretchStateWanted(PLACE, 4, LEAF, own=True)) == []
+    session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
+    session.receive(msg.Assign(**WHERE, view=2, subtrees=((1, 2),)), None)
+    assert session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, carried=True)) == []
     give, _ = session.receive(stretch(), raw(2))
     assert give.content.tolist() == [1, 2]
 
 
 def test_a_state_that_nobody_waits_for_any_more_is_dropped():
     session = waiting()
-    session.receive(msg.Cancel(**WHERE, nodes=((1, 2),)), None)
+    session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
     assert session.receive(stretch(), raw(1)) == []
     session = waiting()
     session.receive(plan((1, 2), attempt=1), None)
@@ -625,24 +688,28 @@ def test_how_far_a_stretch_is_and_where_it_can_go_on_are_told(monkeypatch):
     monkeypatch.setattr(limits, "BODY_BYTES", 4)
     session = ready()
     session.receive(plan((1, 2)), None)
-    (told,) = session.result(events.StretchStep(PLACE, LEAF, 7))
+    (told,) = session.result(events.InnerPhaseStep(STEP_ID, LEAF, 7))
     assert told.message == msg.StretchProgress(**WHERE, replica=1, inner=7)
-    pieces = session.result(events.BoundaryReached(PLACE, LEAF, 7, np.arange(9, dtype=np.uint8)))
+    pieces = session.result(events.InnerCheckpoint(STEP_ID, LEAF, 7, np.arange(9, dtype=np.uint8)))
     places = [(p.message.chunk, p.message.last) for p in pieces]
     assert places == [(0, False), (1, False), (2, True)]
     assert np.concatenate([p.body for p in pieces]).tolist() == list(range(9))
-    session.receive(msg.Cancel(**WHERE, nodes=((1, 2),)), None)
-    assert session.result(events.StretchStep(PLACE, LEAF, 8)) == []
-    assert session.result(events.BoundaryReached(PLACE, LEAF, 8, raw(1))) == []
+    session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
+    assert session.result(events.InnerPhaseStep(STEP_ID, LEAF, 8)) == []
+    assert session.result(events.InnerCheckpoint(STEP_ID, LEAF, 8, raw(1))) == []
 
 
 @pytest.mark.parametrize("spoilt", [0, 1, None])
 def test_sums_that_went_to_owners_are_compared_but_for_those_that_are_not_finite(spoilt):
     session = ready()
+    table = OwnerTable(members=("ann", "bob"), owners=(0, 1), scribe=None)
+    session.receive(
+        msg.Owners(run_id="run", epoch=EPOCH, number=1), np.frombuffer(table.to_bytes(), np.uint8)
+    )
     session.receive(plan((0, 2), owners=1), None)
-    place, node = StepAttempt(0, 0), Node(0, 2)
+    step_id, subtree = StepId(0, 0), Subtree(0, 2)
     for block, elements in ((1, 3), (0, 2)):
         values = np.full(elements, np.nan if block == spoilt else 1.0, "f4")
-        session.result(events.BlockSum(place, node, block, values, 2.0))
-    (loss,) = sent(session.result(events.NodeDone(place, node, Loss(1.0, 2.0), 1.0)))
+        session.result(events.BlockSum(step_id, subtree, block, values, 2.0))
+    (loss,) = sent(session.result(events.SubtreeDone(step_id, subtree, Loss(1.0, 2.0), 1.0)))
     assert bool(loss.sums) == (spoilt is None)

@@ -13,8 +13,8 @@ import pytest
 from coordinator.disk.artifacts import write_model
 from protocol.base.errors import DataError, RunSpecError
 from protocol.exact.replica import Replica
-from protocol.spec.adapter import check_adapter
-from protocol.spec.run_files import source_files
+from protocol.spec.files.adapter import check_adapter
+from protocol.spec.files.run_files import source_files
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.small_chat import chat_run
 from worker.tasks.registry import build
@@ -83,7 +83,7 @@ def test_an_adapter_of_another_base_is_one_line(finished, tmp_path):
     )
     check_adapter(named)
     nowhere = spec.model.model_copy(update={"adapter": str(tmp_path)})
-    with pytest.raises(DataError, match=r"found no adapter_config\.json there"):
+    with pytest.raises(DataError, match=r"found no adapter_config\.json"):
         check_adapter(spec.model_copy(update={"model": nowhere}))
 
 
@@ -100,7 +100,7 @@ def test_init_from_stands_for_base_adapter_and_lora(finished):
     whole = parse_run_spec({**shorter, "init_from": str(directory / "model")})
     assert whole.model is not None
     assert (whole.model.source, whole.lora) == (str(directory / "model"), None)
-    with pytest.raises(RunSpecError, match="found neither model nor adapter there"):
+    with pytest.raises(RunSpecError, match="found neither a model nor an adapter"):
         parse_run_spec({**shorter, "init_from": str(directory) + "/none"})
     (directory / "out" / "result.json").rename(directory / "kept")
     with pytest.raises(RunSpecError, match="has not finished"):

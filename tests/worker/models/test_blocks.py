@@ -116,5 +116,5 @@ def test_a_model_without_layers_is_cut_by_size_where_that_is_asked_for():
 
 
 def test_nothing_trainable_is_an_error():
-    with pytest.raises(DataError, match="no trainable tensor"):
+    with pytest.raises(DataError, match="expected a model with trainable tensors"):
         cut_into_blocks(Model().requires_grad_(False))

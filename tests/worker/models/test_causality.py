@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from protocol.base.errors import DataError
-from protocol.spec.run_spec import ModelSpec, RunSpec, parse_run_spec
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from protocol.spec.sections.model import ModelSpec
 from tests.small_chat import save_chat_tokenizer
 from worker.models.causality import check_causality
 from worker.models.pretrained import load_causal_lm
@@ -77,7 +78,7 @@ def test_the_probe_tells_them_apart_in_whatever_they_are_stored(dtype):
         if is_decoder:
             check_causality(model, 300, {"use_cache": False})
         else:
-            with pytest.raises(DataError, match="reads them"):
+            with pytest.raises(DataError, match="it would see the token to predict"):
                 check_causality(model, 300, {"use_cache": False})
         assert model.training
 
@@ -91,6 +92,6 @@ def test_a_model_whose_sizes_do_not_fit_is_one_clear_line():
         def forward(self, input_ids):
             return input_ids @ self.weight
 
-    with pytest.raises(DataError, match=r"logits of tokens, got: .*see to its config") as told:
+    with pytest.raises(DataError, match=r"logits of tokens, got: .*check its config") as told:
         check_causality(Unfitting(), 300, {})
     assert "\n" not in str(told.value)

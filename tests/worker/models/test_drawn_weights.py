@@ -16,10 +16,10 @@ from backends.base.interface import Array
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.small_chat import conversation, jsonl, save_chat_tokenizer
-from worker.after.finished import find
-from worker.after.loading import load
-from worker.after.merging import merge
-from worker.tasks.base import Task
+from worker.results.load import load
+from worker.results.merge import merge
+from worker.results.saved_model import find
+from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
 BODY: dict[str, Any] = {
@@ -151,12 +151,15 @@ def test_without_the_head_nothing_is_said_or_taught(tmp_path):
 def test_an_adapter_of_before_whose_pooler_was_not_saved_is_read(tmp_path):
     """`worker classify` draws it as the run did."""
     from backends.registry import choose
-    from worker.tasks.prediction import classify
+    from worker.tasks.labels.prediction import classify
 
     source = save_masked_lm(tmp_path / "model")
     task = build(spec_of("classify", source, tmp_path))
     adapter = export(task, task.initial_parameters(), tmp_path / "adapter")
-    new = [p.probability for p in classify(adapter, ["number 3"], lambda: choose("cpu").backend)]
+    new = [
+        max(p.scores.values())
+        for p in classify(adapter, ["number 3"], lambda: choose("cpu").backend)
+    ]
     path = adapter / "adapter_config.json"
     config = json.loads(path.read_text())
     assert config["modules_to_save"][:2] == ["classifier", "bert.pooler.dense"]
@@ -165,5 +168,8 @@ def test_an_adapter_of_before_whose_pooler_was_not_saved_is_read(tmp_path):
     kept = {name: value for name, value in weights.items() if "pooler" not in name}
     assert len(kept) == len(weights) - 2
     safetensors.numpy.save_file(kept, adapter / "adapter_model.safetensors", {"format": "pt"})
-    old = [p.probability for p in classify(adapter, ["number 3"], lambda: choose("cpu").backend)]
+    old = [
+        max(p.scores.values())
+        for p in classify(adapter, ["number 3"], lambda: choose("cpu").backend)
+    ]
     assert old == pytest.approx(new, abs=1e-6)

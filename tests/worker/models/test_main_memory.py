@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from protocol.base.errors import MainMemoryTooSmall
 from protocol.spec.run_spec import parse_run_spec
 from tests.cluster import ROOT
-from worker.models.main_memory import converted_bytes, refuse_what_does_not_fit
+from worker.models.main_memory import check_model_fits, converted_bytes
 from worker.models.pretrained import start_causal_lm
 
 GIB = 2**30
@@ -67,10 +67,10 @@ def test_it_is_refused_only_where_it_cannot_fit(tmp_path, free, fits):
     proc = machine(tmp_path / "proc", **free)
     place = model(tmp_path)
     if fits:
-        refuse_what_does_not_fit(place, proc, proc)
+        check_model_fits(place, proc, proc)
         return
     with pytest.raises(MainMemoryTooSmall):
-        refuse_what_does_not_fit(place, proc, proc)
+        check_model_fits(place, proc, proc)
 
 
 def test_a_new_model_that_is_too_large_is_refused_before_it_is_made():
@@ -89,20 +89,20 @@ def test_a_new_model_that_is_too_large_is_refused_before_it_is_made():
 
 
 def test_a_machine_that_tells_nothing_is_tried(tmp_path):
-    refuse_what_does_not_fit(model(tmp_path), tmp_path / "none", tmp_path / "none")
+    check_model_fits(model(tmp_path), tmp_path / "none", tmp_path / "none")
 
 
 def test_a_broken_file_is_the_readers_to_tell(tmp_path):
     proc = machine(tmp_path / "proc", 0)
     (tmp_path / "model.safetensors").write_bytes(b"none")
-    refuse_what_does_not_fit(str(tmp_path), proc, proc)
+    check_model_fits(str(tmp_path), proc, proc)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    refuse_what_does_not_fit(str(tmp_path), proc, proc)
+    check_model_fits(str(tmp_path), proc, proc)
 
 
 def test_how_it_is_said():
     said = str(MainMemoryTooSmall(16 * GIB, 7 * GIB))
-    assert said.startswith("reading the model takes 16.00 GiB of main memory, and 7.00 GiB can be")
+    assert said.startswith("reading the model takes 16.00 GiB of main memory, only 7.00 GiB is av")
 
 
 def test_what_an_earlier_model_has_freed_counts_as_free(tmp_path):
@@ -110,8 +110,8 @@ def test_what_an_earlier_model_has_freed_counts_as_free(tmp_path):
     code = (
         "import numpy as np\n"
         "from pathlib import Path\n"
-        "from protocol.host.allocator import keep_freed_memory\n"
-        "from worker.models.main_memory import refuse_what_does_not_fit\n"
+        "from protocol.machine.allocator import keep_freed_memory\n"
+        "from worker.models.main_memory import check_model_fits\n"
         "def resident():\n"
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"
         "    return next(int(line.split()[1]) for line in lines if line.startswith('RssAnon'))\n"
@@ -119,7 +119,7 @@ def test_what_an_earlier_model_has_freed_counts_as_free(tmp_path):
         "model = [np.ones(2**21) for _ in range(16)]\n"
         "there = resident()\n"
         "del model\n"
-        f"refuse_what_does_not_fit({model(tmp_path)!r})\n"
+        f"check_model_fits({model(tmp_path)!r})\n"
         "print(there - resident())\n"
     )
     command = [sys.executable, "-c", code]

@@ -1,54 +1,40 @@
-"""Links between members on real sockets: who gets through, and who does not."""
+"""Links between workers on real sockets: who gets through, and who does not."""
 
+import asyncio
 import contextlib
-import queue
 import socket
 import ssl
-import threading
 
 import numpy as np
 import pytest
 
 from protocol.base import limits
 from protocol.base.errors import SamestepError
-from protocol.exact.slices import SliceGrid
-from protocol.spec.replicas_spec import Codecs
-from protocol.wire import tls
-from protocol.wire.authentication import new_nonce
-from protocol.wire.connection import encode
-from protocol.wire.messages import Challenge, Goodbye, PeerHello, PeerWelcome, SliceSum
+from protocol.spec.sections.exchange import Codecs
+from protocol.wire import tls, tls_transport
+from protocol.wire.authentication import answer, new_nonce
+from protocol.wire.connection import Connection, encode
+from protocol.wire.messages import BlockGradientPayload, Challenge, Goodbye, PeerHello, PeerWelcome
 from protocol.wire.peers import Peer, PeerList, pair_key
+from protocol.wire.transport import Channel
+from tests.event_loop import on_uvloop
 from tests.message_samples import BLOCKS, PLACE
 from tests.silent_address import refusing_port
 from worker.peers import links
-from worker.peers.links import SocketLinks
-from worker.peers.proof import answer
-from worker.peers.wire import Wire
+from worker.peers.links import LinkSockets, PeerLinks
 
 PATIENCE_S = 60.0
 SECRET = bytes(range(32))
 
 
-class WatchedLinks(SocketLinks):
-    """Of each thread that begins is heard."""
-
-    heard: queue.Queue[tuple[object, ...]]
-
-    def _start(self, work, link, what):
-        super()._start(work, link, what)
-        self.heard.put(("started", what, link.peer.name))
-
-
 class Member:
-    """One member's links, and what it hears of them."""
+    """One worker's links, and what they report."""
 
     def __init__(self, name, *, encrypted=True, listens=True):
         self.name = name
-        self.heard: queue.Queue[tuple[object, ...]] = queue.Queue()
-        self.links = WatchedLinks(
-            name, BLOCKS, Codecs(), self, coordinator="127.0.0.1", encrypted=encrypted
-        )
-        self.links.heard = self.heard
+        self.reports: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
+        sockets = LinkSockets(name, "127.0.0.1", encrypted=encrypted)
+        self.links = PeerLinks(name, BLOCKS, Codecs(), self, sockets)
         self.listens = listens
         self.port, self.fingerprint = self.links.listen() if listens else (0, bytes(32))
 
@@ -63,229 +49,291 @@ class Member:
         peers = tuple(other.as_peer(self.name) for other in others)
         self.links.know(PeerList(me=self.name, listens=self.listens, peers=peers))
 
-    def on_slice(self, peer, received):
-        self.heard.put(("slice", peer, received))
+    def on_gradient(self, peer, received):
+        self.reports.put_nowait(("gradient", peer, received))
 
     def on_linked(self, peer, mbit):
         assert mbit > 0
-        self.heard.put(("linked", peer, None))
+        self.reports.put_nowait(("linked", peer, None))
 
     def on_unlinked(self, peer, reason):
-        self.heard.put(("unlinked", peer, reason))
+        self.reports.put_nowait(("unlinked", peer, reason))
 
-    def next(self, what):
-        """The next thing of this kind that it hears."""
-        while True:
-            found = self.heard.get(timeout=PATIENCE_S)
-            if found[0] == what:
-                return found[1:]
+    async def next(self, what):
+        """Return the next report of this kind."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                found = await self.reports.get()
+                if found[0] == what:
+                    return found[1:]
 
 
-@pytest.fixture
-def members():
+@contextlib.contextmanager
+def members(*names, **options):
     with contextlib.ExitStack() as stack:
-
-        def made(*names, **options):
-            found = [Member(name, **options) for name in names]
-            for member in found:
-                stack.callback(member.links.close)
-            return found
-
-        yield made
+        found = [Member(name, **options) for name in names]
+        for member in found:
+            stack.callback(member.links.close)
+        yield found
 
 
-def slice_sum(worker):
-    return SliceSum(**PLACE, owners=1, slice=1, worker=worker, lo=0, hi=1, weight=1.0)
+def payload(worker):
+    return BlockGradientPayload(
+        **PLACE, owners=1, block=1, chunk=0, worker=worker, lo=0, hi=1, weight=1.0
+    )
 
 
 def values():
-    return np.arange(SliceGrid(BLOCKS).elements(1), dtype=np.float32)
+    return np.arange(BLOCKS[1].elements, dtype=np.float32)
 
 
-@pytest.mark.parametrize("encrypted", [True, False])
-def test_both_reach_each_other_and_a_body_comes_as_it_went(members, encrypted):
-    one, other = members("one", "other", encrypted=encrypted)
-    one.know(other)
-    other.know(one)
-    assert one.next("linked")[0] == "other"
-    assert other.next("linked")[0] == "one"
-    one.links.send("other", encode(slice_sum("one"), values()))
-    sender, received = other.next("slice")
-    assert sender == "one"
+async def send_gradient(sender, to):
+    """Send a slice, and check that it arrives as it was."""
+    sender.links.send(to.name, encode(payload(sender.name), values()))
+    name, received = await to.next("gradient")
+    assert name == sender.name
     assert received.body.view(np.float32).tobytes() == values().tobytes()
 
 
-def test_one_that_only_dials_sends_and_receives(members):
-    (one,), (dials,) = members("one"), members("dials", listens=False)
-    one.know(dials)
-    dials.know(one)
-    dials.next("linked")
-    one.next("linked")
-    one.links.send("dials", encode(slice_sum("one"), values()))
-    assert dials.next("slice")[0] == "one"
-    dials.links.send("one", encode(slice_sum("dials"), values()))
-    assert one.next("slice")[0] == "dials"
+@pytest.mark.parametrize("encrypted", [True, False])
+@on_uvloop
+async def test_both_reach_each_other_and_a_body_arrives_unchanged(encrypted):
+    with members("one", "other", encrypted=encrypted) as (one, other):
+        one.know(other)
+        other.know(one)
+        assert (await one.next("linked"))[0] == "other"
+        assert (await other.next("linked"))[0] == "one"
+        await send_gradient(one, other)
+        await send_gradient(other, one)
+        sent, received = one.links.traffic()["other"]
+        assert min(sent, received) > limits.PEER_PROBE_BYTES
 
 
-def test_a_link_that_breaks_is_told_and_made_anew(members):
-    one, other = members("one", "other")
-    one.know(other)
-    other.know(one)
-    one.next("linked")
-    other.next("linked")
-    one.links._links["other"].receiving.close()
-    assert other.next("unlinked")[0] == "one"
-    other.next("linked")
+@pytest.mark.parametrize("name", ["a", "z"])
+@on_uvloop
+async def test_one_that_only_dials_sends_and_receives(name):
+    with members("one") as (one,), members(name, listens=False) as (dials,):
+        one.know(dials)
+        dials.know(one)
+        await dials.next("linked")
+        await one.next("linked")
+        await send_gradient(one, dials)
+        await send_gradient(dials, one)
 
 
-def test_who_is_named_no_more_is_left(members):
-    one, other = members("one", "other")
-    one.know(other)
-    other.know(one)
-    other.next("linked")
-    one.know()
-    assert other.next("unlinked")[0] == "one"
+@pytest.mark.parametrize("unreachable", ["one", "other"])
+@on_uvloop
+async def test_one_port_that_can_be_reached_is_enough(unreachable, monkeypatch):
+    """Behind a firewall a port is open and cannot be reached: then the other side dials."""
+    monkeypatch.setattr(links, "_SECOND_DIALER_S", 0.2)
+    with members("one", "other") as both:
+        one, other = both
+        closed = one if unreachable == "one" else other
+        open_ = other if closed is one else one
+        peer = closed.as_peer(open_.name).model_copy(update={"port": refusing_port()})
+        open_.links.know(PeerList(me=open_.name, listens=True, peers=(peer,)))
+        closed.know(open_)
+        await one.next("linked")
+        await other.next("linked")
+        await send_gradient(one, other)
+        await send_gradient(other, one)
 
 
-def test_who_is_named_no_more_while_connections_are_made_is_left_too(members, monkeypatch):
-    forgotten = threading.Event()
-    probed, answer_probe = links._probed, SocketLinks._answer_probe
-
-    def probed_late(wire):
-        mbit = probed(wire)
-        if threading.current_thread().name == "dial other":
-            assert forgotten.wait(PATIENCE_S)
-        return mbit
-
-    def answer_late(self, wire):
-        answer_probe(self, wire)
-        if self is one.links:
-            assert forgotten.wait(PATIENCE_S)
-
-    monkeypatch.setattr(links, "_probed", probed_late)
-    monkeypatch.setattr(SocketLinks, "_answer_probe", answer_late)
-    one, other = members("one", "other")
-    one.know(other)
-    other.know(one)
-    other.next("linked")
-    one.know()
-    forgotten.set()
-    assert other.next("unlinked")[0] == "one"
+@pytest.mark.parametrize("encrypted", [True, False])
+@on_uvloop
+async def test_two_that_dial_each_other_at_once_keep_one_link(encrypted, monkeypatch):
+    monkeypatch.setattr(links, "_SECOND_DIALER_S", 0.0)
+    names = [f"{letter}-{number}" for number in range(6) for letter in "ab"]
+    with members(*names, encrypted=encrypted) as found:
+        pairs = [*zip(found[::2], found[1::2], strict=True)]
+        for one, other in pairs:
+            one.know(other)
+            other.know(one)
+        for one, other in pairs:
+            for member in (one, other):
+                async with asyncio.timeout(PATIENCE_S):
+                    assert (await member.reports.get())[0] == "linked"
+            await send_gradient(one, other)
+            await send_gradient(other, one)
+        for member in found:
+            async with asyncio.timeout(PATIENCE_S):
+                while len(member.links._connections) > 1:  # noqa: ASYNC110 -- nothing is reported
+                    await asyncio.sleep(0.01)
+            assert member.reports.empty()
 
 
-def knock(member, hello, key, endpoint=None):
-    """What comes of saying this at its door, with this key."""
-    endpoint = endpoint or socket.create_connection(("127.0.0.1", member.port), PATIENCE_S)
-    with tls.client_context().wrap_socket(endpoint) as secured:
-        wire = Wire(secured, "dialler")
-        wire.send(encode(hello))
-        asked = wire.receive().message
-        if isinstance(asked, Goodbye):
-            return asked
-        assert isinstance(asked, Challenge)
-        fingerprint = tls.fingerprint(secured.getpeercert(binary_form=True) or b"")
-        wire.send(encode(answer(hello, asked, fingerprint, key)))
-        return wire.receive().message
+@pytest.mark.parametrize("broken", ["one", "other"])
+@on_uvloop
+async def test_a_link_that_breaks_is_reported_and_made_again(broken):
+    with members("one", "other") as (one, other):
+        one.know(other)
+        other.know(one)
+        await one.next("linked")
+        await other.next("linked")
+        at, name = (one, "other") if broken == "one" else (other, "one")
+        at.links._links[name].connection.channel.abort("a test")
+        for member in (one, other):
+            await member.next("unlinked")
+            await member.next("linked")
+        await send_gradient(one, other)
+
+
+@on_uvloop
+async def test_a_peer_that_is_listed_no_more_is_left():
+    with members("one", "other") as (one, other):
+        one.know(other)
+        other.know(one)
+        await other.next("linked")
+        one.know()
+        assert (await other.next("unlinked"))[0] == "one"
+        other.links.send("one", encode(payload("other"), values()))  # dropped
+
+
+@on_uvloop
+async def test_a_peer_that_is_listed_no_more_during_the_handshake_is_left_too(monkeypatch):
+    with members("one", "other") as (one, other):
+        linked = PeerLinks.linked
+
+        def linked_late(self, connection, mbit):
+            if self is one.links:
+                one.know()
+            linked(self, connection, mbit)
+
+        monkeypatch.setattr(PeerLinks, "linked", linked_late)
+        one.know(other)
+        other.know(one)
+        await other.next("unlinked")
+        assert one.reports.empty()
+        assert not one.links._connections
+
+
+class Dialer:
+    """A connection to a worker's port that follows the handshake with any key."""
+
+    def __init__(self, hello, key):
+        self.hello = hello
+        self.key = key
+        self.channel = Channel(Connection("dialler"), self, asyncio.get_running_loop().time)
+        self.last = asyncio.get_running_loop().create_future()
+
+    def on_message(self, channel, received):
+        message = received.message
+        if isinstance(message, Challenge):
+            fingerprint = tls.fingerprint(channel.certificate)
+            try:
+                channel.send(answer(self.hello, message, fingerprint, self.key))
+            except SamestepError as error:
+                self.last.set_result(error)
+        elif not self.last.done():
+            self.last.set_result(message)
+
+    def on_lost(self, channel, reason, error):
+        del channel, error
+        if not self.last.done():
+            self.last.set_exception(ConnectionResetError(reason))
+
+
+async def dial(member, hello, key):
+    """Return the last message, or the dialer's own error, of a handshake with this key."""
+    dialer = Dialer(hello, key)
+    await tls_transport.connect(
+        "127.0.0.1", member.port, tls.client_context(), dialer.channel, timeout_s=PATIENCE_S
+    )
+    dialer.channel.send(hello)
+    async with asyncio.timeout(PATIENCE_S):
+        last = await dialer.last
+    dialer.channel.abort("a test")
+    return last
 
 
 def hello(name, to):
-    return PeerHello(name=name, to=to, sends=True, nonce=new_nonce())
+    return PeerHello(name=name, to=to, nonce=new_nonce())
 
 
-def test_a_stranger_gets_no_proof(members):
-    (owner,) = members("owner")
-    owner.know()
-    said = knock(owner, hello("stranger", "owner"), bytes(32))
-    assert isinstance(said, Goodbye)
-    assert "'stranger' is no peer of 'owner'" in said.reason
+@on_uvloop
+async def test_a_process_that_is_not_listed_gets_no_proof():
+    with members("owner") as (owner,):
+        owner.know()
+        said = await dial(owner, hello("unknown", "owner"), bytes(32))
+        assert isinstance(said, Goodbye)
+        assert "'unknown' is no peer of 'owner'" in said.reason
 
 
-def test_a_member_that_poses_as_another_owner_is_refused(members):
-    """It knows its own key with each of them, and not the key of the two."""
-    owner, true, poser = members("owner", "true", "poser")
-    owner.know(true, poser)
-    own_key = pair_key(SECRET, "poser", "owner")
-    with pytest.raises(SamestepError, match="does not know the key of the two"):
-        knock(owner, hello("true", "owner"), own_key)
+@on_uvloop
+async def test_a_member_that_poses_as_another_is_refused():
+    """It knows its own key with each of them, and not the key of those two."""
+    with members("owner", "true", "poser") as (owner, true, poser):
+        owner.know(true, poser)
+        own_key = pair_key(SECRET, "poser", "owner")
+        said = await dial(owner, hello("true", "owner"), own_key)
+        assert isinstance(said, SamestepError)
+        assert "worker 'owner' does not know the key of this link" in str(said)
 
 
-def test_a_proof_for_another_door_is_refused(members):
-    owner, other, third = members("owner", "other", "third")
-    owner.know(other, third)
-    said = knock(owner, hello("other", "third"), pair_key(SECRET, "other", "third"))
-    assert "is no peer of 'owner'" in said.reason
+@on_uvloop
+async def test_a_hello_for_another_worker_is_refused():
+    with members("owner", "other", "third") as (owner, other, third):
+        owner.know(other, third)
+        key = pair_key(SECRET, "other", "third")
+        said = await dial(owner, hello("other", "third"), key)
+        assert "is no peer of 'owner'" in said.reason
 
 
-def test_an_answer_with_another_certificate_is_told_nothing(members):
-    one, other, false = members("one", "other", "false")
-    peer = other.as_peer("one").model_copy(update={"port": false.port})
-    one.links.know(PeerList(me="one", listens=True, peers=(peer,)))
-    assert "another certificate" in one.next("unlinked")[1]
+@on_uvloop
+async def test_a_peer_with_another_certificate_gets_no_hello():
+    with members("one", "other", "z-false") as (one, other, false):
+        peer = other.as_peer("one").model_copy(update={"port": false.port})
+        one.links.know(PeerList(me="one", listens=True, peers=(peer,)))
+        assert "got another one" in (await one.next("unlinked"))[1]
 
 
-def test_why_a_peer_is_not_reached_is_told(members):
-    one, other = members("one", "other")
-    port = refusing_port()
-    peer = other.as_peer("one").model_copy(update={"port": port})
-    one.links.know(PeerList(me="one", listens=True, peers=(peer,)))
-    assert one.next("unlinked")[1] == f"127.0.0.1:{port} refused the connection"
+@on_uvloop
+async def test_the_reason_why_a_peer_is_not_reached_is_reported():
+    with members("one", "other") as (one, other):
+        port = refusing_port()
+        peer = other.as_peer("one").model_copy(update={"port": port})
+        one.links.know(PeerList(me="one", listens=True, peers=(peer,)))
+        assert (await one.next("unlinked"))[1] == f"127.0.0.1:{port} refused the connection"
 
 
-def test_while_strangers_are_inside_a_member_waits_and_comes_in(members):
-    """All members of a run come at one time: nobody is to take a full door for a broken link."""
-    owner, other = members("owner", "other")
-    owner.links.know(PeerList(me="owner", listens=True, peers=(unreachable(other, "owner"),)))
-    address = ("127.0.0.1", owner.port)
-    inside = [socket.create_connection(address) for _ in range(limits.PEER_STRANGERS_CONNECTIONS)]
-    waits = socket.create_connection(address, PATIENCE_S)
-    for stranger in inside:
-        stranger.close()
-    key = pair_key(SECRET, "other", "owner")
-    assert isinstance(knock(owner, hello("other", "owner"), key, waits), PeerWelcome)
+@on_uvloop
+async def test_while_the_port_is_full_a_member_waits_and_gets_in(monkeypatch):
+    """All members of a run connect at one time: a full port is no broken link."""
+    monkeypatch.setattr(limits, "UNAUTHENTICATED_SLOT_MS", 100)
+    with members("owner") as (owner,), members("other", listens=False) as (other,):
+        owner.know(other)
+        address = ("127.0.0.1", owner.port)
+        silent = [socket.create_connection(address) for _ in range(limits.PENDING_PEER_CONNECTIONS)]
+        while len(owner.links._pending) < limits.PENDING_PEER_CONNECTIONS:  # noqa: ASYNC110 -- nothing is reported
+            await asyncio.sleep(0.01)
+        key = pair_key(SECRET, "other", "owner")
+        waits = asyncio.create_task(dial(owner, hello("other", "owner"), key))
+        await asyncio.sleep(0.1)
+        assert not waits.done()
+        for each in silent:
+            each.close()
+        assert isinstance(await waits, PeerWelcome)
 
 
-def unreachable(member, other):
-    """As a peer of the other's, at a port where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        return member.as_peer(other).model_copy(update={"port": closed.getsockname()[1]})
+@on_uvloop
+async def test_a_peer_that_was_refused_is_dialed_as_soon_as_it_is_listed(monkeypatch):
+    """On a busy machine some get the list of members seconds after others."""
+    monkeypatch.setattr(links, "_RETRY_S", (10 * PATIENCE_S,))
+    monkeypatch.setattr(links, "_SECOND_DIALER_S", 10 * PATIENCE_S)
+    with members("early", "late") as (early, late):
+        late.know()
+        early.know(late)
+        assert "is no peer of 'late'" in (await early.next("unlinked"))[1]
+        late.know(early)
+        await early.next("linked")
+        await late.next("linked")
 
 
-def test_who_is_turned_away_comes_again_as_soon_as_the_other_knows_it(members, monkeypatch):
-    """On a busy machine some are told of all members seconds after others."""
-    monkeypatch.setattr(links, "_AGAIN_S", (10 * PATIENCE_S,))
-    early, late = members("early", "late")
-    late.know()
-    early.know(late)
-    assert "is no peer of 'late'" in early.next("unlinked")[1]
-    late.know(early)
-    early.next("linked")
-    late.next("linked")
-
-
-def test_one_direction_that_cannot_be_made_leaves_the_other_until_that_is_closed(members):
-    one, other = members("one", "other")
-    listing = PeerList(me="other", listens=True, peers=(unreachable(one, "other"),))
-    other.links.know(listing)
-    one.know(other)
-    while other.next("started")[0] != "from":
-        pass
-    assert other.next("unlinked")[0] == "one"
-    receiving = other.links._links["one"].receiving
-    assert receiving is not None
-    assert receiving.endpoint.fileno() > 0, "it is open"
-    # The other knows better now, and begins anew; of the old link it is the end that reads nothing
-    # that has to notice.
-    other.know(one)
-    other.next("linked")
-
-
-def test_no_older_tls(members):
-    (owner,) = members("owner")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with (
-        socket.create_connection(("127.0.0.1", owner.port), PATIENCE_S) as plain,
-        pytest.raises((ssl.SSLError, ConnectionError)),
-    ):
-        context.wrap_socket(plain)
+@on_uvloop
+async def test_no_older_tls():
+    with members("owner") as (owner,):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection("127.0.0.1", owner.port, ssl=context)

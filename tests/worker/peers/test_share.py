@@ -1,33 +1,42 @@
-"""A member's part in averaging slices: what goes where, and what is refused."""
+"""A worker's side of the exchange: what goes where, and what is refused."""
 
 import numpy as np
 import pytest
 
-from protocol.base.errors import OutOfPlace
-from protocol.exact.slices import SliceGrid, slice_digest
-from protocol.exact.tree import Node
+from protocol.base.errors import OutOfOrder
+from protocol.exact.chunk_grid import ChunkGrid, chunk_digest
+from protocol.exact.tree import Subtree
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.replicas_spec import Codecs
+from protocol.spec.sections.exchange import Codecs
 from protocol.wire.messages import (
     AveragedBlockGradient,
+    AveragedGradient,
+    AverageDigests,
     AveragedNonBlockGradient,
-    SliceAverage,
-    SliceSum,
-    SlicesWanted,
-    SumNotFinite,
+    AverageMismatch,
+    AveragesRequest,
+    BlockGradientPayload,
+    Cancel,
+    Commit,
+    Credit,
+    NonBlockGradientPayload,
+    NonFiniteSum,
+    StepPlan,
     SumsArrived,
-    WrongSlice,
 )
 from protocol.wire.peers import OwnerTable
-from worker.peers.share import AllAveraged, SlicePart, ToCoordinator, ToPeer
+from tests.message_samples import SCALARS
+from worker.logic.actions import Transmit
+from worker.logic.events import AveragesReady
+from worker.peers.share import GradientExchange, ToPeer
 
 BLOCKS = (
     Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(200_000,)),)),
     Block(name="head", kind="non_block", tensors=(TensorSpec(name="h", shape=(10,)),)),
 )
-GRID = SliceGrid(BLOCKS)
+GRID = ChunkGrid(BLOCKS)
 PLACE = {"epoch": 1, "step": 0, "attempt": 0}
-ONE, OTHER = Node(0, 1), Node(1, 2)
+ONE, OTHER = Subtree(0, 1), Subtree(1, 2)
 
 
 def table(*members, owners=None, scribe=None):
@@ -36,10 +45,43 @@ def table(*members, owners=None, scribe=None):
 
 
 def share(me="a", given=None, microbatches=2):
-    made = SlicePart(me, BLOCKS, Codecs())
+    made = GradientExchange(me, BLOCKS, Codecs())
     made.own(1, given or table("a", "b"))
-    made.begin(PLACE, microbatches)
+    made.begin(plan(microbatches))
     return made
+
+
+def plan(microbatches, uploads=100, **change):
+    given = {**PLACE, "owners": 1, "uploads": uploads, "view": 1, "loss_scale": 1.0, **change}
+    return StepPlan(**given, microbatches=microbatches, subtrees=())
+
+
+def committed(made, wanted):
+    """Its step is durable, with averages of these digests."""
+    made.expect(AverageDigests(**PLACE), wanted)
+    return made.commit(Commit(**PLACE, scalars=SCALARS, loss=0.0, averages_digest="0" * 64))
+
+
+def at(number, **more):
+    block, chunk = GRID.chunk(number)
+    return {**PLACE, "owners": 1, "block": block, "chunk": chunk, **more}
+
+
+def part(arrays, number):
+    block, chunk = GRID.chunk(number)
+    return arrays[block][BLOCKS[block].chunk_slice(chunk)]
+
+
+def payload(number, lo, **more):
+    block, _ = GRID.chunk(number)
+    kind = BlockGradientPayload if BLOCKS[block].kind == "block" else NonBlockGradientPayload
+    return kind(**at(number, lo=lo, hi=lo + 1, weight=1.0, **more))
+
+
+def average(number):
+    block, _ = GRID.chunk(number)
+    kind = AveragedBlockGradient if BLOCKS[block].kind == "block" else AveragedNonBlockGradient
+    return kind(**at(number))
 
 
 def sums(seed):
@@ -66,11 +108,11 @@ def play(shares, actions_of):
     return told
 
 
-def contributed(shares, node_of):
+def contributed(shares, subtree_of):
     return [
-        (name, shares[name].contribute(node, block, 1.0, values))
-        for name, node in node_of.items()
-        for block, values in enumerate(sums(node.lo))
+        (name, shares[name].contribute(subtree, block, 1.0, values))
+        for name, subtree in subtree_of.items()
+        for block, values in enumerate(sums(subtree.lo))
     ]
 
 
@@ -81,51 +123,50 @@ def expected():
 
 def digests():
     means = expected()
-    found = [slice_digest(means[b][part]) for b, part in map(GRID.place, range(GRID.count))]
+    found = [chunk_digest(part(means, number)) for number in range(GRID.count)]
     return np.frombuffer(b"".join(found), np.uint8)
 
 
 def taken(actions):
-    return [action.averages for action in actions if isinstance(action, AllAveraged)]
+    return [action.averages for action in actions if isinstance(action, AveragesReady)]
 
 
 def test_all_have_the_mean_and_the_coordinator_the_digests():
     shares = {"a": share("a"), "b": share("b")}
     told = play(shares, contributed(shares, {"a": ONE, "b": OTHER}))
     for name, each in shares.items():
-        (averages,) = taken(each.commit(PLACE, digests()))
+        (averages,) = taken(committed(each, digests()))
         assert [x.tobytes() for x in averages] == [x.tobytes() for x in expected()]
-        to = [action.message for action in told[name] if isinstance(action, ToCoordinator)]
-        own = [m.slice for m in to if isinstance(m, SliceAverage)]
+        to = [action.message for action in told[name] if isinstance(action, Transmit)]
+        own = [GRID.number(m.block, m.chunk) for m in to if isinstance(m, AveragedGradient)]
         assert own == [n for n in own if table("a", "b").owner(n) == name]
 
 
-def test_a_lost_owner_s_slices_are_averaged_by_another_from_sums_sent_again():
+def test_a_lost_owner_s_chunks_are_averaged_by_another_from_sums_sent_again():
     alone = share("a")
     sent = [action for _, actions in contributed({"a": alone}, {"a": ONE}) for action in actions]
     assert {action.peer for action in sent if isinstance(action, ToPeer)} == {"b"}
     again = alone.own(2, table("a", owners=[0] * GRID.count))
-    again += [  # the node of the lost one is computed once more, here
+    again += [  # the subtree of the lost one is computed once more, here
         action
         for block, values in enumerate(sums(1))
         for action in alone.contribute(OTHER, block, 1.0, values)
     ]
     assert not [action for action in again if isinstance(action, ToPeer)]
-    (averages,) = taken(alone.commit(PLACE, digests()))
+    (averages,) = taken(committed(alone, digests()))
     assert [x.tobytes() for x in averages] == [x.tobytes() for x in expected()]
 
 
-def test_a_slice_that_is_given_back_needs_its_sums_again():
-    """Of a slice that it did not own meanwhile a member has no sums: it says that none arrived."""
+def test_a_chunk_that_is_given_back_needs_its_sums_again():
+    """Of a chunk that it did not own meanwhile a worker has no sums: it says that none arrived."""
     owned = share(given=table("a", "b", owners=[0] * GRID.count))
 
     def give(number):
         told = []
         for each in range(GRID.count):
-            message = SliceSum(**PLACE, owners=number, slice=each, worker="b", lo=1, hi=2, weight=1)
-            block, part = GRID.place(each)
-            told += owned.receive("b", message, raw(sums(2)[block][part]))
-        return [a.message for a in told if isinstance(a, ToCoordinator)]
+            message = payload(each, 1).model_copy(update={"owners": number})
+            told += owned.receive("b", message, raw(part(sums(2), each)))
+        return [a.message for a in told if isinstance(a, Transmit)]
 
     assert [type(each) for each in give(1)] == [SumsArrived]
     owned.own(2, table("a", "b", owners=[1] * GRID.count))
@@ -145,17 +186,16 @@ def carried(shares, waiting, most=None):
 
 
 @pytest.mark.parametrize("lost", ["c", "bc"], ids=["one", "two at once"])
-def test_owners_that_die_at_any_stage_of_a_slice_leave_the_bits(lost):
+def test_owners_that_die_at_any_stage_of_a_chunk_leave_the_bits(lost):
     """After each message in turn; what they had sent and what was sent to them is gone."""
-    nodes = {"a": Node(0, 1), "b": Node(1, 2), "c": Node(2, 3)}
+    subtrees = {"a": Subtree(0, 1), "b": Subtree(1, 2), "c": Subtree(2, 3)}
     both = [(one + other) + third for one, other, third in zip(*map(sums, range(3)), strict=True)]
     means = [total * np.float32(1 / 3) for total in both]
-    parts = map(GRID.place, range(GRID.count))
-    told = b"".join(slice_digest(means[block][part]) for block, part in parts)
+    told = b"".join(chunk_digest(part(means, number)) for number in range(GRID.count))
     stage, waiting = 0, [("", None)]
     while waiting:
         shares = {name: share(name, table(*"abc"), microbatches=3) for name in "abc"}
-        begun = contributed(shares, nodes)
+        begun = contributed(shares, subtrees)
         waiting = [(name, action) for name, actions in begun for action in actions]
         waiting = carried(shares, waiting, stage)
         on_their_way = [(name, action) for name, action in waiting if name not in lost]
@@ -169,91 +209,118 @@ def test_owners_that_die_at_any_stage_of_a_slice_leave_the_bits(lost):
         for name, each in shares.items():
             after = each.own(2, table(*left, owners=owners))
             on_their_way += [(name, action) for action in after]
-        again = contributed({"a": shares["a"]}, {"a": Node(0, 1)})  # known: it changes nothing
+        again = contributed({"a": shares["a"]}, {"a": Subtree(0, 1)})  # known: it changes nothing
         for name in lost:
-            for block, values in enumerate(sums(nodes[name].lo)):
-                again.append(("a", shares["a"].contribute(nodes[name], block, 1.0, values)))
+            for block, values in enumerate(sums(subtrees[name].lo)):
+                again.append(("a", shares["a"].contribute(subtrees[name], block, 1.0, values)))
         on_their_way += [(name, action) for name, actions in again for action in actions]
         assert carried(shares, on_their_way) == []
         for each in shares.values():
-            (averages,) = taken(each.commit(PLACE, np.frombuffer(told, np.uint8)))
+            (averages,) = taken(committed(each, np.frombuffer(told, np.uint8)))
             assert [x.tobytes() for x in averages] == [x.tobytes() for x in means]
         stage += 1
     assert stage > 2 * GRID.count
 
 
-def test_a_slice_that_is_not_what_the_coordinator_has_names_its_owner_and_is_not_taken():
+def test_an_average_that_is_not_what_the_coordinator_has_names_its_owner_and_is_not_taken():
     shares = {"a": share("a"), "b": share("b")}
     play(shares, contributed(shares, {"a": ONE, "b": OTHER}))
     wrong = digests().copy()
     number = next(n for n in range(GRID.count) if table("a", "b").owner(n) == "b")
     wrong[16 * number] ^= 1
-    said = shares["a"].commit(PLACE, wrong)
+    said = committed(shares["a"], wrong)
     assert not taken(said)
     messages = [action.message for action in said]
     assert messages == [
-        WrongSlice(**PLACE, slice=number, owner="b"), SlicesWanted(**PLACE),
+        AverageMismatch(**at(number), owner="b"), AveragesRequest(**PLACE),
     ]  # fmt: skip
 
 
 def test_averages_of_a_committed_step_that_do_not_come_are_asked_for_once():
     made = share("a")
     made.contribute(ONE, 0, 1.0, sums(0)[0])
-    assert made.commit(PLACE, digests()) == []  # their owners may be sending them
+    assert committed(made, digests()) == []  # their owners may be sending them
     asked = made.waits()
-    assert [action.message for action in asked] == [SlicesWanted(**PLACE)]
+    assert [action.message for action in asked] == [AveragesRequest(**PLACE)]
     assert made.waits() == []
     means = expected()
     said = []
     for block, each in enumerate(BLOCKS):
         kind = AveragedBlockGradient if each.kind == "block" else AveragedNonBlockGradient
         for chunk in range(each.chunks):
-            values = means[block][each.chunk_slice(chunk)]
-            said += made.averaged(kind(**PLACE, block=block, chunk=chunk), values)
+            values = raw(means[block][each.chunk_slice(chunk)])
+            said += made.receive("", kind(**PLACE, block=block, chunk=chunk), values)
     (averages,) = taken(said)
     assert [x.tobytes() for x in averages] == [x.tobytes() for x in means]
 
 
 @pytest.mark.parametrize("sender", ["b", "c"])
-def test_who_does_not_own_a_slice_sends_no_average_of_it(sender):
+def test_who_does_not_own_a_chunk_sends_no_average_of_it(sender):
     number = next(n for n in range(GRID.count) if table("a", "b").owner(n) == "a")
-    message = SliceAverage(**PLACE, owners=1, slice=number)
+    message = average(number)
     body = raw(np.zeros(GRID.elements(number), np.float32))
-    with pytest.raises(OutOfPlace, match=f"'{sender}' sends the average of slice"):
+    with pytest.raises(OutOfOrder, match=f"'{sender}' sends the average of chunk"):
         share("a").receive(sender, message, body)
 
 
 def test_a_sum_in_another_s_name_is_refused():
-    message = SliceSum(**PLACE, owners=1, slice=0, worker="b", lo=0, hi=1, weight=1.0)
-    with pytest.raises(OutOfPlace, match="'c' sends a sum as 'b'"):
+    message = payload(0, 0, worker="b")
+    with pytest.raises(OutOfOrder, match="'c' sends a sum as 'b'"):
         share("a").receive("c", message, raw(np.zeros(GRID.elements(0), np.float32)))
 
 
 def test_what_is_not_finite_is_told_with_its_worker():
-    message = SliceSum(**PLACE, owners=1, slice=0, worker="b", lo=0, hi=1, weight=1.0)
+    message = payload(0, 0)
     body = raw(np.full(GRID.elements(0), np.inf, np.float32))
     (said,) = share("a").receive("b", message, body)
-    assert said.message == SumNotFinite(**PLACE, slice=0, worker="b", lo=0, hi=1)
+    assert said.message == NonFiniteSum(**PLACE, lo=0, hi=1, worker="b", block=1, device="")
 
 
 def test_early_sums_wait_late_ones_are_dropped():
     made = share("a")
-    later = SliceSum(
-        epoch=1, step=1, attempt=0, owners=1, slice=0, worker="b", lo=0, hi=1, weight=1.0
-    )
+    later = payload(0, 0).model_copy(update={"step": 1})
     body = raw(np.ones(GRID.elements(0), np.float32))
     assert made.receive("b", later, body) == []
-    arrived = made.begin({**PLACE, "step": 1}, 1)
+    arrived = made.begin(plan(1, step=1))
     assert arrived, "the average of a step with one microbatch"
     assert made.receive("b", later.model_copy(update={"step": 0}), body) == []
 
 
 def test_a_table_of_another_shape_is_refused():
-    with pytest.raises(OutOfPlace, match="slices, got 1"):
+    with pytest.raises(OutOfOrder, match="chunks, got 1"):
         share("a").own(2, table("a", owners=[0]))
 
 
 def test_who_has_no_links_sends_by_way_of_the_coordinator():
     made = share("c", table("a", "b"))
     actions = made.contribute(ONE, 0, 1.0, sums(0)[0])
-    assert {type(action) for action in actions} == {ToCoordinator}
+    assert {type(action) for action in actions} == {Transmit}
+
+
+def star(uploads):
+    made = GradientExchange("a", BLOCKS, Codecs())
+    made.begin(plan(2, uploads, owners=0))
+    return made
+
+
+def to_coordinator(actions):
+    return [GRID.number(a.message.block, a.message.chunk) for a in actions]
+
+
+def test_the_coordinator_is_sent_as_many_chunks_as_it_allows():
+    made = star(2)
+    sent = made.contribute(ONE, 0, 1.0, sums(0)[0])
+    assert {type(action) for action in sent} == {Transmit}
+    assert to_coordinator(made.contribute(ONE, 1, 1.0, sums(0)[1])) == [0]
+    assert to_coordinator(sent) == [1]
+    assert to_coordinator(made.allow(Credit(**PLACE, uploads=3))) == [2]
+    made.cancel(Cancel(**PLACE, subtrees=((0, 1),)))
+    assert made.allow(Credit(**PLACE, uploads=100)) == []
+
+
+def test_where_every_other_owner_is_lost_the_coordinator_is_sent_all_that_they_had():
+    alone = share("a")
+    for block, values in enumerate(sums(0)):
+        alone.contribute(ONE, block, 1.0, values)
+    given = OwnerTable.star(GRID.count)
+    assert sorted(to_coordinator(alone.own(2, given))) == [*range(GRID.count)]

@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 
 from protocol.base.errors import StorageFailed
-from protocol.spec.file_digest import FileDigests
+from protocol.spec.files.file_digest import FileDigests
 from tests.cluster import ROOT
 from tests.durable_run import small_disk
 from worker.shell.blob_cache import BlobCache, Part
@@ -100,7 +100,7 @@ def test_a_damaged_file_is_not_found_and_is_written_anew(cache):
 HOLDER = """
 import sys
 from pathlib import Path
-from protocol.spec.file_digest import FileDigests
+from protocol.spec.files.file_digest import FileDigests
 from worker.shell.blob_cache import BlobCache
 part = BlobCache(Path(sys.argv[1]), FileDigests()).open_part(sys.argv[2], int(sys.argv[3]))
 print("busy" if part is None else "mine", flush=True)
@@ -122,7 +122,7 @@ def test_two_processes_never_write_one_part(cache):
         assert other.stdout is not None
         assert other.stdout.readline() == "mine\n"
         assert cache.open_part(DIGEST, SIZE) is None
-        own = cache.open_part(DIGEST, SIZE, own=True)
+        own = cache.open_part(DIGEST, SIZE, exclusive=True)
         assert own is not None
         assert own.have == 0
         own.append(CONTENT)
@@ -152,10 +152,10 @@ def test_a_lock_that_comes_after_the_renaming_is_no_licence_to_write(cache, monk
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
     with small_disk(tmp_path / "small", 1024) as disk:
         cache = BlobCache(disk / "cache", FileDigests())
-        with pytest.raises(StorageFailed, match=r"3000000 bytes are to be fetched, \d+ are free"):
+        with pytest.raises(StorageFailed, match=r"expected 3000000 free bytes, got \d+"):
             cache.reserve(SIZE)
         cache.reserve(1000)
-        with pytest.raises(StorageFailed, match="No space left on device; make room there"):
+        with pytest.raises(StorageFailed, match="No space left on device; free some space there"):
             cache.put(DIGEST, CONTENT)
         assert files(cache) == []
         part = opened(cache)

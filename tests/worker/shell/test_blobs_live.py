@@ -12,8 +12,8 @@ import pytest
 
 from coordinator.files.blob_index import Blob, BlobIndex, index_blobs
 from protocol.base import limits
-from protocol.spec.blob_list import document_digest
-from protocol.spec.file_digest import FileDigests, file_digest
+from protocol.spec.files.blob_list import document_digest
+from protocol.spec.files.file_digest import FileDigests, file_digest
 from protocol.wire.connection import Received
 from protocol.wire.messages import BlobChunk, BlobRequest
 from protocol.wire.transport import Channel
@@ -23,7 +23,7 @@ from tests.durable_run import small_disk
 from tests.event_loop import on_uvloop
 from tests.live_service import LiveService, live_service, scripted_spec
 from worker.logic import actions as act
-from worker.shell import obtaining
+from worker.shell import file_fetcher
 from worker.shell.blob_cache import BlobCache
 from worker.shell.client import Client
 
@@ -194,7 +194,9 @@ async def test_a_part_spoilt_on_disk_is_fetched_anew(tmp_path, place):
 @on_uvloop
 async def test_workers_that_share_a_cache_fetch_a_large_file_once(tmp_path, place, monkeypatch):
     """Both are in this process: flock keeps them apart like two processes."""
-    monkeypatch.setattr(obtaining, "_BUSY_PATIENCE_S", PATIENCE_S)  # a busy machine is no dead one
+    monkeypatch.setattr(
+        file_fetcher, "_BUSY_PATIENCE_S", PATIENCE_S
+    )  # a busy machine is no dead one
     index = place.index(content())
     async with live_service(tmp_path / "out", 2) as live:
         workers = [recorded(live, place, name) for name in ("w0", "w1")]
@@ -222,7 +224,7 @@ async def test_a_file_that_changes_after_it_was_submitted_is_noticed(tmp_path, p
         assert ended["outcome"] == "failed"
         assert ended["reason"] == (
             "worker 'w0': the data file 'input.bin' of 'input.bin' has changed at the coordinator "
-            "since the run was submitted; bring it back, or submit a new run"
+            "since the run was submitted; restore it, or submit a new run"
         )
         # Nothing wrong is kept, and the same worker takes the next run.
         index = place.index(content(size))
@@ -286,7 +288,7 @@ async def test_an_error_in_the_data_names_what_the_run_spec_names(tmp_path, plac
 async def test_a_part_that_another_worker_holds_and_does_not_write_is_not_waited_for(
     tmp_path, place, monkeypatch
 ):
-    monkeypatch.setattr(obtaining, "_BUSY_PATIENCE_S", 0.6)
+    monkeypatch.setattr(file_fetcher, "_BUSY_PATIENCE_S", 0.6)
     index = place.index(content())
     digest = file_digest(place.file)[1]
     stalled = BlobCache(place.cache, FileDigests()).open_part(digest, LARGE)
@@ -316,7 +318,7 @@ async def test_a_coordinator_that_names_a_place_outside_is_left(tmp_path, place,
         worker = recorded(live, place)
         live.service.submit(SPEC, blobs=hostile)
         lost = await live.wait_for("worker_lost", worker="w0")
-        assert "a file's name is refused" in lost["reason"]
+        assert "invalid file name" in lost["reason"]
         assert worker.offsets == [0]
     here = [path for path in tmp_path.rglob("*") if "out" not in path.parts]
     assert sorted(here) == before

@@ -13,7 +13,7 @@ from protocol.base.errors import ExitCode, Unreachable
 from tests.event_loop import on_uvloop
 from tests.live_service import PATIENCE_S, Scripted, live_service
 from tests.silent_address import dead_name_server, refusing_port, silent_address
-from worker.joining.credentials import WorkerCredentials
+from worker.join.credentials import WorkerCredentials
 from worker.shell import client as shell
 from worker.shell.client import Client, FindAgain, Target
 

@@ -7,7 +7,7 @@ import pytest
 from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, RunFailed, Unreachable
 from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
-from worker.logic.events import BlockSum, DeviceFailed, NodeDone
+from worker.logic.events import BlockSum, DeviceFailed, SubtreeDone
 from worker.shell.client import Client
 
 
@@ -21,7 +21,7 @@ async def test_the_first_failure_is_told_and_others_finish_the_run(tmp_path):
         # Jobs that had been asked for before fail after the first.
         for reason in ("out of memory", "the device was lost"):
             broken._result(DeviceFailed(DeviceError("card", reason)))
-        with pytest.raises(RunFailed, match=r"^the device 'card' failed: out of memory$") as caught:
+        with pytest.raises(RunFailed, match=r"^device 'card' failed: out of memory$") as caught:
             await live.workers["broken"]
         assert caught.value.exit_code == ExitCode.FAILED
         await live.wait_for("worker_lost", worker="broken")
@@ -33,7 +33,7 @@ async def test_the_first_failure_is_told_and_others_finish_the_run(tmp_path):
 
 
 class FailsBehindAnUpload(Client):
-    """Its device fails when a node's sums have been handed to the network, all at once."""
+    """Its device fails when a subtree's sums have been handed to the network, all at once."""
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
@@ -42,7 +42,7 @@ class FailsBehindAnUpload(Client):
     def _result(self, event):
         if isinstance(event, BlockSum):
             self._held.append(event)
-        elif isinstance(event, NodeDone):
+        elif isinstance(event, SubtreeDone):
             for each in self._held:
                 super()._result(each)
             super()._result(DeviceFailed(DeviceError("card", "out of memory")))
@@ -60,7 +60,7 @@ async def test_the_reason_arrives_behind_an_upload_that_is_on_its_way(tmp_path):
         with pytest.raises(RunFailed, match="out of memory"):
             await live.workers["broken"]
         lost = await live.wait_for("worker_disconnected", worker="broken")
-        assert lost["reason"] == "the device 'card' failed: out of memory"
+        assert lost["reason"] == "device 'card' failed: out of memory"
 
 
 class Missing(Scripted):

@@ -7,62 +7,143 @@ import errno
 import mmap
 import os
 import socket
+from collections import deque
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import msgpack
 import numpy as np
 import pytest
 
-from protocol.base.errors import DataError, SharedMemoryFull, UsageError
-from protocol.exact.tree import Node
-from protocol.host import shared_memory
-from protocol.host.shared_memory import SharedMemory
-from protocol.spec.blob_list import BlobFile, BlobList, BlobSource
+from backends.base.interface import Batch, Loss, LossRaised
+from protocol.base.errors import (
+    BackendUnavailable,
+    DataError,
+    DeviceError,
+    MainMemoryTooSmall,
+    SamestepError,
+    SharedMemoryFull,
+    SubnormalsFlushed,
+    UsageError,
+)
+from protocol.exact.reducer import NonFinite
+from protocol.exact.tree import Subtree
+from protocol.machine import shared_memory
+from protocol.machine.shared_memory import Extent, SharedMemory
+from protocol.spec.files.blob_list import BlobFile, BlobList, BlobSource
+from protocol.spec.manifest import Block, Manifest, TensorSpec
 from protocol.spec.run_spec import parse_run_spec
+from tests.live_service import scripted_spec
 from worker.logic import actions as act
 from worker.logic import events
-from worker.shell.device_pipe import Pipe, Reports, pack_order, pack_report, unpack_order
+from worker.shell.device_pipe import Pipe, order_codec, report_codec
 from worker.shell.device_processes import DeviceProcesses
-from worker.shell.input_directory import placed_spec
+from worker.shell.input_directory import local_spec
 
-NO_ARRAYS: Any = None
-PLACE, NODE = events.StepAttempt(3, 1, loss_scale=512.0), Node(0, 2)
+STEP_ID, SUBTREE = events.StepId(3, 1, loss_scale=512.0), Subtree(0, 2)
+VALUES = np.arange(6, dtype=np.float32)
+BLOCK = Block(name="a", kind="block", tensors=(TensorSpec(name="a", shape=(6,)),))
+MANIFEST = Manifest(blocks=(BLOCK,), train_samples=64, evaluation_parts=2)
+ORDERS = (
+    act.OpenDevice(), act.Build("r", scripted_spec(), keep=True), act.Compute(STEP_ID, 4, SUBTREE),
+    act.LoadInnerState(STEP_ID, 1, 2, VALUES.view(np.uint8), carried=True), act.CancelWork(),
+    act.LoadEmbeddings(STEP_ID, VALUES.view(np.uint8)),
+    act.CancelSubtree(STEP_ID, SUBTREE), act.Evaluate(3, 1), act.ReadInitial(),
+    act.AttachReplica({"parameters": [VALUES, VALUES]}, 3, 2, reset=True),
+    act.TakeWeights(3, 2, None), act.TakeWeights(3, 2, 1), act.ReleaseReplica(),
+)  # fmt: skip
+REPORTS = (
+    events.Built("r", MANIFEST, "0", 0, "1", "2", "probe", "cpu", "CPU"),
+    events.BlockSum(STEP_ID, SUBTREE, 1, VALUES, 2.0),
+    events.NonFiniteSum(STEP_ID, NonFinite(SUBTREE)),
+    events.MicrobatchRows(STEP_ID, SUBTREE, 1, VALUES.view(np.uint8).reshape(4, 6)),
+    events.InnerPhaseStep(STEP_ID, SUBTREE, 3),
+    events.InnerCheckpoint(STEP_ID, SUBTREE, 3, VALUES.view(np.uint8)),
+    events.InnerStateNeeded(STEP_ID, 4, SUBTREE, carried=True),
+    events.SubtreeDone(STEP_ID, SUBTREE, Loss(2.0, 3.0), 1.5, unlike=(0, 1)),
+    events.FilesNeeded(("a", "b"), for_subtree=(STEP_ID, 4, SUBTREE)),
+    events.FilesNeeded(("a",), for_part=(3, 1)), events.PartEvaluated(3, 1, {"samples": 2.0}),
+    events.InitialParameters([VALUES, VALUES]), events.WeightsTaken(3, reads_on=True),
+    events.ReplicaReleased(),
+)  # fmt: skip
 
 
-def test_a_node_keeps_its_scale_of_losses_also_where_it_waits_for_files():
-    order = unpack_order(pack_order(act.Compute(PLACE, 4, Node(0, 2)), NO_ARRAYS), NO_ARRAYS)
-    assert isinstance(order, act.Compute)
-    assert (order, order.place.loss_scale) == (act.Compute(PLACE, 4, Node(0, 2)), 512.0)
-    wanted = events.FilesWanted(("a",), for_node=(PLACE, 4, Node(0, 2)))
-    told = Reports(NO_ARRAYS).unpack(pack_report(wanted, NO_ARRAYS))
-    assert isinstance(told, events.FilesWanted)
-    assert told.for_node is not None
-    assert (told, told.for_node[0].loss_scale) == (wanted, 512.0)
+def test_every_order_arrives_as_it_was_given():
+    memory = SharedMemory()
+    codec = order_codec(memory)
+    for order in ORDERS:
+        assert told_apart(codec.unpack(sent(codec.pack(order)))) == told_apart(order)
+    assert {type(order) for order in ORDERS} == set(get_args(act.GroupOrder))
+    lent = memory.new_array(6)
+    lent[:] = VALUES
+    arrived = codec.unpack(sent(codec.pack(act.AttachReplica({"parameters": [lent]}, 0, 0, True))))
+    lent[0] = 7
+    assert arrived.arrays["parameters"][0][0] == 7, "what lies in shared memory is not copied"
 
 
-def test_what_training_moved_arrives_with_its_exit_code():
-    moved = events.TaskRefused("r", DataError("the frozen tensor 'a' changed"))
-    told = Reports(NO_ARRAYS).unpack(pack_report(moved, NO_ARRAYS))
-    assert isinstance(told, events.TaskRefused)
-    assert (told.run_id, str(told.error)) == ("r", str(moved.error))
-    assert told.error.exit_code == moved.error.exit_code
+def test_every_report_arrives_as_it_was_told_and_its_memory_is_given_back():
+    memory, unneeded = SharedMemory(), deque[Extent]()
+    codec = report_codec(memory, unneeded)
+    for report in REPORTS:
+        assert told_apart(codec.unpack(sent(codec.pack(report)))) == told_apart(report)
+    assert len(unneeded) == 5
+
+
+def sent(packed):
+    return msgpack.unpackb(msgpack.packb(packed), strict_map_key=False)
+
+
+def told_apart(value):
+    """All of a message, with what is no part of equality, and arrays by their content."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    if is_dataclass(value):
+        return type(value), [told_apart(getattr(value, each.name)) for each in fields(value)]
+    if isinstance(value, dict):
+        return {key: told_apart(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value), [told_apart(each) for each in value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("the frozen tensor 'a' changed"), BackendUnavailable("cuda", "no driver"),
+        SubnormalsFlushed("a thread"), DeviceError("card", "lost"), MainMemoryTooSmall(2, 1),
+    ],
+)  # fmt: skip
+def test_an_error_arrives_with_its_class_and_words(error):
+    codec = report_codec(SharedMemory())
+    for told in (events.DeviceFailed(error), events.BuildFailed("r", error, is_local=True)):
+        arrived = codec.unpack(sent(codec.pack(told)))
+        assert (type(arrived.error), str(arrived.error)) == (type(error), str(error))
+        assert vars(arrived.error) == vars(error)
+
+
+def test_an_error_of_a_library_arrives_in_words():
+    codec = report_codec(SharedMemory())
+    arrived = codec.unpack(sent(codec.pack(events.DeviceFailed(MemoryError("too large")))))
+    assert (type(arrived.error), str(arrived.error)) == (SamestepError, "too large")
+    raised = LossRaised("the loss raises", Batch({}, 1.0))
+    arrived = codec.unpack(sent(codec.pack(events.TaskRefused("r", raised))))
+    assert (type(arrived.error), str(arrived.error)) == (DataError, "the loss raises")
 
 
 def test_a_run_spec_whose_sources_are_local_files_arrives_as_it_is():
     """A directory of captured logits is read whole: that is no key of the user's document."""
     listed = BlobFile(name="capture.json", size=1, digest="0" * 64)
     listing = BlobList(sources=(BlobSource(role="data", form="directory", files=(listed,)),))
-    spec, _ = placed_spec(
+    spec, _ = local_spec(
         parse_run_spec({
             "task": "distil", "steps": 1, "model": {"source": "m"}, "data": {"train": "logits"},
         }),
         listing,
         Path("inputs"),
     )  # fmt: skip
-    order = unpack_order(pack_order(act.Build("r", spec, keep=False), NO_ARRAYS), NO_ARRAYS)
-    assert isinstance(order, act.Build)
-    assert order.spec == spec
+    codec = order_codec(SharedMemory())
+    assert codec.unpack(sent(codec.pack(act.Build("r", spec, keep=False)))).spec == spec
 
 
 def framed(packed):
@@ -71,22 +152,26 @@ def framed(packed):
 
 
 def block_sum(block):
-    return events.BlockSum(PLACE, NODE, block, np.full(1000, block, np.float32), 2.0)
+    return events.BlockSum(STEP_ID, SUBTREE, block, np.full(1000, block, np.float32), 2.0)
 
 
 def test_of_a_device_that_is_killed_while_it_writes_only_whole_reports_are_read():
     """At every byte of its last word."""
     own = SharedMemory()
-    whole = framed(pack_report(block_sum(1), own))
-    last = framed(pack_report(block_sum(2), own))
+    codec = report_codec(own)
+    whole, last = framed(codec.pack(block_sum(1))), framed(codec.pack(block_sum(2)))
     for written in range(len(last)):
         ours, its = socket.socketpair()
         its.sendall(whole + last[:written])
         its.close()  # as the system does
-        reports = Reports(own)
-        (event,) = [reports.unpack(packed) for packed in Pipe(ours).received()]
+        (event,) = [codec.unpack(packed) for packed in Pipe(ours).received()]
         assert isinstance(event, events.BlockSum)
-        assert (event.place, event.node, event.block, event.weight) == (PLACE, NODE, 1, 2.0)
+        assert (event.step_id, event.subtree, event.block, event.weight) == (
+            STEP_ID,
+            SUBTREE,
+            1,
+            2.0,
+        )
         assert event.values.tolist() == [1.0] * 1000
         ours.close()
 
@@ -94,8 +179,8 @@ def test_of_a_device_that_is_killed_while_it_writes_only_whole_reports_are_read(
 def test_what_has_no_room_in_shared_memory_is_one_line_and_nothing_is_told(monkeypatch):
     own = SharedMemory()
     monkeypatch.setattr(shared_memory, "_reserve", _no_room)
-    with pytest.raises(SharedMemoryFull, match="end other programs") as caught:
-        pack_report(block_sum(1), own)
+    with pytest.raises(SharedMemoryFull, match="close other programs") as caught:
+        report_codec(own).pack(block_sum(1))
     assert "\n" not in str(caught.value)
 
 
@@ -111,5 +196,5 @@ def test_a_limit_of_what_a_host_s_devices_share_is_one_line(monkeypatch, refused
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap if refused == "mmap" else os, refused, no)
-    with pytest.raises(UsageError, match="got 'Cannot allocate memory'; ulimit -v unlimited"):
+    with pytest.raises(UsageError, match="got 'Cannot allocate memory'; run ulimit -v unlimited"):
         DeviceProcesses({"a": None, "b": None}, "cpu", print)

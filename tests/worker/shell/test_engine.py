@@ -18,18 +18,21 @@ from protocol.base.errors import (
 )
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.exact.update import step_scalars
-from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec, ScriptedSpec
+from protocol.spec.run_spec import ScriptedRun
+from protocol.spec.sections.optimizer import Momentum, ScheduleFree
+from protocol.spec.sections.tasks import BatchSpec, ScriptedSpec
 from tests.cluster import PATIENCE_S
+from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.events import StepAttempt
+from worker.logic.events import StepId
 from worker.shell.engine import Engine
-from worker.tasks.scripted import Scripted
+from worker.tasks.small.scripted import Scripted
 
-SPEC = RunSpec(
+SPEC = ScriptedRun(
     task="scripted", steps=4, batch=BatchSpec(samples=8, microbatch=2),
-    optimizer=OptimizerSpec(name="momentum", lr=0.1),
+    optimizer=Momentum(name="momentum", lr=0.1),
     scripted=ScriptedSpec(blocks=2, block_bytes=64, samples=8),
 )  # fmt: skip
 SCALARS = step_scalars(SPEC.optimizer, 1, 0, 4, 1.0)
@@ -73,7 +76,7 @@ class Backend(ScriptedBackend):
         return GatedProgram(trainable, self._gate, self._reached)
 
 
-class Toolbox:
+class BackendFactory:
     """Counts the tasks that are built; `failure` is raised instead, and `missing` of the device."""
 
     def __init__(self):
@@ -100,7 +103,7 @@ class Device:
     """An engine and what it says."""
 
     def __init__(self):
-        self.toolbox = Toolbox()
+        self.toolbox = BackendFactory()
         self.events: queue.Queue[events.Event] = queue.Queue()
         self.engine = Engine(self.toolbox, self.events.put)
 
@@ -114,7 +117,7 @@ class Device:
         return event, before
 
     def build(self, spec=SPEC, run_id="run"):
-        self.engine.build(run_id, spec)
+        self.engine.do(act.Build(run_id, spec, keep=False))
         return self.until(events.Built)[0]
 
 
@@ -129,38 +132,41 @@ def device():
 
 def test_a_device_is_opened_without_a_task_and_only_trouble_is_told(device):
     device.toolbox.missing = error = BackendUnavailable("cuda", "no driver")
-    device.engine.open()
+    device.engine.do(act.OpenDevice())
     assert device.next() == events.DeviceFailed(error)
     device.toolbox.missing = None
-    device.engine.open()
-    device.engine.build("run", SPEC)
+    device.engine.do(act.OpenDevice())
+    device.engine.do(act.Build("run", SPEC, keep=False))
     assert isinstance(device.next(), events.Built)
 
 
 def test_a_thread_that_flushes_subnormals_applies_nothing_and_its_task_is_not_built(device):
     device.build()
-    device.engine._submit(lambda: torch.set_flush_denormal(True))
-    device.engine.apply(ONES, SCALARS)
+    device.engine._thread.submit(lambda: map(torch.set_flush_denormal, [True]))
+    device.engine.do(act.Apply(ONES, SCALARS))
     failed, _ = device.until(events.DeviceFailed)
     assert isinstance(failed.error, SubnormalsFlushed)
-    device.engine.build("next", SPEC.model_copy(update={"seed": 5}))
+    device.engine.do(act.Build("next", SPEC.model_copy(update={"seed": 5}), keep=False))
     refused, _ = device.until(events.BuildFailed)
     assert isinstance(refused.error, SubnormalsFlushed)
-    assert "the worker's thread that applies updates takes subnormal" in str(refused.error)
+    assert "the worker's thread that applies updates flushes subnormal" in str(refused.error)
 
 
-def test_the_signature_says_what_threads_that_compute_do_to_subnormals(device, monkeypatch):
+def test_the_numerics_profile_says_what_threads_that_compute_do_to_subnormals(device, monkeypatch):
     kept = device.build()
-    assert "subnormals kept" in kept.signature_text
+    assert "subnormals kept" in kept.numerics_text
     monkeypatch.setattr(GatedProgram, "keeps_subnormals", lambda _: False)
-    device.engine.apply(ONES, SCALARS)
+    device.engine.do(act.Apply(ONES, SCALARS))
     failed, _ = device.until(events.DeviceFailed)
-    assert "since the run began, a thread that computes gradients takes" in str(failed.error)
+    assert "since the run began, a thread that computes gradients flushes" in str(failed.error)
     flushed = device.build(SPEC.model_copy(update={"seed": 5}))
-    assert "subnormals flushed" in flushed.signature_text
+    assert "subnormals flushed" in flushed.numerics_text
     monkeypatch.undo()
-    assert device.build(SPEC.model_copy(update={"seed": 5})).signature == flushed.signature
-    assert device.build().signature == kept.signature != flushed.signature
+    assert (
+        device.build(SPEC.model_copy(update={"seed": 5})).numerics_profile
+        == flushed.numerics_profile
+    )
+    assert device.build().numerics_profile == kept.numerics_profile != flushed.numerics_profile
 
 
 def naive_replica():
@@ -177,50 +183,50 @@ def test_a_built_task_starts_at_state_0(device):
     assert built.manifest == Scripted(SPEC).manifest
 
 
-def test_a_node_gives_its_blocks_in_reverse_order_then_its_loss(device):
+def test_a_subtree_gives_its_blocks_in_reverse_order_then_its_loss(device):
     device.build()
-    device.engine.compute(StepAttempt(0, 0), 4, Node(0, 4))
-    done, sums = device.until(events.NodeDone)
+    device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(0, 4)))
+    done, sums = device.until(events.SubtreeDone)
     assert [each.block for each in sums] == [1, 0]
     assert {each.weight for each in sums} == {8.0} == {done.loss.weight}
     assert done.elapsed_ms > 0
 
 
-def test_node_sums_follow_the_tree(device):
+def test_subtree_sums_follow_the_tree(device):
     device.build()
     parts = {}
-    for node in (Node(0, 4), Node(0, 2), Node(2, 4), Node(2, 3), Node(3, 4)):
-        device.engine.compute(StepAttempt(1, 0), 4, node)
-        parts[node] = {each.block: each.values for each in device.until(events.NodeDone)[1]}
+    for subtree in (Subtree(0, 4), Subtree(0, 2), Subtree(2, 4), Subtree(2, 3), Subtree(3, 4)):
+        device.engine.do(act.Compute(StepId(1, 0), 4, subtree))
+        parts[subtree] = {each.block: each.values for each in device.until(events.SubtreeDone)[1]}
     for block in (0, 1):
-        total = parts[Node(0, 2)][block] + parts[Node(2, 4)][block]
-        assert total.tobytes() == parts[Node(0, 4)][block].tobytes()
-        pair = parts[Node(2, 3)][block] + parts[Node(3, 4)][block]
-        assert pair.tobytes() == parts[Node(2, 4)][block].tobytes()
+        total = parts[Subtree(0, 2)][block] + parts[Subtree(2, 4)][block]
+        assert total.tobytes() == parts[Subtree(0, 4)][block].tobytes()
+        pair = parts[Subtree(2, 3)][block] + parts[Subtree(3, 4)][block]
+        assert pair.tobytes() == parts[Subtree(2, 4)][block].tobytes()
 
 
-def test_a_cancel_abandons_the_node_in_work_and_those_that_wait(device):
+def test_a_cancel_abandons_the_subtree_in_work_and_those_that_wait(device):
     device.build()
     device.toolbox.reached.clear()
     device.toolbox.gate.clear()
-    device.engine.compute(StepAttempt(0, 0), 4, Node(0, 2))
-    device.engine.compute(StepAttempt(0, 0), 4, Node(2, 4))
-    device.engine.evaluate(0, 1)
+    device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(0, 2)))
+    device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(2, 4)))
+    device.engine.do(act.Evaluate(0, 1))
     assert device.toolbox.reached.wait(PATIENCE_S)
-    device.engine.cancel()
-    device.engine.compute(StepAttempt(0, 1), 4, Node(0, 1))
+    device.engine.do(act.CancelWork())
+    device.engine.do(act.Compute(StepId(0, 1), 4, Subtree(0, 1)))
     device.toolbox.gate.set()
-    done, before = device.until(events.NodeDone)
-    assert (done.place, done.node) == (StepAttempt(0, 1), Node(0, 1))
-    assert all(each.place == StepAttempt(0, 1) for each in before)
+    done, before = device.until(events.SubtreeDone)
+    assert (done.step_id, done.subtree) == (StepId(0, 1), Subtree(0, 1))
+    assert all(each.step_id == StepId(0, 1) for each in before)
 
 
 def test_steps_give_the_digest_of_the_exact_update(device):
     device.build()
     replica = naive_replica()
-    device.engine.apply(ONES, SCALARS)
-    device.engine.apply([], None)
-    device.engine.apply(ONES, SCALARS)
+    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply([], None))
+    device.engine.do(act.Apply(ONES, SCALARS))
     for taken in (True, False, True):
         replica.apply(ONES, SCALARS) if taken else replica.skip()
         assert device.until(events.Applied)[0] == events.Applied(
@@ -230,29 +236,29 @@ def test_steps_give_the_digest_of_the_exact_update(device):
 
 def test_what_is_applied_is_not_cancelled(device):
     device.build()
-    device.engine.apply(ONES, SCALARS)
-    device.engine.cancel()
+    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.CancelWork())
     assert device.until(events.Applied)[0].step == 1
 
 
 def test_a_state_is_copied_and_restored(device):
     device.build()
-    device.engine.apply(ONES, SCALARS)
-    device.engine.copy_state()
+    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.CopyState())
     applied = device.until(events.Applied)[0]
     copied, _ = device.until(events.StateCopied)
     assert (copied.step, copied.optimizer_step) == (1, 1)
     device.build(run_id="again")
     for part in copied.parts:
-        device.engine.load_chunk(part.kind, part.block, 0, part.values)
-    device.engine.restore(1, 1)
+        device.engine.do(act.LoadChunk(part.kind, part.block, 0, part.values))
+    device.engine.do(act.Restore(1, 1))
     assert device.until(events.Applied)[0] == applied
 
 
 def test_a_copy_is_not_changed_by_later_steps(device):
     device.build()
-    device.engine.copy_state()
-    device.engine.apply(ONES, SCALARS)
+    device.engine.do(act.CopyState())
+    device.engine.do(act.Apply(ONES, SCALARS))
     copied, _ = device.until(events.StateCopied)
     device.until(events.Applied)
     initial = Scripted(SPEC).initial_parameters()
@@ -263,7 +269,7 @@ def test_a_copy_is_not_changed_by_later_steps(device):
 
 def test_an_equal_spec_takes_the_task_that_is_there_at_state_0(device):
     first = device.build()
-    device.engine.apply(ONES, SCALARS)
+    device.engine.do(act.Apply(ONES, SCALARS))
     device.until(events.Applied)
     second = device.build(run_id="second")
     assert device.toolbox.built == 1
@@ -276,16 +282,16 @@ def test_an_equal_spec_takes_the_task_that_is_there_at_state_0(device):
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_whoever_made_the_task_has_its_module_back_with_what_was_trained(device, evaluated):
     """With an optimizer that averages that is not where gradients are taken."""
-    optimizer = OptimizerSpec(name="schedule-free", lr=0.1)
+    optimizer = ScheduleFree(name="schedule-free", lr=0.1)
     device.build(SPEC.model_copy(update={"optimizer": optimizer}))
     job = device.engine._job
     loaded = []
     job.program.load = lambda parameters: loaded.append([each.copy() for each in parameters])
     for step in (1, 2):
-        device.engine.apply(ONES, step_scalars(optimizer, step, step - 1, 4, 1.0))
+        device.engine.do(act.Apply(ONES, step_scalars(optimizer, step, step - 1, 4, 1.0)))
         device.until(events.Applied)
     if evaluated:
-        device.engine.evaluate(2, 3)
+        device.engine.do(act.Evaluate(2, 3))
         device.until(events.PartEvaluated)
     device.engine.close()
     for mine, trained in zip(loaded[-1], job.replica.trained(), strict=True):
@@ -295,7 +301,7 @@ def test_whoever_made_the_task_has_its_module_back_with_what_was_trained(device,
 
 def test_parts_are_evaluated(device):
     device.build()
-    device.engine.evaluate(0, 3)
+    device.engine.do(act.Evaluate(0, 3))
     assert device.until(events.PartEvaluated)[0] == events.PartEvaluated(
         0, 3, {"samples": 1.0, "parts": 1}
     )
@@ -303,21 +309,21 @@ def test_parts_are_evaluated(device):
 
 def test_a_task_that_can_not_be_built_is_told_and_the_next_may_be(device):
     device.toolbox.failure = DataError("no such file")
-    device.engine.build("run", SPEC)
+    device.engine.do(act.Build("run", SPEC, keep=False))
     failed = device.next()
     assert isinstance(failed, events.BuildFailed)
     assert str(failed.error) == "no such file"
-    assert not failed.own
+    assert not failed.is_local
     device.toolbox.failure = None
     device.build()
 
 
 def test_what_the_device_refuses_is_its_own_matter(device):
     device.toolbox.backend().refusal = SamestepError("too large")
-    device.engine.build("run", SPEC)
+    device.engine.do(act.Build("run", SPEC, keep=False))
     failed = device.next()
     assert isinstance(failed, events.BuildFailed)
-    assert (str(failed.error), failed.own) == ("too large", True)
+    assert (str(failed.error), failed.is_local) == ("too large", True)
     device.toolbox.backend().refusal = None
     device.build()
 
@@ -338,29 +344,37 @@ def test_what_a_library_raises_while_building_is_told_in_one_line(device):
     for raised, told, own in (
         (RuntimeError("size of tensor a\n(3)"), "RuntimeError: size of tensor a (3)", False),
         (_raised_by(_without_text), "RuntimeError in test_engine.py, line ", False),
-        (MemoryError(), "it takes more main memory than can be had; ", True),
-        (_raised_by(lambda: torch.empty(2**45)), "than can be had: 131072.00 GiB at once; ", True),
-        (_raised_by(lambda: np.empty(2**45, "f4")), "than can be had: 131072.00 GiB at once", True),
+        (MemoryError(), "not enough main memory is available; ", True),
+        (
+            _raised_by(lambda: torch.empty(2**45)),
+            "available: tried to allocate 131072.00 GiB; ",
+            True,
+        ),
+        (
+            _raised_by(lambda: np.empty(2**45, "f4")),
+            "available: tried to allocate 131072.00 GiB",
+            True,
+        ),
     ):
         device.toolbox.failure = raised
-        device.engine.build("run", SPEC)
+        device.engine.do(act.Build("run", SPEC, keep=False))
         failed = device.next()
         assert isinstance(failed, events.BuildFailed)
         said = str(failed.error)
         assert said.startswith("the task 'scripted' cannot be built: ")
         assert told in said
-        assert (" can be had: end other programs, add memory or swap" in said) is own
-        assert (failed.own, failed.error.exit_code) == (own, 1 if own else 2)
+        assert (" is free: close other programs, add memory or swap" in said) is own
+        assert (failed.is_local, failed.error.exit_code) == (own, 1 if own else 2)
     device.toolbox.failure = None
     device.build()
 
 
 def test_too_little_main_memory_is_this_machines_matter(device):
     device.toolbox.failure = MainMemoryTooSmall(2, 1)
-    device.engine.build("run", SPEC)
+    device.engine.do(act.Build("run", SPEC, keep=False))
     failed = device.next()
     assert isinstance(failed, events.BuildFailed)
-    assert failed.own
+    assert failed.is_local
     device.toolbox.failure = None
     device.build()
 
@@ -368,9 +382,9 @@ def test_too_little_main_memory_is_this_machines_matter(device):
 @pytest.mark.parametrize("microbatches", [3, 5])
 def test_a_plan_for_another_task_is_told(device, microbatches):
     device.build()
-    device.engine.compute(StepAttempt(0, 0), microbatches, Node(0, 1))
+    device.engine.do(act.Compute(StepId(0, 0), microbatches, Subtree(0, 1)))
     failed, _ = device.until(events.DeviceFailed)
-    assert f"plans {microbatches} microbatches, this task has 4" in str(failed.error)
+    assert f"expected 4 microbatches, got a plan of {microbatches}" in str(failed.error)
 
 
 def test_any_failure_of_the_device_surfaces(device, monkeypatch):
@@ -380,7 +394,7 @@ def test_any_failure_of_the_device_surfaces(device, monkeypatch):
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(GatedProgram, "gradients", broken)
-    device.engine.compute(StepAttempt(0, 0), 4, Node(0, 1))
+    device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(0, 1)))
     failed, _ = device.until(events.DeviceFailed)
     assert "out of memory" in str(failed.error)
 
@@ -392,8 +406,8 @@ def test_a_failing_digest_surfaces(device, monkeypatch):
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(Replica, "state_digest", broken)
-    device.engine.apply(ONES, SCALARS)
-    device.engine.apply(ONES, SCALARS)
+    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(ONES, SCALARS))
     failed, _ = device.until(events.DeviceFailed)
     assert "out of memory" in str(failed.error)
 
@@ -404,3 +418,15 @@ def test_the_scripted_job_has_the_microbatches_of_its_spec():
         [(Scripted(SPEC).batch([1, 2]), 3)]
     )
     assert [type(item) for item in stream] == [BlockGradient, BlockGradient, Loss]
+
+
+def test_how_far_a_preparation_is_can_be_asked_meanwhile():
+    lines: list[str] = []
+    told: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    engine = Engine(BackendFactory(), told.put, prepares=lines.append)
+    engine.do(act.OpenDevice())
+    engine.do(act.Build("run", SPEC, keep=False))
+    assert isinstance(told.get(timeout=PATIENCE_S), events.Built)
+    engine.close()
+    name = BackendFactory().backend().info.name
+    assert (lines, engine.preparing) == ([f"compiling for {name}", ""], "")

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from protocol.base.errors import StorageFailed
-from protocol.spec.blob_list import BlobFile, BlobList, BlobSource
-from protocol.spec.run_files import source_files
+from protocol.spec.files.blob_list import BlobFile, BlobList, BlobSource
+from protocol.spec.files.run_files import source_files
 from protocol.spec.run_spec import parse_run_spec
-from worker.shell.input_directory import assemble, placed_spec
+from worker.shell.input_directory import link_files, local_spec
 
 DIGEST = "0" * 64
 SPEC = parse_run_spec({
@@ -41,7 +41,7 @@ def found(tmp_path):
 
 def test_a_task_sees_the_listed_files_and_no_others(tmp_path):
     inputs = tmp_path / "inputs/one"
-    assemble(inputs, LISTING, found(tmp_path))
+    link_files(inputs, LISTING, found(tmp_path))
     seen = sorted(p.relative_to(inputs).as_posix() for p in inputs.rglob("*") if p.is_file())
     assert seen == [
         "data/a.txt", "data/b/x.jsonl", "model/config.json", "model/model.safetensors",
@@ -53,8 +53,8 @@ def test_a_task_sees_the_listed_files_and_no_others(tmp_path):
 def test_the_same_task_is_made_of_the_links_as_of_the_sources(tmp_path):
     """Same names, same order: so a worker that fetched reads what one with the files reads."""
     inputs = tmp_path / "inputs/one"
-    assemble(inputs, LISTING, found(tmp_path))
-    placed, words = placed_spec(SPEC, LISTING, inputs)
+    link_files(inputs, LISTING, found(tmp_path))
+    placed, words = local_spec(SPEC, LISTING, inputs)
     for each in LISTING.sources:
         here = source_files(placed, each.role)
         assert here is not None
@@ -73,25 +73,25 @@ def test_the_same_task_is_made_of_the_links_as_of_the_sources(tmp_path):
 def test_a_name_that_was_given_to_the_model_stays(tmp_path):
     assert SPEC.model is not None
     named = SPEC.model_copy(update={"model": SPEC.model.model_copy(update={"name": "org/m"})})
-    placed, _ = placed_spec(named, LISTING, tmp_path)
+    placed, _ = local_spec(named, LISTING, tmp_path)
     assert placed.model is not None
     assert placed.model.name == "org/m"
 
 
 def test_links_that_are_right_stay_and_others_are_turned(tmp_path):
     inputs, places = tmp_path / "inputs/one", found(tmp_path)
-    assemble(inputs, LISTING, places)
+    link_files(inputs, LISTING, places)
     kept = (inputs / "data/a.txt").lstat().st_ino
     moved = tmp_path / "moved"
     moved.write_text("elsewhere")
-    assemble(inputs, LISTING, {**places, ("model", "config.json"): moved})
+    link_files(inputs, LISTING, {**places, ("model", "config.json"): moved})
     assert (inputs / "data/a.txt").lstat().st_ino == kept
     assert (inputs / "model/config.json").read_text() == "elsewhere"
 
 
 def test_inputs_of_earlier_runs_go(tmp_path):
-    assemble(tmp_path / "inputs/one", LISTING, found(tmp_path))
-    assemble(tmp_path / "inputs/two", LISTING, found(tmp_path))
+    link_files(tmp_path / "inputs/one", LISTING, found(tmp_path))
+    link_files(tmp_path / "inputs/two", LISTING, found(tmp_path))
     assert [path.name for path in (tmp_path / "inputs").iterdir()] == ["two"]
     assert (tmp_path / "model0").read_text() == "config.json"
 
@@ -99,4 +99,4 @@ def test_inputs_of_earlier_runs_go(tmp_path):
 def test_a_disk_that_refuses_is_one_line(tmp_path):
     (tmp_path / "inputs").touch()
     with pytest.raises(StorageFailed, match="link the run's files"):
-        assemble(tmp_path / "inputs/one", LISTING, found(tmp_path))
+        link_files(tmp_path / "inputs/one", LISTING, found(tmp_path))

@@ -9,6 +9,7 @@ from protocol.base import limits
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service, scripted_spec
 from tests.resident_memory import MIB
+from worker.logic import actions as act
 from worker.shell.engine import Engine
 
 BLOCKS: Final = 3
@@ -31,11 +32,11 @@ async def test_what_waits_for_a_slow_engine_is_bounded(tmp_path, monkeypatch):
         go_on, most_bytes = threading.Event(), 0
         device = client._engine
         assert isinstance(device, Engine)
-        apply, taken = device._apply, client._taken
+        apply, taken = Engine._HANDLERS[act.Apply], client._taken
 
-        def hold(*given: Any) -> None:
-            apply(*given)
-            if device._built().replica.step == HELD_AT:
+        def hold(engine: Engine, action: act.Apply) -> None:
+            apply(engine, action)
+            if engine is device and device._require_job().replica.step == HELD_AT:
                 go_on.wait()
 
         def noted(length_bytes: int) -> Any:
@@ -44,7 +45,7 @@ async def test_what_waits_for_a_slow_engine_is_bounded(tmp_path, monkeypatch):
             most_bytes = max(most_bytes, client._given_bytes)
             return told
 
-        monkeypatch.setattr(device, "_apply", hold)
+        monkeypatch.setitem(Engine._HANDLERS, act.Apply, hold)
         monkeypatch.setattr(client, "_taken", noted)
         try:
             await live.result(run_id)

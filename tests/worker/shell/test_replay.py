@@ -18,6 +18,7 @@ from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import parse_run_spec
 from tests.cluster import PATIENCE_S
+from worker.logic import actions as act
 from worker.logic import events
 from worker.models.blocks import cut_into_blocks
 from worker.shell.engine import Engine
@@ -78,7 +79,7 @@ class Device:
         self.backend = lambda: choose("cpu").backend
         self.events: queue.Queue[events.Event] = queue.Queue()
         self.engine = Engine(self, self.events.put)
-        self.engine.build("run", spec)
+        self.engine.do(act.Build("run", spec, keep=False))
         self.blocks = task.manifest.blocks
         self.built = self.events.get(timeout=PATIENCE_S)
         self.step = 0
@@ -86,12 +87,14 @@ class Device:
     def take_step(self) -> events.Event:
         ones = [np.ones(block.elements, np.float32) for block in self.blocks]
         self.step += 1
-        self.engine.apply(ones, step_scalars(SPEC.optimizer, self.step, self.step - 1, STEPS, 1.0))
+        self.engine.do(
+            act.Apply(ones, step_scalars(SPEC.optimizer, self.step, self.step - 1, STEPS, 1.0))
+        )
         return self.events.get(timeout=PATIENCE_S)
 
     def wait_until_idle(self) -> None:
         """Until the loss has been tried again, which follows the answer to a step."""
-        self.engine.copy_state()
+        self.engine.do(act.CopyState())
         assert isinstance(self.events.get(timeout=PATIENCE_S), events.StateCopied)
 
 
@@ -147,7 +150,7 @@ def remember(task, out):
 def test_what_a_task_of_ones_own_moves_is_named_before_the_first_step(device, loss, named):
     failed = device(Own(loss)).built
     assert isinstance(failed, events.BuildFailed)
-    assert not failed.own
+    assert not failed.is_local
     with pytest.raises(type(failed.error), match=named) as raised:
         raise failed.error
     assert "\n" not in str(raised.value)
@@ -212,10 +215,11 @@ def test_a_comparison_leaves_the_replica_as_it_is(device):
         assert isinstance(applied, events.Applied)
         digests.append(applied.state_digest)
     assert len(set(digests)) == STEPS
-    found.engine.build("again", SPEC)
+    found.engine.do(act.Build("again", SPEC, keep=False))
     built = found.events.get(timeout=PATIENCE_S)
     assert isinstance(built, events.Built)
-    assert built.initial_digest == found.built.initial_digest == built.state_digest
+    assert built.initial_digest == found.built.initial_digest
+    assert built.state_digest == found.built.state_digest
     found.step = 0
     assert [found.take_step().state_digest for _ in range(STEPS)] == digests
 
@@ -230,8 +234,8 @@ def test_a_task_that_moved_is_built_anew_for_the_next_run(device):
         built.append(spec)
         return Own()
 
-    found.engine._toolbox.task = build
-    found.engine.build("again", SPEC)
+    found.engine._factory.task = build
+    found.engine.do(act.Build("again", SPEC, keep=False))
     assert isinstance(found.events.get(timeout=PATIENCE_S), events.Built)
     assert built == [SPEC]
 

@@ -11,14 +11,15 @@ import pytest
 from backends.base.interface import Array, Backend
 from backends.cpu import CpuBackend
 from protocol.exact.replica import Replica
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.exact.update import step_scalars
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.processes import PATIENCE_S
+from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.events import StepAttempt
+from worker.logic.events import StepId
 from worker.shell.engine import Engine
-from worker.tasks.base import Task
+from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
 SCHEDULE_FREE = {"name": "schedule-free", "lr": 0.1}
@@ -54,7 +55,7 @@ class Device:
         self.spec = spec
         self._events: queue.Queue[events.Event] = queue.Queue()
         self.engine = Engine(_Toolbox(), self._events.put)
-        self.engine.build("run", spec)
+        self.engine.do(act.Build("run", spec, keep=False))
         self.digest = self.until(events.Built)[0].state_digest
         task = build(spec)
         self.replica = Replica(task.manifest.blocks, spec.update)
@@ -71,16 +72,16 @@ class Device:
         mine = self.replica
         given = [np.full_like(values, gradient) for values in mine.parameters]
         scalars = step_scalars(self.spec.update, mine.optimizer_step + 1, mine.step, 8, 1.0)
-        self.engine.apply(given, None if skip else scalars)
+        self.engine.do(act.Apply(given, None if skip else scalars))
         mine.skip() if skip else mine.apply(given, scalars)
         assert self.until(events.Applied)[0].state_digest == mine.state_digest()
 
     def gradients(self) -> list[Array]:
-        self.engine.compute(StepAttempt(self.replica.step, 0), 2, Node(0, 2))
-        return [each.values for each in self.until(events.NodeDone)[1]]
+        self.engine.do(act.Compute(StepId(self.replica.step, 0), 2, Subtree(0, 2)))
+        return [each.values for each in self.until(events.SubtreeDone)[1]]
 
     def evaluate(self) -> dict[str, float]:
-        self.engine.evaluate(self.replica.step, 0)
+        self.engine.do(act.Evaluate(self.replica.step, 0))
         return dict(self.until(events.PartEvaluated)[0].sums)
 
 
@@ -96,8 +97,8 @@ def test_neither_computing_nor_evaluating_changes_the_replica(changes):
         if device.spec.replicas is None:
             device.gradients()
         else:  # a stretch, which takes steps of its own
-            device.engine.compute(StepAttempt(number, 0), 2, Node(0, 1))
-            device.until(events.NodeDone)
+            device.engine.do(act.Compute(StepId(number, 0), 2, Subtree(0, 1)))
+            device.until(events.SubtreeDone)
         first = device.evaluate()
         device.step(0.5)
         assert device.evaluate() != first
@@ -117,11 +118,11 @@ def test_a_worker_that_takes_another_s_state_computes_what_that_one_does(arithme
     for gradient in (1.0, 2.0, 3.0):
         late.step(gradient)
     late.gradients()
-    source.engine.copy_state()
+    source.engine.do(act.CopyState())
     copied = source.until(events.StateCopied)[0]
     for part in copied.parts:
-        late.engine.load_chunk(part.kind, part.block, 0, part.values)
-    late.engine.restore(copied.step, copied.optimizer_step)
+        late.engine.do(act.LoadChunk(part.kind, part.block, 0, part.values))
+    late.engine.do(act.Restore(copied.step, copied.optimizer_step))
     assert late.until(events.Applied)[0].state_digest == source.replica.state_digest()
     late.replica = source.replica
     assert [x.tobytes() for x in late.gradients()] == [x.tobytes() for x in source.gradients()]

@@ -17,10 +17,10 @@ from backends.base.interface import Batch, Trainable
 from protocol.base.errors import DataError
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import parse_run_spec
-from samestep.fitted import FittedTask
 from worker.models.blocks import cut_into_blocks
-from worker.tasks.additivity import sum_trial_of
-from worker.tasks.modes import with_modes_kept
+from worker.scripts.script_task import ScriptTask
+from worker.tasks.base.evaluation_modes import with_modes_kept
+from worker.tasks.checks.additivity import sum_trial_of
 
 SPEC = parse_run_spec({
     "task": "samestep.script:FitTask", "steps": 1, "batch": {"samples": 8, "microbatch": 2},
@@ -248,7 +248,7 @@ TRAINED["a body in evaluation mode"] = lambda: made(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_sum_over_samples_is_trained(name):
-    assert FittedTask(TRAINED[name](), SPEC, {}).manifest.train_samples == 48
+    assert ScriptTask(TRAINED[name](), SPEC, {}).manifest.train_samples == 48
 
 
 # What depends on how a step is cut.
@@ -402,7 +402,7 @@ REFUSED = {
 def test_what_depends_on_how_a_step_is_cut_is_refused_with_its_reason(name):
     build, told = REFUSED[name]
     with pytest.raises(DataError, match=told) as raised:
-        FittedTask(build(), SPEC, {})
+        ScriptTask(build(), SPEC, {})
     assert "\n" not in str(raised.value)
 
 

@@ -24,7 +24,7 @@ from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import TextStream, Windows
 from worker.models.tokens import NOTHING
-from worker.tasks.base import Task
+from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
 LLAMA = {
@@ -315,7 +315,7 @@ def test_layer_drop_reaches_nothing_of_a_layer_and_the_same_ones_again(texts):
         ({"model": {"config": LLAMA | {"vocab_size": 299}}}, "vocab_size of at least 300"),
         ({"data": {"train": "TEXTS", "max_tokens": 65}}, "max_tokens of at most 64"),
         ({"batch": {"samples": 4000, "microbatch": 2000}}, "at least 2000 training samples"),
-        ({"tokenizer": {"source": "./none"}}, "expected a model's directory"),
+        ({"tokenizer": {"source": "./none"}}, "expected the directory of a model"),
         ({"model": {"source": "org/none"}, "tokenizer": None}, "cannot fetch the model"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.tasks.class_counts import class_metrics
+from worker.tasks.labels.class_counts import class_metrics
 
 
 @pytest.mark.parametrize(

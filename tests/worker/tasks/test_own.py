@@ -16,15 +16,15 @@ from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.update import step_scalars
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from worker.tasks import base
-from worker.tasks.base import Task
+from worker.tasks.base import task as interface
+from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
 
 def documented() -> tuple[RunSpec, str]:
     """Run spec and module of the docstring: its two indented parts."""
-    assert base.__doc__ is not None
-    lines = base.__doc__.splitlines()
+    assert interface.__doc__ is not None
+    lines = interface.__doc__.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("    import math"))
     middle = next(n for n, line in enumerate(lines) if line.startswith("`my_package.py`"))
     spec = [line for line in lines[:middle] if line.startswith("    ")]

@@ -10,19 +10,20 @@ import pytest
 from backends.base.interface import Array, BlockGradient, Program
 from backends.registry import choose
 from protocol.base.errors import DataError
-from protocol.spec.run_spec import DigitsSpec, RegressSpec, RunSpec, ScriptedSpec
+from protocol.spec.run_spec import DigitsRun, RegressRun, RunSpec, ScriptedRun
+from protocol.spec.sections.tasks import DigitsSpec, RegressSpec, ScriptedSpec
 from worker.tasks import registry
-from worker.tasks.base import Task
+from worker.tasks.base.task import Task
 from worker.tasks.registry import build
-from worker.tasks.regress import generate
+from worker.tasks.small.regress import generate
 
 
 def regress(**changes: Any) -> RunSpec:
-    return RunSpec(task="regress", seed=3, steps=1, regress=RegressSpec(**changes))
+    return RegressRun(task="regress", seed=3, steps=1, regress=RegressSpec(**changes))
 
 
 def digits(**changes: Any) -> RunSpec:
-    return RunSpec(task="digits", seed=3, steps=1, digits=DigitsSpec(**changes))
+    return DigitsRun(task="digits", seed=3, steps=1, digits=DigitsSpec(**changes))
 
 
 def descend(task: Task, program: Program, rate: float, steps: int, samples: int) -> None:
@@ -121,7 +122,9 @@ def test_digits_learns():
     program.close()
 
 
-@pytest.mark.parametrize("spec", [regress(noise=0.1), digits(), RunSpec(task="scripted", steps=1)])
+@pytest.mark.parametrize(
+    "spec", [regress(noise=0.1), digits(), ScriptedRun(task="scripted", steps=1)]
+)
 def test_a_spec_builds_the_same_task_twice_and_a_seed_changes_it(spec):
     one, two = build(spec), build(spec)
     other = build(spec.model_copy(update={"seed": 4}))
@@ -136,7 +139,7 @@ def test_a_spec_builds_the_same_task_twice_and_a_seed_changes_it(spec):
 
 def test_scripted_has_the_blocks_asked_for():
     spec = ScriptedSpec(blocks=3, block_bytes=40, samples=9)
-    task = build(RunSpec(task="scripted", steps=1, scripted=spec))
+    task = build(ScriptedRun(task="scripted", steps=1, scripted=spec))
     assert [b.elements for b in task.manifest.blocks] == [10, 10, 10]
     program = choose("scripted").backend.compile(task.trainable, task.batch([0]))
     assert len(list(program.gradients([(task.batch([1, 2]), 0)]))) == 4
@@ -153,6 +156,6 @@ def test_a_missing_library_is_one_clear_line(monkeypatch):
 
 
 def test_a_missing_distribution_is_one_clear_line(monkeypatch):
-    monkeypatch.setattr("worker.tasks.digits.sources.package_files", lambda _: [])
+    monkeypatch.setattr("worker.tasks.small.digits.sources.package_files", lambda _: [])
     with pytest.raises(DataError, match="lacks digits"):
         build(digits())

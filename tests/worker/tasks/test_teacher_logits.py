@@ -11,10 +11,10 @@ import torch
 from backends.eager.eager import EagerBackend
 from protocol.base import limits
 from protocol.base.errors import DataError, RunSpecError
-from protocol.data.captured_rows import Records, records_of
+from protocol.datasets.logits_file import Records, records_of
 from protocol.spec.run_spec import RunSpec, parse_run_spec
+from worker.tasks.language.teacher_logits import TeacherLogits
 from worker.tasks.registry import build
-from worker.tasks.teacher_logits import TeacherLogits
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -126,8 +126,8 @@ def test_a_step_that_memory_should_not_hold_is_refused(texts, monkeypatch):
 @pytest.mark.parametrize(
     ("section", "told"),
     [
-        ({"data": {"train": "x", "holdout": 0.1}}, "no use for data.holdout"),
-        ({"lora": {"r": 4}}, "no use for the section 'lora'"),
+        ({"data": {"train": "x", "holdout": 0.1}}, "no 'data.holdout'"),
+        ({"lora": {"r": 4}}, "task teacher-logits has no 'lora'"),
         ({"capture": {"top_k": 0}}, "capture.top_k"),
         ({"capture": {"temperature": 0}}, "capture.temperature"),
     ],

@@ -17,7 +17,7 @@ from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.update import global_norm, square_sum, step_scalars
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from worker.tasks.base import Task
+from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
 STEPS = 50
@@ -54,7 +54,7 @@ def causal_lm(tmp_path) -> RunSpec:
 def classify(tmp_path) -> RunSpec:
     import transformers
 
-    from protocol.spec.sources import model_source
+    from protocol.spec.files.sources import model_source
 
     rows = [{"text": f"number {n} of many", "label": str(n % 3)} for n in range(100)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -103,8 +103,8 @@ def exact_losses(task: Task, spec: RunSpec) -> list[float]:
 
 def plain_losses(task: Task, spec: RunSpec) -> list[float]:
     """The loop one would write: whole batches, mean loss, torch's clipping, AdamW and schedule."""
+    from protocol.exact.parameter_groups import decays
     from protocol.exact.schedule import learning_rate
-    from protocol.exact.update import decays
 
     module: Any = copy.deepcopy(task.trainable.module)
     values = iter(task.initial_parameters())

@@ -9,7 +9,7 @@ from backends.wgpu.canonical.probe import first_difference, followed
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from protocol.base.errors import SamestepError
-from protocol.spec.arithmetic_spec import ArithmeticSpec
+from protocol.spec.sections.model import ArithmeticSpec
 from tests.backends.wgpu.small_models import llama, next_token_loss, text, trainable
 
 pytest.importorskip("ziglang")

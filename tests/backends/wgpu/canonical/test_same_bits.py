@@ -19,7 +19,7 @@ from backends.cpu import CpuBackend
 from backends.wgpu.canonical import compiler
 from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import SamestepError
-from protocol.spec.arithmetic_spec import ArithmeticSpec
+from protocol.spec.sections.model import ArithmeticSpec
 from tests.backends.wgpu.small_models import (
     Mixer,
     bert,
@@ -78,7 +78,7 @@ def instructions(name: str) -> Iterator[None]:
 
 
 def digest(program: Program, batch: Batch) -> str:
-    """Of the gradients and the loss of a node of three microbatches."""
+    """Of the gradients and the loss of a subtree of three microbatches."""
     hasher = blake3()
     for item in program.gradients([(batch, 1), (batch, 2), (batch, 3)]):
         if isinstance(item, BlockGradient):

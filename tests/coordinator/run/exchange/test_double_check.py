@@ -1,4 +1,4 @@
-"""Nodes that two workers compute: equal to the last bit, or the run halts."""
+"""Subtrees that two workers compute: equal to the last bit, or the run halts."""
 
 from __future__ import annotations
 
@@ -11,49 +11,54 @@ from backends.base.interface import BlockGradient
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from coordinator.run.exchange.double_check import Differing, chosen_double
 from coordinator.run.exchange.round import Round
-from protocol.exact.tree import Node
+from protocol.exact.tree import Subtree
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.wire.messages import BlockGradientPayload, NodeLoss
+from protocol.wire.messages import BlockGradientPayload, SubtreeLoss
 from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
 
 BLOCKS = (Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(3,)),)),)
 PLACE = {"epoch": 1, "step": 0, "attempt": 0}
-NODES = {"ann": [Node(0, 4), Node(4, 6)], "bob": [Node(6, 7), Node(7, 8)], "eve": [Node(8, 10)]}
+SUBTREES = {
+    "ann": [Subtree(0, 4), Subtree(4, 6)],
+    "bob": [Subtree(6, 7), Subtree(7, 8)],
+    "eve": [Subtree(8, 10)],
+}
 SIGNED = {"ann": "s", "bob": "s", "eve": "other"}
 
 
-def test_one_step_in_so_many_has_a_node_of_two_workers_of_one_signature():
+def test_one_step_in_so_many_has_a_subtree_of_two_workers_of_one_numerics_profile():
     steps = 5_000
-    found = [chosen_double(7, step, 50, NODES, SIGNED) for step in range(steps)]
+    found = [chosen_double(7, step, 50, SUBTREES, SIGNED) for step in range(steps)]
     doubles = Counter(double for double in found if double is not None)
     assert 0.5 * steps / 50 < doubles.total() < 1.5 * steps / 50
-    assert doubles.keys() == {("ann", "bob", Node(4, 6)), ("bob", "ann", Node(6, 7))}
-    assert all(chosen_double(7, step, 0, NODES, SIGNED) is None for step in range(300))
-    assert all(chosen_double(7, step, 50, NODES, SIGNED, surely=True) for step in range(9))
-    assert chosen_double(7, 1, 0, NODES, SIGNED, surely=True) is None
+    assert doubles.keys() == {("ann", "bob", Subtree(4, 6)), ("bob", "ann", Subtree(6, 7))}
+    assert all(chosen_double(7, step, 0, SUBTREES, SIGNED) is None for step in range(300))
+    assert all(chosen_double(7, step, 50, SUBTREES, SIGNED, surely=True) for step in range(9))
+    assert chosen_double(7, 1, 0, SUBTREES, SIGNED, surely=True) is None
     alone = {"ann": "s", "eve": "other"}
-    assert all(chosen_double(7, step, 1, NODES, alone) is None for step in range(9))
+    assert all(chosen_double(7, step, 1, SUBTREES, alone) is None for step in range(9))
 
 
 def given_twice(signatures=("s", "s"), *, awaited=True):
     round_ = Round(BLOCKS, 2, 1, 0, 0)
-    for worker, signature, nodes in (
-        ("ann", signatures[0], (Node(0, 1),)), ("bob", signatures[1], (Node(1, 2), Node(0, 1))),
+    for worker, signature, subtrees in (
+        ("ann", signatures[0], (Subtree(0, 1),)), ("bob", signatures[1], (Subtree(1, 2), Subtree(0,
+        1))),
     ):  # fmt: skip
-        round_.assign(worker, nodes)
-        round_.double_check.given(worker, signature, nodes)
+        round_.assign(worker, subtrees)
+        round_.double_check.given(worker, signature, subtrees)
     if awaited:
-        round_.doubled = ("ann", "bob", Node(0, 1))
+        round_.doubled = ("ann", "bob", Subtree(0, 1))
     return round_
 
 
 def give(round_, worker, lo, values=(1, 2, 3)):
     message = BlockGradientPayload(**PLACE, block=0, chunk=0, lo=lo, hi=lo + 1, weight=1.0)
     outcome = round_.payload(worker, message, np.array(values, np.float32))
-    round_.node_loss(
+    round_.subtree_loss(
         worker,
-        NodeLoss(**PLACE, lo=lo, hi=lo + 1, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0),
+        SubtreeLoss(**PLACE, lo=lo, hi=lo + 1, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0),
     )
     return outcome
 
@@ -70,16 +75,16 @@ def test_the_step_waits_for_both_answers_and_takes_equal_ones():
 
 
 @pytest.mark.parametrize("awaited", [True, False])
-def test_unlike_answers_name_both_workers_block_and_node(awaited):
+def test_unlike_answers_name_both_workers_block_and_subtree(awaited):
     round_ = given_twice(awaited=awaited)
     give(round_, "ann", 0)
     outcome = give(round_, "bob", 0, (1, 2, 3.0000002))
-    assert outcome == Differing(("bob", "ann"), "gradients in block 'layer'", Node(0, 1))
-    assert "workers 'ann' and 'bob' have one numeric signature" in str(outcome)
+    assert outcome == Differing(("bob", "ann"), "gradients in block 'layer'", Subtree(0, 1))
+    assert "workers 'ann' and 'bob' have one numerics profile" in str(outcome)
     assert "block 'layer' for microbatches [0,1)" in str(outcome)
 
 
-def test_workers_of_unlike_signatures_may_differ():
+def test_workers_of_unlike_numerics_profiles_may_differ():
     round_ = given_twice(("s", "t"), awaited=False)
     give(round_, "ann", 0)
     assert give(round_, "bob", 0, (9, 9, 9)) is None
@@ -132,7 +137,7 @@ async def test_a_worker_that_computes_wrongly_halts_the_run_before_that_step_cou
         live.worker("damaged", toolbox=Damaged())
         live.service.submit(scripted_spec(double_check_every=1))
         halted = await live.wait_for("halted")
-        assert "workers 'damaged' and 'good' have one numeric signature" in halted["reason"]
+        assert "workers 'damaged' and 'good' have one numerics profile" in halted["reason"]
         assert not live.first("committed", step=halted["step"])
 
 

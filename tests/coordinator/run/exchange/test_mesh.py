@@ -1,19 +1,22 @@
-"""Who exchanges slices with whom, who owns how much, and when a star is the better way."""
+"""Who exchanges chunks with whom, who owns how much, and when a star is the better way."""
+
+import random
 
 import pytest
 
 from coordinator.run.exchange.mesh import Mesh, _shares
+from protocol.base.errors import MessageError
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.run_spec import ExchangeSpec
+from protocol.spec.sections.exchange import ExchangeSpec
 from protocol.wire.messages import DoorOpen, OpenDoor, Owners, Peers
-from protocol.wire.peers import PeerList, pair_key, parse
+from protocol.wire.peers import COORDINATOR, OwnerTable, PeerList, pair_key, parse
 
 BLOCKS = (Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2_000_000,)),)),)
 SECRET = bytes(32)
 
 
 def mesh(way="sharded", secret=SECRET):
-    return Mesh("run", 1, ExchangeSpec(way=way), BLOCKS, secret)
+    return Mesh("run", 1, ExchangeSpec(topology=way), BLOCKS, secret)
 
 
 def opened(made, *names, hosts=None, dials=()):
@@ -84,7 +87,7 @@ def test_of_two_that_are_cut_off_from_each_other_one_stays():
     assert set(table.owners) == {0, 1}
 
 
-def test_a_lost_owner_s_slices_go_to_the_others_and_theirs_stay():
+def test_a_lost_owner_s_chunks_go_to_the_others_and_theirs_stay():
     made = mesh()
     opened(made, *"abc")
     linked(made, *"abc")
@@ -95,7 +98,8 @@ def test_a_lost_owner_s_slices_go_to_the_others_and_theirs_stay():
         assert after.owner(number) in ("a", "c")
         assert before.owner(number) in ("b", after.owner(number))
     assert made.number == 2
-    assert made.without("abc") is None
+    assert made.without("abc") == made.star
+    assert made.number == 3, "within a step all have to be told"
 
 
 def test_a_slow_owner_owns_nothing_for_a_while():
@@ -106,10 +110,25 @@ def test_a_slow_owner_owns_nothing_for_a_while():
     made.demote("b", 5)
     assert made.reown("b").members == ("a", "b", "c")
     assert made.owned()["b"] == 0
-    assert made.choose("abc", 4) is not None
+    assert made.choose("abc", 4) != made.star
     assert made.owned()["b"] == 0
-    assert made.choose("abc", 5) is not None
+    assert made.choose("abc", 5) != made.star
     assert made.owned()["b"] > 0
+
+
+def test_a_slow_owner_stays_where_the_others_have_no_bandwidth_to_own_anything():
+    members = mesh("sharded")
+    opened(members, *"abc")
+    linked(members, *"abc", mbit=1000.0)
+    for other in "ac":
+        members.linked("b", other, 10.0)
+    members.choose("abc", 0)
+    for name in "abc":
+        if members.owned()[name]:
+            members.demote(name, 5)
+    table = members.choose("abc", 1)
+    assert table != members.star
+    assert sum(members.owned().values()) == pytest.approx(1.0, abs=0.01)
 
 
 def test_the_scribe_is_on_the_coordinator_s_machine():
@@ -132,14 +151,66 @@ def test_auto_chooses_by_what_was_measured():
     made = mesh("auto")
     opened(made, *"abcd", hosts={"a": ""})
     linked(made, *"abcd")
-    assert made.choose("abcd", 0) is not None
+    assert made.choose("abcd", 0) != made.star
     slow = mesh("auto")
     opened(slow, *"abcd", hosts={"a": ""})
     linked(slow, *"abc")
     linked(slow, *"abcd", mbit=60.0)
-    assert slow.choose("abcd", 0) is None or "sharded" in slow.reason
+    assert slow.choose("abcd", 0) == slow.star or "sharded" in slow.reason
     few = mesh("auto")
     opened(few, *"ab")
     linked(few, *"ab")
-    assert few.choose("ab", 0) is None
+    assert few.choose("ab", 0) == few.star
     assert few.reason == "a star: fewer than 3 hosts"
+
+
+def test_auto_goes_back_to_a_star_that_proved_quicker_until_others_take_part():
+    made = mesh("auto")
+    opened(made, *"abcd", hosts={"a": ""})
+    for _ in range(9):
+        assert made.choose("abcd", 0) == made.star  # nobody is linked yet
+        made.took(1000.0, sharded=False)
+    linked(made, *"abcd")
+    for _ in range(17):
+        assert made.choose("abcd", 0) != made.star
+        made.took(1100.0, sharded=True)
+    assert made.choose("abcd", 0) == made.star
+    assert made.reason == "a star: its steps took 1000 ms, sharded ones 1100 ms"
+    assert made.owned() == {}
+    assert made.choose("abc", 0) != made.star
+
+
+def test_a_run_whose_payloads_only_the_coordinator_takes_has_no_links():
+    made = mesh("auto", secret=b"")
+    assert [made.joined(name, f"h{name}") for name in "abc"] == [[], [], []]
+    assert made.choose("abc", 0) == made.star
+    assert made.reason == "a star: this run has no links between workers"
+
+
+def test_workers_own_all_chunks_or_the_coordinator_does():
+    """Whoever comes and goes, and within a step too."""
+    for seed in range(100):
+        rng, made = random.Random(seed), mesh(random.Random(seed).choice(["sharded", "auto"]))
+        for step in range(20):
+            name = rng.choice("abcdef")
+            match rng.randrange(6):
+                case 0:
+                    made.lost(name)
+                    made.without([name])
+                case 1:
+                    made.without([name])
+                case 2 if name in made.table.members:
+                    made.demote(name, step + 3)
+                    made.reown(name)
+                case _:
+                    opened(made, name)
+                    linked(made, *made._doors)
+            table = made.choose([*made._doors], step) if rng.random() < 0.5 else made.table
+            assert table.has_peers == (COORDINATOR not in table.members)
+            assert parse(OwnerTable, table.to_bytes()) == table
+
+
+def test_a_table_of_both_is_refused():
+    both = OwnerTable(members=("a", COORDINATOR), owners=(0, 1), scribe=None)
+    with pytest.raises(MessageError, match="expected workers or the coordinator, got both"):
+        parse(OwnerTable, both.to_bytes())

@@ -6,17 +6,17 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.run.exchange.round import NonFinite, Round
-from coordinator.run.exchange.summary import summary_of
+from coordinator.run.exchange.round import Round, summary_of
 from protocol.base import limits
-from protocol.base.errors import OutOfPlace
+from protocol.base.errors import OutOfOrder
 from protocol.exact.digest import weights_digest
-from protocol.exact.tree import Node, children, root
+from protocol.exact.reducer import NonFinite
+from protocol.exact.tree import Subtree, children, root
 from protocol.exact.update import average, global_norm, square_sum
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.run_spec import ExchangeSpec
-from protocol.wire.messages import BlockGradientPayload, NodeLoss
-from tests.nearest_bfloat16 import nearest
+from protocol.spec.sections.exchange import ExchangeSpec
+from protocol.wire.messages import BlockGradientPayload, SubtreeLoss
+from tests.reference_bfloat16 import nearest
 
 BLOCKS = tuple(
     Block(
@@ -68,18 +68,27 @@ def along_tree(lo, hi, leaf, rounding=same):
     return rounding(left + right)
 
 
-def payload(node, block, chunk, *, weight_=None):
-    total = along_tree(node.lo, node.hi, weight) if weight_ is None else weight_
+def payload(subtree, block, chunk, *, weight_=None):
+    total = along_tree(subtree.lo, subtree.hi, weight) if weight_ is None else weight_
     return BlockGradientPayload(
-        epoch=1, step=0, attempt=0, block=block, chunk=chunk, lo=node.lo, hi=node.hi, weight=total
+        epoch=1,
+        step=0,
+        attempt=0,
+        block=block,
+        chunk=chunk,
+        lo=subtree.lo,
+        hi=subtree.hi,
+        weight=total,
     )
 
 
-def node_loss(node, loss_sum=None):
-    total = along_tree(node.lo, node.hi, lambda leaf: leaf / 9) if loss_sum is None else loss_sum
-    weight_ = along_tree(node.lo, node.hi, weight)
-    return NodeLoss(
-        epoch=1, step=0, attempt=0, lo=node.lo, hi=node.hi, loss_sum=total, weight=weight_,
+def subtree_loss(subtree, loss_sum=None):
+    total = (
+        along_tree(subtree.lo, subtree.hi, lambda leaf: leaf / 9) if loss_sum is None else loss_sum
+    )
+    weight_ = along_tree(subtree.lo, subtree.hi, weight)
+    return SubtreeLoss(
+        epoch=1, step=0, attempt=0, lo=subtree.lo, hi=subtree.hi, loss_sum=total, weight=weight_,
         sums=b"", elapsed_ms=1.0,
     )  # fmt: skip
 
@@ -88,18 +97,20 @@ def chunks():
     return [(b, c) for b in reversed(range(len(BLOCKS))) for c in range(BLOCKS[b].chunks)]
 
 
-def values(node, block, chunk, exchange=FLOAT32):
+def values(subtree, block, chunk, exchange=FLOAT32):
     return along_tree(
-        node.lo, node.hi, lambda leaf: gradient(leaf, block), ROUNDING[exchange.precision]
+        subtree.lo, subtree.hi, lambda leaf: gradient(leaf, block), ROUNDING[exchange.precision]
     )[BLOCKS[block].chunk_slice(chunk)].copy()
 
 
-def deliver(round_, worker, node, *, upto=None, exchange=FLOAT32):
-    """The payloads of a node in the order in which a worker sends them, then its loss."""
+def deliver(round_, worker, subtree, *, upto=None, exchange=FLOAT32):
+    """The payloads of a subtree in the order in which a worker sends them, then its loss."""
     for block, chunk in chunks()[:upto]:
-        round_.payload(worker, payload(node, block, chunk), values(node, block, chunk, exchange))
+        round_.payload(
+            worker, payload(subtree, block, chunk), values(subtree, block, chunk, exchange)
+        )
     if upto is None:
-        round_.node_loss(worker, node_loss(node))
+        round_.subtree_loss(worker, subtree_loss(subtree))
 
 
 def assert_is_the_plain_sum(round_, microbatches, exchange):
@@ -128,55 +139,55 @@ def place_of(said):
     return said.message.block, said.message.chunk
 
 
-def cut(draw, node):
-    if node.leaves == 1 or draw(st.booleans()):
-        return [node]
-    left, right = children(node)
+def cut(draw, subtree):
+    if subtree.leaves == 1 or draw(st.booleans()):
+        return [subtree]
+    left, right = children(subtree)
     return cut(draw, left) + cut(draw, right)
 
 
 def held_bytes(round_):
     """Of sums that are not whole."""
-    held = (sums for row in round_._chunks for chunk in row for sums in chunk._sums._held.values())
-    return sum(values.nbytes for values in held)
+    partial = (piece.sums for piece in round_._reducer._partials.values() if piece.sums is not None)
+    return sum(values.nbytes for sums in partial for values in sums._held.values())
 
 
 @given(st.data())
 @settings(max_examples=60)
 def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interleaving(data):
-    """Workers compute node by node, and send of each what they may: none waits for ever."""
+    """Workers compute subtree by subtree, and send of each what they may: none waits for ever."""
     microbatches = data.draw(st.integers(1, 9))
-    nodes = cut(data.draw, root(microbatches))
+    subtrees = cut(data.draw, root(microbatches))
     limit_bytes, ahead_bytes = (data.draw(st.sampled_from([1, 100, 10_000])) for _ in "12")
     ahead_chunks = data.draw(st.integers(1, 3))
-    sent: dict[Node, int] = {}
-    ready: dict[str, list[Node]] = {}
+    sent: dict[Subtree, int] = {}
+    ready: dict[str, list[Subtree]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "PARTIAL_SUMS_BYTES", limit_bytes)
         patch.setattr(limits, "UPLOAD_AHEAD_BYTES", ahead_bytes)
         patch.setattr(limits, "UPLOAD_AHEAD_CHUNKS", ahead_chunks)
         round_ = Round(BLOCKS, microbatches, 1, 0, 0)
-        round_.plan(len(nodes))
-        for node in nodes:
+        round_.plan(len(subtrees))
+        for subtree in subtrees:
             worker = data.draw(st.sampled_from("abc"))
-            round_.assign(worker, (node,), local=worker == "c")
-            ready.setdefault(worker, []).append(node)
-            sent[node] = 0
-            round_.node_loss(worker, node_loss(node))
+            round_.assign(worker, (subtree,), local=worker == "c")
+            ready.setdefault(worker, []).append(subtree)
+            sent[subtree] = 0
+            round_.subtree_loss(worker, subtree_loss(subtree))
         all_bytes = sum(block.elements * 4 for block in BLOCKS)
-        most_bytes = max(limit_bytes, all_bytes // 2, len(nodes) * 16)
+        most_bytes = max(limit_bytes, all_bytes // 2, len(subtrees) * 16)
         while not round_.complete:
             may = [
-                (worker, node)
+                (worker, subtree)
                 for worker, mine in sorted(ready.items())
-                for node in mine
-                if sent[node] < round_.uploads(worker) and sent[node] < len(chunks())
+                for subtree in mine
+                if sent[subtree] < round_.uploads(worker) and sent[subtree] < len(chunks())
             ]
-            worker, node = data.draw(st.sampled_from(may))
+            worker, subtree = data.draw(st.sampled_from(may))
             assert round_.pending(worker)
-            block, chunk = chunks()[sent[node]]
-            sent[node] += 1
-            round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+            block, chunk = chunks()[sent[subtree]]
+            sent[subtree] += 1
+            round_.payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
             round_.raise_uploads()
             assert held_bytes(round_) <= most_bytes
         assert not any(round_.pending(worker) for worker in ready)
@@ -185,50 +196,52 @@ def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interlea
 
 def test_who_may_send_no_more_owes_nothing_that_is_due(monkeypatch):
     monkeypatch.setattr(limits, "PARTIAL_SUMS_BYTES", 1)
-    nodes = cut_leaves(4)
+    subtrees = cut_leaves(4)
     round_ = Round(BLOCKS, 4, 1, 0, 0)
-    round_.plan(len(nodes))
-    for worker, node in zip("abcd", nodes, strict=True):
-        round_.assign(worker, (node,))
+    round_.plan(len(subtrees))
+    for worker, subtree in zip("abcd", subtrees, strict=True):
+        round_.assign(worker, (subtree,))
     assert round_.uploads("a") == 1
-    assert round_.pending("a") == (nodes[0],)
+    assert round_.pending("a") == (subtrees[0],)
     block, chunk = chunks()[0]
-    for worker, node in zip("abcd", nodes, strict=True):
-        round_.node_loss(worker, node_loss(node))
-        assert round_.pending(worker) == (node,)
+    for worker, subtree in zip("abcd", subtrees, strict=True):
+        round_.subtree_loss(worker, subtree_loss(subtree))
+        assert round_.pending(worker) == (subtree,)
         assert round_.raise_uploads() == []
-        round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+        round_.payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
         assert round_.pending(worker) == ()
     assert round_.raise_uploads() == ["a", "b", "c", "d"]
     assert round_.uploads("a") == 2
-    assert round_.pending("a") == (nodes[0],)
+    assert round_.pending("a") == (subtrees[0],)
 
 
 def cut_leaves(microbatches):
-    return [Node(leaf, leaf + 1) for leaf in range(microbatches)]
+    return [Subtree(leaf, leaf + 1) for leaf in range(microbatches)]
 
 
 @given(st.data())
 @settings(max_examples=60)
 def test_any_assignment_and_interleaving_gives_the_same_bits(data):
     microbatches = data.draw(st.integers(1, 9))
-    nodes = cut(data.draw, root(microbatches))
+    subtrees = cut(data.draw, root(microbatches))
     exchange = data.draw(EXCHANGES)
     round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)
-    queues: dict[str, list[tuple[Node, int, int]]] = {}
-    for node in nodes:
+    queues: dict[str, list[tuple[Subtree, int, int]]] = {}
+    for subtree in subtrees:
         worker = data.draw(st.sampled_from("abc"))
-        round_.assign(worker, (node,))
-        queues.setdefault(worker, []).extend([(node, b, c) for b, c in chunks()] + [(node, -1, 0)])
+        round_.assign(worker, (subtree,))
+        queues.setdefault(worker, []).extend(
+            [(subtree, b, c) for b, c in chunks()] + [(subtree, -1, 0)]
+        )
     said: list[tuple[int, int]] = []
     while queues:
         worker = data.draw(st.sampled_from(sorted(queues)))
-        node, block, chunk = queues[worker].pop(0)
+        subtree, block, chunk = queues[worker].pop(0)
         if block < 0:
-            assert round_.node_loss(worker, node_loss(node)) in (True, False)
+            assert round_.subtree_loss(worker, subtree_loss(subtree)) in (True, False)
         else:
-            came = values(node, block, chunk, exchange)
-            taken = round_.payload(worker, payload(node, block, chunk), came)
+            came = values(subtree, block, chunk, exchange)
+            taken = round_.payload(worker, payload(subtree, block, chunk), came)
             assert not isinstance(taken, NonFinite)
             said += [place_of(taken)] if taken is not None else []
         if not queues[worker]:
@@ -240,8 +253,9 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
 
 @given(st.data())
 @settings(max_examples=100)
-def test_losses_in_the_step_and_new_nodes_leave_the_bits(data):
-    """Workers deliver parts of nodes and are lost; others get what is missing, as other nodes."""
+def test_losses_in_the_step_and_new_subtrees_leave_the_bits(data):
+    """Workers deliver parts of subtrees and are lost; others get what is missing, as other
+    subtrees."""
     microbatches = data.draw(st.integers(1, 9))
     exchange = data.draw(EXCHANGES)
     round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)
@@ -250,12 +264,12 @@ def test_losses_in_the_step_and_new_nodes_leave_the_bits(data):
         if not orphans:
             break
         worker = f"w{life}"
-        nodes = [n for orphan in orphans for n in cut(data.draw, orphan)]
-        mine = nodes if life > 8 else data.draw(st.lists(st.sampled_from(nodes), unique=True))
+        subtrees = [n for orphan in orphans for n in cut(data.draw, orphan)]
+        mine = subtrees if life > 8 else data.draw(st.lists(st.sampled_from(subtrees), unique=True))
         round_.assign(worker, tuple(mine))
         last = data.draw(st.integers(0, len(mine))) if life <= 8 else len(mine)
-        for node in mine[:last]:
-            deliver(round_, worker, node, exchange=exchange)
+        for subtree in mine[:last]:
+            deliver(round_, worker, subtree, exchange=exchange)
         if last < len(mine):
             upto = data.draw(st.integers(0, len(chunks())))
             deliver(round_, worker, mine[last], upto=upto, exchange=exchange)
@@ -266,46 +280,55 @@ def test_losses_in_the_step_and_new_nodes_leave_the_bits(data):
 
 def two_workers():
     round_ = Round(BLOCKS, 4, 1, 0, 0)
-    round_.assign("ann", (Node(0, 2),))
-    round_.assign("bob", (Node(2, 4),))
+    round_.assign("ann", (Subtree(0, 2),))
+    round_.assign("bob", (Subtree(2, 4),))
     return round_
 
 
-@pytest.mark.parametrize("node", [Node(0, 1), Node(2, 4), Node(1, 3), Node(0, 9), Node(3, 2)])
-def test_what_was_not_given_is_refused(node):
+@pytest.mark.parametrize(
+    "subtree", [Subtree(0, 1), Subtree(2, 4), Subtree(1, 3), Subtree(0, 9), Subtree(3, 2)]
+)
+def test_what_was_not_given_is_refused(subtree):
     round_ = two_workers()
-    with pytest.raises(OutOfPlace):
-        round_.payload("ann", payload(node, 0, 0, weight_=1), np.zeros(4, np.float32))
-    with pytest.raises(OutOfPlace):
-        round_.node_loss("ann", node_loss(node, 1.0) if node.lo < node.hi <= 4 else NodeLoss(
-            epoch=1, step=0, attempt=0, lo=node.lo, hi=node.hi, loss_sum=1, weight=1, sums=b"",
-            elapsed_ms=1,
-        ))  # fmt: skip
-    with pytest.raises(OutOfPlace, match="was not given"):
-        round_.payload("eve", payload(Node(0, 2), 0, 0), np.zeros(4, np.float32))
+    with pytest.raises(OutOfOrder):
+        round_.payload("ann", payload(subtree, 0, 0, weight_=1), np.zeros(4, np.float32))
+    valid = subtree.lo < subtree.hi <= 4
+    loss = subtree_loss(subtree, 1.0) if valid else SubtreeLoss(
+        epoch=1, step=0, attempt=0, lo=subtree.lo, hi=subtree.hi, loss_sum=1, weight=1,
+        sums=b"", elapsed_ms=1,
+    )  # fmt: skip
+    with pytest.raises(OutOfOrder):
+        round_.subtree_loss("ann", loss)
+    with pytest.raises(OutOfOrder, match="was not given"):
+        round_.payload("eve", payload(Subtree(0, 2), 0, 0), np.zeros(4, np.float32))
+
+
+def text_of(fault):
+    return fault.describe(BLOCKS, has_replicas=False)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_bad_payload_is_named(bad):
-    fault = two_workers().payload("bob", payload(Node(2, 4), LAST, 0), np.full(4, bad, "f4"))
-    assert fault == NonFinite("bob", "two", Node(2, 4))
-    assert str(fault) == "non-finite gradient in block 'two', microbatches [2,4), from worker 'bob'"
+    fault = two_workers().payload("bob", payload(Subtree(2, 4), LAST, 0), np.full(4, bad, "f4"))
+    assert fault == NonFinite(Subtree(2, 4), "bob", LAST)
+    expected = "non-finite gradient in block 'two', microbatches [2,4), from worker 'bob'"
+    assert text_of(fault) == expected
 
 
 def test_a_bad_loss_is_named():
-    fault = two_workers().node_loss("ann", node_loss(Node(0, 2), float("nan")))
-    assert str(fault) == "non-finite loss, microbatches [0,2), from worker 'ann'"
+    fault = two_workers().subtree_loss("ann", subtree_loss(Subtree(0, 2), float("nan")))
+    assert text_of(fault) == "non-finite loss, microbatches [0,2), from worker 'ann'"
 
 
 def test_sums_that_overflow_are_named():
     round_ = two_workers()
     large = np.full(4, 3e38, np.float32)
-    assert round_.payload("ann", payload(Node(0, 2), 0, 0), large.copy()) is None
-    fault = round_.payload("bob", payload(Node(2, 4), 0, 0), large.copy())
-    assert fault == NonFinite(None, "one", Node(0, 4))
-    assert round_.node_loss("ann", node_loss(Node(0, 2), 1.7e308)) is True
-    assert round_.node_loss("bob", node_loss(Node(2, 4), 1.7e308)) == NonFinite(
-        None, None, Node(0, 4)
+    assert round_.payload("ann", payload(Subtree(0, 2), 0, 0), large.copy()) is None
+    fault = round_.payload("bob", payload(Subtree(2, 4), 0, 0), large.copy())
+    assert fault == NonFinite(Subtree(0, 4), None, 0)
+    assert round_.subtree_loss("ann", subtree_loss(Subtree(0, 2), 1.7e308)) is True
+    assert round_.subtree_loss("bob", subtree_loss(Subtree(2, 4), 1.7e308)) == NonFinite(
+        Subtree(0, 4)
     )
 
 
@@ -313,9 +336,9 @@ def test_sums_that_overflow_are_named():
 def test_weights_that_make_no_finite_average_are_named(small):
     round_ = two_workers()
     ones = np.ones(4, np.float32)
-    round_.payload("ann", payload(Node(0, 2), 0, 0, weight_=small), ones.copy())
-    fault = round_.payload("bob", payload(Node(2, 4), 0, 0, weight_=small), ones.copy())
-    assert fault == NonFinite(None, "one", Node(0, 4))
+    round_.payload("ann", payload(Subtree(0, 2), 0, 0, weight_=small), ones.copy())
+    fault = round_.payload("bob", payload(Subtree(2, 4), 0, 0, weight_=small), ones.copy())
+    assert fault == NonFinite(Subtree(0, 4), None, 0)
 
 
 @pytest.mark.parametrize(
@@ -326,89 +349,93 @@ def test_a_bad_sum_of_an_only_worker_is_its_own_and_what_averaging_makes_is_not(
     value, small, whose
 ):
     round_ = Round(BLOCKS, 4, 1, 0, 0)
-    round_.assign("ann", (Node(0, 4),))
-    fault = round_.payload("ann", payload(Node(0, 4), 0, 0, weight_=small), np.full(4, value, "f4"))
-    assert fault == NonFinite(whose, "one", Node(0, 4))
+    round_.assign("ann", (Subtree(0, 4),))
+    fault = round_.payload(
+        "ann", payload(Subtree(0, 4), 0, 0, weight_=small), np.full(4, value, "f4")
+    )
+    assert fault == NonFinite(Subtree(0, 4), whose, 0)
 
 
 def test_late_duplicates_change_nothing_and_do_not_halt():
     round_ = two_workers()
-    deliver(round_, "ann", Node(0, 2))
+    deliver(round_, "ann", Subtree(0, 2))
     bad = np.full(4, np.nan, np.float32)
-    assert round_.payload("ann", payload(Node(0, 2), 0, 0), bad) is None
-    assert round_.node_loss("ann", node_loss(Node(0, 2), float("nan"))) is False
-    deliver(round_, "bob", Node(2, 4))
-    assert round_.payload("bob", payload(Node(2, 4), LAST, 0), bad) is None
+    assert round_.payload("ann", payload(Subtree(0, 2), 0, 0), bad) is None
+    assert round_.subtree_loss("ann", subtree_loss(Subtree(0, 2), float("nan"))) is False
+    deliver(round_, "bob", Subtree(2, 4))
+    assert round_.payload("bob", payload(Subtree(2, 4), LAST, 0), bad) is None
     assert_is_the_plain_sum(round_, 4, FLOAT32)
 
 
 def test_blocks_come_out_as_they_are_complete():
     round_ = two_workers()
-    deliver(round_, "ann", Node(0, 2))
-    said = round_.payload("bob", payload(Node(2, 4), LAST, 0), values(Node(2, 4), LAST, 0))
+    deliver(round_, "ann", Subtree(0, 2))
+    said = round_.payload("bob", payload(Subtree(2, 4), LAST, 0), values(Subtree(2, 4), LAST, 0))
     assert place_of(said) == (LAST, 0)
     assert not round_.complete
-    assert round_.unfinished("bob") == (Node(2, 4),)
+    assert round_.unfinished("bob") == (Subtree(2, 4),)
     assert round_.unfinished("ann") == ()
     assert round_.unassigned() == ()
     round_.lose("bob", proven=True)
-    assert round_.unassigned() == (Node(2, 4),)
+    assert round_.unassigned() == (Subtree(2, 4),)
 
 
 def test_it_is_tainted_by_what_an_unproven_worker_delivered():
     round_ = two_workers()
     round_.lose("bob", proven=False)
     assert not round_.tainted
-    deliver(round_, "ann", Node(0, 2), upto=1)
+    deliver(round_, "ann", Subtree(0, 2), upto=1)
     round_.lose("ann", proven=False)
     assert round_.tainted
 
 
 def test_a_step_without_weight_has_no_gradient():
     round_ = Round(BLOCKS, 1, 1, 0, 0)
-    round_.assign("ann", (Node(0, 1),))
+    round_.assign("ann", (Subtree(0, 1),))
     for block, chunk in chunks():
-        round_.payload("ann", payload(Node(0, 1), block, chunk, weight_=0), np.ones(
-            len(values(Node(0, 1), block, chunk)), np.float32
+        round_.payload("ann", payload(Subtree(0, 1), block, chunk, weight_=0), np.ones(
+            len(values(Subtree(0, 1), block, chunk)), np.float32
         ))  # fmt: skip
-    round_.node_loss("ann", node_loss(Node(0, 1), 0.0).model_copy(update={"weight": 0.0}))
+    round_.subtree_loss("ann", subtree_loss(Subtree(0, 1), 0.0).model_copy(update={"weight": 0.0}))
     assert (round_.loss, round_.gradient_norm) == (0.0, 0.0)
 
 
-def test_a_commit_can_say_whose_nodes_make_up_its_sums():
+def test_a_commit_can_say_whose_subtrees_make_up_its_sums():
     round_ = two_workers()
-    deliver(round_, "bob", Node(2, 4))
-    deliver(round_, "ann", Node(0, 2))
-    assert round_.counted == ({"ann": (Node(0, 2),), "bob": (Node(2, 4),)},)
+    deliver(round_, "bob", Subtree(2, 4))
+    deliver(round_, "ann", Subtree(0, 2))
+    assert round_.counted == ({"ann": (Subtree(0, 2),), "bob": (Subtree(2, 4),)},)
 
 
-def test_where_nodes_were_given_twice_each_way_of_counting_is_told():
+def test_where_subtrees_were_given_twice_each_way_of_counting_is_told():
     round_ = two_workers()
-    deliver(round_, "bob", Node(2, 4))
-    round_.assign("bob", (Node(0, 2),))
-    deliver(round_, "ann", Node(0, 2), upto=1)
-    deliver(round_, "bob", Node(0, 2))
+    deliver(round_, "bob", Subtree(2, 4))
+    round_.assign("bob", (Subtree(0, 2),))
+    deliver(round_, "ann", Subtree(0, 2), upto=1)
+    deliver(round_, "bob", Subtree(0, 2))
     assert round_.complete
     assert round_.counted == (
-        {"ann": (Node(0, 2),), "bob": (Node(2, 4),)},
-        {"bob": (Node(0, 2), Node(2, 4))},
+        {"ann": (Subtree(0, 2),), "bob": (Subtree(2, 4),)},
+        {"bob": (Subtree(0, 2), Subtree(2, 4))},
     )
 
 
 def test_blocks_are_summarised_by_another_thread_and_the_round_waits_for_it(monkeypatch):
-    monkeypatch.setattr(limits, "SUMMARISED_AT_ONCE_BYTES", BLOCKS[LAST].elements * 4)
+    monkeypatch.setattr(limits, "EVENT_LOOP_REDUCE_BYTES", BLOCKS[LAST].elements * 4)
     round_ = Round(BLOCKS, 1, 1, 0, 0)
-    round_.assign("a", (Node(0, 1),))
+    round_.assign("a", (Subtree(0, 1),))
     asked = []
     for block, chunk in chunks():
-        round_.payload("a", payload(Node(0, 1), block, chunk), values(Node(0, 1), block, chunk))
-        asked += round_.summarise()
-    round_.node_loss("a", node_loss(Node(0, 1)))
+        round_.payload(
+            "a", payload(Subtree(0, 1), block, chunk), values(Subtree(0, 1), block, chunk)
+        )
+        asked += round_.summarize()
+    round_.subtree_loss("a", subtree_loss(Subtree(0, 1)))
     assert [len(each.averages) for each in asked] == [2]  # and the rest at the end, here
     assert round_.summarises
     assert not round_.complete
     for each in asked:
-        round_.summarised({n: summary_of(*given) for n, given in each.averages.items()})
+        round_.summarized({n: summary_of(*given) for n, given in each.averages.items()})
     assert_is_the_plain_sum(round_, 1, FLOAT32)
 
 
@@ -419,23 +446,23 @@ def one_ahead(monkeypatch):
     monkeypatch.setattr(limits, "UPLOAD_AHEAD_CHUNKS", 1)
 
 
-def send(round_, worker, node, count=1):
-    """The next chunks of its node; gives who may send more then."""
-    sent = len(chunks()) - round_.shares[worker].owed[node].bit_count()
+def send(round_, worker, subtree, count=1):
+    """The next chunks of its subtree; gives who may send more then."""
+    sent = len(chunks()) - round_.shares[worker].owed[subtree].bit_count()
     for block, chunk in chunks()[sent:][:count]:
-        round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+        round_.payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
     return round_.raise_uploads()
 
 
 def of_three(local=""):
-    """A round of three workers with a node each."""
-    nodes = cut_leaves(3)
+    """A round of three workers with a subtree each."""
+    subtrees = cut_leaves(3)
     round_ = Round(BLOCKS, 3, 1, 0, 0)
-    assert round_.plan(len(nodes)) == []
-    for worker, node in zip("abc", nodes, strict=True):
-        round_.assign(worker, (node,), local=worker == local)
-        round_.node_loss(worker, node_loss(node))
-    return round_, nodes
+    assert round_.plan(len(subtrees)) == []
+    for worker, subtree in zip("abc", subtrees, strict=True):
+        round_.assign(worker, (subtree,), local=worker == local)
+        round_.subtree_loss(worker, subtree_loss(subtree))
+    return round_, subtrees
 
 
 @pytest.mark.usefixtures("one_ahead")
@@ -462,7 +489,7 @@ def test_who_shares_no_link_is_not_held_back_and_holds_nobody_back():
 
 
 @pytest.mark.usefixtures("one_ahead")
-def test_nobody_waits_for_a_node_that_is_given_to_another():
+def test_nobody_waits_for_a_subtree_that_is_given_to_another():
     """The first may have stopped for good, without a word."""
     round_, (first, second, _) = of_three()
     send(round_, "a", first)

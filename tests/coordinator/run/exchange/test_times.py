@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.run.exchange.mesh import _shares
-from coordinator.run.exchange.times import MeshMember, Volume, sharded_s, star_s
+from coordinator.run.exchange.times import MeshMember, StepTimes, Volume, sharded_s, star_s
 
 SMALL = Volume(5_300_000, 5_300_000, 12)
 LARGE = Volume(100_000_000, 100_000_000, 48)
@@ -50,3 +50,44 @@ def test_without_a_member_beside_the_coordinator_averages_go_out_once_more():
     here, nowhere = members([100.0] * 4), members([100.0] * 4, here=-1)
     assert sharded_s(SMALL, nowhere) > sharded_s(SMALL, here)
     assert star_s(SMALL, nowhere) > star_s(SMALL, here)
+
+
+def timed(times, count, step_ms, *, sharded):
+    for _ in range(count):
+        times.add(step_ms, sharded=sharded)
+
+
+def test_sharded_stays_while_its_steps_are_no_slower():
+    times = StepTimes()
+    timed(times, 9, 1000, sharded=False)
+    timed(times, 16, 1049, sharded=True)
+    assert times.why_star() == ""  # one window: the first step of a topology does not count
+    timed(times, 1, 1049, sharded=True)
+    assert times.why_star() == ""
+
+
+def test_a_star_comes_back_where_sharded_steps_prove_slower_in_two_windows():
+    times = StepTimes()
+    timed(times, 9, 1000, sharded=False)
+    timed(times, 9, 1200, sharded=True)
+    assert times.why_star() == ""
+    timed(times, 8, 1300, sharded=True)
+    assert times.why_star() == "a star: its steps took 1000 ms, sharded ones 1200 ms"
+    times.clear()
+    assert times.why_star() == ""
+
+
+def test_a_star_that_nobody_has_measured_is_measured_and_then_compared():
+    times = StepTimes()
+    timed(times, 17, 900, sharded=True)
+    assert times.why_star() == "a star, to measure it: a sharded step took 900 ms"
+    timed(times, 9, 1000, sharded=False)
+    assert times.why_star() == ""
+
+
+def test_short_steps_are_timed_over_seconds():
+    times = StepTimes()
+    timed(times, 167, 60, sharded=True)
+    assert times.why_star() == ""
+    timed(times, 8, 60, sharded=True)
+    assert times.why_star()

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from coordinator.run.outputs.actions import DigestReplica, FillReplica, Follow, Seed, Send
+from coordinator.run.outputs.actions import DigestReplica, FillReplica, Seed, Send, Subscribe
 from coordinator.run.workers.admission import Admission, is_stale
 from coordinator.run.workers.membership import Membership, MemberState
-from protocol.base.errors import OutOfPlace
+from protocol.base.errors import OutOfOrder
 from protocol.spec.manifest import Block, Manifest, TensorSpec
 from protocol.wire.messages import Drain, Heartbeat, Ready, StateChunk, StepApplied, Unready
 
@@ -88,7 +88,7 @@ def test_whoever_starts_in_the_loaded_state_follows_at_once_and_others_load_it()
     members.add("preparing")
     admitting.request_state()
     admitting.state_loaded(admitting.upload, "0" * 64)
-    assert admitting.admit_ready() == [Seed("ann"), Follow("bob", 0)]
+    assert admitting.admit_ready() == [Seed("ann"), Subscribe("bob", 0)]
     assert members.names(MemberState.ACTIVE) == ["bob"]
     assert members.names(MemberState.LOADING) == ["ann"]
 
@@ -116,7 +116,7 @@ def chunk(*, last=False, **changed):
 
 def test_only_the_upload_that_counts_fills_the_replica():
     admitting, members = admission("prefer", ann="0", bob="0")
-    with pytest.raises(OutOfPlace, match="not asked for"):
+    with pytest.raises(OutOfOrder, match="not requested"):
         admitting.state_chunk("ann", *chunk())
     admitting.request_state()
     message, values = chunk()
@@ -138,7 +138,7 @@ def test_only_the_upload_that_counts_fills_the_replica():
 def test_state_0_has_parameters_alone(change):
     admitting, _ = admission("prefer", ann="0")
     admitting.request_state()
-    with pytest.raises(OutOfPlace, match="expected the parameters of step 0"):
+    with pytest.raises(OutOfOrder, match="expected the parameters of step 0"):
         admitting.state_chunk("ann", *chunk(**change))
 
 
@@ -146,7 +146,7 @@ def test_who_sends_another_state_than_announced_is_refused():
     admitting, members = admission("prefer", ann="0", bob="0")
     admitting.request_state()
     report, dismiss = admitting.state_loaded(1, "2" * 64)
-    assert report.fact.worker == dismiss.worker == "ann"
+    assert report.event.worker == dismiss.worker == "ann"
     assert not admitting.state_known
     members.remove("ann")
     assert asked(admitting.lost("ann")) == ["bob"]

@@ -8,15 +8,15 @@ from coordinator.run.exchange.round import Round
 from coordinator.run.workers.leases import Leases, OwnerLease, Stragglers
 from coordinator.run.workers.membership import Membership
 from protocol.base import limits
-from protocol.exact.slices import slice_digest
-from protocol.exact.tree import Node
+from protocol.exact.chunk_grid import chunk_digest
+from protocol.exact.tree import Subtree
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.wire.messages import NodeLoss, SliceAverage, SliceDone
+from protocol.wire.messages import AveragedBlockGradient, ChunkReduced, SubtreeLoss
 from protocol.wire.peers import OwnerTable
 
 TICK_MS = 100.0
-MOST: Final = limits.SLICE_ELEMENTS
-"""Of a slice."""
+MOST: Final = limits.SMALL_CHUNK_ELEMENTS
+"""Of a chunk."""
 
 
 def test_who_owes_nothing_is_not_silent_and_who_has_just_signed_is_for_no_time():
@@ -28,30 +28,30 @@ def test_who_owes_nothing_is_not_silent_and_who_has_just_signed_is_for_no_time()
 
 
 class Race:
-    """Two workers with a node each; the time goes on by ticks."""
+    """Two workers with a subtree each; the time goes on by ticks."""
 
     def __init__(self) -> None:
         self.members = Membership()
         self.stragglers = Stragglers(self.members)
         self.round = Round((), 4, 1, 0, 0)
         self._now_ms = 0.0
-        for name, node in (("ann", Node(0, 2)), ("bob", Node(2, 4))):
+        for name, subtree in (("ann", Subtree(0, 2)), ("bob", Subtree(2, 4))):
             member = self.members.add(name)
             self.members.activate(member)
             member.measured(1.0)
-            self.round.assign(name, (node,))
-            self.stragglers.given(name)
+            self.round.assign(name, (subtree,))
+            self.stragglers.assigned(name)
 
     def wait(self, ms: float) -> None:
         for _ in range(int(ms / TICK_MS)):
             self._now_ms += TICK_MS
             self.stragglers.tick(self._now_ms)
 
-    def finish(self, name: str, node: Node) -> None:
+    def finish(self, name: str, subtree: Subtree) -> None:
         self.stragglers.delivered(name)
-        where: Any = {"epoch": 1, "step": 0, "attempt": 0, "lo": node.lo, "hi": node.hi}
-        loss = NodeLoss(**where, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0)
-        self.round.node_loss(name, loss)
+        where: Any = {"epoch": 1, "step": 0, "attempt": 0, "lo": subtree.lo, "hi": subtree.hi}
+        loss = SubtreeLoss(**where, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0)
+        self.round.subtree_loss(name, loss)
 
     @property
     def late(self) -> list[str]:
@@ -66,7 +66,7 @@ def test_a_worker_s_own_long_gaps_do_not_stretch_its_lease_beyond_what_others_ne
         ann.gave_sign(60_000.0)
         ann.planned(2)
     race.wait(300)
-    race.finish("bob", Node(2, 4))
+    race.finish("bob", Subtree(2, 4))
     race.wait(600)
     assert race.late == []
     race.wait(100)
@@ -78,7 +78,7 @@ def test_one_of_whom_nothing_was_measured_has_its_first_lease_whatever_others_ne
     ann = race.members.get("ann")
     assert ann is not None
     ann._measured_ms.clear()
-    race.finish("bob", Node(2, 4))
+    race.finish("bob", Subtree(2, 4))
     race.wait(5000)
     assert race.late == []
     race.wait(100)
@@ -86,7 +86,7 @@ def test_one_of_whom_nothing_was_measured_has_its_first_lease_whatever_others_ne
 
 
 class Owners:
-    """A step whose slices two members own, of which one has sent its averages."""
+    """A step whose chunks two members own, of which one has sent its averages."""
 
     def __init__(self) -> None:
         self.lease = OwnerLease()
@@ -102,12 +102,11 @@ class Owners:
         self.average("ann", 0)
 
     def average(self, owner: str, number: int) -> None:
-        assert self.round.sliced is not None
         values = np.zeros(MOST, np.float32)
-        place = {**self.round.place, "owners": self.round.sliced.number, "slice": number}
-        self.round.slice_average(owner, SliceAverage(**place), values)
-        done = SliceDone(**place, digest=slice_digest(values))
-        self.round.slice_done(owner, done, ((owner, Node(0, 1)),))
+        place = {**self.round.place, "owners": 1, "block": 0, "chunk": number}
+        self.round.peer_average(owner, AveragedBlockGradient(**place), values)
+        done = ChunkReduced(**place, digest=chunk_digest(values))
+        self.round.peer_average(owner, done, ((owner, Subtree(0, 1)),))
 
     def late_after_ms(self) -> float:
         """When an owner that gives no sign is late."""

@@ -65,7 +65,7 @@ def test_speed_is_a_median_of_the_newest_times():
     assert members.speeds() == {"ann": 3.0}
 
 
-def test_only_active_members_are_planned_for_and_only_computing_ones_have_signatures():
+def test_only_active_members_are_planned_for_and_only_computing_ones_have_numerics_profiles():
     members = Membership()
     for name, state in zip("abc", MemberState, strict=False):
         member = members.add(name)
@@ -75,4 +75,4 @@ def test_only_active_members_are_planned_for_and_only_computing_ones_have_signat
     e.now_ready(READY)
     e.state = MemberState.ACTIVE
     assert list(members.speeds()) == ["e"]
-    assert members.signatures == {"1" * 64}
+    assert members.numerics_profiles == {"1" * 64}

@@ -13,24 +13,26 @@ from pydantic import ValidationError
 from coordinator.disk import append_file
 from coordinator.disk.canonical_json import canonical_json
 from coordinator.disk.durable_file import write_all
+from coordinator.run.outputs.events import (
+    Checkpointed,
+    Committed,
+    Evaluated,
+    Halted,
+    ManifestSettled,
+    MemberInfo,
+    Owned,
+    Planned,
+    ViewChanged,
+)
 from coordinator.storage.directory.journal import NO_HASH, Journal, verify_journal
 from coordinator.storage.directory.journal_records import (
     RECORDS,
-    Checkpointed,
-    Commanded,
-    Committed,
+    CommandReceived,
     Ended,
-    Evaluated,
     Fault,
-    FilesKept,
-    Halted,
-    ManifestSettled,
-    MemberNoted,
-    Owned,
-    Planned,
+    FileDigests,
     Resumed,
-    RunBegins,
-    ViewChanged,
+    RunStarted,
     kind_of,
     read_record,
 )
@@ -38,14 +40,14 @@ from protocol.base.errors import RunFailed, StorageDamaged, StorageFailed
 from tests.durable_run import read_journal, small_disk
 
 D = "d" * 64
-MEMBER = MemberNoted(name="w1", backend="cpu", device="cpu", signature="s" * 12)
+MEMBER = MemberInfo(name="w1", backend="cpu", device="cpu", signature="s" * 12)
 EXAMPLES = [
-    RunBegins.of("r-1", {"task": "regress", "seed": 3, "lr": 1e-3}, {"samestep": "0.1"}),
+    RunStarted.of("r-1", {"task": "regress", "seed": 3, "lr": 1e-3}, {"samestep": "0.1"}),
     ManifestSettled(manifest_digest=D, digests={"data": D}, train_samples=9, evaluation_parts=1),
     Checkpointed(
         epoch=1, step=0, optimizer_step=0, weights_digest=D, state_digest=D, directory="step-0"
     ),
-    FilesKept(epoch=1, digests={"run.json": (D,), "terms.json": (None, D)}),
+    FileDigests(epoch=1, digests={"run.json": (D,), "terms.json": (None, D)}),
     ViewChanged(epoch=1, step=0, view=1, change="joined", worker="w1", members=(MEMBER,)),
     Owned(epoch=1, step=0, number=1, reason="sharded", owners={"w1": 0.5, "w2": 0.5}),
     Planned(epoch=1, step=0, attempt=0, view=1, microbatches=3, nodes={"w1": ((0, 2), (2, 3))}),
@@ -55,8 +57,8 @@ EXAMPLES = [
         averages_digest=D, counted=({"w1": ((0, 2), (2, 3))},),
     ),
     Halted(epoch=1, step=1, attempt=0, reason="NaN", worker="w1", microbatches=(0, 2)),
-    Commanded(epoch=1, step=1, command="continue", source="control port"),
-    Fault(epoch=1, step=1, what="straggler", worker="w1", response="nodes given to w2"),
+    CommandReceived(epoch=1, step=1, command="continue", source="control port"),
+    Fault(epoch=1, step=1, what="straggler", worker="w1", response="subtrees given to w2"),
     Resumed(epoch=2, step=1, optimizer_step=1, notes=("a torn tail was cut",)),
     Evaluated(epoch=2, step=1, metrics={"accuracy": 0.5, "odd": float("nan")}),
     Ended(epoch=2, step=1, outcome="finished", reason="é \u2028 \U0001f600 </script>"),

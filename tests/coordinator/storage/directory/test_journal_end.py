@@ -5,21 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.audit.history import read_history
+from coordinator.run.outputs.events import Checkpointed, Committed, ManifestSettled
 from coordinator.storage.directory import journal as journal_module
 from coordinator.storage.directory.journal import Journal, JournalEnd, read_end
-from coordinator.storage.directory.journal_records import (
-    Checkpointed,
-    Committed,
-    Fault,
-    ManifestSettled,
-    Resumed,
-    RunBegins,
-)
+from coordinator.storage.directory.journal_records import Fault, Resumed, RunStarted
 from tests.durable_run import read_journal
 
 D = "d" * 64
 BEGIN = [
-    RunBegins.of("r-1", {"task": "regress"}, {"samestep": "0.1"}),
+    RunStarted.of("r-1", {"task": "regress"}, {"samestep": "0.1"}),
     ManifestSettled(manifest_digest=D, digests={"data": D}, train_samples=9, evaluation_parts=1),
 ]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from coordinator.disk import claim as claim_module
+from coordinator.disk import directory_lock
 from coordinator.disk.artifacts import write_model
-from coordinator.disk.claim import Claim, stored_epoch
+from coordinator.disk.directory_lock import DirectoryLock, stored_epoch
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.recovery import recover
@@ -35,9 +35,9 @@ ROOT = Path(__file__).parents[4]
 HOLDER = """
 import sys
 from pathlib import Path
-from coordinator.disk.claim import Claim
-claim = Claim.take(Path(sys.argv[1]))
-print(claim.epoch, flush=True)
+from coordinator.disk.directory_lock import DirectoryLock
+lock = DirectoryLock.acquire(Path(sys.argv[1]))
+print(lock.epoch, flush=True)
 sys.stdin.read()
 """
 
@@ -57,23 +57,23 @@ def test_only_one_process_can_hold_a_directory_and_a_killed_one_lets_go(tmp_path
     assert epoch == 1
     try:
         with pytest.raises(UsageError, match=f"another coordinator \\(process {process.pid}\\)"):
-            Claim.take(tmp_path)
+            DirectoryLock.acquire(tmp_path)
         assert stored_epoch(tmp_path) == 1
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    claim = Claim.take(tmp_path)
-    assert claim.epoch == 2
-    claim.check()
-    claim.release()
+    lock = DirectoryLock.acquire(tmp_path)
+    assert lock.epoch == 2
+    lock.check()
+    lock.release()
 
 
-def test_a_claim_is_not_left_to_child_processes(tmp_path):
-    claim = Claim.take(tmp_path)
+def test_a_lock_is_not_left_to_child_processes(tmp_path):
+    lock = DirectoryLock.acquire(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        claim.release()
-        Claim.take(tmp_path).release()
+        lock.release()
+        DirectoryLock.acquire(tmp_path).release()
     finally:
         child.communicate()
 
@@ -81,9 +81,9 @@ def test_a_claim_is_not_left_to_child_processes(tmp_path):
 def test_the_epoch_rises_at_each_start_and_above_what_is_known_elsewhere(tmp_path):
     epochs = []
     for above in (0, 0, 7, 3):
-        claim = Claim.take(tmp_path, above)
-        epochs.append(claim.epoch)
-        claim.release()
+        lock = DirectoryLock.acquire(tmp_path, above)
+        epochs.append(lock.epoch)
+        lock.release()
     assert epochs == [1, 2, 8, 9]
 
 
@@ -91,25 +91,25 @@ def test_the_epoch_rises_at_each_start_and_above_what_is_known_elsewhere(tmp_pat
 def test_an_epoch_that_cannot_be_read_is_not_guessed(tmp_path, content):
     (tmp_path / "epoch.json").write_text(content)
     with pytest.raises(StorageDamaged, match="remove it"):
-        Claim.take(tmp_path)
+        DirectoryLock.acquire(tmp_path)
     (tmp_path / "epoch.json").unlink()
-    Claim.take(tmp_path)
+    DirectoryLock.acquire(tmp_path)
 
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be used"):
-        Claim.take(tmp_path / "file")
+        DirectoryLock.acquire(tmp_path / "file")
 
 
-def test_a_claim_sees_that_it_is_lost(tmp_path):
-    claim = Claim.take(tmp_path)
+def test_a_lock_sees_that_it_is_lost(tmp_path):
+    lock = DirectoryLock.acquire(tmp_path)
     (tmp_path / "lock").rename(tmp_path / "gone")
     with pytest.raises(RunFailed, match="removed or replaced"):
-        claim.check()
-    second = Claim.take(tmp_path)
+        lock.check()
+    second = DirectoryLock.acquire(tmp_path)
     with pytest.raises(RunFailed, match="of epoch 2"):
-        claim.check()
+        lock.check()
     second.check()
 
 
@@ -118,30 +118,30 @@ def test_a_directory_that_vanishes_while_it_is_looked_at_is_gone_not_another_s(
     tmp_path, monkeypatch, look
 ):
     runs, away = tmp_path / "runs", tmp_path / "away"
-    claim = Claim.take(runs)
-    usual = getattr(claim_module, look)
+    lock = DirectoryLock.acquire(runs)
+    usual = getattr(directory_lock, look)
 
     def vanished_first(*arguments):
         if runs.exists():
             runs.rename(away)
         return usual(*arguments)
 
-    monkeypatch.setattr(claim_module, look, vanished_first)
-    with pytest.raises(StorageFailed, match="bring back what is missing"):
-        claim.check()
+    monkeypatch.setattr(directory_lock, look, vanished_first)
+    with pytest.raises(StorageFailed, match="restore what is missing"):
+        lock.check()
     monkeypatch.undo()
     away.rename(runs)
-    claim.check()
+    lock.check()
 
 
-def test_a_claim_on_a_directory_that_is_away_is_good_when_it_is_back(tmp_path):
+def test_a_lock_on_a_directory_that_is_away_is_good_when_it_is_back(tmp_path):
     directory = tmp_path / "run"
-    claim = Claim.take(directory)
+    lock = DirectoryLock.acquire(directory)
     directory.rename(tmp_path / "away")
-    with pytest.raises(StorageFailed, match="bring back what is missing"):
-        claim.check()
+    with pytest.raises(StorageFailed, match="restore what is missing"):
+        lock.check()
     (tmp_path / "away").rename(directory)
-    claim.check()
+    lock.check()
 
 
 # What is kept of a run.
@@ -207,8 +207,8 @@ def test_nothing_that_a_run_keeps_can_be_the_name_of_an_export(tmp_path):
     kept = [value for name in dir(directory) if isinstance(value := getattr(directory, name), Path)]
     names = {path.name for path in kept if path != tmp_path}
     assert names
-    for name in names | {claim_module.LOCK_FILE, claim_module.EPOCH_FILE, "report.html"}:
-        with pytest.raises(ValidationError, match="keeps for itself"):
+    for name in names | {directory_lock.LOCK_FILE, directory_lock.EPOCH_FILE, "report.html"}:
+        with pytest.raises(ValidationError, match="that a run does not use"):
             Export(directory=name)
 
 
@@ -302,7 +302,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_its_log(tmp_
     found = recover(directory)
     assert found is not None
     assert found.step == 5
-    assert "passed over" in found.notes[0]
+    assert "checkpoint skipped" in found.notes[0]
     assert found.replica().state_digest() == trained(5).state_digest()
     # With the log cut, what is left of it follows nothing.
     opened(directory, epoch=2, next_step=5).cut(4)
@@ -318,7 +318,7 @@ def test_a_log_without_any_checkpoint_follows_nothing(tmp_path):
     for step in range(3):
         log_step(log, step)
     log.close()
-    with pytest.raises(StorageDamaged, match="expected a whole checkpoint"):
+    with pytest.raises(StorageDamaged, match="expected an intact checkpoint"):
         recover(directory)
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.disk import append_file
-from coordinator.disk.claim import Claim
+from coordinator.disk.directory_lock import DirectoryLock
 from coordinator.storage.log.gradient_log import GradientLog
-from coordinator.storage.log.log_index import read_averages, segment_files
+from coordinator.storage.log.log_index import read_averages, read_chunks, segment_files
 from coordinator.storage.log.log_reader import scan_log
-from coordinator.storage.log.log_records import ChunkPlace
+from coordinator.storage.log.log_records import ChunkId
 from protocol.base import limits
 from protocol.base.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed
 from protocol.spec.manifest import Block, Manifest, TensorSpec
@@ -94,7 +94,7 @@ def test_every_bit_pattern_survives(tmp_path):
     odd = [np.zeros(block.elements, np.float32) for block in BLOCKS]
     odd[0][:4] = np.array([0x7FC00001, 0xFF800000, 1, 0x80000000], np.uint32).view(np.float32)
     for index, values in enumerate(odd):
-        log.append_chunk(ChunkPlace(1, 0, 0, index, 0), values)
+        log.append_chunk(ChunkId(1, 0, 0, index, 0), values)
     log.commit(record_of(0, 1))
     [(_, arrays)] = contents(tmp_path)
     assert arrays == [values.tobytes() for values in odd]
@@ -110,12 +110,41 @@ def test_a_block_of_many_chunks_is_put_together_whatever_their_order(tmp_path):
     values = np.arange(block.elements, dtype=np.float32)
     log = GradientLog(tmp_path, RUN_ID, manifest, epoch=1, next_step=0)
     for chunk in (2, 0, 3, 1):
-        log.append_chunk(ChunkPlace(1, 0, 0, 0, chunk), values[block.chunk_slice(chunk)])
+        log.append_chunk(ChunkId(1, 0, 0, 0, chunk), values[block.chunk_slice(chunk)])
     log.commit(record_of(0, 1))
     [logged] = scan_log(tmp_path, RUN_ID, manifest).index.following(0)
     arrays = read_averages(logged, manifest.blocks)
     assert arrays is not None
     assert arrays[0].tobytes() == values.tobytes()
+
+
+SIZES = [5, 70_000, 140_000, 163_840, 300_001]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_log_whose_writer_cut_blocks_otherwise_is_read_in_the_chunks_of_today(
+    tmp_path, monkeypatch, order
+):
+    blocks = tuple(
+        Block(name=str(n), kind="block", tensors=(TensorSpec(name=str(n), shape=(size,)),))
+        for n, size in enumerate(SIZES)
+    )
+    manifest = Manifest(blocks=blocks, train_samples=10)
+    values = [np.arange(block.elements, dtype=np.float32) + n for n, block in enumerate(blocks)]
+    with monkeypatch.context() as earlier:
+        earlier.setattr(limits, "SMALL_CHUNK_ELEMENTS", 2 * limits.SMALL_CHUNK_ELEMENTS)
+        log = GradientLog(tmp_path, RUN_ID, manifest, epoch=1, next_step=0)
+        chunks = [(n, chunk) for n, block in enumerate(blocks) for chunk in range(block.chunks)]
+        for n, chunk in chunks[::order]:
+            part = values[n][blocks[n].chunk_slice(chunk)]
+            log.append_chunk(ChunkId(1, 0, 0, n, chunk), part)
+        log.commit(record_of(0, 1))
+    [logged] = scan_log(tmp_path, RUN_ID, manifest).index.following(0)
+    read = list(read_chunks(logged, blocks))
+    now = sorted((n, chunk) for n, block in enumerate(blocks) for chunk in range(block.chunks))
+    assert sorted((n, chunk) for n, chunk, _ in read) == now != sorted(chunks)
+    for n, chunk, part in read:
+        assert part.tobytes() == values[n][blocks[n].chunk_slice(chunk)].tobytes()
 
 
 def test_chunks_of_other_attempts_and_of_the_step_in_flight_do_not_count(tmp_path):
@@ -138,7 +167,7 @@ def test_a_skipped_step_has_no_averages(tmp_path):
 
 def test_a_step_is_not_committed_without_all_of_its_gradients(tmp_path):
     log = opened(tmp_path)
-    log.append_chunk(ChunkPlace(1, 0, 0, 0, 0), averages(0)[0])
+    log.append_chunk(ChunkId(1, 0, 0, 0, 0), averages(0)[0])
     with pytest.raises(AssertionError):
         log.commit(record_of(0, 1))
 
@@ -182,8 +211,8 @@ def test_what_a_killed_coordinator_wrote_is_synced_before_it_counts(tmp_path, mo
 
 
 def test_one_that_has_lost_the_directory_does_not_mend_its_segment(tmp_path, monkeypatch):
-    claim = Claim.take(tmp_path)
-    log = opened(tmp_path / "log", epoch=claim.epoch, guard=claim.check)
+    lock = DirectoryLock.acquire(tmp_path)
+    log = opened(tmp_path / "log", epoch=lock.epoch, guard=lock.check)
     append_step(log, 0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", _refuses)
@@ -191,7 +220,7 @@ def test_one_that_has_lost_the_directory_does_not_mend_its_segment(tmp_path, mon
             log.commit(record_of(0, 1))
     # The commit can be read, so who takes over goes on from there.
     (tmp_path / "lock").unlink()
-    Claim.take(tmp_path)
+    DirectoryLock.acquire(tmp_path)
     assert numbers(tmp_path / "log", repair=True) == [0]
     with pytest.raises(RunFailed):
         append_step(log, 0, attempt=1)
@@ -288,7 +317,7 @@ def test_a_tail_of_blocks_that_were_never_written_is_cut(tmp_path, filler):
     with path.open("ab") as file:
         file.write(filler * 5000)
     assert [str(cut) for cut in scan(tmp_path, repair=True).cuts] == [
-        f"{path.name}: 5000 bytes cut at byte {path.stat().st_size}: the last record is not whole"
+        f"{path.name}: 5000 bytes cut at byte {path.stat().st_size}: the last record is incomplete"
     ]
     assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0))
 
@@ -302,7 +331,7 @@ def test_a_flipped_bit_before_the_newest_step_is_refused_with_its_place(tmp_path
         # The first look passes over gradients; whoever reads them is told.
         with pytest.raises(StorageDamaged, match=path.name) as raised:
             contents(tmp_path)
-        place = int(raised.value.place.removeprefix("byte "))
+        place = int(raised.value.location.removeprefix("byte "))
         assert place <= at < place + 600
 
 
@@ -361,12 +390,12 @@ def test_what_a_replaced_coordinator_still_writes_does_not_count(tmp_path):
 
 
 def test_a_replaced_coordinator_learns_it_before_it_tells_anyone(tmp_path):
-    claim = Claim.take(tmp_path)
-    log = opened(tmp_path / "log", epoch=claim.epoch, guard=claim.check)
+    lock = DirectoryLock.acquire(tmp_path)
+    log = opened(tmp_path / "log", epoch=lock.epoch, guard=lock.check)
     log_step(log, 0)
     # The lock cannot be taken while it is held: another machine's view of the same directory.
     (tmp_path / "lock").unlink()
-    Claim.take(tmp_path)
+    DirectoryLock.acquire(tmp_path)
     with pytest.raises(RunFailed, match="another coordinator"):
         log_step(log, 1)
     assert log.next_step == 1
@@ -421,10 +450,10 @@ def test_segments_before_a_checkpoint_can_go_and_the_rest_stays(tmp_path):
 def test_rolling_in_the_middle_of_a_step_takes_its_chunks_along(tmp_path):
     log = opened(tmp_path)
     log_step(log, 0)
-    log.append_chunk(ChunkPlace(1, 1, 0, 0, 0), averages(1)[0])
+    log.append_chunk(ChunkId(1, 1, 0, 0, 0), averages(1)[0])
     log.roll()
     log.cut(1)
-    log.append_chunk(ChunkPlace(1, 1, 0, 1, 0), averages(1)[1])
+    log.append_chunk(ChunkId(1, 1, 0, 1, 0), averages(1)[1])
     log.commit(record_of(1, 2))
     assert contents(tmp_path, 1) == expected((1, 1, 0))
 
@@ -526,14 +555,14 @@ def test_any_call_of_the_system_may_fail_and_be_made_again(tmp_path, monkeypatch
 
     for step in range(3):
         for block, values in enumerate(averages(step)):
-            place = ChunkPlace(1, step, 0, block, 0)
+            place = ChunkId(1, step, 0, block, 0)
             insist(lambda place=place, values=values: log.append_chunk(place, values))
         insist(lambda step=step: log.commit(record_of(step, step + 1)))
         insist(log.roll)
     log.close()
     monkeypatch.undo()
     assert len(told) == 1
-    assert "No space left on device; make room, then go on" in told[0]
+    assert "No space left on device; make room, then continue" in told[0]
     assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0), (1, 2, 0))
     assert scan(tmp_path).cuts == ()
 
@@ -547,9 +576,9 @@ def test_a_commit_whose_sync_failed_is_gone_once_another_attempt_begins(tmp_path
             log.commit(record_of(0, 1))
     # Should the process die here, the step counts: all of it is there, and nobody was told.
     assert contents(tmp_path) == expected((1, 0, 0))
-    log.append_chunk(ChunkPlace(1, 0, 1, 0, 0), averages(0, 1)[0])
+    log.append_chunk(ChunkId(1, 0, 1, 0, 0), averages(0, 1)[0])
     assert contents(tmp_path) == []
-    log.append_chunk(ChunkPlace(1, 0, 1, 1, 0), averages(0, 1)[1])
+    log.append_chunk(ChunkId(1, 0, 1, 1, 0), averages(0, 1)[1])
     log.commit(record_of(0, 1, attempt=1))
     assert contents(tmp_path) == expected((1, 0, 1))
 
@@ -583,7 +612,7 @@ def test_a_directory_that_vanishes_halts_and_goes_on_when_it_is_back(tmp_path):
     log_step(log, 0)
     (tmp_path / "log").rename(tmp_path / "away")
     append_step(log, 1)
-    with pytest.raises(StorageFailed, match="bring back what is missing"):
+    with pytest.raises(StorageFailed, match="restore what is missing"):
         log.commit(record_of(1, 2))
     with pytest.raises(StorageFailed):
         log.commit(record_of(1, 2))

@@ -18,12 +18,13 @@ from coordinator.storage.states.checkpoint import (
     write_checkpoint,
     write_metrics,
 )
+from coordinator.storage.states.checkpoint_state import CheckpointState, StatePiece, load_replica
 from coordinator.storage.states.retention import prune
-from coordinator.storage.states.saved_state import Piece, SavedState, load_replica
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
 from protocol.exact.absent import mark_absent
 from protocol.exact.replica import Replica
-from protocol.spec.run_spec import CheckpointSpec, OptimizerSpec
+from protocol.spec.sections.checkpoint import CheckpointSpec
+from protocol.spec.sections.optimizer import OptimizerSpec
 from tests.durable_run import (
     BLOCKS,
     MANIFEST,
@@ -86,9 +87,9 @@ def test_missed_updates_come_back_and_a_worker_is_sent_them(tmp_path):
     loaded = load_replica(found, MANIFEST, SPEC.optimizer)
     assert loaded.state_digest() == replica.state_digest()
     joining = trained(3)
-    with SavedState(found, MANIFEST, SPEC.optimizer) as saved:
+    with CheckpointState(found, MANIFEST, SPEC.optimizer) as saved:
         for kind, block, chunk in saved.pieces():
-            joining.load_piece(kind, block, chunk, saved.read(Piece(kind, block, chunk)))
+            joining.load_piece(kind, block, chunk, saved.read(StatePiece(kind, block, chunk)))
     assert joining.state_digest() == replica.state_digest()
 
 
@@ -248,7 +249,7 @@ def test_the_last_few_are_kept(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     pruned = steps_after_pruning(tmp_path, keep_last=2)
-    assert (pruned.kept, pruned.removed, pruned.good) == ((4, 5), (1, 2, 3), 5)
+    assert (pruned.kept, pruned.removed, pruned.intact) == ((4, 5), (1, 2, 3), 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-0000000004",
         "step-0000000005",
@@ -290,10 +291,10 @@ def test_the_last_whole_one_is_never_removed(tmp_path):
         (checkpoint_path(tmp_path, step) / "checkpoint.json").write_text("{}")
     pruned = steps_after_pruning(tmp_path, keep_last=1)
     assert pruned.kept == (2, 4)
-    assert pruned.good == 2
+    assert pruned.intact == 2
     shutil.rmtree(checkpoint_path(tmp_path, 2))
     pruned = steps_after_pruning(tmp_path, keep_last=1)
-    assert (pruned.kept, pruned.removed, pruned.good) == ((4,), (), None)
+    assert (pruned.kept, pruned.removed, pruned.intact) == ((4,), (), None)
 
 
 def test_figures_of_a_state_without_checkpoint_are_no_error(tmp_path):
@@ -323,7 +324,7 @@ def test_a_figure_with_a_flipped_bit_is_told_and_its_checkpoint_kept(tmp_path):
         write_metrics(tmp_path, step, digest, {"accuracy": figure})
     file = checkpoint_path(tmp_path, 1) / "metrics.json"
     file.write_bytes(file.read_bytes().replace(b"0.5", b"0.7"))
-    with pytest.raises(StorageDamaged, match="not what was written"):
+    with pytest.raises(StorageDamaged, match="does not match its digest"):
         read_metrics(tmp_path, 1)
     kept = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better="higher").kept
     assert kept == (1, 2, 3)

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from coordinator.storage.directory.run_directory import RunDirectory
-from coordinator.storage.states.own_files import own_fault, own_steps
-from coordinator.storage.states.replica_states import ReplicaStates
+from coordinator.storage.states.replica_states import (
+    ReplicaStates,
+    replica_state_steps,
+    state_fault,
+)
 from protocol.base.errors import RunFailed, StorageDamaged
 from protocol.wire.messages import Boundary, StretchRequest
 
@@ -44,19 +47,19 @@ def test_each_replica_gets_its_own_back(tmp_path):
     for replica in range(3):
         expected = b"".join(p.tobytes() for p in given[2 * replica :][:2])
         assert asked(kept, 4, replica) == (0, expected)
-        assert asked(states(tmp_path, step=4, told=told), 4, replica) == (0, expected)
+        assert asked(states(tmp_path, step=4, own_digest=told), 4, replica) == (0, expected)
 
 
 def test_what_an_older_release_has_written_has_missed_nothing(tmp_path):
     given = content(1)
     told = states(tmp_path).keep_own(4, given)
-    newer = states(tmp_path, own_lengths=(OWN + 12, OWN), step=4, told=told)
+    newer = states(tmp_path, own_lengths=(OWN + 12, OWN), step=4, own_digest=told)
     for replica in range(3):
         expected = b"".join(p.tobytes() for p in given[2 * replica :][:2])
         assert asked(newer, 4, replica) == (0, expected + bytes(12))
     assert newer.keep_own(5, ()) == told
     assert asked(newer, 5, 1) == asked(newer, 4, 1)
-    assert own_fault(tmp_path / "replicas" / "own-5", (OWN + 12, OWN), told) == ""
+    assert state_fault(tmp_path / "replicas" / "own-5", (OWN + 12, OWN), told) == ""
 
 
 def test_a_round_that_is_skipped_changes_nothing(tmp_path):
@@ -84,7 +87,7 @@ def test_another_file_in_its_place_is_seen(tmp_path, instead, again):
         }[instead]
     )
     if again:
-        kept = states(tmp_path, step=2, told=told)
+        kept = states(tmp_path, step=2, own_digest=told)
     with pytest.raises(StorageDamaged, match="own-2"):
         asked(kept, 2, 0)
 
@@ -106,7 +109,7 @@ def test_a_byte_that_changed_is_seen(tmp_path, place):
     raw = bytearray(path.read_bytes())
     raw[place] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(StorageDamaged, match="go back to a checkpoint"):
+    with pytest.raises(StorageDamaged, match="roll back to a checkpoint"):
         _ = [asked(kept, 1, replica) for replica in range(3)]
 
 
@@ -154,5 +157,5 @@ def test_those_of_checkpoints_and_of_the_last_rounds_are_kept(tmp_path):
     kept = states(tmp_path, every=5)
     for step in range(1, 13):
         kept.keep_own(step, content(step))
-    assert {5, 9, 10, 11, 12} <= set(own_steps(tmp_path / "replicas"))
-    assert {1, 2, 4, 6, 7, 8}.isdisjoint(own_steps(tmp_path / "replicas"))
+    assert {5, 9, 10, 11, 12} <= set(replica_state_steps(tmp_path / "replicas"))
+    assert {1, 2, 4, 6, 7, 8}.isdisjoint(replica_state_steps(tmp_path / "replicas"))

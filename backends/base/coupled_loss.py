@@ -1,0 +1,175 @@
+"""Carry a loss over all samples of a step into the backward of each microbatch.
+
+With embeddings e of all samples and a loss L(e, p), where p are parameters that the loss itself
+reads, the gradient by the model's weights is that of <e_i, dL/de_i>, summed over microbatches i,
+with dL/de held constant (GradCache, Gao et al. 2021, arXiv:2101.06983). So a microbatch's batch
+carries dL/de of its samples as one more array per field, and its loss, <e_i, dL/de_i>, is a sum
+over samples, as that of every task. The step's first microbatch also carries dL/dp.
+
+Embeddings and the loss over them are computed in float32 whatever a model's forward computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from backends.base.interface import (
+    EMBEDDING_GRADIENT,
+    PARAMETER_GRADIENT,
+    CoupledLoss,
+    StepLoss,
+    Trainable,
+)
+from protocol.base.errors import DataError
+from protocol.exact.embedding_rows import Rows, join_fields, split_fields
+
+_PATTERN: Final = 7
+
+
+def with_backward_loss(
+    trainable: Trainable, observe: Callable[[Mapping[str, Any]], None] = lambda _: None
+) -> Trainable:
+    """Return the trainable with the loss that its coupled loss gives each microbatch.
+
+    Args:
+        trainable: The task.
+        observe: Called with the fields of each microbatch that carries gradients.
+    """
+    coupled = trainable.coupled
+    if coupled is None:
+        return trainable
+
+    return replace(trainable, loss=partial(backward_loss, coupled, observe=observe))
+
+
+def embedded_of(coupled: CoupledLoss, module: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute the fields of a microbatch, embeddings in float32."""
+    own = {
+        n: a
+        for n, a in arrays.items()
+        if not n.startswith((EMBEDDING_GRADIENT, PARAMETER_GRADIENT))
+    }
+    fields = dict(coupled.embed(module, own))
+    for each in coupled.layout.fields:
+        if each.name not in fields:
+            raise DataError(f"embed: expected {each.name!r} for every batch, got {sorted(fields)}")
+        if fields[each.name].dtype in (torch.bfloat16, torch.float16):
+            fields[each.name] = fields[each.name].float()
+    return fields
+
+
+def backward_loss(
+    coupled: CoupledLoss,
+    module: Any,
+    arrays: Mapping[str, Any],
+    observe: Callable[[Mapping[str, Any]], None] = lambda _: None,
+) -> torch.Tensor:
+    """Return <e, dL/de> of a microbatch, a sum over its samples.
+
+    Without gradients in the arrays, as where a task is checked or probed, another loss stands in.
+    """
+    fields = embedded_of(coupled, module, arrays)
+    if any(name.startswith(EMBEDDING_GRADIENT) for name in arrays):
+        observe(fields)
+    total = torch.zeros((), device=fields[coupled.layout.fields[0].name].device)
+    for each in coupled.layout.fields:
+        if each.dtype != "float32":
+            continue
+        embeddings = fields[each.name]
+        gradient = arrays.get(EMBEDDING_GRADIENT + each.name)
+        total = total + (_stand_in(embeddings) if gradient is None else embeddings * gradient).sum()
+    of_loss = {
+        n.removeprefix(PARAMETER_GRADIENT): a
+        for n, a in arrays.items()
+        if n.startswith(PARAMETER_GRADIENT)
+    }
+    for name, parameter in module.named_parameters() if of_loss else ():
+        if name in of_loss:
+            total = total + (parameter * of_loss[name]).sum()
+    return total
+
+
+def _stand_in(embeddings: torch.Tensor) -> torch.Tensor:
+    """Return what shows whether each row depends on its own sample alone, once summed.
+
+    Squares: what a row takes from the others of its batch (a mean) may cancel in a plain sum.
+    """
+    count = embeddings[0].numel()
+    pattern = torch.arange(count, device=embeddings.device) % _PATTERN - _PATTERN // 2
+    factors = pattern.to(embeddings.dtype).reshape(embeddings.shape[1:])
+    return (embeddings + embeddings * embeddings) * factors
+
+
+def rows_of(coupled: CoupledLoss, fields: Mapping[str, Any]) -> Rows:
+    """Return a microbatch's fields as rows on the host."""
+    names = [each.name for each in coupled.layout.fields]
+    host = {name: fields[name].detach().cpu().numpy() for name in names}
+    return join_fields(coupled.layout, host)
+
+
+def step_loss(
+    coupled: CoupledLoss,
+    module: Any,
+    parameters: Mapping[str, torch.nn.Parameter],
+    rows: Rows,
+    device: torch.device,
+) -> StepLoss:
+    """Compute the loss of a step and its gradients; the module's own gradients are left as none.
+
+    Raises:
+        DataError: The loss is not one float for each sample.
+    """
+    samples = len(rows)
+    fields = {
+        name: torch.tensor(values, device=device)
+        for name, values in split_fields(coupled.layout, rows).items()
+    }
+    embeddings = {
+        each.name: fields[each.name].requires_grad_()
+        for each in coupled.layout.fields
+        if each.dtype == "float32"
+    }
+    losses = coupled.loss(module, fields)
+    check_losses(losses, samples)
+    targets = [*embeddings.values(), *parameters.values()]
+    gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        losses.float().sum(), targets, allow_unused=True
+    )
+    by_target = [None if each is None else each.detach().cpu().numpy() for each in gradients]
+    of_embeddings = {
+        name: np.zeros(tuple(values.shape), np.float32) if gradient is None else gradient
+        for (name, values), gradient in zip(embeddings.items(), by_target, strict=False)
+    }
+    rest = by_target[len(embeddings) :]
+    of_parameters = {
+        name: gradient
+        for name, gradient in zip(parameters, rest, strict=True)
+        if gradient is not None
+    }
+    return StepLoss(losses.detach().float().cpu().numpy(), of_embeddings, of_parameters)
+
+
+def check_losses(losses: object, samples: int) -> None:
+    """Refuse what is not one loss for each sample.
+
+    Raises:
+        DataError: Says what came.
+    """
+    expected = (
+        f"batch_loss: expected one loss for each of the {samples} samples, shape ({samples},)"
+    )
+    if not isinstance(losses, torch.Tensor):
+        raise DataError(f"{expected}, got {type(losses).__name__}")
+    if losses.shape != (samples,):
+        raise DataError(
+            f"{expected}, got shape {tuple(losses.shape)}; neither sum nor average them: "
+            "reduction='none'"
+        )
+    if not losses.requires_grad:
+        raise DataError("batch_loss: expected losses that depend on the embeddings")

@@ -1,0 +1,63 @@
+"""Tell a device's errors, which concern this machine alone, from a model's."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+_OUT_OF_MEMORY: Final = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED")
+_FAILED: Final = ("CUDA error", "HIP error", "XPU error", "CUDNN_STATUS", "CUBLAS_STATUS")
+_NO_FIXED_ORDER: Final = "does not have a deterministic implementation"
+_WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, not the host, has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
+
+
+def has_failed(error: BaseException) -> bool:
+    """Whether the device, not the model, has failed.
+
+    This process can compute nothing more on it.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FAILED)
+
+
+def is_bad_index(error: BaseException) -> bool:
+    """Whether a kernel was given an index outside its table; the device has failed, too."""
+    return isinstance(error, RuntimeError) and "device-side assert" in str(error)
+
+
+def why_not_repeatable(error: BaseException) -> str:
+    """Why torch refused an operator whose bits change from run to run here; empty if it did not.
+
+    Torch raises at the operator's forward or backward, in deterministic mode.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or "deterministic" not in text:
+        return ""
+    if _WORKSPACE in text:
+        return (
+            f"torch multiplied matrices before {_WORKSPACE} was set, so their bits change from run "
+            f"to run; import samestep first, or set {_WORKSPACE}=:4096:8"
+        )
+    if _NO_FIXED_ORDER not in text:
+        return ""
+    operator = text.partition(" ")[0]
+    return (
+        f"{operator} adds in no fixed order, so its bits change from run to run; replace that "
+        "operator, or have the model computed by cpu or vulkan"
+    )
+
+
+def concerns_device(error: BaseException) -> bool:
+    """Whether another machine might compute what raised this."""
+    is_devices = is_out_of_memory(error) or has_failed(error)
+    return (is_devices and not is_bad_index(error)) or bool(why_not_repeatable(error))

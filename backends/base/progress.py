@@ -1,0 +1,58 @@
+"""Say how far the preparation of a model is: bytes read and narrowed, with the time left.
+
+Whoever prepares calls `say` and `Meter`; whoever waits enters `listening`, in the same thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final
+
+from protocol.base.limits import byte_size
+
+_LISTENER: Final[ContextVar[Callable[[str], None] | None]] = ContextVar("listener", default=None)
+_EVERY_S: Final = 1.0
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Call `listener` with each line that is said while entered, and with "" at the end."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+        listener("")
+
+
+def say(text: str) -> None:
+    """Say what is done now."""
+    if (listener := _LISTENER.get()) is not None:
+        listener(text)
+
+
+class Meter:
+    """Says how many of a number of bytes are done, about once a second.
+
+    Args:
+        done: What is done with them, such as `read`.
+        total: Their number.
+    """
+
+    def __init__(self, done: str, total: int) -> None:
+        self._done, self._total, self._count = done, total, 0
+        self._start_s = self._said_s = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Count further bytes."""
+        self._count += count
+        now_s = time.monotonic()
+        if now_s - self._said_s < _EVERY_S:
+            return
+        self._said_s = now_s
+        left_s = (now_s - self._start_s) / self._count * max(0, self._total - self._count)
+        sizes = f"{byte_size(self._count)} of {byte_size(self._total)}"
+        say(f"{self._done} {sizes}, {left_s:.0f} s left")

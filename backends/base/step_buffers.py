@@ -1,0 +1,250 @@
+"""Tensors of a module that forward changes: running statistics, codebooks, teachers, counters.
+
+Each microbatch starts from the values that the last step committed, and they are restored after it.
+What the step exchanges is by how much a microbatch has changed them, times its weight, so that an
+unchanged buffer keeps its bits. All microbatches of a step must change counters alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base.interface import Array, UnlikeCounters
+from protocol.base.errors import DataError
+from protocol.spec.manifest import Block, TensorSpec
+
+LARGEST_COUNT: Final = 1 << 24
+"""Integers up to this are exact in float32."""
+_PERTURBATION: Final = 1 + 2**-6, 2**-10
+"""Factor and summand of trained weights, for the search of what forward changes."""
+_LARGEST_CHANGE: Final = 1 << 16
+"""Of a counter in one step: its mean over microbatches must round to the same integer."""
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """One tensor.
+
+    Attributes:
+        block: Number of its block.
+        name: Its name in the module's state.
+        holder: The dict of the submodule that holds it, where forward may put another tensor.
+        key: Its key there.
+        tensor: The tensor itself.
+        committed: Its value at the start of the step.
+    """
+
+    block: int
+    name: str
+    holder: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+    committed: torch.Tensor
+
+    @property
+    def is_counter(self) -> bool:
+        return not self.tensor.is_floating_point()
+
+    def change(self) -> torch.Tensor:
+        """Return by how much it has changed, in its shape; of a counter int64."""
+        now: torch.Tensor = self.holder[self.key]
+        if now.shape != self.committed.shape or now.dtype != self.committed.dtype:
+            raise DataError(
+                f"expected the buffer {self.name!r} to stay {_described(self.committed)}, got "
+                f"{_described(now)}; give it its final shape and type when the module is built"
+            )
+        if self.is_counter:
+            return now.long() - self.committed.long()
+        return now.detach() - self.committed
+
+    def is_unchanged(self) -> bool:
+        """Whether it has the committed bits; NaN equals itself."""
+        now = self.holder[self.key].detach().to(self.committed.device)
+        if now.shape != self.committed.shape or now.dtype != self.committed.dtype:
+            return False
+        return torch.equal(now.nan_to_num(), self.committed.nan_to_num())
+
+    def restore(self) -> None:
+        if self.holder[self.key] is not self.tensor:
+            self.holder[self.key] = self.tensor
+        self.tensor.copy_(self.committed)
+
+
+class StepBuffers:
+    """The tensors of a manifest's blocks of kind `buffers` and `counters`.
+
+    Args:
+        module: Holds them, at the values of the first step.
+        blocks: The manifest's blocks.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        self._counts: dict[str, list[int]] = {}
+        self._buffers = [
+            _buffer(module, number, tensor)
+            for number, block in enumerate(blocks)
+            if not block.is_trained
+            for tensor in block.tensors
+        ]
+
+    def load(self, values: Sequence[Array]) -> None:
+        """Start the next step from these values: one flat float32 array per block."""
+        self._counts.clear()
+        by_name = {
+            tensor.name: values[number][part].reshape(tensor.shape)
+            for number, block in enumerate(self._blocks)
+            if not block.is_trained
+            for tensor, part in block.slices()
+        }
+        with torch.no_grad():
+            for each in self._buffers:
+                given = by_name[each.name]
+                given = np.rint(given, out=given.copy()) if each.is_counter else given
+                each.committed.copy_(torch.from_numpy(given))
+        self._restore()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the values of the step's start afterwards."""
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def changes(self, weight: float) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Yield what a microbatch has changed: block, name, and flat float32 times its weight.
+
+        Raises:
+            UnlikeCounters: An earlier microbatch of the step has changed a counter otherwise.
+            DataError: A buffer has another shape or type now, or a counter is too large.
+        """
+        with torch.no_grad():
+            for each in self._buffers:
+                change = each.change()
+                if each.is_counter:
+                    self._check_count(each, change)
+                yield each.block, each.name, change.reshape(-1).float() * weight
+
+    def _check_count(self, counter: _Buffer, change: torch.Tensor) -> None:
+        counts = change.reshape(-1).tolist()
+        expected = self._counts.setdefault(counter.name, counts)
+        for one, other in zip(expected, counts, strict=True):
+            if one != other:
+                raise UnlikeCounters(counter.name, one, other)
+        largest = int((counter.committed.long() + change).abs().max()) if counts else 0
+        if largest > LARGEST_COUNT or any(abs(count) > _LARGEST_CHANGE for count in counts):
+            raise DataError(
+                f"expected the counter {counter.name!r} within {LARGEST_COUNT}, and changes of at "
+                f"most {_LARGEST_CHANGE}, got {largest} after a change by {max(counts, key=abs)}; "
+                "keep large numbers in a float32 buffer"
+            )
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for each in self._buffers:
+                each.restore()
+
+
+def changed_by(module: nn.Module, forward: Callable[[], object]) -> list[str]:
+    """Return the names of buffers and frozen parameters that a call writes, and restore them.
+
+    The call is made at perturbed trained weights: a teacher that equals its student would not move.
+    """
+    tensors = _untrained(module)
+    specs = [TensorSpec(name=name, shape=tuple(each.shape)) for name, each in tensors.items()]
+    buffers = [_buffer(module, 0, spec, on_host=True) for spec in specs]
+    versions = [each.tensor._version for each in buffers]  # noqa: SLF001
+    with _perturbed(module):
+        forward()
+    changed = [
+        each.name
+        for each, version in zip(buffers, versions, strict=True)
+        if each.tensor._version != version or not each.is_unchanged()  # noqa: SLF001
+    ]
+    with torch.no_grad():
+        for each in buffers:
+            each.restore()
+    return changed
+
+
+@contextmanager
+def _perturbed(module: nn.Module) -> Iterator[None]:
+    trained = [each for each in module.parameters() if each.requires_grad]
+    before = [each.detach().clone() for each in trained]
+    factor, summand = _PERTURBATION
+    with torch.no_grad():
+        for each in trained:
+            each.mul_(factor).add_(summand)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for each, values in zip(trained, before, strict=True):
+                each.copy_(values)
+
+
+def buffer_blocks(module: nn.Module, names: Sequence[str], elements: int) -> tuple[Block, ...]:
+    """Divide the named tensors into blocks: floats of about `elements` each, then counters.
+
+    They come first in a manifest: a microbatch knows its changes after its backward.
+
+    Raises:
+        DataError: A float is not float32.
+    """
+    tensors = _untrained(module)
+    floats: list[list[TensorSpec]] = []
+    counters = []
+    for name in names:
+        tensor = tensors[name]
+        spec = TensorSpec(name=name, shape=tuple(tensor.shape))
+        if not tensor.is_floating_point():
+            counters.append(spec)
+            continue
+        if tensor.dtype != torch.float32:
+            raise DataError(
+                f"expected {name!r}, which changes in forward, in float32, got {tensor.dtype}; "
+                "convert it with .float()"
+            )
+        if not floats or sum(each.elements for each in floats[-1]) >= elements:
+            floats.append([])
+        floats[-1].append(spec)
+    blocks = [
+        Block(name=f"buffers.{number}", kind="buffers", tensors=tuple(part))
+        for number, part in enumerate(floats)
+    ]
+    if counters:
+        blocks.append(Block(name="counters", kind="counters", tensors=tuple(counters)))
+    return tuple(blocks)
+
+
+def _untrained(module: nn.Module) -> dict[str, torch.Tensor]:
+    frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+    return {**frozen, **dict(module.named_buffers())}
+
+
+def _buffer(module: nn.Module, block: int, tensor: TensorSpec, *, on_host: bool = False) -> _Buffer:
+    path, _, key = tensor.name.rpartition(".")
+    try:
+        owner: Any = module.get_submodule(path)
+    except AttributeError:
+        owner = module
+    holder = owner._buffers if key in owner._buffers else owner._parameters  # noqa: SLF001
+    found = holder.get(key)
+    if found is None or tuple(found.shape) != tensor.shape:
+        raise DataError(
+            f"expected a buffer {tensor.name!r} of shape {tensor.shape} in the module, found none"
+        )
+    committed = found.detach().to("cpu" if on_host else found.device, copy=True)
+    return _Buffer(block, tensor.name, holder, key, found, committed)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -1,0 +1,220 @@
+"""Sums over the microbatches of a subtree, on the device: each block is copied to the host once.
+
+A device adds float32 as IEEE 754 has it, so along the tree it gives the host's bits. Nothing here
+makes the host wait for the device but `BlockCopy.finish`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from backends.base.interface import Array, Loss
+from protocol.exact.tree import Subtree
+from protocol.exact.tree_sum import TreeSum, tree_sum
+from protocol.spec.manifest import Block
+
+_LEAST_STAGING_ELEMENTS: Final = 1 << 20
+_FLOATS_OF_A_LOSS: Final = 2
+"""A float64, as it travels among float32 values."""
+
+
+def joined(
+    block: Block, parts: Sequence[torch.Tensor | None], device: torch.device
+) -> torch.Tensor:
+    """A block's gradient, flat float32, absent (`protocol.exact.absent`) where a part is None."""
+    absent_value = -0.0
+    flat = torch.cat(
+        [
+            torch.full((tensor.elements,), absent_value, device=device) if part is None else part
+            for tensor, part in zip(block.tensors, parts, strict=True)
+        ]
+    )
+    starts = [
+        place.start
+        for (tensor, place), part in zip(block.slices(), parts, strict=True)
+        if part is not None and tensor.elements
+    ]
+    for start in starts:  # +0.0 for -0.0 there, and any other value as it is
+        flat[start : start + 1] += 0.0
+    return flat
+
+
+class SubtreeSums:
+    """The sums of one subtree, taken on the device.
+
+    Args:
+        leaves: How many microbatches it has.
+        blocks: How many blocks.
+        device: Where.
+    """
+
+    def __init__(self, leaves: int, blocks: int, device: torch.device) -> None:
+        self.leaves = leaves
+        self._device = device
+        self._blocks = [TreeSum[torch.Tensor](leaves, _add) for _ in range(blocks)]
+        self._losses: list[torch.Tensor | None] = [None] * leaves
+        self._weights = [0.0] * leaves
+
+    def add(self, leaf: int, block: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Add a microbatch's gradient of a block; gives the sum after the last one.
+
+        The gradient is the sum's own from then on.
+        """
+        sums = self._blocks[block]
+        sums.put(Subtree(leaf, leaf + 1), gradient)
+        total = sums.total
+        if total is not None:
+            self._blocks[block] = TreeSum[torch.Tensor](self.leaves, _add)
+        return total
+
+    def set_loss(self, leaf: int, loss: torch.Tensor, weight: float) -> None:
+        """Note a microbatch's loss, which stays on the device, and its weight.
+
+        A microbatch that is computed again after a failure replaces what it noted.
+        """
+        self._losses[leaf] = loss.detach().to(self._device, torch.float64).reshape(1)
+        self._weights[leaf] = weight
+
+    def with_losses(self, block: torch.Tensor) -> torch.Tensor:
+        """The last block and all losses as one tensor, for one copy."""
+        losses = [loss for loss in self._losses if loss is not None]
+        if len(losses) != self.leaves:
+            raise AssertionError(f"expected {self.leaves} losses, got {len(losses)}")
+        return torch.cat([block, torch.cat(losses).view(torch.float32)])
+
+    @property
+    def loss_elements(self) -> int:
+        """What `with_losses` adds."""
+        return _FLOATS_OF_A_LOSS * self.leaves
+
+    def loss(self, copied: Array) -> Loss:
+        """The subtree's loss, from the values that `with_losses` added."""
+        losses = copied.view(np.float64).tolist()
+        return Loss(tree_sum(losses), tree_sum(self._weights))
+
+
+def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.add_(right)
+
+
+class StagingMemory:
+    """Pinned host memory through which blocks are copied, in order, and used again.
+
+    Torch's own cache of pinned memory rounds each size up to a power of two, and keeps what it has.
+
+    Args:
+        block_elements: The size of each block.
+    """
+
+    def __init__(self, block_elements: Sequence[int]) -> None:
+        wanted = max(*block_elements, min(sum(block_elements), _LEAST_STAGING_ELEMENTS))
+        self._memory = torch.empty(1 << (wanted - 1).bit_length(), pin_memory=True)
+        self._in_use: deque[tuple[int, int]] = deque()
+        self._changed = threading.Condition()
+
+    def take(self, elements: int, is_abandoned: Callable[[], bool]) -> torch.Tensor | None:
+        """The next part of the memory; waits until it is free. None once abandoned.
+
+        What is larger than all of it gets memory of its own.
+        """
+        if elements > len(self._memory):
+            return torch.empty(elements, pin_memory=True)
+        with self._changed:
+            start = None
+            while (start := self._free_start(elements)) is None and not is_abandoned():
+                self._changed.wait()
+            if start is None:
+                return None
+            self._in_use.append((start, start + elements))
+            return self._memory[start : start + elements]
+
+    def release(self, part: torch.Tensor) -> None:
+        """Let a part be used again. Parts are released in the order in which they were taken."""
+        with self._changed:
+            if part.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr():
+                self._in_use.popleft()
+            self._changed.notify_all()
+
+    def release_all(self) -> None:
+        """Forget what is in use: nobody will read it."""
+        with self._changed:
+            self._in_use.clear()
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let who waits look again whether it is abandoned."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _free_start(self, elements: int) -> int | None:
+        if not self._in_use:
+            return 0
+        first, last = self._in_use[0][0], self._in_use[-1][1]
+        if first < last:  # the used part is in one piece
+            if last + elements <= len(self._memory):
+                return last
+            return 0 if elements <= first else None
+        return last if last + elements <= first else None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block's sum on its way to the host.
+
+    Attributes:
+        block: Its number.
+        host: Where it arrives: flat float32, the losses after the block.
+        copied: Happens when it is there.
+        sums: Whose losses come with it; None with a block that is not the last.
+    """
+
+    block: int
+    host: torch.Tensor
+    copied: torch.Event
+    sums: SubtreeSums | None
+
+    def finish(self, staging: StagingMemory) -> tuple[Array, Loss | None]:
+        """Wait for it: the block's sum, the caller's own, and the loss if it came along."""
+        self.copied.synchronize()
+        values: Any = np.array(self.host.numpy())
+        staging.release(self.host)
+        if self.sums is None:
+            return values, None
+        split = len(values) - self.sums.loss_elements
+        # A copy: as float64 it has to be aligned.
+        return values[:split].copy(), self.sums.loss(values[split:].copy())
+
+
+class BlockCopier:
+    """Copies blocks to the host on a stream of its own, beside the running backward."""
+
+    def __init__(self, device: torch.device, blocks: Sequence[Block]) -> None:
+        self.device = device
+        self._stream = torch.Stream(device)
+        self.staging = StagingMemory([block.elements for block in blocks])
+
+    def copy(
+        self,
+        number: int,
+        values: torch.Tensor,
+        sums: SubtreeSums | None,
+        is_abandoned: Callable[[], bool],
+    ) -> BlockCopy | None:
+        """Begin to copy a block; None once abandoned."""
+        host = self.staging.take(len(values), is_abandoned)
+        if host is None:
+            return None
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._stream:
+            host.copy_(values, non_blocking=True)
+            values.record_stream(self._stream)
+            copied = torch.Event(self.device)
+            copied.record(self._stream)
+        return BlockCopy(number, host, copied, sums)

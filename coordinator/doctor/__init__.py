@@ -1,4 +1,0 @@
-"""`coordinator doctor`: what usually keeps a coordinator from working.
-
-Start with `doctor`.
-"""

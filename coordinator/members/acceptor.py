@@ -1,0 +1,115 @@
+"""Accept workers and operators: on TCP ports, and from this machine on a Unix socket.
+
+Processes of the same user on this machine connect without TLS and share memory with the
+coordinator (`protocol/machine/local_socket.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import ssl
+from contextlib import suppress
+from typing import Final
+
+from coordinator.members.listening import bind_failure
+from protocol.base.errors import ExitCode, UsageError
+from protocol.machine import local_socket
+from protocol.machine.shared_segment import SegmentOwner
+from protocol.wire import dial
+from protocol.wire.acceptor import ACCEPTED_AT_ONCE, Acceptor, Greet, has_spare_descriptors
+from protocol.wire.transport import Channel
+
+CONTROL_PORT: Final = (
+    "status, metrics and the page are at the control port (--control, 127.0.0.1:9001 by default)"
+)
+_ANSWER: Final = json.dumps(
+    {"error": f"this is the workers' port: {CONTROL_PORT}", "exit_code": ExitCode.UNREACHABLE}
+)
+_NO_TLS: Final = "the coordinator speaks TLS: start this worker without --plaintext"
+_MISDIRECTED: Final = (
+    f"HTTP/1.1 421 Misdirected Request\r\nContent-Type: application/json\r\nContent-Length: "
+    f"{len(_ANSWER)}\r\nConnection: close\r\n\r\n{_ANSWER}"
+).encode()
+LOCAL: Final = ("this machine", 0)
+"""Address of a peer on the Unix socket."""
+
+
+class CoordinatorAcceptor(Acceptor):
+    """One of the coordinator's ports.
+
+    Args:
+        greet: Returns the protocol for each new connection.
+        context: For workers, the TLS context; None for plain TCP.
+    """
+
+    def __init__(self, greet: Greet, context: ssl.SSLContext | None) -> None:
+        super().__init__(greet, context, plain_refusal=_NO_TLS, plain_answer=_MISDIRECTED)
+
+    async def open(self, option: str, host: str, port: int) -> None:
+        """Listen at the address of a command-line option.
+
+        Raises:
+            UsageError: The address is taken, or is not this machine's.
+        """
+        try:
+            await self.listen(host, port)
+        except OSError as error:
+            raise UsageError(bind_failure(option, host, port, error)) from None
+
+    def open_local(self, fingerprint: bytes, lender: SegmentOwner | None) -> None:
+        """Listen on Unix sockets for processes of this user.
+
+        Args:
+            fingerprint: SHA-256 of the TLS certificate.
+            lender: Allocates the memory shared with them; None where the system has none.
+        """
+        for at in {listener.getsockname() for listener in self._listeners}:
+            listener = local_socket.listen(dial.host_of(at), at[1])
+            if listener is not None:
+                self._listeners.append(listener)
+                self._loop.add_reader(listener, self._accept_local, listener, fingerprint, lender)
+
+    def _accept_local(
+        self, listener: socket.socket, fingerprint: bytes, lender: SegmentOwner | None
+    ) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                endpoint, _ = listener.accept()
+            except OSError:
+                return
+            endpoint.setblocking(False)
+            spare = has_spare_descriptors(endpoint)
+            channel = self._welcome(endpoint, fingerprint, lender) if spare else None
+            if channel is None:
+                endpoint.close()
+                continue
+            self.start_handshake(self._loop.create_task(self._connect_local(endpoint, channel)))
+
+    def _welcome(
+        self, endpoint: socket.socket, fingerprint: bytes, lender: SegmentOwner | None
+    ) -> asyncio.BaseProtocol | None:
+        """Return the channel of a process of the same user.
+
+        It shares memory with this process, unless no descriptors are left for that.
+        """
+        memory, descriptors = None, list[int]()
+        if lender is not None:
+            with suppress(OSError):
+                memory, descriptors = lender.to_one()
+        is_same_user = local_socket.welcome(endpoint, fingerprint, descriptors)
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+        channel = self._greet(LOCAL) if is_same_user else None
+        if isinstance(channel, Channel):
+            channel.connection.memory = memory
+        return channel
+
+    async def _connect_local(self, endpoint: socket.socket, channel: asyncio.BaseProtocol) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: channel, endpoint)
+        except OSError as error:
+            endpoint.close()
+            channel.connection_lost(error)

@@ -1,0 +1,47 @@
+"""When a checkpoint is due, being written, and durable. Pure."""
+
+from __future__ import annotations
+
+from coordinator.run.outputs.actions import Action, MakeCheckpoint
+from protocol.spec.sections.checkpoint import CheckpointSpec
+
+
+class CheckpointSchedule:
+    """The checkpoints of one run, as far as its decisions depend on them.
+
+    Attributes:
+        saved: Steps of the newest durable checkpoint; None before the first.
+    """
+
+    def __init__(self, spec: CheckpointSpec, saved: int | None = None) -> None:
+        self.saved = saved
+        self._spec = spec
+        self._requested: int | None = None
+        self._must_retry = False
+
+    def save(self, step: int) -> list[Action]:
+        """Save the state after `step` steps, unless that is done or requested."""
+        if step in (self.saved, self._requested):
+            return []
+        self._requested = step
+        return [MakeCheckpoint(step)]
+
+    def committed(self, step: int) -> list[Action]:
+        """Save a checkpoint if one is due after `step` committed steps."""
+        every = self._spec.every
+        return self.save(step) if every and step % every == 0 else []
+
+    def done(self, step: int) -> None:
+        """Note a durable checkpoint."""
+        self.saved = step
+        if self._requested == step:
+            self._requested = None
+
+    def failed(self) -> None:
+        """Note a failed write; `retry` requests it again."""
+        self._must_retry, self._requested = self._must_retry or self._requested is not None, None
+
+    def retry(self, step: int) -> list[Action]:
+        """After a halt, save the present state if an earlier write failed."""
+        must_retry, self._must_retry = self._must_retry, False
+        return self.save(step) if must_retry else []

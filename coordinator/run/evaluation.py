@@ -1,0 +1,505 @@
+"""Evaluation in a run: when one is due, who does it, and what its metrics lead to. Pure.
+
+Either training waits and the workers that train evaluate (`Evaluations.current`), or workers that
+only evaluate do so while the others train (`Evaluators`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from coordinator.run.outputs.actions import Action, Replay, Report, Send, Unsubscribe
+from coordinator.run.outputs.events import Evaluated, EvaluationMissed
+from coordinator.run.outputs.restart import MetricsByStep
+from coordinator.run.progress import Progress
+from coordinator.run.workers.admission import refuse
+from coordinator.run.workers.leases import Leases
+from coordinator.run.workers.membership import Member, Membership, MemberState
+from protocol.spec.manifest import Manifest, Metric
+from protocol.spec.run_spec import RunSpec
+from protocol.spec.sections.checkpoint import StopSpec
+from protocol.wire.messages import EvalPlan, EvalResult, StepApplied
+
+
+class Evaluations:
+    """All evaluations of one run.
+
+    Attributes:
+        current: The one that training waits for, even while the run is halted.
+        evaluators: Workers that evaluate while the others train.
+        metrics: Of the newest evaluated state.
+        stopped: Why the run stops early; empty if it does not.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        members: Membership,
+        manifest: Manifest,
+        progress: Progress,
+        earlier: MetricsByStep,
+    ) -> None:
+        self.current: Evaluation | None = None
+        self.evaluators = Evaluators(members)
+        self.metrics: dict[str, float] = {}
+        self.stopped = ""
+        self._stopping = Stopping(spec.stop, earlier)
+        self._spec = spec
+        self._members = members
+        self._manifest = manifest
+        self._progress = progress
+        self._evaluated_step = -1
+        self._measured_step = -1
+
+    @property
+    def run_beside_training(self) -> bool:
+        """Whether there is anything to evaluate while the run trains."""
+        return bool(self._manifest.evaluation_parts and self._spec.evaluate_every)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the newest state is to be evaluated."""
+        step, every = self._progress.step, self._spec.evaluate_every
+        due = self._progress.all_committed or bool(step and every and step % every == 0)
+        pending = self.evaluators.pending and not self.evaluators.can_evaluate
+        return bool(self._manifest.evaluation_parts) and (due or pending)
+
+    @property
+    def stops_training(self) -> bool:
+        """Whether training waits for an evaluation that is due now.
+
+        After the last step no worker has other work, and the metrics must not be missing. With
+        `stop`, the metrics decide whether there is a next step.
+        """
+        waits = self._progress.all_committed or self._spec.stop is not None
+        return waits or not self.evaluators.can_evaluate
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the newest state is evaluated, as far as it can be."""
+        return self._evaluated_step == self._progress.step or not self._manifest.evaluation_parts
+
+    # By the workers that train.
+
+    def begin(self) -> list[Action]:
+        """Evaluate the newest state; start over if that had begun."""
+        self.evaluators.cancel_pending()
+        self.current = Evaluation(self._progress.step, self._manifest.evaluation_parts)
+        return self.plan()
+
+    @property
+    def _evaluating(self) -> Evaluation:
+        assert self.current is not None, "the phase EVALUATING has an evaluation"
+        return self.current
+
+    def plan(self) -> list[Action]:
+        """Assign unassigned parts to idle workers, or to all if none is idle."""
+        busy, active = self._evaluating.waiting_for(), self._members.names(MemberState.ACTIVE)
+        idle = [name for name in active if name not in busy]
+        return self._evaluating.plan(self._progress.epoch, idle or active)
+
+    def tick(self, now_ms: float) -> list[Action]:
+        """Pass over workers that are late, or do not confirm the state that is evaluated."""
+        before = set(self._members.names(MemberState.ACTIVE))
+        actions = self._progress.tick(now_ms)
+        passed = before.difference(self._members.names(MemberState.ACTIVE))
+        for worker in passed:
+            self._evaluating.lose(worker, proven=False)
+        self._evaluating.tick(now_ms)
+        if self._evaluating.disown_late() or passed:
+            actions += self.plan()
+        return actions
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts have results and all workers agree on the evaluated state.
+
+        After a restart, workers agree among themselves before the replica has caught up. The
+        metrics wait for its digest: otherwise they could be of a state that is not the run's.
+        """
+        agreement = self._progress.agreement
+        return agreement.reached and self._evaluating.is_complete and not agreement.catching_up
+
+    def end(self) -> tuple[list[Action], bool]:
+        """Report the metrics of the is_complete evaluation.
+
+        Returns:
+            What to do, and whether the state is the best so far.
+        """
+        step = self._progress.step
+        actions = self._measured(self._evaluating, self._progress.agreement.digest(step))
+        self.current, self._evaluated_step = None, step
+        self.stopped = self._stopping.measured(step, self.metrics)
+        return actions, self._stopping.is_best(step)
+
+    def _measured(self, evaluation: Evaluation, state_digest: str | None) -> list[Action]:
+        """Metrics of an older state replace none of a newer one."""
+        metrics = evaluation.metrics(self._manifest.metrics)
+        if evaluation.step > self._measured_step:
+            self.metrics, self._measured_step = metrics, evaluation.step
+        event = Evaluated(
+            epoch=self._progress.epoch, step=evaluation.step, metrics=metrics,
+            state_digest=state_digest,
+        )  # fmt: skip
+        return [Report(event)]
+
+    # By workers that only evaluate.
+
+    def begin_beside(self) -> list[Action]:
+        """Evaluate the newest state while training continues."""
+        step, parts = self._progress.step, self._manifest.evaluation_parts
+        digest = self._progress.agreement.digest(step)
+        return self.evaluators.begin(self._progress.epoch, step, parts, digest)
+
+    def begin_pending(self) -> list[Action]:
+        """Begin a pending evaluation if possible; after the last step all workers evaluate."""
+        can_begin = self.evaluators.can_begin_pending and not self._progress.all_committed
+        return self.begin_beside() if can_begin else []
+
+    def result_beside(self, member: Member, message: EvalResult) -> list[Action]:
+        """Take one part's sums from a worker that only evaluates."""
+        return self.evaluators.result(member, message) + self.end_beside()
+
+    def end_beside(self) -> list[Action]:
+        """Report metrics once all parts have results and the state is known to be the run's."""
+        evaluation = self.evaluators.evaluation
+        if evaluation is None or not self.evaluators.is_complete:
+            return []
+        if mismatched := self.evaluators.mismatched:
+            return [a for name in mismatched for a in self.refuse_evaluator(name, evaluation.step)]
+        self.evaluators.evaluation = None
+        return self._measured(evaluation, self.evaluators.state_digest) + self.begin_pending()
+
+    def refuse_evaluator(self, worker: str, step: int) -> list[Action]:
+        """Dismiss a worker whose metrics would be of another state; the run continues."""
+        self._members.remove(worker)
+        self._progress.agreement.lose(worker)
+        reason = f"its state after {step} steps differs from the coordinator's"
+        missing = f"the state of worker {worker!r} after {step} steps is not the run's"
+        actions = self.evaluators.lose(worker, self._progress.step, missing)
+        return [*actions, *refuse(worker, reason)]
+
+    def lose(self, worker: str, *, proven: bool) -> list[Action]:
+        """A worker has left; `proven` says whether its state was known to be the run's."""
+        if self.current is not None:
+            self.current.lose(worker, proven=proven)
+        missing = f"worker {worker!r} left before it was measured"
+        actions = self.evaluators.lose(worker, self._progress.step, missing)
+        return actions + self.begin_pending()
+
+
+class Evaluation:
+    """Collects the results of one evaluation of the weights after `step` steps.
+
+    Sums are kept by part and added in the order of the parts: neither the number of workers nor
+    the order of their results can change a metric.
+    """
+
+    def __init__(self, step: int, parts: int) -> None:
+        self.step = step
+        self._parts = parts
+        self._sums: dict[int, dict[str, float]] = {}
+        self._sender: dict[int, str] = {}
+        self._assigned: dict[str, set[int]] = {}
+        self._workers: set[str] = set()
+        self._leases = Leases()
+        self._longest_gap_ms: float | None = None
+
+    def assign(self, workers: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Divide the unassigned parts into one range [lo, hi) for each worker."""
+        assigned = set().union(*self._assigned.values()) if self._assigned else set()
+        free = [p for p in range(self._parts) if p not in self._sums and p not in assigned]
+        ranges: dict[str, tuple[int, int]] = {}
+        # A range may span finished parts; their second results are ignored.
+        for index, worker in enumerate(workers):
+            mine = free[index * len(free) // len(workers) : (index + 1) * len(free) // len(workers)]
+            if mine:
+                ranges[worker] = (mine[0], mine[-1] + 1)
+                self._assigned.setdefault(worker, set()).update(mine)
+                self._workers.add(worker)
+                self._leases.sign(worker)
+        return ranges
+
+    def plan(self, epoch: int, workers: Sequence[str]) -> list[Action]:
+        """Assign the unassigned parts to these workers."""
+        return [
+            Send(worker, EvalPlan(epoch=epoch, step=self.step, lo=lo, hi=hi))
+            for worker, (lo, hi) in self.assign(workers).items()
+        ]
+
+    def result(self, worker: str, message: EvalResult) -> None:
+        """Take one part's sums; the first result counts.
+
+        Results of an older evaluation are ignored, and those of workers without parts: their
+        weights may have differed.
+        """
+        fits = message.step == self.step and message.part < self._parts
+        if fits and worker in self._workers:
+            gap_ms = self._leases.sign(worker)
+            self._longest_gap_ms = max(self._longest_gap_ms or 0.0, gap_ms)
+            self._sums.setdefault(message.part, message.sums)
+            self._sender.setdefault(message.part, worker)
+
+    def lose(self, worker: str, *, proven: bool) -> None:
+        """Unassign the unfinished parts of a worker that has left.
+
+        Its results are dropped too, unless its weights are known to be the run's (`proven`).
+        """
+        self._assigned.pop(worker, None)
+        self._workers.discard(worker)
+        if not proven:
+            for part in [part for part, sender in self._sender.items() if sender == worker]:
+                del self._sender[part], self._sums[part]
+
+    def tick(self, now_ms: float) -> None:
+        """Advance the time."""
+        self._leases.tick(now_ms)
+
+    def disown_late(self) -> list[str]:
+        """Return workers that take far longer than any part has taken, if others are idle.
+
+        Their unfinished parts become unassigned, though their results still count.
+        """
+        waiting = self.waiting_for()
+        late = [w for w in waiting if self._leases.is_over(w, self._longest_gap_ms)]
+        if not self._workers.difference(waiting):
+            return []
+        for worker in late:
+            del self._assigned[worker]
+        return late
+
+    def waiting_for(self) -> list[str]:
+        """Return the workers with unfinished parts."""
+        return sorted(w for w, parts in self._assigned.items() if parts - self._sums.keys())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every part has a result."""
+        return len(self._sums) == self._parts
+
+    def metrics(self, metrics: Sequence[Metric]) -> dict[str, float]:
+        """Return the metrics of the complete evaluation."""
+        totals: dict[str, float] = {}
+        for part in range(self._parts):
+            for name, value in self._sums[part].items():
+                totals[name] = totals.get(name, 0.0) + value
+        return {metric.name: metric.value(totals) for metric in metrics}
+
+
+class Evaluators:
+    """Workers whose duty is to evaluate: they measure committed states while the others train.
+
+    An evaluator receives every broadcast, so it has every committed state. When an evaluation is
+    due it gets parts of the newest state, and no broadcasts until it has sent their sums; then it
+    gets what it missed from the log. Nothing waits for it: no step, no commit, and not the end of
+    the run. An evaluation that becomes due meanwhile is pending until the evaluator is back, and
+    is then of the newest state. The training workers evaluate before any evaluator has had the
+    run's state, and after the last one has left. A step that was due and gets no metrics is
+    reported once.
+
+    Attributes:
+        evaluation: The one in progress.
+        state_digest: Of the evaluated state, once the coordinator's replica has it.
+        pending: Whether an evaluation is due that has not begun.
+    """
+
+    def __init__(self, members: Membership) -> None:
+        self.evaluation: Evaluation | None = None
+        self.state_digest: str | None = None
+        self.pending = False
+        self._members = members
+        self._pending_step: tuple[int, str] | None = None
+        """The step whose evaluation is pending, and why; None once a newer step is committed."""
+        self._states: dict[str, str | None] = {}
+        """By worker with parts: the digest of its state."""
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether an evaluator can measure the run's state, now or when it is back: then nobody
+        else evaluates while the run trains."""
+        return any(member.evaluates and member.caught_up for member in self._members)
+
+    @property
+    def can_begin_pending(self) -> bool:
+        """Whether an evaluation is pending and an evaluator is free."""
+        free = self._members.names(MemberState.FOLLOWING)
+        return self.pending and self.evaluation is None and bool(free)
+
+    def begin(self, epoch: int, step: int, parts: int, state_digest: str | None) -> list[Action]:
+        """Assign the parts of an evaluation to free evaluators, or make it pending.
+
+        Args:
+            epoch: Of the coordinator.
+            step: Steps committed.
+            parts: How many parts there are.
+            state_digest: Of the replica after `step` steps, if already known.
+        """
+        free = self._members.names(MemberState.FOLLOWING)
+        self.pending = self.evaluation is not None or not free
+        if self.pending:
+            self._pending_step = (step, self._busy_with())
+            return []
+        self._pending_step = None
+        self.evaluation, self.state_digest = Evaluation(step, parts), state_digest
+        self._states = {}
+        actions: list[Action] = []
+        for worker, (lo, hi) in self.evaluation.assign(free).items():
+            member = self._members.get(worker)
+            assert member is not None
+            member.state = MemberState.EVALUATING
+            self._states[worker] = member.state_digest if member.step == step else None
+            plan = EvalPlan(epoch=epoch, step=step, lo=lo, hi=hi)
+            actions += [Send(worker, plan), Unsubscribe(worker)]
+        return actions
+
+    def _busy_with(self) -> str:
+        if self.evaluation is None:
+            return "the evaluators are receiving the steps that they have missed"
+        names = ", ".join(map(repr, self._members.names(MemberState.EVALUATING)))
+        return f"worker {names} is still at step {self.evaluation.step}"
+
+    def cancel_pending(self) -> None:
+        """Drop the pending evaluation: the training workers evaluate the newest state."""
+        self.pending, self._pending_step = False, None
+
+    def committed(self, step: int) -> list[Action]:
+        """Note a newer state: a pending evaluation of an older one gets no metrics."""
+        if self._pending_step is None or self._pending_step[0] == step:
+            return []
+        missed, self._pending_step = EvaluationMissed(*self._pending_step), None
+        return [Report(missed)]
+
+    def run_ends(self) -> list[Action]:
+        """Report evaluations in progress or pending as missed."""
+        actions = self.committed(-1)
+        if self.evaluation is not None:
+            missed = EvaluationMissed(self.evaluation.step, "the run ended first")
+            actions = [Report(missed), *actions]
+        self.evaluation, self.pending = None, False
+        return actions
+
+    def result(self, member: Member, message: EvalResult) -> list[Action]:
+        """Take one part's sums; an evaluator without unfinished parts catches up."""
+        if self.evaluation is None or member.state is not MemberState.EVALUATING:
+            return []
+        self.evaluation.result(member.name, message)
+        waiting = member.name in self.evaluation.waiting_for()
+        return [] if waiting else [_catch_up(member, self.evaluation.step)]
+
+    def applied(self, member: Member, message: StepApplied) -> None:
+        """Take an evaluator's answer to a commit."""
+        member.step, member.state_digest = message.step, message.state_digest
+        if self._is_of(message.step) and member.name in self._states:
+            self._states[member.name] = message.state_digest
+
+    def replica_answer(self, step: int, digest: str) -> None:
+        """Take the digest of the coordinator's own replica, which arbitrates here too."""
+        if self._is_of(step):
+            self.state_digest = digest
+
+    def _is_of(self, step: int) -> bool:
+        return self.evaluation is not None and self.evaluation.step == step
+
+    def lose(self, worker: str, newest: int, reason: str) -> list[Action]:
+        """Remove a worker; the evaluation is dropped unless its results are complete and proven.
+
+        Args:
+            worker: Its name.
+            newest: Steps committed.
+            reason: Why there are no metrics, if so.
+        """
+        if self.evaluation is None or worker not in self._states:
+            return []
+        proven = self.state_digest is not None and self._states[worker] == self.state_digest
+        if proven and worker not in self.evaluation.waiting_for():
+            return []
+        return self._drop(newest, reason)
+
+    def _drop(self, newest: int, reason: str) -> list[Action]:
+        """Drop the evaluation and make it pending; its evaluators catch up."""
+        assert self.evaluation is not None
+        step, self.evaluation, self.pending = self.evaluation.step, None, True
+        busy = [member for member in self._members if member.state is MemberState.EVALUATING]
+        actions: list[Action] = [_catch_up(member, step) for member in busy]
+        if step < newest:
+            return [*actions, Report(EvaluationMissed(step, reason))]
+        self._pending_step = (step, reason)
+        return actions
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts have results, and all digests that prove them are known."""
+        return (
+            self.evaluation is not None
+            and self.evaluation.is_complete
+            and self.state_digest is not None
+            and None not in self._states.values()
+        )
+
+    @property
+    def mismatched(self) -> list[str]:
+        """The workers whose state was not the run's; only if `is_complete`."""
+        return sorted(w for w, state in self._states.items() if state != self.state_digest)
+
+
+def _catch_up(member: Member, step: int) -> Replay:
+    member.state = MemberState.LOADING
+    member.gets_state()
+    return Replay(member.name, step, None)
+
+
+class Stopping:
+    """Decides whether a run stops early because a metric no longer improves.
+
+    It decides from the metrics of all evaluations so far, so a restart changes nothing.
+
+    Args:
+        spec: Which metric; None never stops.
+        earlier: Metrics from before a restart.
+    """
+
+    def __init__(self, spec: StopSpec | None, earlier: MetricsByStep) -> None:
+        self._spec = spec
+        self._values: dict[int, float] = {}
+        for step, metrics in earlier.items():
+            self._add(step, metrics)
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Take the metrics after `step` steps.
+
+        Returns:
+            Why the run stops; empty if it continues.
+        """
+        if self._spec is None:
+            return ""
+        self._add(step, metrics)
+        best, since = self._best()
+        if since < self._spec.patience:
+            return ""
+        value = self._values.get(best, math.nan)
+        return (
+            f"stopped early: {self._spec.figure} was best after {best} steps ({value:.6g}), and "
+            f"no better in {since} evaluations since"
+        )
+
+    def is_best(self, step: int) -> bool:
+        """Whether the state after `step` steps is the best so far."""
+        return self._spec is not None and bool(self._values) and self._best()[0] == step
+
+    def _add(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._spec is not None and self._spec.figure in metrics:
+            self._values[step] = metrics[self._spec.figure]
+
+    def _best(self) -> tuple[int, int]:
+        """Return the best step, and the number of evaluations since."""
+        assert self._spec is not None
+        sign = 1.0 if self._spec.better == "higher" else -1.0
+        best, highest, since = 0, -math.inf, 0
+        for step in sorted(self._values):
+            value = sign * self._values[step]
+            if value > highest + (self._spec.min_delta if highest > -math.inf else 0.0):
+                best, highest, since = step, value, 0
+            else:
+                since += 1
+        return best, since

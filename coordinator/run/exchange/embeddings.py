@@ -1,0 +1,77 @@
+"""The embeddings of one step, which its loss reads of all samples at once. Pure.
+
+A step whose loss couples all its samples (contrastive learning with negatives from the whole step)
+has two phases, as in GradCache (Gao et al. 2021, arXiv:2101.06983). In the first, each microbatch's
+embeddings come as rows of their own; they are joined in the order of microbatches, so neither who
+computed them nor when they came can show. In the second, every worker has all rows, takes the
+gradient of the loss by the embeddings, and computes its microbatches again, for gradients.
+
+Each phase is an attempt of its own: what is late from the first is dropped as anything of an
+earlier attempt is. Embeddings that are joined are final. Who computes a microbatch again must get
+the same bits, which is a check for free where machines have one numerics profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from blake3 import blake3
+
+from coordinator.run.exchange.double_check import Differing
+from coordinator.run.outputs.side_outputs import Bytes
+from protocol.base import limits
+from protocol.base.errors import OutOfOrder
+from protocol.exact.reducer import Origin
+from protocol.exact.tree import Subtree
+from protocol.wire.messages import StepEmbeddings, SubtreeLoss
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedEmbeddings:
+    """The rows of a step in the order of microbatches.
+
+    Attributes:
+        content: All rows, flat uint8.
+        digest: BLAKE3 of the content.
+        origin: Whose subtrees the rows are from.
+        profiles: The numerics profiles of these workers.
+        delivered: All workers that delivered rows of the attempt, needed or not.
+    """
+
+    content: Bytes
+    digest: str
+    origin: Origin
+    profiles: Mapping[str, str]
+    delivered: frozenset[str]
+
+    @staticmethod
+    def of(
+        pieces: list[Bytes], origin: Origin, profiles: Mapping[str, str], delivered: frozenset[str]
+    ) -> JoinedEmbeddings:
+        """Join the pieces of all microbatches."""
+        content = np.concatenate(pieces)
+        digest = blake3(content.data).hexdigest()
+        return JoinedEmbeddings(content, digest, origin, profiles, delivered)
+
+    def messages(self, step_id: Mapping[str, int]) -> Iterator[tuple[StepEmbeddings, Bytes]]:
+        """Yield the messages that carry the rows, with their bodies."""
+        chunks = -(-len(self.content) // limits.BODY_BYTES)
+        for chunk in range(chunks):
+            body = self.content[chunk * limits.BODY_BYTES :][: limits.BODY_BYTES]
+            yield StepEmbeddings(**step_id, chunk=chunk, last=chunk == chunks - 1), body
+
+    def compare(self, worker: str, profile: str, message: SubtreeLoss) -> Differing | None:
+        """Judge a worker's report of microbatches whose embeddings have other bits than these.
+
+        Raises:
+            OutOfOrder: They are not of the subtree.
+        """
+        for leaf in message.unlike:
+            if not message.lo <= leaf < message.hi:
+                raise OutOfOrder(f"SubtreeLoss: microbatch {leaf} is not in {message.subtree}")
+            other = next(name for name, part in self.origin if part.lo <= leaf < part.hi)
+            if self.profiles[other] == profile:
+                return Differing((worker, other), "embeddings", Subtree(leaf, leaf + 1))
+        return None

@@ -1,0 +1,210 @@
+"""Track the chunks of one attempt that workers average: which sums have arrived at which owner,
+which averages are there, and their digests.
+
+Pure. The values of an average and its owner's digest of them may come from two members, in any
+order. Only an average of which both are there and fit is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.base.errors import OutOfOrder
+from protocol.exact.chunk_grid import ChunkGrid, chunk_digest
+from protocol.exact.reducer import Origin
+from protocol.exact.tree import Subtree, root
+from protocol.exact.tree_sum import TreeSum
+from protocol.exact.update import Array
+from protocol.wire.messages import AveragedGradient, ChunkReduced, SumsArrived
+from protocol.wire.peers import COORDINATOR, OwnerTable
+
+
+@dataclass(frozen=True, slots=True)
+class WrongAverage:
+    """An owner's average has another digest than it announced, or than another owner computed."""
+
+    owner: str
+    block: str
+    detail: str
+
+    def __str__(self) -> str:
+        return (
+            f"the averages of block {self.block!r} that worker {self.owner!r} sent are not those "
+            f"of which it told the digest ({self.detail}): nothing of them is applied; let 'worker "
+            "doctor' look at it, and go on without it"
+        )
+
+
+class PeerSums:
+    """See the module's text. In a star nothing is open here.
+
+    Attributes:
+        number: The number of the table in force.
+        table: The table in force.
+        bits: For each worker of the first table its number in what workers owe.
+        origins: Whose subtrees made up the averages.
+
+    Args:
+        grid: The run's chunks.
+        microbatches: How many the step has.
+        owners: The table at the start, and its number.
+        average_of: Returns the array of a chunk's average.
+    """
+
+    def __init__(
+        self, grid: ChunkGrid, microbatches: int, owners: tuple[int, OwnerTable],
+        average_of: Callable[[int], Array],
+    ) -> None:  # fmt: skip
+        self.number, self.table = number, table = owners
+        self._tables = [table]
+        workers = [name for name in table.members if name != COORDINATOR]
+        self.bits = {name: bit for bit, name in enumerate(workers)}
+        self.origins: set[Origin] = set()
+        self._grid = grid
+        self._average_of = average_of
+        self._microbatches = microbatches
+        self._reduced: dict[int, tuple[str, bytes]] = {}
+        self._there: dict[int, bytes] = {}
+        mine = table.owned_by(COORDINATOR)
+        self._open = {number for number in range(grid.count) if number not in mine}
+        self._arrived = {name: self._nothing() for name in workers}
+        self._since = dict.fromkeys(workers, number)
+
+    def _nothing(self) -> TreeSum[bool]:
+        return TreeSum(self._microbatches, lambda left, right: left and right)
+
+    # Tables.
+
+    def reown(self, number: int, table: OwnerTable) -> tuple[set[str], set[int]]:
+        """Other owners from now on.
+
+        Returns:
+            The workers that have to collect sums anew, and the chunks that the coordinator has to.
+        """
+        changed_owner = {each for each in self._open if table.owner(each) != self.table.owner(each)}
+        taken_over = changed_owner & table.owned_by(COORDINATOR)
+        gaining = {table.owner(each) for each in changed_owner - taken_over}
+        self._open -= taken_over
+        for each in taken_over:
+            self._there.pop(each, None)
+        self.number, self.table = number, table
+        self._tables.append(table)
+        self._arrived = {
+            name: self._nothing() if name in gaining else self._arrived[name]
+            for name in table.members
+            if name != COORDINATOR
+        }
+        self._since.update(dict.fromkeys(gaining, number))
+        return gaining, taken_over
+
+    @property
+    def owed_to(self) -> int:
+        """The bits of all workers that own anything: sums are owed to them, and to no other."""
+        owning = {self.table.members[owner] for owner in {*self.table.owners}}
+        return sum(1 << self.bits[name] for name in owning if name != COORDINATOR)
+
+    @property
+    def owners(self) -> set[str]:
+        """Workers whose averages are still to come."""
+        return {self.table.owner(each) for each in self._open}
+
+    def collecting(self) -> dict[str, int]:
+        """By worker the number of its averages that are still to come."""
+        counts = dict.fromkeys(self._arrived, 0)
+        for each in self._open:
+            counts[self.table.owner(each)] += 1
+        return counts
+
+    # Sums, at their owners.
+
+    def arrived(self, owner: str, message: SumsArrived) -> bool:
+        """All chunks of a subtree that go to this owner are there; returns whether that counts."""
+        if owner not in self._arrived or message.owners < self._since[owner]:
+            return False
+        self._arrived[owner].put(message.subtree, value=True)
+        return True
+
+    def missing(self, subtree: Subtree) -> set[int]:
+        """Microbatches of the subtree that an owner needs and has not."""
+        return {leaf for name in self.owners for leaf in self._arrived[name].missing(subtree)}
+
+    def lacking(self) -> set[str]:
+        """Owners that have not all sums."""
+        everything = root(self._microbatches)
+        return {name for name in self.owners if any(self._arrived[name].missing(everything))}
+
+    # Averages.
+
+    def reduced(
+        self, owner: str, message: ChunkReduced, origin: Origin
+    ) -> int | WrongAverage | None:
+        """Take an owner's digest of its average.
+
+        Returns:
+            The chunk, where its average can be used now; or what is wrong.
+
+        Raises:
+            OutOfOrder: It never owned that chunk.
+        """
+        number = self._checked(owner, message)
+        earlier = self._reduced.get(number)
+        if earlier is not None and earlier[1] != message.digest:
+            return self._wrong(owner, number, f"worker {earlier[0]!r} made others of them")
+        if earlier is None:
+            self._reduced[number] = (owner, message.digest)
+            self.origins.add(origin)
+        return self._fit(number)
+
+    def average(
+        self, sender: str, message: AveragedGradient, values: Array
+    ) -> int | WrongAverage | None:
+        """Take the values of an average; returns and raises as `reduced`."""
+        number = self._checked(sender, message)
+        if number in self._there:
+            return None
+        if number in self._open:
+            self._average_of(number)[:] = values
+            self._there[number] = chunk_digest(values)
+        return self._fit(number)
+
+    def _checked(self, sender: str, message: ChunkReduced | AveragedGradient) -> int:
+        """The number of the chunk, which the sender owns or owned, or writes for its owner."""
+        kind = type(message).__name__
+        if message.owners > self.number or not self._grid.has(message.block, message.chunk):
+            raise OutOfOrder(f"{kind}: there is no such chunk or table")
+        number = self._grid.number(message.block, message.chunk)
+        # Who comes late, or is asked to tell again, speaks of what an earlier table gave it.
+        owned = any(table.owner(number) == sender for table in self._tables)
+        writes = isinstance(message, AveragedGradient)
+        if not owned and not (writes and any(table.scribe == sender for table in self._tables)):
+            raise OutOfOrder(
+                f"{kind}: {sender!r} does not own chunk {message.chunk} of block {message.block}"
+            )
+        return number
+
+    def _fit(self, number: int) -> int | WrongAverage | None:
+        if number not in self._reduced or number not in self._there:
+            return None
+        owner, digest = self._reduced[number]
+        if digest != self._there[number]:
+            return self._wrong(owner, number, f"they came from {self.table.scribe or owner!r}")
+        if number not in self._open:
+            return None
+        self._open.discard(number)
+        return number
+
+    def _wrong(self, owner: str, number: int, detail: str) -> WrongAverage:
+        block, _ = self._grid.chunk(number)
+        return WrongAverage(owner, self._grid.blocks[block].name, detail)
+
+    def digests(self) -> NDArray[np.uint8]:
+        """The digests of all averages, in order; all are there."""
+        digests = b"".join(
+            self._there.get(number) or chunk_digest(self._average_of(number))
+            for number in range(self._grid.count)
+        )
+        return np.frombuffer(digests, np.uint8)

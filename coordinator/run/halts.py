@@ -1,0 +1,102 @@
+"""Halts: how one is announced, and what it leaves to do when the run continues. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coordinator.run.outputs.actions import Action, Broadcast, Report
+from coordinator.run.outputs.events import Halted, RunContinued
+from coordinator.run.progress import Progress
+from coordinator.run.workers.admission import seed
+from coordinator.run.workers.membership import Membership, MemberState
+from protocol.base.fields import cut_text
+from protocol.exact.reducer import NonFinite
+from protocol.exact.tree import Subtree
+from protocol.wire.messages import Continue, Halt
+
+
+class Failures:
+    """Workers that failed in one attempt at a step, and the microbatches that they had.
+
+    When a second worker fails with the same microbatches, these are the likely cause: every worker
+    that gets them would fail. One failure alone is that machine's.
+    """
+
+    def __init__(self) -> None:
+        self._microbatches: list[tuple[str, frozenset[int]]] = []
+
+    def note(self, worker: str, owed: Iterable[Subtree]) -> str:
+        """Note a worker whose device failed while it had these subtrees.
+
+        Returns:
+            Which two workers failed with which microbatches, if this is the second; else empty.
+        """
+        leaves = frozenset(leaf for subtree in owed for leaf in range(subtree.lo, subtree.hi))
+        for other, earlier in self._microbatches:
+            if common := sorted(leaves & earlier):
+                return (
+                    f"workers {other!r} and {worker!r} failed one after the other, each while it "
+                    f"had microbatches {common[0]} to {common[-1]}"
+                )
+        self._microbatches.append((worker, leaves))
+        return ""
+
+    def clear(self) -> None:
+        """Forget all failures: the step is over, or starts over."""
+        self._microbatches.clear()
+
+
+class Halts:
+    """The state that outlasts a halt.
+
+    Attributes:
+        mismatched: Workers whose state differs from the run's; reseeded when the run continues.
+        skip_requested: Whether the operator wants the halted step skipped.
+        commit_pending: Whether a commit became durable during the halt and awaits what follows it.
+        failures: Workers that failed in this step.
+    """
+
+    def __init__(self, members: Membership) -> None:
+        self.mismatched: set[str] = set()
+        self.skip_requested = False
+        self.commit_pending = False
+        self.failures = Failures()
+        self._members = members
+
+    def announce(
+        self, progress: Progress, reason: str, fault: NonFinite | None = None
+    ) -> list[Action]:
+        """Tell all workers to stop, and report where a value was not finite, if one was."""
+        place = progress.next_place()
+        block = None if fault is None else fault.block
+        name = None if block is None else progress.blocks[block].name
+        halted = Halted(
+            **place,
+            reason=reason[:2000],
+            microbatches=None if fault is None else (fault.subtree.lo, fault.subtree.hi),
+            worker=None if fault is None else fault.worker,
+            block=name,
+        )
+        return [Broadcast(Halt(**place, reason=cut_text(reason))), Report(halted)]
+
+    def end(self, progress: Progress, *, skip_step: bool) -> list[Action]:
+        """Tell all workers that the run continues.
+
+        A new attempt begins, unless the halted step is being committed.
+        """
+        if not (progress.persisting or self.commit_pending):
+            progress.attempt += 1
+        place = progress.next_place()
+        continued = RunContinued(**place, skip_step=skip_step)
+        return [Broadcast(Continue(**place)), Report(continued), *progress.release()]
+
+    def reseed(self, progress: Progress) -> list[Action]:
+        """Send the replica's state to workers whose state differs."""
+        actions: list[Action] = []
+        for name in sorted(self.mismatched.difference(self._members.names(MemberState.DRAINING))):
+            progress.agreement.lose(name)
+            if (member := self._members.get(name)) is not None:
+                self._members.deactivate(member)
+                actions.append(seed(member))
+        self.mismatched.clear()
+        return actions + self._members.view_begins(progress.step, "reseeded")

@@ -1,0 +1,225 @@
+"""What goes into a run: one frozen record for each kind of input. Pure.
+
+`Run.step` takes one and returns actions. Time and the results of actions are inputs too, so a run
+reads no clock and waits for no disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from coordinator.run.exchange.round import Summary
+from protocol.base.errors import ExitCode
+from protocol.wire.messages import Message
+
+# From workers.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAvailable:
+    """A worker is connected and free: ask it to build the task.
+
+    Attributes:
+        worker: Its name.
+        admitted_by: What it proved its identity with.
+        host: The address it connects from; empty on the coordinator's machine.
+        devices: How many it has.
+        evaluates: Whether it only evaluates, and computes no gradients.
+    """
+
+    worker: str
+    admitted_by: str = ""
+    host: str = ""
+    devices: int = 1
+    evaluates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMessage:
+    """A worker sent a message.
+
+    Attributes:
+        worker: Its name.
+        message: The message.
+        body: float32 values of a gradient or of state, the uint8 bytes of a stored piece, or a
+            JSON document.
+    """
+
+    worker: str
+    message: Message
+    body: NDArray[Any] | bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """A worker's session is over; its unfinished subtrees go to others within the step.
+
+    Attributes:
+        worker: Its name.
+        reason: Why.
+        exit_code: The worker's, as it said: OK; MISMATCH if it cannot take part in this run; any
+            other if its device failed or cannot be used.
+    """
+
+    worker: str
+    reason: str
+    exit_code: int = ExitCode.OK
+
+
+# From the shell: time, and the results of actions.
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes."""
+
+    now_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The coordinator has restarted: continue with the step that follows the newest commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoaded:
+    """The replica holds all of an upload of state 0.
+
+    Attributes:
+        upload: Its number.
+        initial_digest: Of the state, as the uploader announced it in `Ready`.
+        digest: Of the state, as replicas compare it.
+    """
+
+    upload: int
+    initial_digest: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaApplied:
+    """The coordinator's replica has taken `step` steps; its digest arbitrates.
+
+    Attributes:
+        step: Steps taken.
+        digest: Of the state after them.
+        not_finite: Where that state has a non-finite value; empty if nowhere.
+    """
+
+    step: int
+    digest: str
+    not_finite: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCaughtUp:
+    """A worker was sent the state, or the steps it missed, and now receives broadcasts."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFellBehind:
+    """A worker that nobody waits for reads too slowly: from `step` on it is served from the log."""
+
+    worker: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summarized:
+    """Norms and digests of some blocks' averages, by block number."""
+
+    step: int
+    attempt: int
+    summaries: Mapping[int, Summary]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDurable:
+    """The commit of a step is on disk: workers may hear of it.
+
+    Attributes:
+        step: The step.
+        own_digest: The digest, named in the commit, of what replicas keep for themselves.
+    """
+
+    step: int
+    own_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDurable:
+    """The checkpoint of the state after `step` steps is on disk."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The disk refused a write; nothing is damaged.
+
+    Attributes:
+        reason: The error.
+        lost_commit: Whether the write was a step's commit, which is then tried again. Any other
+            commit that is being written may still become durable.
+    """
+
+    reason: str
+    lost_commit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResultNotWritten:
+    """The run is complete, but the disk refused its result."""
+
+    reason: str
+
+
+# From an operator, or from the service in an operator's place.
+
+
+@dataclass(frozen=True, slots=True)
+class HaltRun:
+    """Stop now and apply nothing.
+
+    A commit that is being written still becomes durable: then the next step waits.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContinueRun:
+    """End a halt with another attempt at the halted step, or with the step after it."""
+
+    skip_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """Write a checkpoint of the present state."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRun:
+    """Stop after the present step."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailRun:
+    """End as failed: the run cannot continue."""
+
+    reason: str
+
+
+Input = (
+    WorkerAvailable | WorkerMessage | WorkerGone | Tick | Resume | ReplicaLoaded
+    | ReplicaApplied | WorkerCaughtUp | WorkerFellBehind | Summarized | CommitDurable
+    | CheckpointDurable | WriteFailed | ResultNotWritten | HaltRun | ContinueRun | SaveState
+    | DrainRun | FailRun
+)  # fmt: skip

@@ -1,0 +1,489 @@
+"""The events of a run: one typed value for everything that happens.
+
+The run emits each event once (`actions.Report`). Journal, console, page, event stream, structured
+log, metrics, trackers and report render it. Pure values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from coordinator.run.outputs.restart import CommitRecord, Embedded
+from protocol.base import limits
+from protocol.base.fields import Digest, Number, finite_or_none
+from protocol.exact.tree import Subtree
+from protocol.spec.manifest import Manifest
+
+Change = Literal["started", "joined", "lost", "late", "drained", "reseeded"]
+"""Why the set of computing workers changed."""
+Cause = Literal["step", "embeddings", "reassigned", "speculative"]
+"""Why subtrees were assigned."""
+Name = Annotated[str, Field(max_length=limits.NAME_CHARACTERS)]
+Words = Annotated[str, Field(max_length=2_000)]
+Figure = Annotated[float | None, BeforeValidator(finite_or_none)]
+"""JSON has no NaN: a value that is not finite is null."""
+Subtrees = dict[Name, tuple[tuple[Number, Number], ...]]
+"""Subtrees [lo, hi) of the reduction tree over a step's microbatches, by worker."""
+
+
+class Event:
+    """Base of all events.
+
+    Attributes:
+        name: Its name in log and event stream; empty if it goes to the journal alone.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str] = ""
+
+    def fields(self) -> dict[str, object]:
+        """Return the values by name, as log and event stream show them; None is left out."""
+        assert dataclasses.is_dataclass(self)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Record(BaseModel, Event):
+    """An event with a line in the journal; validated, since it is read back from files.
+
+    Attributes:
+        kind: Its name in the journal.
+        articles: The articles of the EU AI Act that a line serves; see `journal_records`.
+        serves: What a line is good for.
+        older: Fields that older releases wrote, always null.
+        streamed: Fields that log and event stream show.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    articles: ClassVar[tuple[int, ...]]
+    serves: ClassVar[str]
+    name: ClassVar[str] = ""
+    older: ClassVar[tuple[str, ...]] = ()
+    streamed: ClassVar[tuple[str, ...]] = ()
+
+    def fields(self) -> dict[str, object]:
+        values = {name: getattr(self, name) for name in self.streamed}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+# Workers.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady(Event):
+    """A worker has built the task."""
+
+    name = "worker_ready"
+    worker: str
+    device: str
+    backend: str
+    signature: str
+    """Its numerics profile and its parity with torch, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUnready(Event):
+    """A worker cannot build the task."""
+
+    name = "worker_unready"
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRefused(Event):
+    """A worker's task, state or messages are not the run's: it is dismissed for good."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined(Event):
+    """A worker takes part from the next step on."""
+
+    name = "worker_joined"
+    worker: str
+    step: int
+    view: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost(Event):
+    """A worker's connection is over."""
+
+    name = "worker_lost"
+    worker: str
+    reason: str
+    view: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft(Event):
+    """A worker asked to leave, and left."""
+
+    name = "worker_left"
+    worker: str
+    reason: str
+    view: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLate(Event):
+    """A worker is late with an answer or with gradients."""
+
+    name = "straggler"
+    worker: str
+    step: int
+    owing: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFault(Event):
+    """One device of a worker has a problem; the worker continues."""
+
+    name = "device_fault"
+    worker: str
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPutAside(Event):
+    """A worker was passed over too often: it takes no part before step `until`."""
+
+    name = "worker_put_aside"
+    worker: str
+    step: int
+    until: int
+
+
+class MemberInfo(BaseModel):
+    """One worker in a `ViewChanged`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Name
+    backend: Name
+    device: Name
+    signature: Name
+    admitted_by: Words = ""
+    """Its credentials: the join token, or its own key."""
+
+
+class ViewChanged(Record):
+    """The set of computing workers changed. `view` starts over with each epoch."""
+
+    articles = (12, 15)
+    serves = "which machines took part, when, with which numerics profile"
+
+    kind: Literal["view"] = "view"
+    epoch: Number
+    step: Number
+    view: Number
+    change: Change
+    worker: Name | None = None
+    reason: Words = ""
+    members: tuple[MemberInfo, ...]
+
+
+# Steps.
+
+
+class ManifestSettled(Record):
+    """The workers agreed on data, base model and tokenizer: their digests, and counts."""
+
+    articles = (10, 13)
+    serves = "proof of the exact data, base model and tokenizer; what was left out of the data"
+
+    kind: Literal["manifest"] = "manifest"
+    manifest_digest: Digest
+    digests: dict[Name, Name]
+    train_samples: Annotated[int, Field(ge=1)]
+    evaluation_parts: Number
+    notes: dict[Name, int] = {}
+
+    @staticmethod
+    def of(manifest: Manifest) -> ManifestSettled:
+        """Make the event of a settled manifest."""
+        return ManifestSettled(
+            manifest_digest=manifest.digest(),
+            digests=manifest.digests,
+            train_samples=manifest.train_samples,
+            evaluation_parts=manifest.evaluation_parts,
+            notes=manifest.notes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlanned(Event):
+    """How large the result of a capture will be; `size` is for people."""
+
+    name = "capture_planned"
+    samples: int
+    steps: int
+    size: str
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStarted(Event):
+    """Enough workers are ready, and state 0 is available."""
+
+    name = "started"
+    workers: list[str]
+
+
+class Owned(Record):
+    """Each worker's share of every block to average; empty if the coordinator averages."""
+
+    articles = (12, 15)
+    serves = "which machine summed the gradients of others, in which step"
+
+    name = "owners"
+    streamed = ("step", "number", "reason", "owners")
+
+    kind: Literal["owners"] = "owners"
+    epoch: Number
+    step: Number
+    number: Number
+    reason: Words = ""
+    owners: dict[Name, Annotated[float, Field(ge=0, le=1)]]
+
+
+class Planned(Record):
+    """Each worker's subtrees of a step. Which samples these are follows from the run spec's seed
+    and batch and the number of samples (`protocol.exact.samples`)."""
+
+    articles = (10, 12)
+    serves = "which worker was to use which samples, in which step"
+
+    kind: Literal["plan"] = "plan"
+    epoch: Number
+    step: Number
+    attempt: Number
+    view: Number
+    microbatches: Annotated[int, Field(ge=1, le=limits.MICROBATCHES_PER_STEP)]
+    nodes: Subtrees
+    cause: Cause = "step"
+
+    def planned(self) -> list[Subtree]:
+        """Return all assigned subtrees."""
+        return [Subtree(lo, hi) for subtrees in self.nodes.values() for lo, hi in subtrees]
+
+
+@dataclass(frozen=True, slots=True)
+class SubtreesReassigned(Event):
+    """The subtrees of a lost or late worker go to others."""
+
+    name = "reassigned"
+    step: int
+    nodes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SubtreesSpeculated(Event):
+    """Subtrees of late workers go to idle workers too."""
+
+    name = "speculated"
+    step: int
+    nodes: list[str]
+    late: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRestarted(Event):
+    """A worker left before its state was verified: its results may be wrong."""
+
+    name = "restarted"
+    epoch: int
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaleHalved(Event):
+    """Gradients in float16 overflowed: the step is done again with half the loss scale.
+
+    `reason` says where.
+    """
+
+    name = "loss_scale_halved"
+    epoch: int
+    step: int
+    attempt: int
+    loss_scale: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RedoneOtherwise(Event):
+    """A step that is done again after a restart has other averages than before."""
+
+    name = "redone_otherwise"
+    step: int
+    before: str
+    now: str
+
+
+class Committed(Record):
+    """A step was committed, or skipped: then its samples count as used, and nothing was applied.
+
+    Attributes:
+        counted: Whose subtrees are summed, where known: each distinct combination, one unless
+            subtrees were assigned twice.
+        state_before: Digest of the state that the step started from.
+        norm: Of the averaged gradient before clipping.
+        rate: The learning rate. Like `norm`, None for a skipped step and in older lines.
+        own_digest: Digest of the per-replica state after the step (`replica_states`).
+        loss_scale: The factor of the losses, if they were scaled.
+        embedded: The embeddings that the loss has read of all samples of the step, if it couples
+            them: their digest, and who computed them.
+    """
+
+    articles = (10, 12, 15)
+    serves = "that every sample counted once; loss and digests of every step"
+    older = ("weights_before",)
+
+    name = "committed"
+
+    kind: Literal["commit"] = "commit"
+    epoch: Number
+    step: Number
+    attempt: Number
+    optimizer_step: Number
+    loss: Figure
+    norm: Figure = None
+    rate: Figure = None
+    loss_scale: Figure = None
+    skipped: bool
+    averages_digest: Digest
+    state_before: Digest | None = None
+    own_digest: Digest | None = None
+    counted: tuple[Subtrees, ...] | None = None
+    embedded: Embedded | None = None
+    recovered: bool = False
+    """Whether a restart wrote the line, from the gradient log."""
+
+    @staticmethod
+    def of(record: CommitRecord, *, recovered: bool = False) -> Committed:
+        """Make the event of a commit that is durable in the gradient log."""
+        commit = record.commit
+        return Committed(
+            epoch=commit.epoch,
+            step=commit.step,
+            attempt=commit.attempt,
+            optimizer_step=record.optimizer_step,
+            loss=commit.loss,
+            norm=record.norm,
+            rate=None if commit.scalars is None else commit.scalars.learning_rate,
+            loss_scale=(commit.scalars.loss_scale or None) if commit.scalars is not None else None,
+            skipped=commit.scalars is None,
+            averages_digest=commit.averages_digest,
+            state_before=record.state_before,
+            own_digest=record.own_digest,
+            counted=record.counted,
+            embedded=record.embedded,
+            recovered=recovered,
+        )
+
+    def fields(self) -> dict[str, object]:
+        optional = {"norm": self.norm, "rate": self.rate}
+        return {
+            "step": self.step,
+            "loss": math.nan if self.loss is None else self.loss,
+            **{name: value for name, value in optional.items() if value is not None},
+            "skipped": self.skipped,
+        }
+
+
+class Checkpointed(Record):
+    """A checkpoint is durable. That of step 0 is the state that training started from."""
+
+    articles = (12, 15)
+    serves = "which states were kept, with digests to prove each"
+
+    name = "checkpoint"
+    streamed = ("step",)
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    epoch: Number
+    step: Number
+    optimizer_step: Number
+    weights_digest: Digest
+    state_digest: Digest
+    directory: Name
+
+
+class Evaluated(Record):
+    """Evaluation metrics of the state after `step` steps."""
+
+    articles = (13, 15)
+    serves = "accuracy as measured on held-out data, over the course of training"
+
+    name = "evaluated"
+
+    kind: Literal["evaluation"] = "evaluation"
+    epoch: Number
+    step: Number
+    metrics: dict[Name, Figure]
+    state_digest: Digest | None = None
+    """Of that state, if the coordinator's replica had it."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The metrics as numbers: NaN for one that is not finite."""
+        return {k: math.nan if v is None else v for k, v in self.metrics.items()}
+
+    def fields(self) -> dict[str, object]:
+        return {"step": self.step, **self.figures}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationMissed(Event):
+    """An evaluation of the state after `step` steps was due and did not happen."""
+
+    name = "not_evaluated"
+    step: int
+    reason: str
+
+
+# Stops.
+
+
+class Halted(Record):
+    """The run stopped until an operator continues it: for a non-finite value, unequal digests, a
+    failed write, or on command. For a non-finite value, `microbatches` [lo, hi), `worker` and
+    `block` say where, as far as known."""
+
+    articles = (12, 15)
+    serves = "faults that halted the run, with worker, block, step and microbatches"
+
+    name = "halted"
+    streamed = ("epoch", "step", "attempt", "reason", "microbatches", "worker", "block")
+
+    kind: Literal["halt"] = "halt"
+    epoch: Number
+    step: Number
+    attempt: Number
+    reason: Words
+    worker: Name | None = None
+    block: Name | None = None
+    microbatches: tuple[Number, Number] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunContinued(Event):
+    """A halt is over."""
+
+    name = "continued"
+    epoch: int
+    step: int
+    attempt: int
+    skip_step: bool

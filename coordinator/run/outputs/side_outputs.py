@@ -1,0 +1,89 @@
+"""What the microbatches of one attempt gave beside their losses: kept as it is, never summed.
+
+Pure. A capture is a run whose steps keep something: the bytes of each microbatch stand at its
+place, so neither who computed it nor when it came can show in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.base import limits
+from protocol.base.errors import OutOfOrder
+from protocol.exact.tree import Subtree
+from protocol.exact.update import counts_updates, moment_count
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.messages import CapturedRows
+
+Bytes = NDArray[np.uint8]
+
+
+class SideOutputs:
+    """Collects the pieces of each microbatch; the first answer for a piece counts.
+
+    Args:
+        sizes: Bytes of each microbatch.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._pieces: list[list[Bytes | None]] = [
+            [None] * max(1, -(-size // limits.BODY_BYTES)) for size in sizes
+        ]
+
+    def put(self, message: CapturedRows, content: Bytes) -> None:
+        """Take a piece; it belongs to this object from then on.
+
+        Raises:
+            OutOfOrder: There is no such piece, or it has another size.
+        """
+        leaf, chunk = message.microbatch, message.chunk
+        if not message.lo <= leaf < message.hi or chunk >= len(self._pieces[leaf]):
+            raise OutOfOrder(f"CapturedRows: no chunk {chunk} of microbatch {leaf} in this subtree")
+        expected = min(limits.BODY_BYTES, self._sizes[leaf] - chunk * limits.BODY_BYTES)
+        if len(content) != expected:
+            raise OutOfOrder(f"CapturedRows: expected {expected} bytes, got {len(content)}")
+        if self._pieces[leaf][chunk] is None:
+            self._pieces[leaf][chunk] = content
+
+    def has(self, subtree: Subtree) -> bool:
+        """Whether all of a subtree's microbatches are there."""
+        return all(piece is not None for leaf in range(*subtree) for piece in self._pieces[leaf])
+
+    def of(self, leaf: int, chunk: int = -1, instead: Bytes | None = None) -> Bytes:
+        """All of a microbatch that is there; with `instead` in place of one of its chunks."""
+        pieces = [
+            instead if number == chunk else piece for number, piece in enumerate(self._pieces[leaf])
+        ]
+        return np.concatenate([piece for piece in pieces if piece is not None])
+
+    @property
+    def content(self) -> list[Bytes]:
+        """All pieces in order; the round is complete."""
+        found = [piece for pieces in self._pieces for piece in pieces if piece is not None]
+        assert sum(map(len, found)) == sum(self._sizes)
+        return found
+
+
+def replica_state_bytes(spec: RunSpec, manifest: Manifest) -> int:
+    """Of one replica: moments and missed updates where they are carried, and what topk has left; 0
+    without either."""
+    return next(iter(replica_state_sizes(spec, manifest)), 0)
+
+
+def replica_state_sizes(spec: RunSpec, manifest: Manifest) -> tuple[int, ...]:
+    """How long it can be in a file: as it is now, then as releases before protocol version 9 wrote
+    it, which counted no missed updates. Empty without any."""
+    if spec.replicas is None:
+        return ()
+    carried = spec.replicas.inner_state == "carry"
+    arrays = (moment_count(spec.optimizer) if carried else 0) + (spec.replicas.codec == "topk")
+    length = arrays * manifest.elements * 4
+    if carried and counts_updates(spec.optimizer):
+        tensors = sum(len(block.tensors) for block in manifest.blocks)
+        return (length + 4 * tensors, length)
+    return (length,) if length else ()

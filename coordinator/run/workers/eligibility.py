@@ -1,0 +1,82 @@
+"""Workers that cannot take part in a run, and whether the run still waits for others. Pure.
+
+Others may come: connected workers that were not rejected; workers that computed before and are
+away; for a while, those that took part before a restart; and, unless what rejects one worker
+rejects all, the expected workers that are still missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from coordinator.run.workers.membership import Member, Membership
+
+OTHERS_COME_WITHIN_MS: Final = 30_000
+"""How long a run waits for another worker after it has rejected all that came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a worker cannot take part, and how the run ends unless another one can.
+
+    Attributes:
+        rejects_all: Whether the cause rejects every worker.
+        since_ms: Since when no other worker is connected; None before the next tick.
+    """
+
+    reason: str
+    exit_code: int
+    rejects_all: bool
+    since_ms: float | None = None
+
+
+class Eligibility:
+    """The newest verdict, and the rejected workers with the reason for each.
+
+    Attributes:
+        unfit: Reasons by worker.
+        verdict: The newest verdict that may end the run.
+    """
+
+    def __init__(self, members: Membership, expect_workers: int) -> None:
+        self.unfit: dict[str, str] = {}
+        self.verdict: Verdict | None = None
+        self._devices: dict[str, int] = {}
+        self._members = members
+        self._expect_workers = expect_workers
+
+    def reject(self, member: Member, reason: str) -> None:
+        """Note why a worker cannot take part; it may come back changed."""
+        if not member.evaluates:
+            self.unfit[member.name] = reason
+            self._devices[member.name] = member.devices
+
+    def judge(
+        self, member: Member, reason: str, exit_code: int, *, rejects_all: bool = False
+    ) -> None:
+        """Note that a worker cannot take part at all: the run ends if no other comes soon."""
+        if not member.evaluates:
+            reason = f"worker {member.name!r}: {reason}"
+            self.verdict = Verdict(reason, exit_code, rejects_all)
+
+    @property
+    def others_may_come(self) -> bool:
+        """Whether another worker is here, or may still come."""
+        able = any(not member.evaluates for member in self._members)
+        away = self._members.departed - self.unfit.keys()
+        unfit = sum(self._devices[name] for name in self.unfit)
+        rejects_all = self.verdict is not None and self.verdict.rejects_all
+        return able or bool(away) or (unfit < self._expect_workers and not rejects_all)
+
+    def expired(self, now_ms: float) -> Verdict | None:
+        """Return the verdict that ends the run now, if no other worker has come in time."""
+        if self.verdict is None:
+            return None
+        if self.others_may_come:
+            self.verdict = None
+        elif self.verdict.since_ms is None:
+            self.verdict = replace(self.verdict, since_ms=now_ms)
+        elif now_ms - self.verdict.since_ms >= OTHERS_COME_WITHIN_MS:
+            return self.verdict
+        return None

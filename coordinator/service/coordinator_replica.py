@@ -1,0 +1,122 @@
+"""The coordinator's own replica, updated in its own thread, off the critical path."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from coordinator.storage.recovery import Recovery
+from protocol.exact.replica import Replica
+from protocol.exact.update import Array, StepScalars
+from protocol.machine.machine import Machine
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.messages import StateChunk
+
+T = TypeVar("T")
+
+
+class ReplicaState(NamedTuple):
+    """The state after `step` steps.
+
+    Attributes:
+        step: Steps applied or skipped.
+        state_digest: Of parameters, moments and counters.
+        not_finite: Location of a value that is not finite; empty if all are finite.
+    """
+
+    step: int
+    state_digest: str
+    not_finite: str = ""
+
+
+class LockedReplica:
+    """The replica while nothing may change it; `release` unlocks it. No second copy is in
+    memory."""
+
+    def __init__(self, replica: Replica, turn: asyncio.Lock) -> None:
+        self.replica = replica
+        self._turn: asyncio.Lock | None = turn
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Unlock the replica; call it in the event loop, once or more."""
+        if self._turn is not None:
+            self._turn.release()
+            self._turn = None
+
+
+class CoordinatorReplica:
+    """Owns the replica; its methods run in the order of the calls.
+
+    Attributes:
+        manifest: The run's manifest.
+    """
+
+    def __init__(self, manifest: Manifest, spec: RunSpec, thread: Executor | None = None) -> None:
+        self.manifest = manifest
+        self._replica = Replica(manifest.blocks, spec.update)
+        self._thread = thread or Machine().thread("replica")
+        self._turn = asyncio.Lock()
+
+    def fill(self, message: StateChunk, values: Array) -> None:
+        """Take a chunk of the parameters of state 0, before the first step."""
+        piece = self.manifest.blocks[message.block].chunk_slice(message.chunk)
+        np.copyto(self._replica.parameters[message.block][piece], values)
+
+    async def catch_up(self, recovery: Recovery) -> ReplicaState:
+        """Take the state that a recovery leads to; later calls wait for it.
+
+        Raises:
+            StorageDamaged: The files do not lead to the recorded state.
+            StorageFailed: They cannot be read.
+        """
+
+        def work() -> ReplicaState:
+            self._replica = recovery.replica()
+            return self._present_state()
+
+        return await self._in_thread(work)
+
+    async def state_0(self) -> tuple[str, ReplicaState]:
+        """Return the initial digest, and the present state."""
+        return await self._in_thread(
+            lambda: (self._replica.initial_digest(), self._present_state())
+        )
+
+    async def apply(self, averages: Sequence[Array], scalars: StepScalars | None) -> ReplicaState:
+        """Take one step, or skip it without scalars; the averages are not changed."""
+
+        def work() -> ReplicaState:
+            if scalars is None:
+                self._replica.skip()
+            else:
+                self._replica.apply(averages, scalars)
+            return self._present_state()
+
+        return await self._in_thread(work)
+
+    async def lock(self) -> LockedReplica:
+        """Lock the replica after all calls before this one; later calls wait."""
+        await self._turn.acquire()
+        return LockedReplica(self._replica, self._turn)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _present_state(self) -> ReplicaState:
+        replica = self._replica
+        return ReplicaState(replica.step, replica.state_digest(), replica.location_not_finite())
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        async with self._turn:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,172 @@
+"""Event sinks, and the service's events beside those of a run.
+
+Console, event stream, log and all other sinks receive the same typed events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from coordinator.run.outputs.events import Event
+
+
+class EventSink(Protocol):
+    """Receives events."""
+
+    def emit(self, event: Event, run_id: str = "") -> None:
+        """Take an event, of this run if it belongs to one."""
+
+
+def document(event: Event, run_id: str = "") -> dict[str, object]:
+    """Return an event's fields, with the run's ID if it belongs to one."""
+    fields = event.fields()
+    return {"run_id": run_id, **fields} if run_id else fields
+
+
+# Workers.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConnected(Event):
+    """A worker became a member."""
+
+    name = "worker_connected"
+    worker: str
+    backend: str
+    admitted_by: str
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDisconnected(Event):
+    """A member's connection is over."""
+
+    name = "worker_disconnected"
+    worker: str
+    reason: str
+    workers: int
+
+
+# Secrets.
+
+
+@dataclass(frozen=True, slots=True)
+class SecretsDamaged(Event):
+    """A file of keys or of the join token is missing or damaged; its last valid content counts."""
+
+    name = "secrets_trouble"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SecretsRestored(Event):
+    """All files of keys and token are usable again."""
+
+    name = "secrets_sound"
+
+
+# Runs.
+
+
+@dataclass(frozen=True, slots=True)
+class RunAccepted(Event):
+    """A new run begins; `steps` is None if the samples decide their number."""
+
+    name = "run_accepted"
+    task: str
+    steps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunWaitsForDisk(Event):
+    """The next run cannot begin because its directory cannot be used; this is retried."""
+
+    name = "run_waits_for_disk"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunResumed(Event):
+    """A run continues after so many steps; `notes` say what its files lacked."""
+
+    name = "run_resumed"
+    task: str
+    steps: int | None
+    step: int
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded(Event):
+    """A run is over, and its files are written."""
+
+    name = "run_ended"
+    outcome: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailing(Event):
+    """A run is about to end as failed; for the journal alone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogUnreadable(Event):
+    """The steps that a worker missed cannot be read."""
+
+    name = "log_unreadable"
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class InternalError(Event):
+    """An internal error."""
+
+    name = "internal_error"
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventLoopBlocked(Event):
+    """The event loop was blocked for so many milliseconds."""
+
+    name = "event_loop_held"
+    held_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCopied(Event):
+    """A checkpoint was copied to another directory."""
+
+    name = "checkpoint_copied"
+    step: int
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRecovered(Event):
+    """Copies to a directory work again."""
+
+    name = "copied_again"
+    step: int
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFailed(Event):
+    """From this checkpoint on, copies to a directory fail; the run continues."""
+
+    name = "copy_failed"
+    step: int
+    to: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draining(Event):
+    """The service finishes the step in progress, then ends."""
+
+    name = "draining"

@@ -1,0 +1,140 @@
+"""Workers that reconnect again and again: their connections end alike, before they take a step.
+
+Pure. One lost connection is an incident; three alike in a row are a persistent fault.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from coordinator.members.acceptor import CONTROL_PORT
+from coordinator.run.outputs.events import Event
+from protocol.wire.acceptor import NOTHING_RECEIVED
+
+Phase = Literal["joining", "fetching files", "loading", "training"]
+_TOO_OFTEN: Final = 3
+_MOST_KEPT: Final = 1024
+"""How many workers and addresses are remembered; anyone can connect from many addresses."""
+_PATH: Final = (
+    "large messages do not arrive; lower the MTU there (ip link set DEV mtu 1400), and run "
+    "worker doctor --coordinator HOST:PORT"
+)
+_OTHERS_EVERY_S: Final = 600.0
+_PROCESS: Final = (
+    "its process may have been killed for memory: see its log, `worker doctor` and `dmesg` there"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFlapping(Event):
+    """A worker's connections have ended alike `count` times in a row, without a step.
+
+    `worker` is an address if it has never joined.
+    """
+
+    name = "worker_comes_and_goes"
+    worker: str
+    phase: Phase
+    count: int
+    reason: str
+    cause: str
+
+    def __str__(self) -> str:
+        return (
+            f"worker {self.worker} comes and goes: lost {self.count} times in a row while "
+            f"{self.phase}: {self.reason}; {self.cause}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StrayConnection(Event):
+    """A peer connected to the workers' port that is not a worker.
+
+    `count` is how many did so since the last report.
+    """
+
+    name = "not_a_worker"
+    address: str
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"something at {self.address} that is not a worker connects to the workers' port "
+            f"({self.count} so far): {self.reason}; {CONTROL_PORT}"
+        )
+
+
+class StrayConnections:
+    """Connections to the workers' port that are not workers': reported once in ten minutes."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._reported_s = -math.inf
+
+    def count(self, address: str, reason: str, now_s: float) -> StrayConnection | None:
+        """Count a connection; return an event if it is time for one. A port check is never
+        reported."""
+        if reason == NOTHING_RECEIVED:
+            return None
+        self._count += 1
+        if now_s - self._reported_s < _OTHERS_EVERY_S:
+            return None
+        event, self._count = StrayConnection(address, self._count, reason), 0
+        self._reported_s = now_s
+        return event
+
+
+class FlapDetector:
+    """Counts connections in a row that ended in the same phase.
+
+    Attributes:
+        reported: The newest event about each flapping worker, by name or address.
+    """
+
+    def __init__(self) -> None:
+        self.reported: dict[str, WorkerFlapping] = {}
+        self._ends: dict[str, tuple[Phase, int]] = {}
+
+    def reset(self, worker: str) -> None:
+        """Forget a worker that has taken a step or left properly, or an address that has joined."""
+        self._ends.pop(worker, None)
+        self.reported.pop(worker, None)
+
+    def ended(
+        self, worker: str, phase: Phase, reason: str, *, is_explained: bool
+    ) -> WorkerFlapping | None:
+        """Count a connection that ended without a step.
+
+        Args:
+            worker: Its name, or address.
+            phase: What it was doing.
+            reason: Why the connection ended.
+            is_explained: Whether the worker itself gave the reason, which is then the cause.
+
+        Returns:
+            An event at the third time, and then each time after twice as many.
+        """
+        before, count = self._ends.pop(worker, (phase, 0))
+        count = count + 1 if before == phase else 1
+        self._ends[worker] = phase, count
+        if len(self._ends) > _MOST_KEPT:
+            self.reset(next(iter(self._ends)))
+        if count < _TOO_OFTEN:
+            return None
+        cause = (
+            "fix that, or keep it away"
+            if is_explained
+            else f"likely: {_likely_cause(phase, reason)}"
+        )
+        self.reported[worker] = event = WorkerFlapping(worker, phase, count, reason, cause)
+        turn, rest = divmod(count, _TOO_OFTEN)
+        return event if not rest and turn & (turn - 1) == 0 else None
+
+
+def _likely_cause(phase: Phase, reason: str) -> str:
+    if phase in ("joining", "fetching files") or "silent" in reason or "again" in reason:
+        return _PATH
+    return _PROCESS

@@ -1,0 +1,118 @@
+"""Whether the coordinator's machine has the memory for a run, checked before it begins.
+
+    (1 + moments) P   the replica: parameters and the optimizer's moments
+    2 P               averaged gradients: of the step in progress, and of the one being applied
+    max(P/2, 64 MiB)  gradients that wait for their siblings in the tree
+    24 MiB            send and receive buffers of each worker
+
+A run with K replicas needs more, because an inner phase must not be computed twice:
+
+    K/2 P + P         differences that wait for their siblings in the tree, in float32
+    K S               per-replica state until it is on disk. S is P per carried moment of the inner
+                      optimizer, and P more with topk
+    64 MiB            inner checkpoints that wait for the disk, if a round has any
+
+P is four bytes for each trained parameter. So AdamW needs 5.5 P, whatever the number of workers,
+joiners and slow readers. Nothing else is as large as P: a checkpoint is written from the replica,
+and a joiner is sent what is on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.run.outputs.side_outputs import replica_state_bytes
+from protocol.base import limits
+from protocol.base.errors import RunFailed
+from protocol.base.limits import byte_size
+from protocol.base.option_names import option
+from protocol.exact.update import moment_count
+from protocol.machine.allocator import give_back_freed_memory
+from protocol.machine.memory import read_memory
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec
+
+_AVERAGES: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """The bytes that a run needs.
+
+    Attributes:
+        parameters: P of the module's docstring.
+        replica: Parameters and moments.
+        gradients: Averaged ones, and those that wait for siblings.
+        workers: Buffers of all connections.
+    """
+
+    parameters: int
+    replica: int
+    gradients: int
+    workers: int
+
+    @property
+    def total(self) -> int:
+        return self.replica + self.gradients + self.workers
+
+    @classmethod
+    def of(cls, spec: RunSpec, manifest: Manifest, workers: int) -> MemoryBudget:
+        """Compute the budget of a run with so many workers."""
+        parameters = manifest.elements * 4
+        # One body is read while another is summed; a third follows the transport's buffer.
+        connection = 2 * limits.BODY_BYTES + limits.WRITE_HIGH_WATER_BYTES + limits.BODY_BYTES
+        waiting = max(parameters // 2, limits.PARTIAL_SUMS_BYTES)
+        if spec.replicas is not None:
+            own = spec.replicas.count * replica_state_bytes(spec, manifest)
+            waiting = -(-spec.replicas.count // 2) * parameters + parameters + own
+            waiting += limits.INNER_CHECKPOINTS_BYTES if spec.replicas.boundary_every else 0
+        return cls(
+            parameters=parameters,
+            replica=parameters * (1 + moment_count(spec.update)),
+            gradients=_AVERAGES * parameters + waiting,
+            workers=workers * (connection + limits.SEND_AHEAD_BYTES),
+        )
+
+
+def check_memory(
+    spec: RunSpec, manifest: Manifest, workers: int, *, is_resumed: bool = False
+) -> None:
+    """Check that a run fits into this machine's free memory.
+
+    Args:
+        spec: The run spec.
+        manifest: The run's manifest.
+        workers: How many workers it has.
+        is_resumed: Whether the run began before: its run spec is settled.
+
+    Raises:
+        RunFailed: It does not fit; says how much is missing, and what to set instead.
+    """
+    needed = MemoryBudget.of(spec, manifest, workers)
+    try:
+        if needed.total <= _free_bytes():
+            return
+        give_back_freed_memory()  # an earlier run's
+        free = _free_bytes()
+    except (OSError, ValueError):
+        return  # not Linux
+    if needed.total <= free:
+        return
+    instead = "" if spec.update.name == "sgd" else f"set optimizer.name=sgd ({option('--set')}), "
+    if spec.replicas is not None:
+        key = "replicas.inner_state=reset and a lower replicas.count"
+        instead = f"set {key} ({option('--set')}), "
+    instead += "train fewer parameters (LoRA), or "
+    raise RunFailed(
+        f"the coordinator lacks memory for this run: {byte_size(needed.parameters)} of trained "
+        f"parameters take {byte_size(needed.total)} ({byte_size(needed.replica)} with moments, "
+        f"{byte_size(needed.gradients)} of gradients, {byte_size(needed.workers)} for "
+        f"connections), {byte_size(free)} are free; {'' if is_resumed else instead}"
+        f"run the coordinator on a machine with {byte_size(needed.total - free)} more"
+    )
+
+
+def _free_bytes() -> int:
+    memory = read_memory()
+    return memory.free if memory.bound is None else min(memory.free, memory.bound)

@@ -1,0 +1,311 @@
+"""A run that this coordinator has taken on: begun anew, or loaded from its locked directory."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from coordinator.disk.directory_lock import DirectoryLock
+from coordinator.files.blob_index import BlobIndex, read_or_build_index, write_index
+from coordinator.files.permitted_files import PermittedFiles
+from coordinator.run.outputs.events import Checkpointed, Committed, ManifestSettled, Record
+from coordinator.run.outputs.restart import AdmissionRecord, Resumption
+from coordinator.storage.copies import check_directory
+from coordinator.storage.directory.journal import (
+    JournalEnd,
+    evaluations,
+    is_abandoned,
+    newest_scale,
+    read_end,
+)
+from coordinator.storage.directory.journal_records import Resumed, RunStarted
+from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
+from coordinator.storage.file_digests import check_files
+from coordinator.storage.recovery import Recovery, recover, remove_later_checkpoints
+from coordinator.storage.rollback import roll_back
+from coordinator.storage.states.checkpoint import FORMAT, checkpoint_steps
+from protocol import __version__
+from protocol.base.errors import Mismatch, SamestepError, StorageDamaged, UsageError
+from protocol.base.option_names import option
+from protocol.exact.schedule import first_scale, scale_after, scales
+from protocol.spec.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Where a run continues: what is on disk, and the starting point of its decisions."""
+
+    recovery: Recovery
+    resumption: Resumption
+
+
+@dataclass(frozen=True, slots=True)
+class RunInstance:
+    """One run, queued or in progress.
+
+    Attributes:
+        stored: Its ID and spec, as on disk.
+        directory: Its files.
+        lock: Locks the directory.
+        restart: Where it continues; None for a new run.
+        blobs: The files that it names, for workers to request.
+    """
+
+    stored: StoredRun
+    directory: RunDirectory
+    lock: DirectoryLock
+    restart: Restart | None = None
+    blobs: BlobIndex | None = None
+
+    def first_lines(self) -> list[Record]:
+        """Return the lines to add to the journal before the run goes on; its end must be intact.
+
+        Raises:
+            StorageFailed: The journal cannot be read.
+        """
+        saved = self.restart.resumption.saved if self.restart is not None else 0
+        journal = read_end(self.directory.journal, saved)
+        lines: list[Record] = []
+        if not journal.begun:
+            lines.append(RunStarted.of(self.stored.run_id, self.stored.document, _versions()))
+        if self.restart is not None:
+            lines += _lines_after_restart(self.restart.recovery, journal, self.lock.epoch)
+        return lines
+
+
+def begin_run(
+    run_id: str, spec: RunSpec, lock: DirectoryLock, blobs: BlobIndex | None = None
+) -> RunInstance:
+    """Begin a new run in a locked directory.
+
+    Raises:
+        UsageError: The directory holds a run, or the spec's directories for copies cannot be used.
+        StorageFailed: A write failed.
+    """
+    for place in spec.checkpoint.copies:
+        check_directory(place)
+    directory = RunDirectory(lock.directory)
+    directory.begin(run_id, spec)
+    if blobs is not None:
+        write_index(directory.files_file, blobs)
+    stored = StoredRun(run_id, spec, spec.model_dump(mode="json"))
+    return RunInstance(stored, directory, lock, blobs=blobs)
+
+
+def load_run(
+    lock: DirectoryLock,
+    spec: RunSpec | None = None,
+    from_step: int | None = None,
+    permitted: PermittedFiles | None = None,
+) -> RunInstance | None:
+    """Load the run in a locked directory to continue it.
+
+    Args:
+        lock: Locks the directory.
+        spec: The expected run spec; None for any.
+        from_step: Roll back to the checkpoint after so many steps, even of a finished run.
+        permitted: Which files the run may read that it has not read before; None for all.
+
+    Returns:
+        None if there is no run, or it has finished.
+
+    Raises:
+        Mismatch: It is another run.
+        UsageError: There is no such checkpoint.
+        StorageDamaged: A file is damaged in a way that no crash explains.
+        StorageFailed: A read or write failed.
+    """
+    directory = RunDirectory(lock.directory)
+    check_files(directory)
+    stored = directory.read_run()
+    if stored is None:
+        return None
+    if spec is not None and spec != stored.spec:
+        raise Mismatch(
+            f"{str(lock.directory)!r} holds run {stored.run_id!r} of another run spec; leave "
+            f"the run spec out to continue it, or choose another {option('--out')}"
+        )
+    if from_step is None and not is_unfinished(lock.directory):
+        return None
+    blobs = read_or_build_index(directory.files_file, stored.spec, permitted)
+    admission = directory.read_admission_record()
+    rollback_notes = () if from_step is None else (roll_back(directory, from_step, lock.epoch),)
+    recovery = recover(directory)
+    if recovery is None:
+        return RunInstance(stored, directory, lock, None, blobs)
+    if rollback_notes:
+        # Later commits are void, even if their steps could be compared.
+        recovery = replace(recovery, redo=(), notes=(*recovery.notes, *rollback_notes))
+    metrics: dict[int, dict[str, float]] = {}
+    if stored.spec.stop is not None:
+        metrics = evaluations(directory.journal, recovery.step)
+    scale = _loss_scale(directory, recovery) if scales(stored.spec) else None
+    resumption = replace(_resumption(recovery, admission), metrics=metrics, loss_scale=scale)
+    if not rollback_notes:
+        _check_complete(directory, recovery)
+    remove_later_checkpoints(directory, recovery)
+    return RunInstance(stored, directory, lock, Restart(recovery, resumption), blobs)
+
+
+def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
+    """Check that journal and log are complete.
+
+    The journal is synced before a checkpoint is written, and the log before the journal reports
+    a step. So if one lacks more than that allows, it was cut.
+
+    Raises:
+        StorageDamaged: One is not complete.
+        StorageFailed: One cannot be read.
+    """
+    saved = recovery.checkpoint.info.step
+    journal = read_end(directory.journal, saved)
+    if not journal.begun or journal.commits < saved:
+        problem = (
+            f"it has {journal.commits} steps" if journal.begun else "its first line is missing"
+        )
+        reason = f"{problem}, and there is a checkpoint after {saved}; restore it from a copy"
+        raise StorageDamaged(str(directory.journal), "", reason)
+    last = -1 if recovery.index.last is None else recovery.index.last
+    present = max(last + 1, *checkpoint_steps(directory.checkpoints))
+    # The newest step may be torn; and a rollback may have set the missing steps aside.
+    if journal.commits > present + 1 and not directory.set_aside.exists():
+        reason = (
+            f"expected the {journal.commits} steps in the journal, got {present}; restore it from "
+            f"a copy, or repeat the others (--from-step {saved})"
+        )
+        raise StorageDamaged(str(directory.log), "", reason)
+
+
+def _resumption(recovery: Recovery, record: AdmissionRecord | None) -> Resumption:
+    """Return where the run's decisions continue."""
+    info = recovery.checkpoint.info
+    known = info.step == recovery.step and info.format == FORMAT
+    begins = recovery.step == 0 and record is None
+    redone = {
+        record.commit.step: None if record.commit.scalars is None else record.commit.averages_digest
+        for record in recovery.redo
+    }
+    return Resumption(
+        manifest=recovery.manifest,
+        step=recovery.step,
+        optimizer_step=recovery.optimizer_step,
+        losses=recovery.losses,
+        state_digest=info.state_digest if known else None,
+        saved=info.step,
+        redone=redone,
+        admission=record,
+        initial_digest=recovery.replica().initial_digest() if begins else None,
+    )
+
+
+def _loss_scale(directory: RunDirectory, recovery: Recovery) -> float:
+    """Return the loss scale of the next step, from the newest commit that has one.
+
+    That commit is in the log or, before the checkpoint, in the journal.
+    """
+    spec = recovery.run.spec
+    by_step = {
+        logged.step: logged.record.commit.scalars.loss_scale
+        for logged in recovery.logged
+        if logged.record.commit.scalars is not None
+    }
+    at, scale = -1, first_scale(spec)
+    if by_step:
+        at, scale = max(by_step.items())
+    elif (newest := newest_scale(directory.journal, recovery.step)) is not None:
+        at, scale = newest
+    for step in range(max(at + 1, 1), recovery.step + 1):
+        scale = scale_after(spec, scale, step)
+    return scale
+
+
+def _lines_after_restart(recovery: Recovery, journal: JournalEnd, epoch: int) -> Iterator[Record]:
+    """Return what the journal must say before the run goes on.
+
+    Args:
+        recovery: What was found on disk.
+        journal: What the journal says so far.
+        epoch: Of the new coordinator.
+    """
+    info = recovery.checkpoint.info
+    if not journal.settled:
+        yield ManifestSettled.of(recovery.manifest)
+    commits = min(journal.commits, recovery.step)
+    updates = {info.step: info.optimizer_step}
+    updates |= {step.step + 1: step.record.optimizer_step for step in recovery.logged}
+    yield Resumed(
+        epoch=epoch,
+        step=commits,
+        optimizer_step=updates.get(commits, info.optimizer_step),
+        notes=tuple(note[:2000] for note in recovery.notes),
+    )
+    if not journal.saved:
+        yield Checkpointed(
+            epoch=info.epoch,
+            step=info.step,
+            optimizer_step=info.optimizer_step,
+            weights_digest=info.weights_digest,
+            state_digest=info.state_digest,
+            directory=recovery.checkpoint.path.name,
+        )
+    for step in recovery.logged:
+        if step.step >= commits:
+            yield Committed.of(step.record, recovered=True)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a directory holds a run that can continue: interrupted, failed or drained."""
+    directory = RunDirectory(path)
+    if directory.read_run_file() is None:
+        return False
+    result = directory.read_result()
+    return result is None or result["outcome"] == "drained"
+
+
+def unfinished_runs(path: Path) -> list[Path]:
+    """Return the directories below this one with unfinished runs, oldest first.
+
+    Runs that an operator gave up are left out.
+
+    Raises:
+        UsageError: There is no such directory.
+    """
+    if not path.is_dir():
+        raise UsageError(f"expected runs to resume in {str(path)!r}, found no such directory")
+    unfinished = [child for child in path.iterdir() if _seems_unfinished(child)]
+    return sorted(unfinished, key=lambda child: RunDirectory(child).accepted_ns())
+
+
+def given_up_runs(path: Path) -> list[str]:
+    """Return the names of the directories below this one whose runs an operator gave up."""
+    return [each.parent.name for each in sorted(path.glob("*/run.json")) if _given_up(each.parent)]
+
+
+def _given_up(path: Path) -> bool:
+    try:
+        return is_unfinished(path) and is_abandoned(RunDirectory(path).journal)
+    except SamestepError:
+        return False
+
+
+def _seems_unfinished(path: Path) -> bool:
+    """Whether a run is unfinished; if that is unreadable, too: resuming it will say why."""
+    try:
+        return is_unfinished(path) and not _given_up(path)
+    except SamestepError:
+        return True
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Return the versions of the software here that decides bits or formats."""
+    names = ("numpy", "blake3", "safetensors")
+    return {
+        "samestep": __version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in names},
+    }

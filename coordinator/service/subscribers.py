@@ -1,0 +1,218 @@
+"""Workers that have the run's state: how they get it, and the broadcasts that they receive.
+
+A worker gets a checkpoint's state and the later steps from the log, or only the steps that it
+missed; then what was broadcast after the replica's state. No running worker is disturbed. Nothing
+is buffered for it but the few chunks that are being sent: broadcasts stay in memory until the
+replica has them, and a worker that has not read them by then gets them from the log.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+from coordinator.members.session import MemberSession
+from coordinator.run.outputs.actions import Replay
+from coordinator.storage.log.log_index import LoggedStep
+from coordinator.storage.run_storage import RunStorage
+from coordinator.storage.states.checkpoint_state import CheckpointState
+from protocol.base import limits
+from protocol.exact.codecs import packed
+from protocol.exact.update import Array
+from protocol.spec.manifest import Manifest
+from protocol.spec.sections.exchange import Codec
+from protocol.wire.connection import Encoded, encode
+from protocol.wire.messages import (
+    Assign,
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+    Cancel,
+    Commit,
+    EvalPlan,
+    Message,
+    StateChunk,
+    StepPlan,
+)
+from protocol.wire.transport import Channel
+
+_MOST_STATE_PARTS: Final = 3
+"""Parameters and two moments: the state is at most as long as the averages of three steps."""
+
+
+_FOR_JOINERS: Final = (AveragedBlockGradient, AveragedNonBlockGradient, Commit)
+_IN_STEP: Final = (*_FOR_JOINERS, StepPlan, Assign, Cancel, EvalPlan)
+
+
+class Subscribers:
+    """The subscribed workers, and the broadcasts that a joiner needs.
+
+    Attributes:
+        since: Broadcasts of this step and later ones are kept for joiners.
+        over: Whether the run is over: nothing more is sent.
+
+    Args:
+        sessions: Members by name; other names are skipped.
+        codec: The precision of averages.
+        since: Steps committed before the first broadcast.
+    """
+
+    def __init__(self, sessions: Mapping[str, MemberSession], codec: Codec, since: int = 0) -> None:
+        self.since = since
+        self.over = False
+        self._sessions = sessions
+        self._codec = codec
+        self._names: set[str] = set()
+        self._tail: deque[tuple[int, Encoded]] = deque()
+
+    def discard(self, worker: str) -> None:
+        """Send a worker no more broadcasts."""
+        self._names.discard(worker)
+
+    def broadcast(
+        self, message: Message, body: Array | None, had_by: frozenset[str] = frozenset()
+    ) -> None:
+        """Send to all subscribers but those that get it from others, and keep it for joiners."""
+        encoded = encode(message, None if body is None else packed(body, self._codec))
+        for name in sorted(self._names - had_by):
+            session = self._sessions.get(name)
+            if session is not None:
+                session.channel.send(encoded)
+        if isinstance(message, _FOR_JOINERS):
+            self._tail.append((message.step, encoded))
+
+    def send_again(self, session: MemberSession, step: int) -> bool:
+        """Send the averages of a step again; return whether they are still kept."""
+        remaining = [
+            encoded
+            for broadcast_step, encoded in self._tail
+            if broadcast_step == step and not isinstance(encoded.message, Commit)
+        ]
+        for encoded in remaining:
+            session.channel.send(encoded)
+        return bool(remaining)
+
+    def forget_before(self, step: int) -> None:
+        """Drop broadcasts of steps that the replica has taken."""
+        self.since = max(self.since, step)
+        while self._tail and self._tail[0][0] < self.since:
+            self._tail.popleft()
+
+    def join(self, session: MemberSession, step: int) -> None:
+        """Subscribe a worker that has taken `step` steps, `since` or more: first send what it
+        missed."""
+        assert step >= self.since
+        for broadcast_step, encoded in self._tail:
+            if broadcast_step >= step:
+                session.channel.send(encoded)
+        self._names.add(session.name)
+
+    def behind(self, step: int) -> list[str]:
+        """Return the workers that still have data of earlier steps in their send queues."""
+        return [name for name in sorted(self._names) if self._next_step(name, step) < step]
+
+    def _next_step(self, worker: str, step: int) -> int:
+        session = self._sessions.get(worker)
+        waiting = session.channel.waiting if session is not None else iter(())
+        return next((m.step for m in waiting if isinstance(m, _FOR_JOINERS)), step)
+
+    def detach(self, worker: str, step: int) -> int:
+        """Unsubscribe a worker and clear its send queue.
+
+        Returns:
+            The step from which on it needs everything again, from the log.
+        """
+        next_step = self._next_step(worker, step)
+        self.discard(worker)
+        if (session := self._sessions.get(worker)) is not None:
+            session.channel.withdraw(_IN_STEP)
+        return next_step
+
+    def is_far(self, step: int, now: int, manifest: Manifest) -> bool:
+        """Whether the averages of all steps since are more to send than the state."""
+        missed_bytes = (now - step) * manifest.elements * 4
+        return missed_bytes > max(limits.REPLAY_BYTES, _MOST_STATE_PARTS * manifest.elements * 4)
+
+    async def send_state(
+        self, channel: Channel, run_id: str, storage: RunStorage, saved: CheckpointState
+    ) -> None:
+        """Send a worker a whole state, as fast as it reads.
+
+        Raises:
+            SamestepError: The state cannot be read.
+        """
+        *_, last = saved.pieces()
+        async for piece, values in storage.pieces(saved):
+            await channel.room()
+            if channel.closed or self.over:
+                return
+            message = StateChunk(
+                run_id=run_id, kind=piece.kind, block=piece.block, chunk=piece.chunk,
+                step=saved.step, optimizer_step=saved.optimizer_step,
+                last=piece == last,
+            )  # fmt: skip
+            channel.send(encode(message, values))
+
+    async def replay(
+        self,
+        channel: Channel,
+        storage: RunStorage,
+        manifest: Manifest,
+        missed: Replay,
+        epoch: int,
+    ) -> int | None:
+        """Send a worker committed steps from the log, as fast as it reads, up to those kept here.
+
+        Args:
+            channel: Of the worker.
+            storage: Has the log.
+            manifest: Has the kind of each block.
+            missed: The first step, and the state before it.
+            epoch: Of the coordinator, for the messages, whichever epoch wrote the step.
+
+        Returns:
+            How many steps the worker has then, for `join`; None if the log does not lead there.
+
+        Raises:
+            SamestepError: The log cannot be read.
+        """
+        step, digest = missed.step, missed.state_digest
+        while step < self.since and not (channel.closed or self.over):
+            row = await storage.logged(step)
+            if not row or digest not in (None, row[0].record.state_before):
+                return None
+            digest = None
+            for logged in row:
+                if logged.record.commit.scalars is not None and not logged.has_averages:
+                    return None
+                await self._send_step(channel, storage, manifest, epoch, logged)
+                step += 1
+        return step
+
+    async def _send_step(
+        self,
+        channel: Channel,
+        storage: RunStorage,
+        manifest: Manifest,
+        epoch: int,
+        logged: LoggedStep,
+    ) -> None:
+        """Send a logged step, unless the run ends: the worker may be in the next run already."""
+        commit = logged.record.commit
+        if commit.scalars is not None:
+            place = {"epoch": epoch, "step": commit.step, "attempt": commit.attempt}
+            async for block, chunk, values in storage.chunks(logged):
+                await channel.room()
+                if channel.closed or self.over:
+                    return
+                is_block = manifest.blocks[block].kind == "block"
+                kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
+                message = kind(**place, block=block, chunk=chunk)
+                channel.send(encode(message, packed(values, self._codec)))
+        if not self.over:
+            channel.send(encode(commit.model_copy(update={"epoch": epoch})))
+
+    def clear(self) -> None:
+        """Drop all kept broadcasts: the run is over."""
+        self.over = True
+        self._tail.clear()

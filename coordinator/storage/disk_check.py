@@ -1,0 +1,127 @@
+"""Whether the disk has room for the files of a run, checked before it begins.
+
+The log holds every averaged gradient, four bytes per trained parameter and step, from one
+checkpoint to the next; a checkpoint holds parameters and moments.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.capture.captured_files import result_bytes
+from coordinator.disk.durable_file import storing
+from coordinator.run.outputs.side_outputs import replica_state_bytes
+from coordinator.storage.states.replica_states import LATEST
+from protocol.base import limits
+from protocol.base.errors import StorageFailed
+from protocol.base.limits import byte_size
+from protocol.base.option_names import option
+from protocol.exact.update import moment_count
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBudget:
+    """The most that a run keeps at any time.
+
+    Attributes:
+        step_bytes: Of the log, for each step.
+        steps: How many steps the log holds at once.
+        state_bytes: Of a checkpoint.
+        states: How many checkpoints there are at once.
+        result_bytes: Of the trained or captured result.
+    """
+
+    step_bytes: int
+    steps: int
+    state_bytes: int
+    states: int
+    result_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the log."""
+        return self.state_bytes * self.states + self.result_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything."""
+        return self.fixed_bytes + self.step_bytes * self.steps
+
+    @classmethod
+    def of(cls, spec: RunSpec, manifest: Manifest) -> DiskBudget:
+        """Compute the budget from run spec and parameter count."""
+        saving, parameter_bytes = spec.checkpoint, manifest.elements * 4
+        steps = spec.steps_with(manifest.epoch_samples)
+        every = min(saving.every or steps, steps)
+        # One is written before another is removed; the best and the first may stay too.
+        states = 1 + saving.keep_last + (saving.metric is not None) + saving.keep_log
+        return cls(
+            step_bytes=parameter_bytes if spec.log == "full" else 0,
+            steps=steps if saving.keep_log else every,
+            state_bytes=parameter_bytes * (1 + moment_count(spec.update)),
+            states=min(states, 2 + (steps - 1) // every),
+            result_bytes=_capture_bytes(spec, manifest)
+            if manifest.capture
+            else parameter_bytes + _replica_bytes(spec, manifest, states),
+        )
+
+
+def _replica_bytes(spec: RunSpec, manifest: Manifest, states: int) -> int:
+    """Return the bytes of per-replica states, with checkpoints and the last rounds, and of an inner
+    checkpoint of each replica."""
+    if spec.replicas is None:
+        return 0
+    own = replica_state_bytes(spec, manifest) * (states + LATEST)
+    boundary = manifest.elements * 4 * (1 + moment_count(spec.optimizer))
+    return spec.replicas.count * (own + (2 * boundary if spec.replicas.boundary_every else 0))
+
+
+def _capture_bytes(spec: RunSpec, manifest: Manifest) -> int:
+    """Return the bytes of the captured logits, and of the file that is being written."""
+    captured = result_bytes(spec, manifest)
+    return captured + min(captured, limits.LOGITS_FILE_BYTES)
+
+
+def check_disk_space(directory: Path, spec: RunSpec, manifest: Manifest) -> None:
+    """Check that the files of the run fit on the disk.
+
+    Raises:
+        StorageFailed: They do not; says what to set instead, or how much space to free.
+    """
+    with storing("look at", directory):
+        free_bytes = shutil.disk_usage(directory).free
+    needed = DiskBudget.of(spec, manifest)
+    if needed.total_bytes > free_bytes:
+        if manifest.capture is not None:
+            text = (
+                f"No space left for this capture: expected {byte_size(needed.total_bytes)} for "
+                f"{manifest.train_samples} samples, got {byte_size(free_bytes)}; free "
+                f"{byte_size(needed.total_bytes - free_bytes)} more, or lower capture.top_k, "
+                "or set steps to capture a part"
+            )
+            raise StorageFailed("begin the run in", str(directory), text)
+        text = (
+            f"No space left for this run: {needed.steps} steps in the log at "
+            f"{byte_size(needed.step_bytes)} each, {needed.states} checkpoints at "
+            f"{byte_size(needed.state_bytes)} and the result are "
+            f"{byte_size(needed.total_bytes)}, and {byte_size(free_bytes)} are free; "
+            f"{_remedy(needed, spec, free_bytes)}"
+        )
+        raise StorageFailed("begin the run in", str(directory), text)
+
+
+def _remedy(needed: DiskBudget, spec: RunSpec, free_bytes: int) -> str:
+    more = f"free {byte_size(needed.total_bytes - free_bytes)} more"
+    remaining = free_bytes - needed.fixed_bytes
+    if needed.step_bytes == 0 or remaining < 0:
+        return more
+    fits = remaining // needed.step_bytes
+    if fits and not spec.checkpoint.keep_log:
+        return f"{more}, or set checkpoint.every={fits} ({option('--set')})"
+    if spec.checkpoint.keep_log and fits >= (spec.checkpoint.every or needed.steps):
+        return f"{more}, or set checkpoint.keep_log=false ({option('--set')})"
+    return f"{more}, or set log=checkpoint ({option('--set')}), which keeps no gradients"

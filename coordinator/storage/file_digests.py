@@ -1,0 +1,154 @@
+"""The digests of the small files that a restart reads: a changed file is refused.
+
+At each start, at each checkpoint and before a file is replaced, the journal records the BLAKE3 of
+each (`FileDigests`). Journals of older releases do not; they have the run spec and the manifest's
+digest, and the other files are covered from the next start on. `epoch.json` needs no digest: an
+epoch counts only if it is above all epochs in journal and log.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from coordinator.disk.directory_lock import DirectoryLock
+from coordinator.disk.durable_file import storing
+from coordinator.run.outputs.events import ManifestSettled
+from coordinator.storage.directory.journal import first_record, newest_epoch, newest_record
+from coordinator.storage.directory.journal_records import FileDigests, RunStarted
+from coordinator.storage.directory.run_directory import RunDirectory, is_intact
+from coordinator.storage.log.log_index import segment_epoch, segment_files
+from coordinator.storage.states.checkpoint import checkpoint_steps
+from protocol.base.errors import SamestepError, StorageDamaged
+from protocol.base.regular_file import read_json
+
+_REMEDY: Final = "restore it from a copy"
+
+Digests = dict[str, tuple[str | None, ...]]
+"""The possible digests of each file, by name; None if it may be missing."""
+
+
+def lock_directory(path: Path, above: int = 0) -> DirectoryLock:
+    """Lock a directory, with an epoch above all in its files.
+
+    Args:
+        path: The directory; made if missing.
+        above: An epoch known from elsewhere.
+
+    Raises:
+        UsageError: Another coordinator holds it, or it cannot be written.
+        StorageFailed: Journal or log cannot be read.
+    """
+    lock = DirectoryLock.acquire(path, above)
+    directory = RunDirectory(path)
+    try:
+        lock.raise_to(known_epoch(directory) + 1)
+    except SamestepError:
+        lock.release()
+        raise
+    return lock
+
+
+def known_epoch(directory: RunDirectory) -> int:
+    """Return the newest epoch in journal and log; 0 without any.
+
+    Raises:
+        StorageFailed: They cannot be read.
+    """
+    with storing("read", directory.log):
+        segments = segment_files(directory.log)
+    return max([newest_epoch(directory.journal), *map(segment_epoch, segments)])
+
+
+def present_digests(directory: RunDirectory) -> Digests:
+    """Return the digests of the small files that exist.
+
+    Raises:
+        StorageFailed: One cannot be read.
+    """
+    digests = {path.name: file_digest(path) for path in directory.small_files}
+    return {name: (digest,) for name, digest in digests.items() if digest is not None}
+
+
+def file_digest(path: Path) -> str | None:
+    """Return the BLAKE3 of a small file; None if it is missing."""
+    with storing("read", path):
+        return blake3(path.read_bytes()).hexdigest() if path.exists() else None
+
+
+def check_files(directory: RunDirectory) -> None:
+    """Check the small files against the journal.
+
+    Raises:
+        StorageDamaged: One is missing or was changed.
+        StorageFailed: One cannot be read.
+    """
+    check_journal(directory)
+    for path, reason in changed_files(directory, newest_record(directory.journal, FileDigests)):
+        raise StorageDamaged(str(path), "", reason)
+
+
+def changed_files(directory: RunDirectory, recorded: FileDigests | None) -> list[tuple[Path, str]]:
+    """Return the small files that differ from the journal, each with the reason and what to do.
+
+    Args:
+        directory: Of the run.
+        recorded: The newest `FileDigests`; None if an older release wrote the journal.
+    """
+    if recorded is None:
+        return _changed_since_older(directory)
+    changes = []
+    for path in directory.small_files:
+        allowed, digest = recorded.digests.get(path.name), file_digest(path)
+        if allowed is None or digest in allowed:
+            continue
+        remedy = _REMEDY
+        if path == directory.files_file:
+            if digest is None:
+                continue  # the list is made again
+            remedy = f"{remedy}, or remove it: the run's files are hashed again"
+        what = (
+            "it is missing" if digest is None else "its content differs from the journal's record"
+        )
+        changes.append((path, f"{what}; {remedy}"))
+    return changes
+
+
+def check_journal(directory: RunDirectory) -> None:
+    """Check that the journal exists and belongs to the run; before it begins, check `run.json`.
+
+    Raises:
+        StorageDamaged: One of them is wrong.
+        StorageFailed: One cannot be read.
+    """
+    journal, first = directory.journal, first_record(directory.journal)
+    empty = not journal.exists() or not journal.stat().st_size
+    if empty and checkpoint_steps(directory.checkpoints):
+        reason = "it is missing or empty, and nothing else proves that run.json is intact"
+        raise StorageDamaged(str(journal), "", f"{reason}; {_REMEDY}")
+    try:
+        document = read_json(directory.run_file)
+        stored, is_run_intact = document["run_id"], is_intact(document)
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # reading it raises the error
+    if isinstance(first, RunStarted) and is_run_intact and stored != first.run_id:
+        reason = f"it belongs to run {first.run_id!r}, and run.json to {stored!r}"
+        raise StorageDamaged(str(journal), "", f"{reason}; restore the wrong one from a copy")
+    if first is None and not is_run_intact:
+        reason = f"it does not match its digest; {_REMEDY}, or submit the run again"
+        raise StorageDamaged(str(directory.run_file), "", reason)
+
+
+def _changed_since_older(directory: RunDirectory) -> list[tuple[Path, str]]:
+    first, stored = first_record(directory.journal), directory.read_run()
+    settled, manifest = newest_record(directory.journal, ManifestSettled), directory.read_manifest()
+    comparisons: list[tuple[Path, object, object]] = []
+    if isinstance(first, RunStarted) and stored is not None:
+        actual = stored.run_id, stored.document
+        comparisons.append((directory.run_file, actual, (first.run_id, first.spec)))
+    if settled is not None and manifest is not None:
+        comparisons.append((directory.manifest_file, manifest.digest(), settled.manifest_digest))
+    reason = f"its content differs from the journal's record; {_REMEDY}"
+    return [(path, reason) for path, actual, expected in comparisons if actual != expected]

@@ -1,0 +1,11 @@
+#!/bin/bash
+# Runs a command of the coordinator on its node: ./control.sh status|drain|halt|continue|...
+set -euo pipefail
+cd "$(dirname "$0")"
+. ./settings.sh
+. ./step.sh
+[ "$#" -gt 0 ] || { echo "samestep: expected a command, for example: ./control.sh status" >&2; exit 2; }
+job=$(cat coordinator.job 2>/dev/null) || { echo "samestep: no coordinator was started in $PWD" >&2; exit 69; }
+is_running "$job" || fail 69 "the coordinator, job $job, is not running: see samestep-coordinator-$job.log"
+port=$(sed -n 's/.*"control": "\(.*\)".*/\1/p' address.json)
+exec srun --jobid="$job" --overlap --ntasks=1 --quiet coordinator "$@" --control "$port"

@@ -1,0 +1,54 @@
+# Sourced by the other scripts: runs a command as a step of this job, and requeues
+# the job where Slurm, not the command, ended it.
+
+# In an array, SLURM_JOB_ID of the last task is the ID of the whole array.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-${SLURM_JOB_ID:-}}
+
+fail() { # CODE TEXT
+    printf 'samestep: %s\n' "$2" >&2
+    exit "$1"
+}
+
+is_finished() {
+    grep -qs '"outcome": *"finished"' run/result.json
+}
+
+is_running() { # JOB
+    [ -n "$(squeue --noheader --jobs="$1" --states=RUNNING --format=%i 2>/dev/null)" ]
+}
+
+is_preempted() {
+    scontrol --oneliner show job "$job" | grep -q ' PreemptTime=[0-9]'
+}
+
+# Runs COMMAND until it ends. SIGTERM, which Slurm sends to steps when it preempts or cancels the job,
+# makes coordinator and worker finish what they have begun and leave. USR1 comes to this script before
+# the time limit (--signal in the job's head).
+run_step() { # COMMAND...
+    local step code limit interrupted=yes at_time_limit=
+    limit=$(squeue --noheader --jobs="$job" --format=%l 2>/dev/null)
+    case $limit in
+    [0-2]:[0-9][0-9] | 3:00) # it would be requeued for ever, each time before it has begun
+        fail 2 "expected a time limit of more than 3 minutes, got $limit: jobs leave 2 minutes before it; set --time"
+        ;;
+    esac
+    trap 'at_time_limit=yes interrupted=yes; scancel --quiet --signal=TERM "$job.0" 2>/dev/null || :' USR1
+    srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit "$@" &
+    step=$!
+    while [ -n "$interrupted" ]; do
+        interrupted= code=0
+        wait "$step" || code=$? # a trap ends `wait` too; a later `wait` still gives the exit code
+    done
+    # The coordinator says itself whether the run is finished; a worker finds none to ask.
+    if [ "$1" != coordinator ] && is_finished; then exit 0; fi
+    # One that still waits for its coordinator is ended by the signal.
+    if [ "$code" -eq 143 ] && { [ -n "$at_time_limit" ] || is_preempted; }; then code=0; fi
+    if [ "$code" -ne 0 ]; then exit "$code"; fi
+    if is_finished; then exit 0; fi
+    if [ -n "$at_time_limit" ] || is_preempted; then
+        printf 'samestep: requeueing job %s\n' "$job"
+        scontrol requeue "$job" # ends this script too
+    fi
+    exit 0
+}

@@ -1,0 +1,327 @@
+"""`coordinator doctor` and `worker doctor`: the runner, and the checks that both make.
+
+A check leaves nothing behind: a file written to test a directory is removed again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final, Literal
+
+from packaging.requirements import Requirement
+
+from protocol import PROTOCOL_VERSION, __version__
+from protocol.base.errors import ExitCode, UsageError
+from protocol.base.limits import byte_size
+from protocol.exact.kernels.library import native_name, why_not_native
+from protocol.machine.memory import GROUPS, PROC, killed_for_memory, read_memory
+
+Outcome = Literal["ok", "warning", "failure"]
+_MADE_S: Final = 1_767_225_600.0
+"""2026-01-01, before this release: an earlier clock is wrong."""
+_TIME_ERROR: Final = 5
+"""adjtimex(2): the clock is not synchronized."""
+_SHARED: Final = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "glusterfs", "fuse.glusterfs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        check: Its name; stable, for scripts.
+        outcome: A failure keeps the daemon from working; a warning is worth a look.
+        found: What was found.
+        advice: What to do; empty if it is ok.
+    """
+
+    check: str
+    outcome: Outcome
+    found: str
+    advice: str = ""
+
+    def line(self) -> str:
+        """Format it for a person."""
+        advice = f"; {self.advice}" if self.advice else ""
+        return f"{self.outcome:<8} {self.check}: {self.found}{advice}"
+
+
+def ok(check: str, found: str) -> Finding:
+    """Return a finding that needs no action."""
+    return Finding(check, "ok", found)
+
+
+def warning(check: str, found: str, advice: str) -> Finding:
+    """Return a finding that does not keep the daemon from working."""
+    return Finding(check, "warning", found, advice)
+
+
+def failure(check: str, found: str, advice: str = "") -> Finding:
+    """Return a finding that keeps the daemon from working; `found` may already give advice."""
+    return Finding(check, "failure", found, advice)
+
+
+def report(findings: Iterable[Finding], echo: Callable[[str], None], *, as_json: bool) -> ExitCode:
+    """Run the checks and print their findings, each at once, or all as one JSON document.
+
+    Args:
+        findings: An iterator over the checks; each runs when its finding is asked for.
+        echo: Prints a line.
+        as_json: Print one document at the end, with `ok` and `checks`.
+
+    Returns:
+        FAILED if there is a failure; warnings do not count.
+    """
+    findings_so_far: list[Finding] = []
+    for finding in findings:
+        findings_so_far.append(finding)
+        if not as_json:
+            echo(finding.line())
+    is_ok = all(finding.outcome != "failure" for finding in findings_so_far)
+    if as_json:
+        echo(
+            json.dumps(
+                {"ok": is_ok, "checks": [asdict(each) for each in findings_so_far]}, indent=2
+            )
+        )
+    return ExitCode.OK if is_ok else ExitCode.FAILED
+
+
+# Checks of the machine.
+
+
+def release() -> Finding:
+    """Report the versions of samestep, the protocol and Python."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    versions = f"samestep {__version__}, protocol version {PROTOCOL_VERSION}, Python {python}"
+    try:
+        installed = metadata.version("samestep")
+    except metadata.PackageNotFoundError:
+        return warning(
+            "release",
+            f"{versions}; not installed as a package, so what it needs is not known",
+            "bash deploy/environment.sh run",
+        )
+    if installed != __version__:
+        advice = "reinstall it, or leave the other one out of PYTHONPATH"
+        return failure("release", f"{versions}, but the package installed is {installed}", advice)
+    return ok("release", versions)
+
+
+def packages(extras: Sequence[str] = (), optional: Sequence[str] = ()) -> Iterator[Finding]:
+    """Check that required packages are installed in compatible versions.
+
+    Args:
+        extras: Extras that are required besides the base.
+        optional: Extras that may be missing, but not incompatible.
+    """
+    try:
+        requirements = [Requirement(line) for line in metadata.requires("samestep") or ()]
+    except metadata.PackageNotFoundError:
+        return  # `release` reports it
+    wrong = [text for extra in ("", *extras) for text in _unmet(requirements, extra)]
+    for extra in optional:
+        unmet = list(_unmet(requirements, extra))
+        wrong += [text for text in unmet if not text.endswith("is missing")]
+    if wrong:
+        also = f"[{','.join(extras)}]" if extras else ""
+        yield failure("packages", ", ".join(wrong), f"pip install 'samestep{also}', or make the "
+                      "environment anew with deploy/environment.sh")  # fmt: skip
+    else:
+        yield ok("packages", "all there")
+
+
+def kernels() -> Finding:
+    """Check that updates, sums and codecs run in native code."""
+    if reason := why_not_native():
+        state, _, advice = reason.removeprefix("native kernels: ").partition("; ")
+        return warning("kernels", state, advice)
+    return ok("kernels", f"native, {native_name()}")
+
+
+def _unmet(requirements: Iterable[Requirement], extra: str) -> Iterator[str]:
+    """Describe missing and incompatible requirements of an extra, or of the base if it is empty."""
+    for requirement in requirements:
+        marker = requirement.marker
+        is_base = marker is None or marker.evaluate({"extra": ""})
+        is_required = marker is None or marker.evaluate({"extra": extra})
+        if requirement.name == "samestep" or not is_required or (extra and is_base):
+            continue
+        try:
+            installed = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield f"{requirement.name} is missing"
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            yield f"{requirement.name} is {installed}, expected {requirement.specifier}"
+
+
+def clock(now_s: float | None = None, *, synchronized: bool | None = None) -> Finding:
+    """Check the clock, on which only the times in journals and logs depend.
+
+    Args:
+        now_s: Seconds since 1970; None to read the system's clock.
+        synchronized: None to ask the kernel.
+    """
+    now_s = time.time() if now_s is None else now_s
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
+    if synchronized is None:
+        synchronized = _synchronized()
+    advice = "timedatectl set-ntp true (Debian: apt install systemd-timesyncd)"
+    if now_s < _MADE_S:
+        return warning("clock", f"{now} is before this release was made", advice)
+    if not synchronized:
+        note = "not synchronized, so times in journals and logs will not agree between machines"
+        return warning("clock", f"{now}, {note}", advice)
+    return ok("clock", f"{now}, synchronized")
+
+
+def open_files(needed: int, enough: int) -> Finding:
+    """Check the limit of file descriptors.
+
+    Args:
+        needed: The minimum.
+        enough: What the largest supported run needs.
+    """
+    try:
+        import resource  # noqa: PLC0415 -- not for every system
+    except ImportError:
+        return ok("open files", "this system sets no limit that can be asked for")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= enough:
+        return ok("open files", f"up to {'any number' if limit < 0 else limit}")
+    advice = f"ulimit -n {enough}, or LimitNOFILE={enough} in its unit"
+    make = failure if limit < needed else warning
+    return make("open files", f"up to {limit}, where {enough} may be needed", advice)
+
+
+def memory(least_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> Finding:
+    """Check the free memory of this machine and of this process's control group.
+
+    Args:
+        least_bytes: Less is worth a warning.
+        proc: Where procfs is mounted.
+        groups: Where the control groups (version 2) are mounted.
+    """
+    try:
+        usage = read_memory(proc, groups)
+    except (OSError, ValueError):
+        advice = "nothing: a model that does not fit ends in the allocator's own error"
+        return warning("memory", "this system has no procfs as on Linux", advice)
+    free, scope = usage.free, "this machine"
+    if usage.left_in_group is not None and usage.left_in_group < free:
+        free, scope = usage.left_in_group, "its control group"
+    text = f"{byte_size(free)} free in {scope}"
+    if free < least_bytes:
+        advice = f"end something or add memory; less than {byte_size(least_bytes)} is little"
+        return warning("memory", text, advice)
+    return ok("memory", text)
+
+
+def killed(proc: Path = PROC, groups: Path = GROUPS) -> Finding:
+    """Check whether the kernel has killed processes for lack of memory.
+
+    Args:
+        proc: Where procfs is mounted.
+        groups: Where the control groups (either version) are mounted.
+    """
+    counts = killed_for_memory(proc, groups)
+    if count := counts.get("group", 0):
+        return warning(
+            "killed for memory", f"{count} processes of this control group, by the kernel",
+            "raise the memory limit of the unit or container, or give it less to do",
+        )  # fmt: skip
+    since = f"{counts.get('machine')} processes since this machine's start"
+    return ok("killed for memory", since if counts.get("machine") else "nobody, as far as is told")
+
+
+def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Iterator[Finding]:
+    """Check that a directory, which need not exist yet, can hold files, and its file system.
+
+    Args:
+        check: The check's name.
+        path: The directory.
+        least_bytes: Less free space is worth a warning.
+        elsewhere: The option or variable that names another directory.
+    """
+    there = nearest(path)
+    name = repr(str(path)) if there == path else f"{str(path)!r} (not made yet)"
+    try:
+        # The system removes it, even if this process is killed.
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+        free = _free_bytes(there)
+    except OSError as error:
+        advice = f"let this user write there and make room, or choose another: {elsewhere}"
+        yield failure(check, f"cannot write in {str(there)!r}: {error.strerror or error}", advice)
+        return
+    kind = _file_system(there)
+    space = f"{name}: {byte_size(free)} free"
+    if kind == "tmpfs":
+        yield warning(check, f"{space}, in memory: gone after a restart", elsewhere)
+    elif kind in _SHARED:
+        yield warning(
+            check, f"{space}, on a {kind} mount: locks and syncs may not hold there", elsewhere
+        )
+    elif free < least_bytes:
+        little = f"less than {byte_size(least_bytes)} is little; make room, or {elsewhere}"
+        yield warning(check, space, little)
+    else:
+        yield ok(check, space)
+
+
+def _synchronized() -> bool:
+    """Ask the kernel whether the clock is synchronized; assume so where it cannot be asked."""
+    try:
+        answer: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
+    except (AttributeError, OSError, TypeError):
+        return True
+    return answer != _TIME_ERROR
+
+
+def nearest(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists.
+
+    Raises:
+        UsageError: It is relative to a working directory that was removed.
+    """
+    try:
+        path = path.absolute()
+    except FileNotFoundError:
+        raise UsageError(
+            f"expected a working directory for {str(path)!r}, but this one was removed; "
+            "change to another (cd)"
+        ) from None
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _free_bytes(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+def _file_system(path: Path) -> str:
+    """Return the type of the file system that holds a path, as the kernel names it."""
+    device = path.stat().st_dev
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
+    except OSError:
+        return ""
+    for line in mounts.splitlines():
+        fields, _, rest = line.partition(" - ")
+        major, _, minor = fields.split()[2].partition(":")
+        if os.makedev(int(major), int(minor)) == device:
+            return rest.split()[0]
+    return ""

@@ -1,0 +1,185 @@
+"""Checks of a capture before a student is trained on it: what does not fit shows at submit.
+
+Vocabularies are read from `tokenizer.json` alone, so a coordinator can compare a teacher's and a
+student's without the libraries that tokenize.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from protocol.base.errors import DataError
+from protocol.base.regular_file import read_json
+from protocol.datasets.capture_index import CaptureIndex, read_index
+from protocol.spec.files import sources
+from protocol.spec.files.blob_list import BlobFile
+from protocol.spec.manifest import CaptureLayout
+from protocol.spec.run_spec import DistilRun
+from protocol.spec.sections.tasks import DistilSpec
+
+_SHOWN: Final = 60
+
+
+def check_capture(spec: DistilRun) -> CaptureIndex:
+    """Check that a capture is complete and that this student can learn from it.
+
+    Raises:
+        DataError: A file is missing or has another size, the student has another tokenizer, the
+            temperature is not one of the capture's, or the evaluation capture does not match.
+    """
+    index = _whole(spec.data.train)
+    if spec.data.validation is not None:
+        check_alike(index, _whole(spec.data.validation), spec.data.validation)
+    check_temperature(spec.distil, index.facts.layout)
+    _check_tokenizers(spec, index)
+    return index
+
+
+def check_alike(trained_on: CaptureIndex, measured_on: CaptureIndex, place: str) -> None:
+    """Check that a student of one capture can be evaluated on another.
+
+    Args:
+        trained_on: The capture for training.
+        measured_on: The capture for evaluation.
+        place: The directory of the latter.
+
+    Raises:
+        DataError: It is of another teacher, or has another layout.
+    """
+    for name, own in trained_on.facts:
+        other = getattr(measured_on.facts, name)
+        if other != own:
+            raise DataError(
+                f"the capture in {place!r}, data.validation, is unlike the one that is trained on: "
+                f"its {name} is {_shown(other)} and not {_shown(own)}; capture both in one way"
+            )
+
+
+def _shown(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _expanded(source: str) -> Path:
+    return Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
+
+
+def _whole(source: str) -> CaptureIndex:
+    """Read the index of a capture, and check that all files are there.
+
+    Raises:
+        DataError: One is missing, or has another size.
+    """
+    directory = _expanded(source)
+    index = read_index(directory)
+    for file in index.files:
+        path = directory / file.name
+        if not path.is_file():
+            raise DataError(
+                f"the capture in {source!r} lacks {file.name!r}, one of its "
+                f"{len(index.files)} files; restore it from a copy, or capture anew"
+            )
+        size = path.stat().st_size
+        if size != file.size:
+            raise DataError(
+                f"{str(path)!r} has {size} bytes, the capture lists it with {file.size}; bring it "
+                "back from a copy, or capture anew"
+            )
+    return index
+
+
+def check_digests(source: str, found: tuple[BlobFile, ...]) -> None:
+    """Check that the files are those that the capture wrote.
+
+    Args:
+        source: The capture, as a run spec names it.
+        found: What its files are here.
+
+    Raises:
+        DataError: One is not.
+    """
+    digests = {file.name: file.digest for file in found}
+    for file in read_index(_expanded(source)).files:
+        if digests.get(file.name) != file.digest:
+            raise changed(file.name, source)
+
+
+def changed(name: str, directory: str) -> DataError:
+    """Return the error for a file whose digest is not the capture's."""
+    return DataError(
+        f"{name!r} in {directory!r} is not what the capture has written: restore it from a "
+        "copy, or capture anew"
+    )
+
+
+def check_temperature(spec: DistilSpec, layout: CaptureLayout) -> None:
+    """Check that the capture has the log-sum-exp that the loss needs.
+
+    Raises:
+        DataError: It does not.
+    """
+    if layout.drawn and spec.alpha > 0 and spec.temperature != layout.temperature:
+        raise DataError(
+            f"the tokens of this capture were drawn at temperature {layout.temperature:g}: --set "
+            f"distil.temperature={layout.temperature:g}"
+        )
+    if spec.alpha > 0 and spec.temperature not in {1.0, layout.temperature}:
+        known = " or ".join(f"{t:g}" for t in sorted({1.0, layout.temperature}))
+        raise DataError(
+            f"expected distil.temperature {known}, of which this capture keeps the log-sum-exp, "
+            f"got {spec.temperature:g}; or capture with capture.temperature={spec.temperature:g}"
+        )
+
+
+def tokenizers_differ(student: str) -> DataError:
+    """Return the error for a student with another tokenizer than the teacher."""
+    return DataError(
+        f"the student {student!r} has another tokenizer than the teacher of this capture, so their "
+        "tokens do not mean the same; take a student of the teacher's family, or start one from "
+        "model.config"
+    )
+
+
+def _check_tokenizers(spec: DistilRun, index: CaptureIndex) -> None:
+    """Compare the vocabularies, without tokenizer libraries."""
+    if spec.model.source is None:
+        return
+    own = digest_of_file(Path(sources.model_source(spec.model.source)) / TOKENIZER)
+    if own is not None and own != index.facts.tokenizer:
+        raise tokenizers_differ(spec.model.source)
+
+
+TOKENIZER: str = "tokenizer.json"
+
+
+def vocabulary_digest(tokens: Mapping[str, int]) -> str:
+    """Return the BLAKE3 digest of all tokens with their ids, in the order of ids."""
+    ordered = sorted((number, piece) for piece, number in tokens.items())
+    return blake3(json.dumps(ordered).encode()).hexdigest()
+
+
+def digest_of_file(path: Path) -> str | None:
+    """Return the digest of a `tokenizer.json`; None if there is none of a known kind."""
+    tokens = tokens_of_file(path)
+    return None if tokens is None else vocabulary_digest(tokens)
+
+
+def tokens_of_file(path: Path) -> dict[str, int] | None:
+    """Return the tokens of a `tokenizer.json` with their ids; None as above."""
+    try:
+        document = read_json(path)
+        vocabulary = document["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: pieces with their scores
+            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+        tokens = {str(piece): int(number) for piece, number in vocabulary.items()}
+        for added in document.get("added_tokens") or ():
+            tokens[str(added["content"])] = int(added["id"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return tokens

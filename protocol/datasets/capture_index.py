@@ -1,0 +1,81 @@
+"""`capture.json`: the files of a capture, their samples by row group, and their digests.
+
+It is written last, so a directory that has it holds a complete capture. Runs are planned from it
+alone; a file of logits is opened when a step needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol.base import limits
+from protocol.base.errors import DataError
+from protocol.base.fields import Digest
+from protocol.base.regular_file import read_regular
+from protocol.datasets.logits_file import CaptureFacts
+from protocol.spec.files.blob_list import name_fault
+from protocol.spec.files.run_files import CAPTURE_INDEX
+from protocol.spec.sections.data import LOGITS_SUFFIX
+
+INDEX: Final = CAPTURE_INDEX
+SUFFIX: Final = LOGITS_SUFFIX
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CapturedFile(_Document):
+    """One file of logits; `digest` is BLAKE3 of its bytes, `row_groups` counts samples."""
+
+    name: str
+    size: Annotated[int, Field(ge=1, le=limits.BLOB_BYTES)]
+    digest: Digest
+    row_groups: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+
+
+class CaptureIndex(_Document):
+    """The index of a capture."""
+
+    facts: CaptureFacts
+    files: tuple[CapturedFile, ...] = Field(min_length=1, max_length=limits.FILES_PER_RUN)
+
+    @property
+    def samples(self) -> int:
+        return sum(sum(file.row_groups) for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+def read_index(directory: Path) -> CaptureIndex:
+    """Read the index of a capture's directory.
+
+    Raises:
+        DataError: There is none, or it cannot be read.
+    """
+    path = directory / INDEX
+    try:
+        document = read_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"expected a capture of teacher logits in {str(directory)!r}, found no {INDEX} there; "
+            "give the directory 'logits' of a finished run of task teacher-logits"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    try:
+        index = CaptureIndex.model_validate_json(document, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise DataError(
+            f"{str(path)!r} is no index of a capture: {where}: {first['msg']}"
+        ) from None
+    for file in index.files:
+        if name_fault(file.name) or "/" in file.name or not file.name.endswith(SUFFIX):
+            raise DataError(f"{str(path)!r} names a file {file.name!r}, which is no file of logits")
+    return index

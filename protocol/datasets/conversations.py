@@ -1,0 +1,270 @@
+"""Conversations out of data files: read, checked, duplicates removed.
+
+A row is a list of messages (`messages`, or ShareGPT's `conversations`), a prompt with its
+completion, or Alpaca's instruction, input and output. All become the same: perhaps a system
+message, then user and assistant in turn, with the answers of tools behind the calls, the assistant
+last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Generic, TypeVar
+
+from protocol.base.errors import DataError
+from protocol.datasets.disk_texts import DistinctTexts
+from protocol.datasets.messages import (
+    ChatMessage,
+    Tool,
+    check_turns,
+    is_said,
+    read_message,
+    read_tools,
+    read_words,
+)
+from protocol.datasets.rows import BadRows, Location, Locations, Record, read_rows
+from protocol.datasets.text_file import shown
+from protocol.spec.files import sources
+from protocol.spec.sections.data import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS, DataSpec
+
+_TURN: Final = ("user", "assistant")
+_STEERING: Final = frozenset({
+    "system", "system_prompt", "history", "tools", "functions", "tool_calls", "documents", "image",
+    "images", "video", "videos", "audio", "audios", "weight", "label", "chat_template_kwargs",
+})  # fmt: skip
+"""Columns that change a conversation or what is learned of it, in the formats that others read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages in order.
+
+    Attributes:
+        messages: The assistant's last.
+        location: File and row, in words.
+        tools: What the assistant may call.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    location: str
+    tools: tuple[Tool, ...] = ()
+
+    @property
+    def document(self) -> str:
+        """Return all of it as text: equal for equal conversations."""
+        said: Any = [message.record() for message in self.messages]
+        if self.tools:
+            said = {"messages": said, "tools": self.tools}
+        return json.dumps(said, ensure_ascii=False)
+
+
+Row = TypeVar("Row")
+
+
+class DistinctRows(Generic[Row]):
+    """Distinct rows in the order of the files, kept on disk: they may be larger than memory.
+
+    Attributes:
+        documents: What each says, as text: equal for equal rows.
+        duplicates: How many rows came again.
+        bad_rows: How many rows were skipped.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[tuple[Location, str]],
+        row_of: Callable[[str, str], Row],
+        expected: str,
+        bad_rows: BadRows,
+    ) -> None:
+        """Keep each row once.
+
+        Args:
+            rows: The location and the document of each row.
+            row_of: Makes a row of its document and its location.
+            expected: What the rows are and where, for the error if there are none.
+            bad_rows: Where the reader reports rows that cannot be used.
+
+        Raises:
+            DataError: There are no rows.
+        """
+        distinct, self._locations, self._row_of = DistinctTexts(), Locations(), row_of
+        for location, document in rows:
+            if distinct.add(document):
+                self._locations.append(location)
+        if not distinct.texts:
+            raise DataError(f"expected {expected}, found none")
+        self.documents, self.duplicates = distinct.texts, distinct.duplicates
+        self.bad_rows = bad_rows.count
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, number: int) -> Row:
+        return self._row_of(self.documents[number], self._locations[number])
+
+
+def conversation_of(document: str, location: str) -> Conversation:
+    """Return the conversation with this `document`."""
+    said = json.loads(document)
+    tools: Sequence[Tool] = ()
+    if isinstance(said, dict):
+        said, tools = said["messages"], said["tools"]
+    return Conversation(tuple(map(ChatMessage.of, said)), location, tuple(tools))
+
+
+def read_conversations(spec: DataSpec) -> DistinctRows[Conversation]:
+    """Read what the run spec names.
+
+    Raises:
+        DataError: A file is missing, not UTF-8 or damaged, lacks a column, or rows are no
+            conversations that a model can learn from.
+    """
+    parse = partial(_conversation, _MESSAGES_OF[spec.format])
+    bad_rows = BadRows(skip=spec.skip_bad_rows)
+    rows = read_documents(spec, COLUMNS_OF_FORMAT[spec.format], OPTIONAL_COLUMNS, parse, bad_rows)
+    return DistinctRows(rows, conversation_of, f"conversations in {spec.train!r}", bad_rows)
+
+
+def _conversation(
+    messages_of: Callable[[str, Record], tuple[ChatMessage, ...]], where: str, record: Record
+) -> str:
+    messages = messages_of(where, record)
+    check_turns(where, messages)
+    return Conversation(messages, where, read_tools(where, record["tools"])).document
+
+
+def read_documents(
+    spec: DataSpec,
+    columns: Sequence[str],
+    optional: Collection[str],
+    parse: Callable[[str, Record], str],
+    bad_rows: BadRows,
+) -> Iterator[tuple[Location, str]]:
+    """Read every row, with its columns by the keys of `data.columns`.
+
+    Args:
+        spec: Names files and columns.
+        columns: Keys of `data.columns`.
+        optional: Those that a row need not have.
+        parse: Makes the document of a row.
+        bad_rows: Where rows that cannot be used are reported.
+    """
+    renamed: Mapping[str, str] = dict(spec.columns.items())
+    names = {key: renamed.get(key, key) for key in columns}
+    wanted = {f"columns.{key}": name for key, name in names.items() if key not in optional}
+    unread = _STEERING - {*names.values()}
+    files = sources.row_files(spec.train)
+    rows = read_rows(files, wanted, [*names.values(), *sorted(unread)], bad_rows)
+
+    def parse_row(location: Location, record: Record) -> str:
+        for key in sorted(unread & record.keys()):
+            if is_said(record[key]) and (key != "label" or isinstance(record[key], bool)):
+                raise DataError(
+                    f"{location}: expected {' and '.join(names)} alone to say what is learned, got "
+                    f"{key!r} too, which training would ignore; leave it out"
+                )
+        return parse(str(location), {key: record.get(name) for key, name in names.items()})
+
+    return bad_rows.parse(rows, parse_row)
+
+
+def _of_messages(where: str, record: Record) -> tuple[ChatMessage, ...]:
+    return with_system(where, record["system"], read_messages(where, record["messages"]))
+
+
+def _of_sharegpt(where: str, record: Record) -> tuple[ChatMessage, ...]:
+    return with_system(where, record["system"], read_messages(where, record["conversations"]))
+
+
+def read_messages(where: str, given: object) -> tuple[ChatMessage, ...]:
+    """Read a list of messages, or its JSON text; their order is not checked.
+
+    Raises:
+        DataError: It is no such list.
+    """
+    if isinstance(given, str):  # a cell of a table
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise DataError(f"{where}: expected messages as JSON, got {shown(given)}") from None
+    if not isinstance(given, list) or not given:
+        raise DataError(f"{where}: expected a list of messages, got {shown(given)}")
+    return tuple(read_message(f"{where} message {n}", one) for n, one in enumerate(given, start=1))
+
+
+def is_message_list(given: object) -> bool:
+    """Return whether a cell holds messages rather than a text."""
+    return isinstance(given, list) or (isinstance(given, str) and given.lstrip().startswith("[{"))
+
+
+def _of_prompt(where: str, record: Record) -> tuple[ChatMessage, ...]:
+    """Read a prompt and its completion, of which only the completion is learned."""
+    prompt, completion = (
+        read_messages(f"{where} {key}", record[key])
+        if is_message_list(record[key])
+        else (ChatMessage(role, read_words(where, record[key], key)),)
+        for key, role in zip(("prompt", "completion"), _TURN, strict=True)
+    )
+    prompt = tuple(replace(each, trained=each.role != "assistant") for each in prompt)
+    return with_system(where, record["system"], (*prompt, *completion))
+
+
+def _of_alpaca(where: str, record: Record) -> tuple[ChatMessage, ...]:
+    asked = read_words(where, record["instruction"], "instruction")
+    if record["input"] is not None and record["input"] != "":
+        asked = f"{asked}\n\n{read_words(where, record['input'], 'input')}"
+    answer = ChatMessage("assistant", read_words(where, record["output"], "output"))
+    before = _history(where, record["history"])
+    return with_system(where, record["system"], (*before, ChatMessage("user", asked), answer))
+
+
+def _history(where: str, given: object) -> Iterator[ChatMessage]:
+    """Read earlier turns: a list of pairs, instruction and answer, or its JSON text."""
+    if not is_said(given):
+        return
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            given = None
+    pairs = given if isinstance(given, list) else [None]
+    for number, pair in enumerate(pairs, start=1):
+        at = f"{where} history {number}"
+        if not isinstance(pair, list) or len(pair) != len(_TURN):
+            raise DataError(f"{at}: expected an instruction and its answer, got {shown(pair)}")
+        for role, content in zip(_TURN, pair, strict=True):
+            yield ChatMessage(role, read_words(at, content, f"the {role}'s turn"))
+
+
+def with_system(
+    where: str, given: object, messages: tuple[ChatMessage, ...]
+) -> tuple[ChatMessage, ...]:
+    """Put the row's column `system` before the messages, if it says something.
+
+    Raises:
+        DataError: It is no text, or the messages begin with another system message.
+    """
+    if not is_said(given) or (isinstance(given, str) and not given.strip()):
+        return messages
+    system = ChatMessage("system", read_words(where, given, "system"))
+    if messages[0].role != "system":
+        return (system, *messages)
+    if messages[0] != system:
+        raise DataError(
+            f"{where}: expected one system message, got one in the column system and another in "
+            "the messages; leave one out"
+        )
+    return messages
+
+
+_MESSAGES_OF: Final = {
+    "messages": _of_messages, "sharegpt": _of_sharegpt, "prompt-completion": _of_prompt,
+    "alpaca": _of_alpaca,
+}  # fmt: skip

@@ -1,0 +1,118 @@
+"""Check a run's data before any worker is asked: mistakes show in seconds, where they were made.
+
+Only the data of tasks that read text is checked; a worker checks it again, with its tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from protocol.base.errors import DataError
+from protocol.datasets import logits_file
+from protocol.datasets.capture_check import check_capture
+from protocol.datasets.conversations import read_conversations
+from protocol.datasets.labeled_text import read_labeled_text
+from protocol.datasets.preferences import read_preferences
+from protocol.datasets.rows import BadRows
+from protocol.datasets.sequences import read_tagged_words, read_text_pairs
+from protocol.datasets.text_corpus import parts
+from protocol.spec.files.adapter import check_adapter, check_labels
+from protocol.spec.run_spec import (
+    CausalLmRun,
+    ClassifyRun,
+    DistilRun,
+    DpoRun,
+    MaskedLmRun,
+    RunSpec,
+    Seq2SeqRun,
+    TagRun,
+    TeacherLogitsRun,
+)
+from protocol.spec.sections.data import DataSpec
+
+
+def check_data(spec: RunSpec) -> None:
+    """Read all of it, and keep nothing.
+
+    Raises:
+        DataError: It cannot be used, with the place and what to set.
+    """
+    check_adapter(spec)
+    match spec:
+        case ClassifyRun(data=data):
+            labelled = read_labeled_text(data)
+            check_labels(spec, labelled.names)
+            classes = Counter(labelled.labels).values() if data.stratify else [len(labelled.texts)]
+            check_samples(sum(trained_on(samples, data) for samples in classes), spec)
+            if data.validation is not None:
+                read_labeled_text(validation_data(data), labelled.names)
+        case TagRun(data=data):
+            tagged = read_tagged_words(data)
+            check_labels(spec, sorted({tag for row in tagged for tag in row.tags}))
+            check_samples(trained_on(len(tagged), data), spec)
+            if data.validation is not None:
+                read_tagged_words(validation_data(data))
+        case Seq2SeqRun(data=data):
+            check_samples(trained_on(len(read_text_pairs(data)), data), spec)
+            if data.validation is not None:
+                read_text_pairs(validation_data(data))
+        case DpoRun(data=data):
+            check_samples(trained_on(len(read_preferences(data)), data), spec)
+            if data.validation is not None:
+                read_preferences(validation_data(data))
+        case DistilRun():
+            check_samples(trained_on(check_capture(spec).samples, spec.data), spec)
+        case CausalLmRun(data=data) | MaskedLmRun(data=data):
+            samples = _read(data)
+            if data.format != "text":
+                check_samples(trained_on(samples, data), spec)
+            if data.validation is not None:
+                _read(validation_data(data))
+        case TeacherLogitsRun(data=data):
+            logits_file.pyarrow_modules()  # the coordinator writes them
+            samples = _read(data)
+            if data.format != "text":
+                check_samples(samples, spec)
+
+
+def _read(data: DataSpec) -> int:
+    """Count conversations, or parts of running text.
+
+    Raises:
+        DataError: They cannot be used, or there are none.
+    """
+    if data.format != "text":
+        return len(read_conversations(data))
+    count = sum(1 for _ in parts(data, BadRows(skip=data.skip_bad_rows)))
+    if not count:
+        raise DataError(f"expected text in {data.train!r}, found none")
+    return count
+
+
+def validation_data(data: DataSpec) -> DataSpec:
+    """Return the section with the evaluation data as its training data."""
+    assert data.validation is not None
+    return data.model_copy(update={"train": data.validation, "validation": None})
+
+
+def check_samples(train_samples: int, spec: RunSpec) -> None:
+    """Check that the training samples fill a microbatch.
+
+    Raises:
+        DataError: They do not.
+    """
+    if train_samples < spec.batch.microbatch:
+        raise DataError(
+            f"expected at least {spec.batch.microbatch} training samples, a microbatch, got "
+            f"{train_samples}; give more data, or lower it: --set batch.microbatch={train_samples}"
+        )
+
+
+def trained_on(samples: int, data: DataSpec) -> int:
+    """Return the number of training samples: all, if other data is for evaluation."""
+    return samples if data.validation is not None else samples - held_out(samples, data.holdout)
+
+
+def held_out(samples: int, fraction: float) -> int:
+    """Return the number of held-out samples; at least one stays for training."""
+    return min(round(samples * fraction), samples - 1)

@@ -1,0 +1,199 @@
+"""Texts in an unnamed temporary file: a corpus may be larger than memory.
+
+Memory holds the offset of each text. The file disappears with the process. It is read and not
+mapped, so its pages do not count as the process's memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, overload
+
+from blake3 import blake3
+
+from protocol.base.errors import StorageFailed
+
+DIGEST_BYTES: Final = 16
+"""Size of the digest that recognizes a text; collisions do not occur in practice."""
+_LARGE_FILES: Final = Path("/var/tmp")  # noqa: S108 -- files without a name; /tmp may be memory
+_READ_BYTES: Final = 1 << 20
+_WRITE_BYTES: Final = 1 << 18
+
+
+class DiskFile:
+    """An unnamed file: append at the end, read anywhere."""
+
+    def __init__(self) -> None:
+        own = os.environ.get("TMPDIR")
+        self._directory = own or (str(_LARGE_FILES) if os.access(_LARGE_FILES, os.W_OK) else None)
+        try:
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                self._fd = os.dup(file.fileno())
+        except OSError as error:
+            raise self._failed(error) from None
+        weakref.finalize(self, os.close, self._fd)
+        self._waiting = bytearray()
+        self._written = 0
+
+    def __len__(self) -> int:
+        return self._written + len(self._waiting)
+
+    def append(self, content: bytes | memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        self._waiting += content
+        if len(self._waiting) >= _WRITE_BYTES:
+            self._flush()
+
+    def read(self, lo: int, hi: int) -> bytes:
+        """Return the bytes [lo, hi)."""
+        if self._waiting:
+            self._flush()
+        parts, at = [], lo
+        while at < hi:
+            part = os.pread(self._fd, hi - at, at)
+            if not part:
+                raise StorageFailed("read", str(self._directory or "/tmp"), "the file is short")  # noqa: S108
+            parts.append(part)
+            at += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def mapped(self, content: memoryview) -> memoryview:
+        """Append bytes, and return them as memory that is mapped from the file.
+
+        Args:
+            content: Bytes, at least one.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        self._flush()
+        lo = self._written + -self._written % mmap.ALLOCATIONGRANULARITY
+        try:
+            done = 0
+            while done < len(content):
+                done += os.pwrite(self._fd, content[done:], lo + done)
+            self._written = lo + done
+            return memoryview(mmap.mmap(self._fd, done, offset=lo))
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the whole file in pieces."""
+        for lo in range(0, len(self), _READ_BYTES):
+            yield self.read(lo, min(lo + _READ_BYTES, len(self)))
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                written = os.pwrite(self._fd, self._waiting, self._written)
+                self._written += written
+                del self._waiting[:written]
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> StorageFailed:
+        place = str(self._directory or tempfile.gettempdir())
+        return StorageFailed("keep the data in", place, f"{error.strerror}; TMPDIR names another")
+
+
+class DiskTexts(Sequence[str]):
+    """Texts in the order in which they were appended.
+
+    Attributes:
+        file: All texts in UTF-8, concatenated.
+        characters: The length of each text.
+    """
+
+    def __init__(self) -> None:
+        self.file = DiskFile()
+        self.characters = array("q")
+        self._ends = array("q", [0])
+
+    @staticmethod
+    def of(texts: Iterable[str]) -> DiskTexts:
+        """Store these texts."""
+        kept = DiskTexts()
+        for text in texts:
+            kept.append(text)
+        return kept
+
+    def append(self, text: str) -> None:
+        """Append a text.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        self.file.append(text.encode())
+        self.characters.append(len(text))
+        self._ends.append(len(self.file))
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[str]: ...
+    def __getitem__(self, number: int | slice) -> str | Sequence[str]:
+        if isinstance(number, slice):
+            return Chosen(self, range(len(self))[number])
+        at = range(len(self))[number]
+        return self.file.read(self._ends[at], self._ends[at + 1]).decode()
+
+
+class DistinctTexts:
+    """Distinct texts in the order in which they come.
+
+    Attributes:
+        texts: The distinct ones.
+        duplicates: How many came again.
+    """
+
+    def __init__(self) -> None:
+        self.texts = DiskTexts()
+        self.duplicates = 0
+        self._seen: set[bytes] = set()
+
+    def add(self, text: str) -> bool:
+        """Append a text unless it has come before; return whether it is new.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        known = blake3(text.encode()).digest(DIGEST_BYTES)
+        if known in self._seen:
+            self.duplicates += 1
+            return False
+        self._seen.add(known)
+        self.texts.append(text)
+        return True
+
+
+class Chosen(Sequence[str]):
+    """A selection of texts, by number."""
+
+    def __init__(self, texts: Sequence[str], numbers: Sequence[int]) -> None:
+        self._texts = texts
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[str]: ...
+    def __getitem__(self, number: int | slice) -> str | Sequence[str]:
+        if isinstance(number, slice):
+            return Chosen(self._texts, self._numbers[number])
+        return self._texts[self._numbers[number]]

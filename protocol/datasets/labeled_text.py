@@ -1,0 +1,354 @@
+"""Read labeled text from data files, check it and remove duplicates.
+
+The delimiter of a table is found from its header, whatever the file's name ends with. A TSV file
+may come without a header if it has two columns, label first, as the SMS Spam Collection
+has; the columns asked for are then `text` and `label`. A directory may have a folder of text files
+for each class instead, as the IMDb reviews have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from blake3 import blake3
+
+from protocol.base.errors import DataError
+from protocol.datasets.disk_texts import DIGEST_BYTES, DiskTexts
+from protocol.datasets.rows import (
+    BadRows,
+    Location,
+    Locations,
+    Record,
+    column_names,
+    read_rows,
+    read_table,
+)
+from protocol.datasets.text_file import check_columns, read_text, shown
+from protocol.spec.files import sources
+from protocol.spec.sections.data import DataSpec
+
+Label = str | float | tuple[str, ...]
+"""As a row says it: a name, a number to predict, or names in order."""
+LABELS: Final = 1_000
+LABEL_CHARACTERS: Final = 90
+_CONFLICTS_SHOWN: Final = 100
+_MANY: Final = 20
+"""More labels than these, and more than half as many as samples, are ids or texts."""
+_HEADERLESS: Final = ("label", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledText:
+    """Distinct texts with their labels.
+
+    Those that are read from a file are on disk: they may be larger than memory.
+
+    Attributes:
+        texts: Without the spaces at both ends; of pairs, both texts as `joined_pair` joins them.
+        labels: Of each text: a number into `names`, a tuple of them (multi-label), or the value to
+            predict (regression).
+        names: Of the labels; of regression none.
+        duplicates: How many came again.
+        locations: File and row of each text.
+        conflicts: How many came again with another label and were left out.
+        bad_rows: How many rows were skipped.
+    """
+
+    texts: Sequence[str]
+    labels: Sequence[Any]
+    names: tuple[str, ...]
+    duplicates: int = field(default=0, compare=False)
+    locations: Locations = field(default_factory=Locations, compare=False)
+    conflicts: int = field(default=0, compare=False)
+    bad_rows: int = field(default=0, compare=False)
+
+    @property
+    def alike(self) -> list[tuple[str, ...]]:
+        """Return groups of labels that differ only in case, spaces or number format."""
+        groups: dict[object, list[str]] = {}
+        for name in self.names:
+            groups.setdefault(_plain(name), []).append(name)
+        return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def _plain(name: str) -> object:
+    try:
+        return float(name)
+    except ValueError:
+        return " ".join(name.casefold().split())
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    location: Location
+    text: str
+    label: Label
+
+
+def joined_pair(first: str, second: str) -> str:
+    """Return two texts as one document; `split_pair` takes them apart."""
+    return json.dumps([first, second], ensure_ascii=False)
+
+
+def split_pair(document: str) -> tuple[str, str]:
+    """Return the two texts of a document."""
+    first, second = json.loads(document)
+    return first, second
+
+
+def read_labeled_text(spec: DataSpec, known: Sequence[str] | None = None) -> LabeledText:
+    """Read what the run spec names.
+
+    Rows with the same text (spaces at both ends apart) and label count once. Labels are numbered
+    by name; if all of them are whole numbers, by value.
+
+    Args:
+        spec: The section data.
+        known: The names of the labels in the order of their numbers, where the training data has
+            given them: of data that is measured on.
+
+    Raises:
+        DataError: A file is missing, not UTF-8 or empty, lacks a column, a label or a class, or
+            gives one text two labels, unless `data.conflicts` keeps the first.
+    """
+    texts, locations, labels = DiskTexts(), Locations(), list[Label]()
+    seen: dict[bytes, int] = {}
+    distinct: dict[Label, Label] = {}
+    conflicts, bad_rows = _Conflicts(spec), BadRows(skip=spec.skip_bad_rows)
+    rows = 0
+    for location, row in bad_rows.parse(_records(spec, bad_rows), partial(_row, spec, known)):
+        rows += 1
+        label = distinct.setdefault(row.label, row.label)  # each is in memory once
+        first = seen.setdefault(blake3(row.text.encode()).digest(DIGEST_BYTES), len(texts))
+        if first == len(texts):
+            texts.append(row.text)
+            locations.append(location)
+            labels.append(label)
+        elif labels[first] != label:
+            conflicts.add(row, locations[first], labels[first])
+    conflicts.refuse()
+    if not rows:
+        raise DataError(f"expected samples in {spec.train!r}, found none")
+    duplicates = rows - len(texts) - conflicts.count
+    counts = (duplicates, locations, conflicts.count, bad_rows.count)
+    if spec.problem == "regression":
+        return LabeledText(texts, array("d", labels), (), *counts)
+    found = {name for label in distinct for name in _names_in(label)}
+    names = tuple(known or _label_names(found, len(texts), spec))
+    number = {name: index for index, name in enumerate(names)}
+    numbers = {label: tuple(number[name] for name in _names_in(label)) for label in distinct}
+    if spec.problem == "multi-label":
+        return LabeledText(texts, [numbers[label] for label in labels], names, *counts)
+    lone = array("q", (numbers[label][0] for label in labels))
+    return LabeledText(texts, lone, names, *counts)
+
+
+def _names_in(label: Label) -> tuple[str, ...]:
+    return label if isinstance(label, tuple) else (str(label),)
+
+
+class _Conflicts:
+    """Texts that occur with two labels.
+
+    Attributes:
+        count: How many.
+    """
+
+    def __init__(self, spec: DataSpec) -> None:
+        self._train = spec.train
+        self._keeps_first = spec.conflicts == "keep_first"
+        self._shown: list[str] = []
+        self.count = 0
+
+    def add(self, row: _Row, first: str, first_label: Label) -> None:
+        """Add a row, and where the same text stood before with which label."""
+        self.count += 1
+        if len(self._shown) < _CONFLICTS_SHOWN:
+            one_file = f"{str(row.location.path)!r} "
+            at, before = (where.removeprefix(one_file) for where in (str(row.location), first))
+            self._shown.append(f"{at} {row.label!r} ({before} {first_label!r})")
+
+    def refuse(self) -> None:
+        """Refuse conflicts, unless the first label counts.
+
+        Raises:
+            DataError: There are some.
+        """
+        if not self.count or self._keeps_first:
+            return
+        more = self.count - len(self._shown)
+        others = f" and {more} more" if more else ""
+        raise DataError(
+            f"{self._train!r}: expected one label for each text, got another for the same text "
+            f"in {', '.join(self._shown)}{others}; mend them, or keep the first label of each: "
+            "--set data.conflicts=keep_first"
+        )
+
+
+def _label_names(found: set[str], samples: int, spec: DataSpec) -> tuple[str, ...]:
+    if len(found) < 2:
+        raise DataError(
+            f"expected at least 2 labels in {spec.train!r}, found only {min(found)!r}; add samples "
+            "of another class, or name the label's column: --set data.label=COLUMN"
+        )
+    if len(found) > LABELS or max(map(len, found)) > LABEL_CHARACTERS:
+        raise DataError(
+            f"expected at most {LABELS} labels of {LABEL_CHARACTERS} characters in {spec.train!r}, "
+            f"found {len(found)}; is {spec.label!r} the label's column? --set data.label=COLUMN"
+        )
+    if (
+        spec.num_classes is None
+        and spec.problem == "single-label"
+        and len(found) > max(_MANY, samples // 2)
+    ):
+        raise DataError(
+            f"expected labels that come again and again in {spec.train!r}, found {len(found)} for "
+            f"{samples} samples; is {spec.label!r} the label's column? --set data.label=COLUMN; if "
+            f"it is: --set data.num_classes={len(found)}, or to predict numbers: --set "
+            "data.problem=regression"
+        )
+    if spec.num_classes is not None and spec.num_classes != len(found):
+        raise DataError(
+            f"expected {spec.num_classes} labels (data.num_classes) in {spec.train!r}, "
+            f"found {len(found)}: {', '.join(sorted(found)[:10])}"
+        )
+    for key in ("class_weights", "sampling"):
+        weights = getattr(spec, key)
+        if isinstance(weights, dict) and (unknown := {*weights} - found):
+            raise DataError(
+                f"expected labels in data.{key}, got {min(unknown)!r}; "
+                f"there are {', '.join(sorted(found)[:10])}"
+            )
+    if all(name.isascii() and name.removeprefix("-").isdigit() for name in found):
+        return tuple(sorted(found, key=lambda name: (int(name), name)))
+    return tuple(sorted(found))
+
+
+def _records(spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Record]]:
+    """Read every row, its cells as `text`, `label` and perhaps `text_pair`."""
+    wanted = _columns(spec)
+    for path in sources.row_files(spec.train, class_folders=True):
+        kind = sources.kind_of(path)
+        if kind in ("csv", "tsv"):
+            yield from _table_rows(path, spec, bad_rows)
+        elif kind in sources.ROW_KINDS or not sources.is_directory(spec.train):
+            for location, record in read_rows([path], wanted, [*wanted.values()], bad_rows):
+                yield location, {key: record[name] for key, name in wanted.items()}
+        else:
+            folder = path.relative_to(sources.expanded(spec.train)).parts[0]
+            yield Location(path, 1), {"text": read_text(path), "label": folder}
+
+
+def _columns(spec: DataSpec) -> dict[str, str]:
+    pair = {} if spec.text_pair is None else {"text_pair": spec.text_pair}
+    return {"text": spec.text, **pair, "label": spec.label}
+
+
+def _table_rows(path: Path, spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Record]]:
+    wanted = _columns(spec)
+    asked = {*wanted.values()}
+    rows = read_table(path, asked)
+    line, first = next(rows, (0, []))
+    if not first:
+        return
+    assert not isinstance(first, DataError)
+    header: Sequence[str] = column_names(first)
+    if asked == {*_HEADERLESS} and len(header) == 2 and not asked & {*header}:
+        cells = (row for _, row in read_table(path, asked) if not isinstance(row, DataError))
+        if _is_a_label(header[0], (row[0].strip() for row in cells)):
+            header, rows = _HEADERLESS, read_table(path, asked)
+    check_columns(str(Location(path, line)), header, wanted)
+    at = {key: header.index(name) for key, name in wanted.items()}
+    for number, row in rows:
+        if isinstance(row, DataError):
+            bad_rows.add(row)
+        else:
+            yield Location(path, number), {key: row[column] for key, column in at.items()}
+
+
+def _is_a_label(first: str, every: Iterable[str]) -> bool:
+    """Return whether the first row is data: a header would be a label that occurs once."""
+    labels = Counter[str]()
+    for each in every:
+        labels[each] += 1
+        if len(labels) > LABELS:
+            return False
+    return labels[first] > 1
+
+
+def _row(spec: DataSpec, known: Sequence[str] | None, location: Location, record: Record) -> _Row:
+    texts = [record[key] for key in ("text", "text_pair") if key in record]
+    for text in texts:
+        if not isinstance(text, str):
+            raise DataError(f"{location}: expected text, got {shown(text)}")
+    stripped = [text.strip() for text in texts]
+    document = joined_pair(*stripped) if len(stripped) > 1 else stripped[0]
+    label: Label = _LABEL_OF[spec.problem](location, record["label"])
+    unknown = {*_names_in(label)} - {*(known or ())} if known else ()
+    if unknown and spec.problem != "regression":
+        assert known is not None
+        raise DataError(
+            f"{location}: expected a label of the training data, got {min(unknown)!r}; there are "
+            f"{', '.join(known[:10])}"
+        )
+    return _Row(location, document, label)
+
+
+_OTHER_PROBLEM: Final[Mapping[type, str]] = {
+    list: "; for several labels a text: --set data.problem=multi-label",
+    float: "; to predict numbers: --set data.problem=regression",
+}
+
+
+def _one_label(location: Location, label: object) -> str:
+    if not isinstance(label, str | int):
+        hint = _OTHER_PROBLEM.get(type(label), "")
+        raise DataError(
+            f"{location}: expected a text or whole number as label, got {shown(label)}{hint}"
+        )
+    name = str(label).strip()
+    if not name:
+        raise DataError(f"{location}: expected a label, found none")
+    return name
+
+
+def _labels(location: Location, given: object) -> tuple[str, ...]:
+    """Read a list of labels, its JSON text, or labels with commas between them; perhaps none."""
+    if isinstance(given, str) and given.lstrip().startswith("["):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise DataError(
+                f"{location}: expected a list of labels as JSON, got {shown(given)}"
+            ) from None
+    if given is None or given == "":
+        return ()
+    several = given.split(",") if isinstance(given, str) else given
+    if not isinstance(several, list):
+        raise DataError(f"{location}: expected a list of labels, got {shown(given)}")
+    return tuple(sorted({_one_label(location, each) for each in several}))
+
+
+def _number(location: Location, given: object) -> float:
+    try:
+        value = math.nan if isinstance(given, bool) else float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise DataError(f"{location}: expected a finite number as label, got {shown(given)}")
+    return value
+
+
+_LABEL_OF: Final[Mapping[str, Callable[[Location, object], Label]]] = {
+    "single-label": _one_label,
+    "multi-label": _labels,
+    "regression": _number,
+}

@@ -1,0 +1,349 @@
+"""One message of a conversation, and the tools it may call, read in the dialects people export.
+
+A message is OpenAI's (`role`, `content`, `tool_calls`, `tool_call_id`, `weight`; the older
+`function_call`) or ShareGPT's (`from`, `value`). The arguments of a call are an object, or an
+object as JSON text. A tool is OpenAI's (`type: function`) or its inner object alone. All become
+the same `ChatMessage` and `Tool`.
+https://platform.openai.com/docs/guides/fine-tuning, https://huggingface.co/docs/transformers/chat_extras
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from protocol.base.errors import DataError
+from protocol.datasets.text_file import shown
+
+Tool = Mapping[str, Any]
+"""A function that the assistant may call: `{"type": "function", "function": {...}}`."""
+
+ROLES: Final = ("system", "user", "assistant", "tool")
+_ROLE_OF: Final = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "function_call": "assistant", "tool_call": "assistant",
+    "function": "tool", "observation": "tool", "function_response": "tool",
+    "tool_response": "tool",
+}  # fmt: skip
+_CALLING: Final = frozenset({"function_call", "tool_call"})
+"""ShareGPT's roles whose text is a call, as JSON."""
+_REASONING: Final = ("reasoning_content", "reasoning", "thinking")
+_READ: Final = frozenset({
+    "role", "content", "from", "value", "tool_calls", "function_call", "tool_call_id", "name",
+    "weight", "train", *_REASONING,
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function.
+
+    Attributes:
+        name: Of the function.
+        arguments: By name.
+        id: What the answer refers to; empty where nothing does.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """What one of system, user, assistant and tool says.
+
+    Attributes:
+        role: Who.
+        content: The text; empty only beside tool calls.
+        reasoning: What the assistant thought before; the chat template decides whether to show it.
+        tool_calls: What the assistant calls.
+        call_id: Of a tool's answer: the call it answers, if the data says.
+        name: Of a tool's answer: the function, if the data says.
+        trained: Whether the assistant learns this message.
+    """
+
+    role: str
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    name: str = ""
+    trained: bool = True
+
+    def record(self) -> list[Any]:
+        """Return it as JSON: role, content, and a third element only if there is more to say."""
+        more: dict[str, Any] = {
+            "reasoning": self.reasoning,
+            "tool_calls": [[call.name, call.arguments, call.id] for call in self.tool_calls],
+            "call_id": self.call_id,
+            "name": self.name,
+        }
+        more = {key: value for key, value in more.items() if value}
+        if not self.trained:
+            more["trained"] = False
+        return [self.role, self.content, more] if more else [self.role, self.content]
+
+    @staticmethod
+    def of(record: list[Any]) -> ChatMessage:
+        """Return the message of a `record`."""
+        role, content, *rest = record
+        more = dict(rest[0]) if rest else {}
+        calls = tuple(ToolCall(*call) for call in more.pop("tool_calls", ()))
+        return ChatMessage(role, content, tool_calls=calls, **more)
+
+    def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
+        """Return it as chat templates expect it.
+
+        Args:
+            arguments_as_text: Whether the template wants the arguments of calls as JSON text.
+        """
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                _call(call, as_text=arguments_as_text) for call in self.tool_calls
+            ]
+        if self.call_id:
+            message["tool_call_id"] = self.call_id
+        if self.name:
+            message["name"] = self.name
+        return message
+
+
+def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
+    arguments: Any = dict(call.arguments)
+    if as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": call.name, "arguments": arguments}
+    return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
+
+
+def is_said(value: object) -> bool:
+    """Return whether a key says something: zero and false do, null and empty values do not."""
+    return value is not None and value not in ("", [], {}, "[]", "{}", "null")
+
+
+def read_message(where: str, given: object) -> ChatMessage:
+    """Read one message.
+
+    Args:
+        where: File, row and number of the message.
+        given: The message.
+
+    Raises:
+        DataError: It is no message, or says something that training would ignore.
+    """
+    if not isinstance(given, dict):
+        raise DataError(f"{where}: expected role and content, got {shown(given)}")
+    role_key = "from" if "from" in given and "role" not in given else "role"
+    text_key = "value" if "value" in given and "content" not in given else "content"
+    if role_key not in given:
+        raise DataError(f"{where}: expected role and content, found no role")
+    others = [key for key, value in given.items() if is_said(value) and key not in _READ]
+    if others:
+        raise DataError(
+            f"{where}: expected role and content, got {others[0]!r} too, which training would "
+            "ignore; leave it out"
+        )
+    said = given[role_key]
+    role = _ROLE_OF.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise DataError(f"{where}: expected one of the roles {', '.join(ROLES)}, got {shown(said)}")
+    if role == "assistant":
+        return _assistant(where, given, text_key, calling=said in _CALLING)
+    _refuse_assistants_keys(where, role, given)
+    content = read_words(where, _joined_parts(given.get(text_key)), "content")
+    if role != "tool":
+        return ChatMessage(role, content)
+    call_id, name = (given.get(key) or "" for key in ("tool_call_id", "name"))
+    return ChatMessage(role, content, call_id=str(call_id), name=str(name))
+
+
+def _assistant(
+    where: str, given: Mapping[str, Any], text_key: str, *, calling: bool
+) -> ChatMessage:
+    content = _joined_parts(given.get(text_key))
+    calls: list[object] = []
+    if calling:
+        calls, content = _listed(where, content, "calls"), None
+    if is_said(given.get("tool_calls")):
+        calls += _listed(where, given["tool_calls"], "tool_calls")
+    if is_said(given.get("function_call")):
+        calls.append(given["function_call"])
+    tool_calls = tuple(_tool_call(where, call) for call in calls)
+    if tool_calls and (content is None or (isinstance(content, str) and not content.strip())):
+        content = ""
+    else:
+        if text_key not in given:
+            raise DataError(f"{where}: expected role and content, found no content")
+        content = read_words(where, content, "content")
+    reasoning = next((given[key] for key in _REASONING if is_said(given.get(key))), "")
+    if not isinstance(reasoning, str):
+        raise DataError(f"{where}: expected text as reasoning, got {shown(reasoning)}")
+    return ChatMessage(
+        "assistant",
+        content,
+        reasoning=reasoning,
+        tool_calls=tool_calls,
+        trained=_is_trained(where, given),
+    )
+
+
+def _is_trained(where: str, given: Mapping[str, Any]) -> bool:
+    """Return what `weight` (0 or 1) and `train` (true or false) say; true without them."""
+    weight, train = given.get("weight"), given.get("train")
+    if weight is not None and weight not in (0, 1):
+        raise DataError(
+            f"{where}: expected weight 0 or 1, got {shown(weight)}; a message is learned or not"
+        )
+    if train is not None and not isinstance(train, bool):
+        raise DataError(f"{where}: expected true or false as train, got {shown(train)}")
+    return weight != 0 and train is not False
+
+
+def _refuse_assistants_keys(where: str, role: str, given: Mapping[str, Any]) -> None:
+    for key in ("weight", "train"):
+        if given.get(key):
+            raise DataError(
+                f"{where}: expected {key} on the assistant's messages alone, which are what is "
+                f"learned, got it on the {role}'s; leave it out"
+            )
+    for key in ("tool_calls", "function_call", *_REASONING):
+        if is_said(given.get(key)):
+            raise DataError(f"{where}: expected {key} from the assistant alone, got the {role}")
+    unread = [key for key in ("tool_call_id", "name") if is_said(given.get(key))]
+    if role != "tool" and unread:
+        raise DataError(
+            f"{where}: expected role and content, got {unread[0]!r} too, which training would "
+            "ignore; leave it out"
+        )
+
+
+def _joined_parts(content: object) -> object:
+    """Join a content that is a list of text parts, as OpenAI's may be."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in content
+    ]
+    return content if None in texts else "".join(map(str, texts))
+
+
+def _tool_call(where: str, given: object) -> ToolCall:
+    """Read a call: `{"name", "arguments"}`, alone or as `{"type": "function", "function": ...}`."""
+    outer: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    inner = outer.get("function", outer)
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
+        raise DataError(
+            f"{where}: expected a call with the name of a function and its arguments, got "
+            f"{shown(given)}"
+        )
+    arguments = inner.get("arguments", inner.get("parameters"))
+    if arguments is None or arguments == "":
+        arguments = {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise DataError(
+            f"{where}: expected an object as arguments of {inner['name']!r}, or its JSON text, got "
+            f"{shown(inner.get('arguments'))}"
+        )
+    return ToolCall(inner["name"], arguments, str(outer.get("id") or ""))
+
+
+def read_tools(where: str, given: object) -> tuple[Tool, ...]:
+    """Read the tools of a conversation: a list, or its JSON text.
+
+    Raises:
+        DataError: They are no list of functions.
+    """
+    if not is_said(given) or (isinstance(given, str) and not given.strip()):
+        return ()
+    tools = _listed(where, given, "tools")
+    return tuple(_tool(f"{where} tool {number}", tool) for number, tool in enumerate(tools, 1))
+
+
+def _tool(where: str, given: object) -> Tool:
+    outer: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    inner = outer.get("function", outer)
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
+        raise DataError(
+            f"{where}: expected a function with its name, description and parameters, got "
+            f"{shown(given)}"
+        )
+    return outer if "function" in outer else {"type": "function", "function": inner}
+
+
+def _listed(where: str, given: object, what: str) -> list[object]:
+    """Return a list; of its JSON text, and of a lone object, too."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise DataError(f"{where}: expected {what} as JSON, got {shown(given)}") from None
+    if isinstance(given, dict):
+        return [given]
+    if not isinstance(given, list):
+        raise DataError(f"{where}: expected {what} as a list, got {shown(given)}")
+    return given
+
+
+def read_words(where: str, value: object, key: str) -> str:
+    """Return a text with its spaces.
+
+    Raises:
+        DataError: It is no text, or blank.
+    """
+    if value is None:
+        raise DataError(f"{where}: expected text as {key}, found no {key}")
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected text as {key}, got {shown(value)}")
+    if not value.strip():
+        raise DataError(f"{where}: expected text as {key}, found none; leave the row out")
+    return value
+
+
+def check_turns(where: str, messages: tuple[ChatMessage, ...]) -> None:
+    """Check the order: perhaps system, then user and assistant in turn; tools answer calls.
+
+    Raises:
+        DataError: A message is out of turn, or the assistant does not speak last.
+    """
+    open_calls = 0
+    last = ""
+    for number, message in enumerate(messages, start=1):
+        at = f"{where} message {number}"
+        if message.role == "system":
+            if number > 1:
+                raise DataError(f"{at}: expected the system to speak first or never, got it here")
+            continue
+        if message.role == "tool":
+            if not open_calls:
+                raise DataError(f"{at}: expected a tool to answer a call, got no call before it")
+            open_calls -= 1
+            last = "tool"
+            continue
+        expected = "user" if last in ("", "assistant") and not open_calls else "assistant"
+        if open_calls and last == "assistant":
+            raise DataError(
+                f"{at}: expected the answer of a tool to the call before, got {message.role}"
+            )
+        if message.role != expected:
+            raise DataError(f"{at}: expected it to be the {expected}'s turn, got {message.role}")
+        open_calls = len(message.tool_calls)
+        last = message.role
+    if messages[-1].role != "assistant":
+        raise DataError(
+            f"{where}: expected the assistant to speak last, got {messages[-1].role}; leave out "
+            "what is not answered"
+        )

@@ -1,0 +1,458 @@
+"""Rows of data files, each a value by the name of its column, and the report of bad ones.
+
+JSON lines, JSON lists, CSV, TSV, Parquet and Arrow, each plain, gzip or zstandard; the end of a
+file's name says which. Files may be larger than memory, but for a JSON list's object, a row, and
+compressed Parquet and Arrow.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from protocol.base.errors import DataError
+from protocol.datasets.logits_file import pyarrow_modules
+from protocol.datasets.text_file import (
+    check_columns,
+    checked_object,
+    is_compressed,
+    json_lines,
+    json_values,
+    open_decompressed,
+    read_text,
+    stream_lines,
+    text_pieces,
+)
+from protocol.spec.files import sources
+
+_ROWS_AT_ONCE: Final = 64
+_BUFFER_BYTES: Final = 1 << 18
+_SHOWN: Final = 20
+"""Bad rows that a report quotes."""
+_HOPELESS: Final = 100
+"""So many bad rows before the first good one end the reading."""
+
+Record = Mapping[str, Any]
+Row = TypeVar("Row")
+Parsed = TypeVar("Parsed")
+
+
+class Location(NamedTuple):
+    """A row of a file, from 1."""
+
+    path: Path
+    number: int
+
+    def __str__(self) -> str:
+        kind = sources.kind_of(self.path)
+        return f"{str(self.path)!r} {'line' if kind in _LINES else 'row'} {self.number}"
+
+
+class Locations:
+    """The locations of many rows, in little memory."""
+
+    def __init__(self) -> None:
+        self._paths: list[Path] = []
+        self._files, self._numbers = array("l"), array("q")
+
+    def append(self, location: Location) -> None:
+        """Add one more."""
+        if not self._paths or self._paths[-1] != location.path:
+            self._paths.append(location.path)
+        self._files.append(len(self._paths) - 1)
+        self._numbers.append(location.number)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, number: int) -> str:
+        return str(Location(self._paths[self._files[number]], self._numbers[number]))
+
+
+class BadRows:
+    """Rows that cannot be used: all in one report, or counted and skipped.
+
+    Args:
+        skip: Whether they are skipped (`data.skip_bad_rows`).
+
+    Attributes:
+        count: How many there are.
+    """
+
+    def __init__(self, *, skip: bool) -> None:
+        self.count = 0
+        self._skip = skip
+        self._good = 0
+        self._errors: list[DataError] = []
+
+    def add(self, error: DataError) -> None:
+        """Note one more.
+
+        Raises:
+            DataError: There are many, and no good row.
+        """
+        self.count += 1
+        if len(self._errors) < _SHOWN:
+            self._errors.append(error)
+        if not self._good and self.count >= _HOPELESS:
+            raise self._errors[0]
+
+    def parse(
+        self,
+        rows: Iterable[tuple[Location, Record]],
+        parse_row: Callable[[Location, Record], Parsed],
+    ) -> Iterator[tuple[Location, Parsed]]:
+        """Parse each row; a `DataError` makes it a bad one.
+
+        Raises:
+            DataError: After the last row: bad rows were found, and are not to be skipped.
+        """
+        for (location, _), parsed in self.usable(rows, lambda row: parse_row(*row)):
+            yield location, parsed
+        self.report()
+
+    def usable(
+        self, rows: Iterable[Row], use: Callable[[Row], Parsed]
+    ) -> Iterator[tuple[Row, Parsed]]:
+        """Yield each row with what is made of it; a `DataError` makes it a bad one.
+
+        Raises:
+            DataError: There are many bad rows, and no good one. `report` raises the others.
+        """
+        for row in rows:
+            try:
+                made = use(row)
+            except DataError as error:
+                self.add(error)
+                continue
+            self._good += 1
+            yield row, made
+
+    def report(self) -> None:
+        """Raise what was found, unless bad rows are skipped.
+
+        Raises:
+            DataError: Of the only bad row, or of all.
+        """
+        if not self.count or (self._skip and self._good):
+            return
+        if self.count == 1 or not self._good:
+            raise self._errors[0]
+        lines = [f"{self.count} bad rows:", *map(str, self._errors)]
+        if self.count > len(self._errors):
+            lines.append(f"and {self.count - len(self._errors)} more")
+        lines.append("fix them, or leave them out: --set data.skip_bad_rows=true")
+        raise DataError("\n  ".join(lines))
+
+
+_LINES: Final = ("jsonl", "csv", "tsv")
+
+
+def read_rows(
+    files: Sequence[Path],
+    wanted: Mapping[str, str],
+    names: Sequence[str],
+    bad_rows: BadRows,
+    look: Callable[[Location, Sequence[str]], None] = lambda _location, _columns: None,
+) -> Iterator[tuple[Location, Record]]:
+    """Read every row of these files, one at a time.
+
+    Args:
+        files: In order.
+        wanted: Columns that have to be there, by the key of the section `data` that names each.
+        names: All columns that are read.
+        bad_rows: Where rows that are damaged or lack a column are reported.
+        look: Is called with a row's location and its columns before any is missed.
+
+    Raises:
+        DataError: A file is none of a kind that is read, is damaged, or its header lacks a column.
+    """
+    for path in files:
+
+        def check(number: int, columns: Sequence[str], path: Path = path) -> None:
+            look(Location(path, number), columns)
+            check_columns(str(Location(path, number)), columns, wanted)
+
+        kind = sources.kind_of(path)
+        if kind in ("jsonl", "json"):
+            lines = json_lines(path) if kind == "jsonl" else _json_rows(path, {*wanted.values()})
+            for number, record in lines:
+                try:
+                    if isinstance(record, DataError):
+                        raise record
+                    check(number, list(record))
+                except DataError as error:
+                    bad_rows.add(error)
+                    continue
+                yield Location(path, number), record
+        elif kind in ("csv", "tsv"):
+            yield from _table_rows(path, {*wanted.values()}, check, bad_rows)
+        elif kind in ("parquet", "arrow"):
+            rows = _parquet_rows if kind == "parquet" else _arrow_rows
+            for number, record in enumerate(rows(path, check, names), start=1):
+                yield Location(path, number), record
+        else:
+            raise DataError(
+                f"expected a file that ends with one of {sources.ROW_KINDS_SHOWN}, got "
+                f"{str(path)!r}: this kind of file is not read"
+            )
+
+
+def _json_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, Record | DataError]]:
+    """Read a JSON list of objects, a lone list inside an object, or JSON lines by another name."""
+    lines = (line for line in stream_lines(path) if line.strip())
+    first, more = next(lines, "").lstrip(), next(lines, "")
+    if first.startswith("["):
+        for number, value in enumerate(json_values(path, text_pieces(path)), start=1):
+            yield number, checked_object(f"{str(path)!r} row {number}", value)
+        return
+    try:
+        lone = json.loads(first)
+    except (ValueError, RecursionError):
+        lone = None
+    if lone is not None and (more or not isinstance(lone, dict) or {*wanted} <= lone.keys()):
+        yield from json_lines(path)
+        return
+    try:
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{str(path)!r} is not JSON: {error}") from None
+    lists = [value for value in document.values() if isinstance(value, list)]
+    if len(lists) != 1:
+        raise DataError(
+            f"expected a list of rows in {str(path)!r}, or an object with one list, got an object "
+            f"with {len(lists)} lists"
+        )
+    for number, value in enumerate(lists[0], start=1):
+        yield number, checked_object(f"{str(path)!r} row {number}", value)
+
+
+def _table_rows(
+    path: Path,
+    wanted: Collection[str],
+    check: Callable[[int, Sequence[str]], None],
+    bad_rows: BadRows,
+) -> Iterator[tuple[Location, Record]]:
+    rows = read_table(path, wanted)
+    line, first = next(rows, (0, []))
+    if not first:
+        return
+    assert not isinstance(first, DataError)
+    header = column_names(first)
+    check(line, header)
+    for number, cells in rows:
+        if isinstance(cells, DataError):
+            bad_rows.add(cells)
+        else:
+            yield Location(path, number), dict(zip(header, cells, strict=True))
+
+
+@contextmanager
+def _pyarrow_errors(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
+    """Give pyarrow and its Parquet part; their errors become one line."""
+    pa, pq = pyarrow_modules(f"{kind} files are read by pyarrow")
+    try:
+        yield pa, pq
+    except (pa.ArrowException, OSError, ValueError) as error:
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"expected {kind} in {str(path)!r}, got: {words}") from None
+
+
+def _parquet_rows(
+    path: Path, check: Callable[[int, Sequence[str]], None], names: Sequence[str]
+) -> Iterator[Record]:
+    with _pyarrow_errors(path, "Parquet") as (pa, pq):
+        source = pa.BufferReader(open_decompressed(path).read()) if is_compressed(path) else path
+        # Page by page: else whole columns of a group are read at once, and all may be one group.
+        with pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+            columns = list(file.schema_arrow.names)
+            check(1, columns)
+            used = [name for name in names if name in columns]
+            classes = _class_names(file.schema_arrow.metadata)
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=used):
+                yield from (_readable(record, classes) for record in batch.to_pylist())
+
+
+def _arrow_rows(
+    path: Path, check: Callable[[int, Sequence[str]], None], names: Sequence[str]
+) -> Iterator[Record]:
+    """Read Arrow's stream, as `datasets` saves it, or its file."""
+    with _pyarrow_errors(path, "Arrow") as (pa, _):
+        source = (
+            pa.BufferReader(open_decompressed(path).read())
+            if is_compressed(path)
+            else pa.memory_map(str(path))
+        )
+        with source:
+            try:
+                reader: Any = pa.ipc.open_stream(source)
+                batches: Iterable[Any] = reader
+            except pa.ArrowInvalid:
+                source.seek(0)
+                reader = pa.ipc.open_file(source)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            columns = list(reader.schema.names)
+            check(1, columns)
+            used = [name for name in dict.fromkeys(names) if name in columns]
+            classes = _class_names(reader.schema.metadata)
+            for batch in batches:
+                for lo in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                    some = batch.slice(lo, _ROWS_AT_ONCE).select(used)
+                    yield from (_readable(record, classes) for record in some.to_pylist())
+
+
+def _class_names(metadata: Mapping[bytes, bytes] | None) -> Mapping[str, Sequence[str]]:
+    """Return the names of classes by column, where `datasets` has written them into a file.
+
+    Of a column of classes, or of lists of classes. https://huggingface.co/docs/datasets/about_dataset_features
+    """
+    try:
+        features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
+        columns = dict(features.items())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
+    found = {}
+    for column, feature in columns.items():
+        each = feature[0] if isinstance(feature, list) and feature else feature
+        each = each.get("feature", each) if isinstance(each, dict) else {}
+        names = each.get("names") if isinstance(each, dict) else None
+        if isinstance(names, list) and each.get("_type") == "ClassLabel":
+            found[str(column)] = [*map(str, names)]
+    return found
+
+
+def _readable(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
+    """Remove nulls inside of cells, as Arrow gives every object of a column the keys of all.
+
+    Classes become their names; -1, which says that there is none, becomes null.
+    """
+    return {
+        name: _named(value, classes[name]) if name in classes else _shorn(value)
+        for name, value in record.items()
+    }
+
+
+def _named(value: Any, names: Sequence[str]) -> Any:
+    if isinstance(value, list):
+        return [_named(each, names) for each in value]
+    if not isinstance(value, int) or value >= len(names):
+        return value
+    return names[value] if value >= 0 else None
+
+
+def _shorn(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shorn(each) for key, each in value.items() if each is not None}
+    return [*map(_shorn, value)] if isinstance(value, list) else value
+
+
+_CELL_CHARACTERS: Final = 1 << 28
+csv.field_size_limit(_CELL_CHARACTERS)  # for the process: its own limit is 131,072
+_TAB: Final = "\t"
+_DELIMITERS: Final = (",", _TAB, ";", "|")
+
+TableRow = tuple[int, list[str] | DataError]
+"""The number of a row's last line, and its cells, or what is wrong with it."""
+
+
+def read_table(path: Path, wanted: Collection[str]) -> Iterator[TableRow]:
+    """Read every row of a table that is not empty, the header first.
+
+    Args:
+        path: The file.
+        wanted: Columns asked for: what separates the header into them separates the cells.
+
+    Raises:
+        DataError: It is not UTF-8, or quotes are wrong somewhere.
+    """
+    delimiter = _delimiter(path, wanted)
+    quoting = csv.QUOTE_MINIMAL
+    if delimiter == _TAB and _quotes_are_text(path):
+        quoting = csv.QUOTE_NONE
+    yield from _cells(path, delimiter, quoting)
+
+
+def _delimiter(path: Path, wanted: Collection[str]) -> str:
+    """Return what separates the header into the columns asked for; else what the name says."""
+    usual = _TAB if sources.kind_of(path) == "tsv" else ","
+    first = next((line for line in stream_lines(path) if line.strip()), "")
+    by_cells = {
+        each: column_names(next(csv.reader([first], delimiter=each))) for each in _DELIMITERS
+    }
+    fitting = [each for each, cells in by_cells.items() if {*wanted} <= {*cells}]
+    if fitting:
+        return fitting[0]
+    if all(_TAB in line for line in stream_lines(path) if line.strip()):
+        return _TAB
+    return max((usual, *_DELIMITERS), key=lambda each: len(by_cells[each]))
+
+
+def _quotes_are_text(path: Path) -> bool:
+    """Return whether quotes of a TSV file are only part of the text.
+
+    Read as such it has more rows, and no column of quoted cells alone.
+    """
+    if not any(line[0] == '"' or '\t"' in line for line in stream_lines(path) if line):
+        return False
+    rows, quoted = 0, list[bool]()
+    for _, cells in _cells(path, _TAB, csv.QUOTE_NONE):
+        if isinstance(cells, DataError):
+            return False
+        there = [*map(_is_quoted, cells)]
+        quoted = [a and b for a, b in zip(quoted or there, there, strict=True)]
+        rows += 1
+    if any(quoted):
+        return False
+    minimal = 0
+    try:
+        for _, cells in _cells(path, _TAB, csv.QUOTE_MINIMAL):
+            if isinstance(cells, DataError):
+                return True
+            minimal += 1
+    except DataError:
+        return True
+    return minimal < rows
+
+
+def _is_quoted(cell: str) -> bool:
+    return len(cell) > 1 and cell[0] == cell[-1] == '"'
+
+
+def _cells(path: Path, delimiter: str, quoting: Any) -> Iterator[TableRow]:
+    table = csv.reader(stream_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
+    columns = 0
+    try:
+        for row in table:
+            if not row:
+                continue
+            columns = columns or len(row)
+            if len(row) == columns:
+                yield table.line_num, row
+                continue
+            yield (
+                table.line_num,
+                DataError(
+                    f"{str(path)!r} line {table.line_num}: expected {columns} columns, got "
+                    f"{len(row)}; quote cells that hold {delimiter!r}, or write the data as JSONL"
+                ),
+            )
+    except csv.Error as error:
+        if "field limit" in str(error):
+            raise DataError(
+                f"{str(path)!r} line {table.line_num}: expected cells of at most "
+                f"{_CELL_CHARACTERS} characters, got a longer one; is a quote left open?"
+            ) from None
+        raise DataError(
+            f"{str(path)!r} line {table.line_num} is not a table: {error}; is a quote left open, "
+            "or not doubled inside a cell? JSONL needs no quotes"
+        ) from None
+
+
+def column_names(cells: Sequence[str]) -> list[str]:
+    """Return the names of a header's columns, without the spaces around them."""
+    return [cell.strip() for cell in cells]

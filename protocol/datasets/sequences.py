@@ -1,0 +1,115 @@
+"""Rows whose labels are sequences: words with a tag each, or a text with the text it becomes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protocol.base.errors import DataError
+from protocol.datasets.conversations import DistinctRows, Row
+from protocol.datasets.messages import read_words
+from protocol.datasets.rows import BadRows, Location, Record, read_rows
+from protocol.datasets.text_file import shown
+from protocol.spec.files import sources
+from protocol.spec.sections.data import DataSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedWords:
+    """A sentence in words, with a tag of each."""
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]
+    location: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """A text, and the text that is to be made of it."""
+
+    source: str
+    target: str
+    location: str
+
+
+def read_tagged_words(spec: DataSpec) -> DistinctRows[TaggedWords]:
+    """Read the columns `data.text` (words) and `data.label` (tags).
+
+    Raises:
+        DataError: A file is missing or damaged, lacks a column, or rows have other words than tags.
+    """
+
+    def row_of(document: str, location: str) -> TaggedWords:
+        words, tags = json.loads(document)
+        return TaggedWords(tuple(words), tuple(tags), location)
+
+    return _read(spec, _tagged, row_of, "words with tags")
+
+
+def read_text_pairs(spec: DataSpec) -> DistinctRows[TextPair]:
+    """Read the columns `data.text` (sources) and `data.label` (targets).
+
+    Raises:
+        DataError: A file is missing or damaged, lacks a column, or rows lack a text.
+    """
+
+    def row_of(document: str, location: str) -> TextPair:
+        source, target = json.loads(document)
+        return TextPair(source, target, location)
+
+    return _read(spec, _pair, row_of, "pairs of texts")
+
+
+def _read(
+    spec: DataSpec,
+    parse: Callable[[Location, object, object], list[object]],
+    row_of: Callable[[str, str], Row],
+    expected: str,
+) -> DistinctRows[Row]:
+    wanted = {"text": spec.text, "label": spec.label}
+    bad_rows = BadRows(skip=spec.skip_bad_rows)
+
+    def document(location: Location, record: Record) -> str:
+        row = parse(location, record[spec.text], record[spec.label])
+        return json.dumps(row, ensure_ascii=False)
+
+    files = sources.row_files(spec.train)
+    rows = bad_rows.parse(read_rows(files, wanted, [*wanted.values()], bad_rows), document)
+    return DistinctRows(rows, row_of, f"{expected} in {spec.train!r}", bad_rows)
+
+
+def _pair(location: Location, source: object, target: object) -> list[object]:
+    where = str(location)
+    return [read_words(where, source, "source"), read_words(where, target, "target")]
+
+
+def _tagged(location: Location, words: object, tags: object) -> list[object]:
+    both = _listed(location, words, "words"), _listed(location, tags, "tags")
+    if len(both[0]) != len(both[1]):
+        raise DataError(
+            f"{location}: expected a tag for each word, got {len(both[0])} words and "
+            f"{len(both[1])} tags"
+        )
+    return [*both]
+
+
+def _listed(location: Location, given: object, what: str) -> list[str]:
+    """Read a list of texts, its JSON text, or words with spaces between them."""
+    if isinstance(given, str):
+        if given.lstrip().startswith("["):
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError):
+                raise DataError(
+                    f"{location}: expected a list of {what} as JSON, got {shown(given)}"
+                ) from None
+        else:
+            given = given.split()
+    if not isinstance(given, list) or not given:
+        raise DataError(f"{location}: expected a list of {what}, got {shown(given)}")
+    listed = [str(each).strip() if isinstance(each, str | int) else "" for each in given]
+    if not all(listed):
+        at = listed.index("")
+        raise DataError(f"{location}: expected text as each of the {what}, got {shown(given[at])}")
+    return listed

@@ -1,0 +1,295 @@
+"""Read text files, plain or compressed, whole or in pieces; JSON lines and JSON lists.
+
+Text is UTF-8; anything else is refused with what the file is and what to do.
+"""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import gzip
+import io
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TextIO, cast
+
+from protocol.base.errors import DataError
+from protocol.base.regular_file import open_regular
+from protocol.datasets.logits_file import pyarrow_modules
+
+_PIECE_CHARACTERS: Final = 1 << 20
+_UNPACK, _AS_TEXT = "unpack it first", "save what it says as text (UTF-8)"
+_OTHER_KINDS: Final = {
+    b"BZh": ("bzip2", _UNPACK),
+    b"\xfd7zXZ\0": ("xz", _UNPACK),
+    b"7z\xbc\xaf\x27\x1c": ("7-Zip", _UNPACK),
+    b"Rar!\x1a\x07": ("RAR", _UNPACK),
+    b"PK\x03\x04": (
+        "a ZIP archive, as .zip, .docx, .xlsx and .odt are",
+        f"{_UNPACK}, or {_AS_TEXT}",
+    ),
+    b"%PDF-": ("PDF", _AS_TEXT),
+    b"{\\rtf": ("RTF", _AS_TEXT),
+    b"\xd0\xcf\x11\xe0": ("an old Office document", _AS_TEXT),
+    b"PAR1": (
+        "Parquet",
+        "let its name end with .parquet where Parquet is read, or write it as .jsonl",
+    ),
+    b"ARROW1": ("Arrow", "let its name end with .arrow where Arrow is read, or write it as .jsonl"),
+    b"SQLite format 3\0": ("SQLite", "write the table as .csv or .jsonl"),
+    b"\xff\xfe": ("UTF-16", "convert it to UTF-8"),
+    b"\xfe\xff": ("UTF-16", "convert it to UTF-8"),
+}
+"""How files begin that are no text: what they are, and what to do."""
+_GZIP: Final = b"\x1f\x8b"
+_ZSTANDARD: Final = b"\x28\xb5\x2f\xfd"
+_MAGIC_BYTES: Final = max(map(len, _OTHER_KINDS))
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether a file begins as gzip or zstandard does."""
+    return _beginning(path).startswith((_GZIP, _ZSTANDARD))
+
+
+def open_decompressed(path: Path) -> BinaryIO:
+    """Open a regular file for reading, its content decompressed.
+
+    Raises:
+        DataError: It is zstandard, and pyarrow is missing.
+        OSError: It cannot be opened.
+    """
+    file = open_regular(path)
+    magic = file.read(_MAGIC_BYTES)
+    file.seek(0)
+    if not magic.startswith((_GZIP, _ZSTANDARD)):
+        return file
+    file.close()
+    if magic.startswith(_GZIP):
+        return cast("BinaryIO", gzip.open(path, "rb"))
+    pa, _ = pyarrow_modules("zstandard files are read by pyarrow")
+    return cast("BinaryIO", pa.input_stream(str(path), compression="zstd"))
+
+
+@contextmanager
+def _file_errors(path: Path) -> Iterator[None]:
+    """Make errors of reading a file one line."""
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise DataError(
+            f"{str(path)!r} is not UTF-8 at byte {_bad_byte(path)}; convert it to UTF-8"
+        ) from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"the compressed file {str(path)!r} is damaged: {error}") from None
+    except OSError as error:
+        reason = error.strerror or f"it is damaged: {error}"
+        raise DataError(f"cannot read {str(path)!r}: {reason}") from None
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text with its line ends as they are, without a byte-order mark.
+
+    Raises:
+        DataError: It cannot be read, is damaged, or is not UTF-8.
+    """
+    with _file_errors(path), _open_text(path) as file:
+        return file.read()
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines with their ends; only real line ends count, not U+2028 and its like."""
+    return list(io.StringIO(read_text(path), newline=""))
+
+
+def text_pieces(path: Path) -> Iterator[str]:
+    """Read a text as `read_text` does, piece by piece, for files larger than memory."""
+    with _file_errors(path), _open_text(path) as file:
+        yield from iter(lambda: file.read(_PIECE_CHARACTERS), "")
+
+
+def stream_lines(path: Path) -> Iterator[str]:
+    """Read the lines as `read_lines` does, one at a time, for files larger than memory."""
+    with _file_errors(path), _open_text(path) as file:
+        yield from file
+
+
+def _open_text(path: Path) -> TextIO:
+    beginning = b""
+    with suppress(OSError), open_decompressed(path) as file:  # reading says what is wrong with it
+        beginning = file.read(_MAGIC_BYTES)
+    for magic, (kind, remedy) in _OTHER_KINDS.items():
+        if beginning.startswith(magic):
+            raise DataError(
+                f"expected text in {str(path)!r}, got {kind}: this kind of file is not read here; "
+                f"{remedy}"
+            )
+    return io.TextIOWrapper(open_decompressed(path), encoding="utf-8-sig", newline="")
+
+
+def _beginning(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read(_MAGIC_BYTES)
+    except OSError:
+        return b""  # whoever reads it says what is wrong with it
+
+
+def _bad_byte(path: Path) -> int:
+    """Return where a file stops to be UTF-8."""
+    decoder, begun = codecs.getincrementaldecoder("utf-8")(), 0
+    with open_decompressed(path) as file:
+        while True:
+            kept = len(decoder.getstate()[0])
+            content = file.read(_PIECE_CHARACTERS)
+            try:
+                decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                return begun - kept + error.start
+            begun += len(content)
+
+
+_SPACES: Final = re.compile(r"\s+")
+
+
+class _KeyTwice(ValueError):
+    pass
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _KeyTwice(f"the key {twice!r} comes twice")
+    return record
+
+
+def _holds_surrogates(record: object) -> bool:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+    """Read every object of a JSONL file with its line number, or what is wrong with the line.
+
+    Raises:
+        DataError: The file cannot be read, or is not UTF-8.
+    """
+    for number, line in enumerate(stream_lines(path), start=1):
+        if not line.strip():
+            continue
+        where = f"{str(path)!r} line {number}"
+        try:
+            record = json.loads(line, object_pairs_hook=_distinct)
+        except (ValueError, RecursionError) as error:
+            reason = error if isinstance(error, _KeyTwice) else "expected one object on each line"
+            yield number, DataError(f"{where} is not JSON: {reason}")
+            continue
+        yield number, checked_object(where, record, may_hold_half="\\ud" in line.lower())
+
+
+def checked_object(
+    where: str, value: object, *, may_hold_half: bool = True
+) -> dict[str, Any] | DataError:
+    """Return an object of a file, or what is wrong with it.
+
+    Args:
+        where: File and row.
+        value: What stands there.
+        may_hold_half: Whether it may hold half a character, which JSON can escape and no other
+            text can hold.
+    """
+    if may_hold_half and _holds_surrogates(value):
+        return DataError(
+            f"{where}: expected Unicode text, got half a surrogate pair (\\ud800 to \\udfff); mend "
+            "or remove that character"
+        )
+    return value if isinstance(value, dict) else DataError(f"{where}: expected a JSON object")
+
+
+def json_values(path: Path, pieces: Iterator[str]) -> Iterator[Any]:
+    """Read the values of a JSON list one at a time.
+
+    Args:
+        path: The file, for errors.
+        pieces: Its text.
+
+    Raises:
+        DataError: It is not JSON.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_distinct)
+    text, at, count, expected = "", 0, 0, "["
+    for piece in itertools.chain(pieces, [""]):
+        text, at = text[at:] + piece, 0
+        while True:
+            if spaces := _SPACES.match(text, at):
+                at = spaces.end()
+            next_character = text[at : at + 1]
+            if next_character == "]" and (expected == "," or not (expected or count)):
+                return
+            if expected:
+                if not next_character:
+                    break
+                if next_character != expected:
+                    raise DataError(
+                        f"{str(path)!r} is not JSON: expected {expected!r} behind row {count}, got "
+                        f"{next_character!r}"
+                    )
+                at, expected = at + 1, ""
+                continue
+            try:
+                value, at = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                if piece and not isinstance(error, _KeyTwice):
+                    break  # perhaps the rest of it is still to come
+                raise DataError(f"{str(path)!r} row {count + 1} is not JSON: {error}") from None
+            count, expected = count + 1, ","
+            yield value
+    raise DataError(f"{str(path)!r} is not JSON: expected ']' behind row {count}")
+
+
+def shown(value: object) -> str:
+    """A JSON value as it stands in a file, or its beginning."""
+    return json.dumps(value, ensure_ascii=False)[:40]
+
+
+def check_columns(where: str, there: Sequence[str], wanted: Mapping[str, str]) -> None:
+    """Check that the columns asked for are there, each once.
+
+    Args:
+        where: File and row that `there` was found in.
+        there: Columns or keys.
+        wanted: By the key of the run spec's section `data` that names it.
+
+    Raises:
+        DataError: What is missing, and what to set.
+    """
+    for name in wanted.values():
+        if there.count(name) > 1:
+            raise DataError(
+                f"{where}: expected one column {name!r}, found "
+                f"{there.count(name)} of that name; rename all but one"
+            )
+    missing = {key: name for key, name in wanted.items() if name not in there}
+    if not missing:
+        return
+    others = [name for name in there if name not in wanted.values()]
+    found = ", ".join(repr(str(name)[:40]) for name in there[:10]) or "nothing"
+    settings = []
+    for key, name in missing.items():
+        near = difflib.get_close_matches(name, others, n=1) or others
+        lone = len(near) == 1 and len(missing) <= len(others)
+        settings.append(f"--set data.{key}={near[0] if lone else 'COLUMN'}")
+    names = " and ".join(map(repr, missing.values()))
+    raise DataError(
+        f"expected a column {names} in {where}, found {found}; "
+        f"say which it is: {' '.join(settings)}"
+    )

@@ -1,0 +1,108 @@
+"""The chunks of a step's gradient, in the order in which they are sent.
+
+A chunk is the unit of the exchange: of what one message carries, of what one owner averages, and of
+what the gradient log records. The last block comes first, as backward gives them. A worker with
+several subtrees sends each of them in this order, so whoever sums needs to hold, of all that it
+lets come, the same few chunks of every subtree, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from protocol.exact.update import Array
+from protocol.spec.manifest import Block
+
+DIGEST_BYTES: Final = 16
+
+
+class ChunkGrid:
+    """Number the chunks of a step from 0, in the order in which they are sent.
+
+    Attributes:
+        blocks: The manifest's.
+        count: The number of chunks.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...]) -> None:
+        self.blocks = blocks
+        self._chunks = [
+            (block, chunk)
+            for block in reversed(range(len(blocks)))
+            for chunk in range(blocks[block].chunks)
+        ]
+        counts: list[int] = [block.chunks for block in reversed(blocks)]
+        self._first: list[int] = [0, *accumulate(counts)][:-1][::-1]
+        parts = [blocks[block].chunk_slice(chunk) for block, chunk in self._chunks]
+        self._ends_bytes: list[int] = [
+            0,
+            *accumulate((part.stop - part.start) * 4 for part in parts),
+        ]
+        self.count = len(self._chunks)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of one whole gradient in float32."""
+        return self._ends_bytes[-1]
+
+    def has(self, block: int, chunk: int) -> bool:
+        """Whether there is such a chunk."""
+        return block < len(self.blocks) and chunk < self.blocks[block].chunks
+
+    def number(self, block: int, chunk: int) -> int:
+        """The number of a block's chunk."""
+        return self._first[block] + chunk
+
+    def chunk(self, number: int) -> tuple[int, int]:
+        """Block, and chunk within it."""
+        return self._chunks[number]
+
+    def of_block(self, block: int) -> range:
+        """The numbers of a block's chunks."""
+        return range(self._first[block], self._first[block] + self.blocks[block].chunks)
+
+    def elements(self, number: int) -> int:
+        """The number of values in a chunk."""
+        return (self._ends_bytes[number + 1] - self._ends_bytes[number]) // 4
+
+    def end(self, start: int, length_bytes: int) -> int:
+        """The number after the last chunk that fits into so many bytes from `start` on; at least
+        one chunk counts as fitting."""
+        reach = bisect_right(self._ends_bytes, self._ends_bytes[start] + length_bytes) - 1
+        return min(max(reach, start + 1), self.count)
+
+
+def chunk_digest(values: Array | NDArray[Any]) -> bytes:
+    """The first 16 bytes of BLAKE3 over an average: its owner announces it, all others check it."""
+    return blake3(values.view("u1").data).digest(DIGEST_BYTES)
+
+
+def divide_chunks(shares: Sequence[float], grid: ChunkGrid) -> list[int]:
+    """Give each chunk an owner: the index of its share.
+
+    Args:
+        shares: Relative number of elements for each owner; at least one is above 0.
+        grid: The chunks.
+
+    Returns:
+        One index per chunk. In every run of consecutive chunks each owner has about its share.
+    """
+    total = sum(shares)
+    given = [0.0] * len(shares)
+    owners, done = [], 0.0
+    for number in range(grid.count):
+        elements = max(grid.elements(number), 1)
+        done += elements
+        # Whoever lacks the most of what it should have by now.
+        lacking = [share / total * done - had for share, had in zip(shares, given, strict=True)]
+        able = [index for index, share in enumerate(shares) if share > 0]
+        owner = max(able, key=lambda index: (lacking[index], -index))
+        given[owner] += elements
+        owners.append(owner)
+    return owners

@@ -1,0 +1,63 @@
+"""Embeddings of samples as bytes: one row per sample, its fields one after the other.
+
+The rows of a step, in the order of its microbatches, are what a loss over the whole step reads.
+They are joined by position and never added, always float32 and int64 in little-endian order: the
+codecs of the exchange do not apply. A rounded embedding would not be the encoder's, to be compared
+with, and the rows of a step are small beside the gradients of a whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.base.errors import DataError
+from protocol.spec.manifest import EmbeddingLayout
+
+Rows = NDArray[np.uint8]
+"""uint8, shape (samples, bytes per sample)."""
+_DTYPES: Final = {"float32": "<f4", "int64": "<i8"}
+
+
+def row_dtype(layout: EmbeddingLayout) -> np.dtype[Any]:
+    """Return the packed numpy dtype of a row."""
+    return np.dtype([(each.name, _DTYPES[each.dtype], each.shape) for each in layout.fields])
+
+
+def join_fields(layout: EmbeddingLayout, fields: Mapping[str, NDArray[Any]]) -> Rows:
+    """Make rows of fields, each of shape (samples, ...).
+
+    Raises:
+        DataError: A field is missing, or has another shape or dtype than in the layout.
+    """
+    dtype = row_dtype(layout)
+    samples = len(fields[layout.fields[0].name]) if layout.fields[0].name in fields else 0
+    rows = np.empty(samples, dtype)
+    for each in layout.fields:
+        values = fields.get(each.name)
+        expected = (samples, *each.shape)
+        if values is None or values.shape != expected or values.dtype != each.dtype:
+            found = "none" if values is None else f"{values.dtype} {values.shape}"
+            raise DataError(
+                f"embed: expected {each.name!r} as {each.dtype} {expected}, got {found}; its shape "
+                "without the samples must be the same for every microbatch"
+            )
+        rows[each.name] = values
+    return rows.view(np.uint8).reshape(samples, dtype.itemsize)
+
+
+def split_fields(layout: EmbeddingLayout, rows: Rows) -> dict[str, NDArray[Any]]:
+    """Return contiguous fields of rows, each of shape (samples, ...)."""
+    dtype = row_dtype(layout)
+    records = np.ascontiguousarray(rows).reshape(-1).view(dtype)
+    return {each.name: np.ascontiguousarray(records[each.name]) for each in layout.fields}
+
+
+def are_finite(layout: EmbeddingLayout, content: NDArray[np.uint8]) -> bool:
+    """Whether all embeddings of some rows, given as flat bytes, are finite."""
+    records = content.view(row_dtype(layout))
+    floats = (each.name for each in layout.fields if each.dtype == "float32")
+    return all(bool(np.isfinite(records[name]).all()) for name in floats)

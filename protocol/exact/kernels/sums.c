@@ -1,0 +1,108 @@
+/* Sums, averages and checks. Definitions: `add_rounded` in protocol/exact/tree_sum.py, `average`,
+   `is_finite`, `square_sum` in protocol/exact/update.py, `is_absent` in protocol/exact/absent.py.
+   A float32 addition alone is one pass in numpy already. */
+
+#include "kernels.h"
+
+typedef struct { f32 *out; const f32 *left, *right; float factor; u32 found; f64 *squares; } Sums;
+#define EACH for (usize i = lo; i < hi; i++)
+#define FOUND(bad) __atomic_fetch_or(&s->found, (bad) != 0, __ATOMIC_RELAXED)
+
+static void add_rounded_range(void *call, usize lo, usize hi) {
+  Sums *s = call;
+  f32 *out = s->out;
+  const f32 *right = s->right;
+  EACH out[i] = float_of(rounded_bits(bits_of(out[i] + right[i])));
+}
+
+/* Add `right` to `left`, in place, and round to bfloat16. */
+void add_rounded(f32 *left, const f32 *right, usize count, u32 threads) {
+  Sums call = {left, left, right, 0, 0, 0};
+  in_parallel(add_rounded_range, &call, count, 4096, threads);
+}
+
+static void scale_range(void *call, usize lo, usize hi) {
+  Sums *s = call;
+  f32 *out = s->out;
+  const f32 *left = s->left;
+  const float factor = s->factor;
+  u32 bad = 0;
+  EACH { const float scaled = left[i] * factor; out[i] = scaled; bad |= not_finite(scaled); }
+  FOUND(bad);
+}
+
+/* Multiply by `factor`; `out` may be `values`. Returns whether a product is not finite. */
+u32 scale(const f32 *values, float factor, f32 *out, usize count, u32 threads) {
+  Sums call = {out, values, 0, factor, 0, 0};
+  in_parallel(scale_range, &call, count, 4096, threads);
+  return call.found;
+}
+
+#define CHECK 4096 /* values between two looks at what was found */
+
+static void finite_range(void *call, usize lo, usize hi) {
+  Sums *s = call;
+  const f32 *left = s->left;
+  for (usize from = lo; from < hi; from += CHECK) {
+    const usize to = from + CHECK < hi ? from + CHECK : hi;
+    u32 bad = 0;
+    for (usize i = from; i < to; i++) bad |= not_finite(left[i]);
+    if (bad) { FOUND(bad); return; }
+  }
+}
+
+u32 has_not_finite(const f32 *values, usize count, u32 threads) {
+  Sums call = {0, values, 0, 0, 0, 0};
+  in_parallel(finite_range, &call, count, CHECK, threads);
+  return call.found;
+}
+
+/* Whether all values are -0.0. */
+u32 all_negative_zero(const f32 *values, usize count) {
+  for (usize from = 0; from < count; from += CHECK) {
+    const usize to = from + CHECK < count ? from + CHECK : count;
+    u32 other = 0;
+    for (usize i = from; i < to; i++) other |= bits_of(values[i]) ^ 0x80000000u;
+    if (other) return 0;
+  }
+  return 1;
+}
+
+/* numpy's pairwise summation (umath/loops_utils.h, `pairwise_sum`): eight running sums over at most
+   128 values, and halves above. A square of a float32 is exact in float64. */
+#define RUN 128
+#define SQUARE_CHUNK 65536
+
+static f64 squares_of(const f32 *values, usize count) {
+  if (count > RUN) {
+    usize half = count / 2;
+    half -= half % 8;
+    return squares_of(values, half) + squares_of(values + half, count - half);
+  }
+  if (count < 8) {
+    f64 sum = 0;
+    for (usize i = 0; i < count; i++) { const f64 x = values[i]; sum += x * x; }
+    return sum;
+  }
+  f64 r[8];
+  for (u32 j = 0; j < 8; j++) { const f64 x = values[j]; r[j] = x * x; }
+  usize i = 8;
+  for (; i < count - count % 8; i += 8)
+    for (u32 j = 0; j < 8; j++) { const f64 x = values[i + j]; r[j] += x * x; }
+  f64 sum = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]));
+  for (; i < count; i++) { const f64 x = values[i]; sum += x * x; }
+  return sum;
+}
+
+static void squares_range(void *call, usize lo, usize hi) {
+  Sums *s = call;
+  for (usize from = lo; from < hi; from += SQUARE_CHUNK)
+    s->squares[from / SQUARE_CHUNK] =
+        squares_of(s->left + from, from + SQUARE_CHUNK < hi ? SQUARE_CHUNK : hi - from);
+}
+
+/* The sum of squares of each chunk of 65,536 values, to `squares`. */
+void square_sums(const f32 *values, usize count, f64 *squares, u32 threads) {
+  Sums call = {0, values, 0, 0, 0, squares};
+  in_parallel(squares_range, &call, count, SQUARE_CHUNK, threads);
+}

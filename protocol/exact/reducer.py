@@ -1,0 +1,228 @@
+"""Reduce gradients along the tree: subtree sums in, averages (or larger sums) out.
+
+One class wherever gradients are reduced: at the owner of a chunk, be it the coordinator or a
+worker, and among the devices of one worker by blocks. Arrival order cannot change a bit: the tree
+fixes what is added to what. Sums may come twice, from several workers, or as parts of sums that
+come later; what is covered already changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import Annotated, Final, Generic, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from protocol.base import limits
+from protocol.base.errors import MessageError
+from protocol.base.fields import Number, Small
+from protocol.exact.codecs import projected
+from protocol.exact.tree import Subtree, root
+from protocol.exact.tree_sum import ADDITIONS, TreeSum
+from protocol.exact.update import Array, average, is_finite
+from protocol.spec.manifest import Block
+from protocol.spec.sections.exchange import Codecs
+
+Piece = TypeVar("Piece", bound=Hashable)
+Origin = tuple[tuple[str, Subtree], ...]
+"""The workers and subtrees that make up a sum, from left to right."""
+_ORIGIN: Final = TypeAdapter[list[tuple[str, int, int]]](
+    Annotated[list[tuple[Small, Number, Number]], Field(max_length=limits.MICROBATCHES_PER_STEP)]
+)
+
+
+def origin_document(origin: Origin) -> bytes:
+    """Encode an origin as JSON."""
+    return json.dumps([[worker, *subtree] for worker, subtree in origin]).encode()
+
+
+def parse_origin(document: bytes) -> Origin:
+    """Decode an origin.
+
+    Raises:
+        MessageError: The document is not a list of (worker, lo, hi).
+    """
+    try:
+        found = _ORIGIN.validate_json(document)
+    except ValidationError as error:
+        raise MessageError(f"ChunkReduced: {error.errors()[0]['msg']}") from None
+    return tuple((worker, Subtree(lo, hi)) for worker, lo, hi in found)
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """NaN or infinity in a gradient or a loss.
+
+    Attributes:
+        subtree: The microbatches whose sum has it.
+        worker: Who computed that sum; None where it became non-finite in the sum over workers.
+        block: The number of the gradient's block; None for a loss or an embedding.
+        device: Which of the worker's devices, if it has several.
+        is_embedding: Whether it is in an embedding.
+    """
+
+    subtree: Subtree
+    worker: str | None = None
+    block: int | None = None
+    device: str = ""
+    is_embedding: bool = False
+
+    def describe(self, blocks: Sequence[Block], *, has_replicas: bool) -> str:
+        """Say what is not finite. A leaf is a whole replica in a run that `has_replicas`."""
+        gradient = "difference" if has_replicas else "gradient"
+        what = "embedding" if self.is_embedding else "loss"
+        if self.block is not None:
+            what = f"{gradient} in block {blocks[self.block].name!r}"
+        device = f", device {self.device!r}" if self.device else ""
+        worker = f", from worker {self.worker!r}{device}" if self.worker is not None else ""
+        if has_replicas:
+            whose = f"replica {self.subtree.lo}" if self.subtree.leaves == 1 else "all replicas"
+            return f"non-finite {what} of {whose}{worker}"
+        overflow = ", when summed over workers, each of which sent finite ones"
+        return f"non-finite {what}, microbatches {self.subtree}{worker or overflow}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The result for one piece, once the sums of all microbatches are in.
+
+    Attributes:
+        values: The average, or the sum where the reducer does not average. Flat float32.
+        weight: Total weight of the microbatches.
+        origin: Which workers' sums were added.
+    """
+
+    values: Array
+    weight: float
+    origin: Origin
+
+
+class _Partial:
+    """Partial sums of one piece; `sums` is None once the piece is reduced."""
+
+    __slots__ = ("origins", "sums", "weights")
+
+    def __init__(self, microbatches: int, exchange: Codecs) -> None:
+        self.sums: TreeSum[Array] | None = TreeSum(microbatches, ADDITIONS[exchange.sums])
+        self.origins = TreeSum[Origin](microbatches, add)
+        self.weights = TreeSum[float](microbatches, add)
+
+
+class Reducer(Generic[Piece]):
+    """Reduce the pieces of a gradient along the tree over a step's microbatches.
+
+    Args:
+        microbatches: How many leaves the tree has.
+        exchange: How sums and averages are rounded.
+        pieces: The pieces to reduce.
+        average_into: Returns the flat float32 array that receives a piece's average. None makes a
+            pre-reducer, which hands out sums and leaves the check for NaN to whoever averages.
+    """
+
+    def __init__(
+        self,
+        microbatches: int,
+        exchange: Codecs,
+        pieces: Collection[Piece],
+        average_into: Callable[[Piece], Array] | None,
+    ) -> None:
+        self._microbatches = microbatches
+        self._exchange = exchange
+        self._average_into = average_into
+        self._partials = {piece: _Partial(microbatches, exchange) for piece in pieces}
+
+    def __len__(self) -> int:
+        return len(self._partials)
+
+    def __contains__(self, piece: object) -> bool:
+        return piece in self._partials
+
+    def own(self, pieces: Collection[Piece]) -> set[Piece]:
+        """Reduce these pieces from now on. What is reduced already stays.
+
+        Returns:
+            The pieces whose partial sums were dropped.
+        """
+        dropped = {
+            piece for piece in self._partials if piece not in pieces and not self.is_done(piece)
+        }
+        for piece in dropped:
+            del self._partials[piece]
+        for piece in pieces:
+            if piece not in self._partials:
+                self._partials[piece] = _Partial(self._microbatches, self._exchange)
+        return dropped
+
+    def is_done(self, piece: Piece) -> bool:
+        """Whether the piece is reduced here."""
+        return piece in self._partials and self._partials[piece].sums is None
+
+    def covers(self, piece: Piece, subtree: Subtree) -> bool:
+        """Whether a subtree's sum of this piece would change nothing."""
+        sums = self._partials[piece].sums
+        return sums is None or sums.covers(subtree)
+
+    def missing(self, subtree: Subtree, known: Collection[int] = ()) -> set[int]:
+        """The microbatches of `subtree` of which any piece is missing, with those `known` to be."""
+        missing = set(known)
+        for partial in self._partials.values():
+            if len(missing) == subtree.leaves:
+                break
+            if partial.sums is not None and not partial.sums.covers(subtree):
+                missing.update(partial.sums.missing(subtree))
+        return missing
+
+    def put(
+        self, piece: Piece, worker: str, subtree: Subtree, weight: float, values: Array
+    ) -> Reduced | NonFinite | None:
+        """Add a subtree's sum of a piece; `values` belongs to the reducer from then on.
+
+        Args:
+            piece: Which one; it is among those to reduce.
+            worker: Who computed the sum.
+            subtree: The microbatches in it.
+            weight: Their weight.
+            values: Flat float32, rounded to the precision of the exchange.
+
+        Returns:
+            The result once all microbatches are in, or what is not finite (without its block).
+        """
+        partial = self._partials[piece]
+        sums = partial.sums
+        if sums is None or sums.covers(subtree):
+            return None
+        # Once added, nobody can tell whose NaN it was. A sum over all microbatches shows it in the
+        # average, unless its weight is zero.
+        alone = weight > 0 and subtree == root(self._microbatches)
+        if self._average_into is not None and not (alone or is_finite(values)):
+            return NonFinite(subtree, worker)
+        partial.weights.put(subtree, weight)
+        partial.origins.put(subtree, ((worker, subtree),))
+        sums.put(subtree, values)
+        total, total_weight = sums.total, partial.weights.total
+        if total is None:
+            return None
+        assert total_weight is not None, "every sum comes with its weight"
+        if self._average_into is not None:
+            out = self._average_into(piece)
+            if not self._average(total, total_weight, out):
+                whose = worker if alone and not is_finite(values) else None
+                return NonFinite(root(self._microbatches), whose)
+            total = out
+        partial.sums = None  # frees the memory now: all pieces are as large as the model
+        return Reduced(total, total_weight, partial.origins.total or ())
+
+    def _average(self, total: Array, weight: float, out: Array) -> bool:
+        """Write the average, rounded as it travels; returns whether it is finite."""
+        if not math.isfinite(weight):
+            return False
+        # A small weight can overflow where the sum did not.
+        finite = average(total, weight, out=out)
+        if self._exchange.averages == "float32":
+            return finite
+        projected(out, self._exchange.averages)
+        return is_finite(out)

@@ -1,0 +1,167 @@
+"""Main memory of the machine and of this process's control group, and kills by the OOM killer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from protocol.base import limits
+from protocol.base.limits import byte_size
+
+PROC: Final = Path("/proc")
+GROUPS: Final = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory in bytes.
+
+    Attributes:
+        free: The machine's memory that is unused or reclaimable.
+        free_swap: The machine's free swap.
+        bound: The control group's limit; None if it has none.
+        swap_bound: The control group's limit on swap; None if it has none.
+        used: What the control group uses; None if unknown.
+    """
+
+    free: int
+    free_swap: int
+    bound: int | None
+    swap_bound: int | None
+    used: int | None
+
+    @property
+    def left_in_group(self) -> int | None:
+        """Return what the group may still allocate; None if it has no limit."""
+        if self.bound is None or self.used is None:
+            return None
+        return max(0, self.bound - self.used)
+
+    @property
+    def most(self) -> int:
+        """Return what would be available, with swap, if the group freed all it uses."""
+        most = self.free + self.free_swap
+        if self.bound is None or self.swap_bound is None:
+            return most
+        return min(most, self.bound + self.swap_bound)
+
+
+def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
+    """Read the current figures.
+
+    Args:
+        proc: The root of procfs.
+        groups: The root of the control group tree (version 2).
+
+    Raises:
+        OSError: There is no procfs.
+        ValueError: It does not have Linux's format.
+    """
+    lines = (proc / "meminfo").read_text().splitlines()
+    try:
+        kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
+        free, swap = kib["MemAvailable"] * limits.KIB, kib.get("SwapFree", 0) * limits.KIB
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"expected MemAvailable in {proc / 'meminfo'}") from error
+    try:
+        own = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        own = []
+    path = next((line.partition("::")[2] for line in own if line.startswith("0::")), None)
+    if path is None:
+        return Memory(free, swap, None, None, None)
+    group = groups / path.lstrip("/")
+    names = ("memory.max", "memory.swap.max", "memory.current")
+    return Memory(free, swap, *(_number(group / name) for name in names))
+
+
+def killed_for_memory(proc: Path = PROC, groups: Path = GROUPS) -> dict[str, int]:
+    """Count the kills by the OOM killer, where the kernel reports them.
+
+    Args:
+        proc: The root of procfs.
+        groups: The root of the control group tree (version 2 or 1).
+
+    Returns:
+        `group`: kills in this process's control group; `machine`: kills since boot.
+    """
+    files = {"machine": [proc / "vmstat"], "group": list(_event_files(proc, groups))}
+    counts = {where: _first_count(each) for where, each in files.items()}
+    return {where: count for where, count in counts.items() if count is not None}
+
+
+def killed_more(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Whether the OOM killer has struck between two results of `killed_for_memory`."""
+    return any(now.get(where, 0) > count for where, count in before.items())
+
+
+def _event_files(proc: Path, groups: Path) -> Iterator[Path]:
+    """Yield the files that may count a group's kills; in a container its path may be the host's."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield groups / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            yield groups / "memory" / path.lstrip("/") / "memory.oom_control"
+            yield groups / "memory" / "memory.oom_control"
+
+
+def _first_count(files: Iterable[Path]) -> int | None:
+    for file in files:
+        with suppress(OSError):
+            match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+            if match is not None:
+                return int(match[1])
+    return None
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """Return the size of the allocation that failed; None if torch or numpy does not say."""
+    match = re.search(r"tried to allocate ([0-9]+) bytes", str(error))
+    if match is not None:
+        return int(match[1])
+    shape, kind = getattr(error, "shape", None), getattr(error, "dtype", None)
+    if not isinstance(shape, tuple) or kind is None:
+        return None
+    return int(math.prod(shape) * kind.itemsize)
+
+
+def figures_of(error: BaseException, proc: Path = PROC, groups: Path = GROUPS) -> str:
+    """Return the needed and available memory and what to do, as the end of an error's line."""
+    nbytes = asked_bytes(error)
+    needed = "" if nbytes is None else f": tried to allocate {byte_size(nbytes)}"
+    if (addresses := _address_limit()) is not None:
+        limit = f"this process may map {byte_size(addresses)}"
+        return f"{needed}; {limit}: run ulimit -v unlimited, or train a smaller model"
+    try:
+        free = f"; only {byte_size(read_memory(proc, groups).most)} is free"
+    except (OSError, ValueError):
+        free = ""  # not on this system
+    return f"{needed}{free}: close other programs, add memory or swap, or train a smaller model"
+
+
+def _address_limit() -> int | None:
+    """Return the limit on this process's address space (`ulimit -v`); None if it has none."""
+    try:
+        import resource  # noqa: PLC0415 -- not for every system
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _number(file: Path) -> int | None:
+    """Read a number from a control group's file; None if it is missing or `max`."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,72 @@
+"""Temporary directories that do not outlive their process.
+
+Creating one removes those of processes that were killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+try:
+    import fcntl
+except ImportError:  # another system than Linux, where what is left is left
+    fcntl = None  # type: ignore[assignment]
+
+_PREFIX: Final = "samestep-held-"
+_YOUNG_S: Final = 60.0
+"""Age below which a directory may not be locked yet."""
+
+
+class ScratchDirectory(tempfile.TemporaryDirectory[str]):
+    """A temporary directory that this process holds locked.
+
+    Raises:
+        OSError: It cannot be created.
+    """
+
+    def __init__(self) -> None:
+        _remove_left(Path(tempfile.gettempdir()))
+        super().__init__(prefix=_PREFIX)
+        self._lock_fd = _locked(Path(self.name))
+
+    def cleanup(self) -> None:
+        """Remove the directory."""
+        super().cleanup()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+def _remove_left(below: Path) -> None:
+    users = getattr(os, "getuid", None)
+    if users is None:
+        return
+    for path in below.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == users()
+            if not ours or time.time() - status.st_mtime < _YOUNG_S:
+                continue
+            if (lock_fd := _locked(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock_fd)
+
+
+def _locked(path: Path) -> int | None:
+    """Lock a directory; return the descriptor that holds the lock, or None if that fails."""
+    if fcntl is None:
+        return None
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # also where the file system has no locks
+        os.close(fd)
+        return None
+    return fd

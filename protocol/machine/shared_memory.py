@@ -1,0 +1,222 @@
+"""Memory that several processes of a machine map, so that gradients are not copied between them.
+
+An anonymous memory file (memfd_create(2)) that children inherit. It has no name, takes no space in
+/dev/shm, and disappears with the last process that maps it, however that ends. The file spans a
+large address range, but only used parts have pages. One process allocates extents; it tells others
+their offsets.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+try:
+    import fcntl
+except ImportError:  # another system than Linux, which has no such memory either
+    fcntl = None  # type: ignore[assignment]
+
+from protocol.base.errors import OutOfOrder, SharedMemoryFull
+from protocol.machine.memory import read_memory
+
+_SPAN_BYTES: Final = 1 << 40
+"""Size of the address range, of which only used pages take memory."""
+_PAGE_BYTES: Final = mmap.PAGESIZE
+
+
+class Extent(NamedTuple):
+    """Offset and length of an allocation, in bytes."""
+
+    offset: int
+    length: int
+
+
+class SharedMemory:
+    """A memory file, mapped into this process.
+
+    Attributes:
+        fd: Descriptor for a child to inherit, which maps it as `SharedMemory(fd)`.
+
+    Args:
+        fd: Descriptor of an existing memory file; None creates one.
+        writable: Whether this process may write to it.
+        sealed: Whether to forbid truncation: reading past a truncated end kills the process.
+        keep_bytes: Unused memory to keep; more is returned to the system.
+    """
+
+    def __init__(
+        self,
+        fd: int | None = None,
+        *,
+        writable: bool = True,
+        sealed: bool = False,
+        keep_bytes: int = _SPAN_BYTES,
+    ) -> None:
+        if fd is None:
+            fd = os.memfd_create("samestep", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING * sealed))
+            try:
+                os.ftruncate(fd, _SPAN_BYTES)
+            except OSError:  # a limit of files, such as that of ulimit -f
+                os.close(fd)
+                raise
+        if sealed:
+            stays = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, stays)
+        self.fd = fd
+        access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        try:
+            self._map = mmap.mmap(fd, _SPAN_BYTES, mmap.MAP_SHARED, access)
+        except OSError:  # a limit of addresses, such as that of ulimit -v
+            os.close(fd)
+            raise
+        self._map.madvise(mmap.MADV_DONTDUMP)
+        self._writable = writable
+        self._whole = np.frombuffer(self._map, np.uint8)
+        self._start = self._whole.ctypes.data
+        self._lock = threading.Lock()
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        self._given_back: deque[Extent] = deque()
+        self._once: set[int] = set()
+        self._keep_bytes = keep_bytes
+        self._free_bytes = 0
+
+    def new(self, length: int) -> Extent:
+        """Allocate an unused extent of a number of bytes.
+
+        Raises:
+            SharedMemoryFull: There is not enough memory.
+        """
+        size = max(1, -(-length // _PAGE_BYTES)) * _PAGE_BYTES
+        with self._lock:
+            self._sort_out()
+            if self._free.get(size):
+                self._free_bytes -= size
+                return Extent(self._free[size].pop(), length)
+            _reserve(self.fd, self._end, size)
+            offset, self._end = self._end, self._end + size
+        return Extent(offset, length)
+
+    def trim(self) -> None:
+        """Return the pages of all unused extents to the system."""
+        with self._lock:
+            self._sort_out()
+            for length, offsets in self._free.items():
+                for offset in offsets:
+                    self._map.madvise(mmap.MADV_REMOVE, offset, length)
+            self._free.clear()
+            self._free_bytes = 0
+
+    def _sort_out(self) -> None:
+        """Process extents that finalizers have freed; these may run anywhere, so take no lock."""
+        while self._given_back:
+            old = self._given_back.popleft()
+            if old.offset in self._once or self._free_bytes + old.length > self._keep_bytes:
+                self._once.discard(old.offset)
+                self._map.madvise(mmap.MADV_REMOVE, old.offset, old.length)
+            else:
+                self._free_bytes += old.length
+                self._free.setdefault(old.length, []).append(old.offset)
+
+    def give_back(self, place: Extent) -> None:
+        """Free an extent; thread-safe, and safe in finalizers."""
+        size = max(1, -(-place.length // _PAGE_BYTES)) * _PAGE_BYTES
+        self._given_back.append(Extent(place.offset, size))
+
+    def check(self, place: Extent) -> None:
+        """Check an extent that another process has sent.
+
+        Raises:
+            OutOfOrder: It is outside the file, or not aligned to float32.
+        """
+        if place.offset % 4 or place.offset + place.length > _SPAN_BYTES:
+            raise OutOfOrder(f"expected an extent of shared memory, got {place}")
+
+    def forget(self, place: Extent) -> None:
+        """Unmap pages that this process has read, so that they no longer count as its memory."""
+        start = -(-place.offset // _PAGE_BYTES) * _PAGE_BYTES
+        length = (place.offset + place.length - start) // _PAGE_BYTES * _PAGE_BYTES
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory stays mapped while it is used."""
+        os.close(self.fd)
+
+    def array(self, place: Extent, dtype: type[np.generic] = np.float32) -> NDArray[Any]:
+        """Return an extent as a flat array; the caller frees the extent."""
+        view: NDArray[Any] = self._whole[place.offset : place.offset + place.length].view(dtype)
+        return view
+
+    def leased(
+        self, place: Extent, give_back: Any, dtype: type[np.generic] = np.float32
+    ) -> NDArray[Any]:
+        """Return an extent as a flat array; `give_back(extent)` is called with its last view."""
+        return np.asarray(_Lease(self._start, place, give_back, dtype, self))
+
+    def new_array(self, elements: int, *, once: bool = False) -> NDArray[np.float32]:
+        """Allocate a flat float32 array that is freed with its last view; with `once`, its pages
+        return to the system, since no array of that size will follow."""
+        place = self.new(4 * elements)
+        if once:
+            self._once.add(place.offset)
+        return self.leased(place, self.give_back)
+
+    def place_of(self, values: NDArray[Any]) -> Extent | None:
+        """Return the extent of a contiguous array; None if it is elsewhere in memory."""
+        offset = values.ctypes.data - self._start
+        inside = 0 <= offset < _SPAN_BYTES and values.flags.c_contiguous
+        return Extent(offset, values.nbytes) if inside else None
+
+    def put(self, values: NDArray[Any]) -> Extent:
+        """Copy a flat array into a new extent."""
+        place = self.new(values.nbytes)
+        np.copyto(self.array(place, values.dtype.type), values)
+        return place
+
+
+class _Lease:
+    """What all views of a part have as their base."""
+
+    def __init__(
+        self,
+        start: int,
+        place: Extent,
+        give_back: Any,
+        dtype: type[np.generic],
+        owner: SharedMemory,
+    ) -> None:
+        self._place = place
+        self._give_back = give_back
+        self._owner = owner  # the mapping outlives its views
+        kind = np.dtype(dtype)
+        self.__array_interface__ = {
+            "data": (start + place.offset, not owner._writable),  # noqa: SLF001 -- one file, one idea
+            "shape": (place.length // kind.itemsize,),
+            "typestr": kind.str,
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        self._give_back(self._place)
+
+
+def _reserve(fd: int, offset: int, size: int) -> None:
+    """Have the kernel give the pages now: later, a write would end the process instead."""
+    try:
+        free = read_memory().most
+    except (OSError, ValueError):
+        free = size
+    # Reserving more than there is would have the kernel end some process of this machine.
+    if size > free:
+        raise SharedMemoryFull(offset + size, free)
+    try:
+        os.posix_fallocate(fd, offset, size)
+    except OSError:
+        raise SharedMemoryFull(offset + size, free) from None

@@ -1,0 +1,213 @@
+"""Exchange gradients between two processes of one user on one machine through shared memory.
+
+A connection has two memory files, one for each direction: the sender writes and sends the offset,
+the receiver reads and returns the offset when it is done. The listening side creates both files and
+passes their descriptors over the Unix socket (unix(7), SCM_RIGHTS). They have no name, cannot be
+truncated, and disappear with the last process that maps them. The coordinator's file is read-only
+for workers.
+
+A process that dies while writing has not sent the offset yet; what it has sent is complete, and
+stays as long as the other side maps it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter, deque
+from contextlib import suppress
+from typing import Final
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.base import limits
+from protocol.base.errors import OutOfOrder
+from protocol.machine.shared_memory import Extent, SharedMemory
+
+Bytes = NDArray[np.uint8]
+LEAST_BYTES: Final = 32 * 1024
+"""Smallest body in shared memory; shorter ones are cheaper to send through the socket."""
+_MOST_PLACES: Final = 64
+"""Most offsets returned in one message."""
+
+
+def new_segment_owner() -> SegmentOwner | None:
+    """Create the coordinator's memory file; None if the system lacks memory files or addresses."""
+    if not (hasattr(os, "memfd_create") and hasattr(socket, "send_fds")):
+        return None
+    try:
+        return SegmentOwner()
+    except OSError:
+        return None
+
+
+class SharedSegment:
+    """One side of a connection with shared memory.
+
+    Attributes:
+        least_bytes: Smallest body in shared memory; shorter ones go through the socket.
+
+    Args:
+        own: Memory that this side sends from.
+        other: Memory that the other side sends from.
+        most_copied_bytes: Most copies that may wait to be read.
+    """
+
+    def __init__(self, own: SharedMemory, other: SharedMemory, most_copied_bytes: int) -> None:
+        self.least_bytes = LEAST_BYTES
+        self._own = own
+        self._other = other
+        self._most_copied_bytes = most_copied_bytes
+        self._mapped: dict[int, int] = {}
+        self._mapped_bytes = 0
+        self._copied_bytes = 0
+        self._lent: dict[int, Bytes] = {}
+        self._times: Counter[int] = Counter()
+        self._unneeded: deque[Extent] = deque()
+
+    def copy(self, raw: memoryview) -> Bytes | None:
+        """Copy bytes to where the other side can read them, as long as there is a view of them.
+
+        Returns:
+            The copy; None if too much waits to be read already.
+
+        Raises:
+            SharedMemoryFull: There is not enough memory.
+        """
+        if self._copied_bytes + len(raw) > self._most_copied_bytes:
+            return None
+        self._copied_bytes += len(raw)
+        place = self._own.put(np.frombuffer(raw, np.uint8))
+        return self._own.leased(place, self._give_back_copy, np.uint8)
+
+    def _give_back_copy(self, place: Extent) -> None:
+        self._copied_bytes -= place.length
+        self._own.give_back(place)
+
+    def lend(self, values: Bytes) -> int | None:
+        """Return the offset of an array in this side's memory, and keep it until the other side
+        returns it; None for an array elsewhere."""
+        place = self._own.place_of(values)
+        if place is None:
+            return None
+        self._lent[place.offset] = values
+        self._times[place.offset] += 1
+        return place.offset
+
+    def returned(self, offsets: tuple[int, ...]) -> None:
+        """Release arrays that the other side has read.
+
+        Raises:
+            OutOfOrder: An offset was not lent.
+        """
+        for offset in offsets:
+            if offset not in self._lent:
+                raise OutOfOrder(f"memory at {offset} was not lent")
+            self._times[offset] -= 1
+            if not self._times[offset]:
+                del self._lent[offset], self._times[offset]
+
+    def borrow(self, offset: int, length: int) -> Bytes:
+        """Return an array of the other side's memory; it is returned with its last view.
+
+        Raises:
+            OutOfOrder: It is outside the memory.
+        """
+        place = Extent(offset, length)
+        self._other.check(place)
+        return self._other.leased(place, self._read, np.uint8)
+
+    def _read(self, place: Extent) -> None:
+        if not self._stays_mapped(place):
+            self._other.forget(place)
+        self._unneeded.append(place)
+
+    def _stays_mapped(self, place: Extent) -> bool:
+        more = place.length - self._mapped.get(place.offset, 0)
+        if more <= 0:
+            return True
+        if self._mapped_bytes + more > limits.SEGMENT_MAPPED_BYTES:
+            return False
+        self._mapped[place.offset] = place.length
+        self._mapped_bytes += more
+        return True
+
+    def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
+        """Return offsets of borrowed arrays that are done, if there are `at_least` so many."""
+        if len(self._unneeded) < at_least:
+            return ()
+        offsets: list[int] = []
+        with suppress(IndexError):
+            while len(offsets) < _MOST_PLACES:
+                offsets.append(self._unneeded.popleft().offset)
+        return tuple(offsets)
+
+
+class SegmentOwner:
+    """The coordinator's memory file, which all its workers on this machine map."""
+
+    def __init__(self) -> None:
+        self._own = SharedMemory(sealed=True, keep_bytes=limits.SEGMENT_AVERAGES_BYTES)
+        self._averages_bytes = 0
+        self._readable = os.open(f"/proc/self/fd/{self._own.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def to_one(self) -> tuple[SharedSegment, list[int]]:
+        """Create one worker's segment, and the descriptors to send: of the memory that it may read
+        and of that which it may write. Close the second once it is sent.
+
+        Raises:
+            OSError: There are no more descriptors.
+        """
+        theirs = SharedMemory(sealed=True)
+        memory = SharedSegment(self._own, theirs, limits.SEGMENT_COPIES_BYTES)
+        return memory, [self._readable, theirs.fd]
+
+    def allocate(self, elements: int) -> NDArray[np.float32] | None:
+        """Allocate flat float32 that is sent without a copy; None if the limit is reached.
+
+        Raises:
+            SharedMemoryFull: There is not enough memory.
+        """
+        if self._averages_bytes + 4 * elements > limits.SEGMENT_AVERAGES_BYTES:
+            return None
+        place = self._own.new(4 * elements)
+        self._averages_bytes += place.length
+        return self._own.leased(place, self._give_back)
+
+    def _give_back(self, place: Extent) -> None:
+        self._averages_bytes -= place.length
+        self._own.give_back(place)
+
+    def trim(self) -> None:
+        """Return unused memory to the system, for arrays of other sizes."""
+        self._own.trim()
+
+    def close(self) -> None:
+        """Close the descriptors; mapped memory stays mapped."""
+        os.close(self._readable)
+        self._own.close()
+
+
+def borrowed(descriptors: list[int]) -> SharedSegment | None:
+    """Create a worker's segment from the descriptors it received; None if they are not two.
+
+    Raises:
+        OSError: The address space is too small.
+    """
+    if len(descriptors) != 2:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    readable, writable = descriptors
+    try:
+        other = SharedMemory(readable, writable=False)
+    except OSError:
+        os.close(writable)
+        raise
+    other.close()
+    own = SharedMemory(writable)
+    memory = SharedSegment(own, other, limits.SEGMENT_SUMS_BYTES)
+    finalize(memory, own.close)
+    return memory

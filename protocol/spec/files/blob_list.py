@@ -1,0 +1,134 @@
+"""The list of files that a run reads: names, sizes and digests.
+
+`StartRun` names the digest of this document; a worker requests it first, and then the files that
+it lacks. Names come from the network and become paths, so they are checked both when a document is
+created and when it is read.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import Annotated, Literal
+
+from blake3 import blake3
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.base import limits
+from protocol.base.errors import DataError, MessageError
+from protocol.base.fields import Digest
+from protocol.spec.run_spec import Role
+
+Form = Literal["file", "directory"]
+
+
+def name_fault(name: str) -> str:
+    """Say why a name cannot be a path inside a directory on every machine; empty if it can."""
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError:
+        return "it is not UTF-8"
+    if not name or len(encoded) > limits.BLOB_NAME_BYTES:
+        return f"expected 1 to {limits.BLOB_NAME_BYTES} bytes"
+    if "\\" in name or not all(map(_is_plain, name)):
+        return "it has a backslash or an unprintable character"
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        return "it is not a plain path inside its directory"
+    if any(len(part.encode()) > limits.BLOB_NAME_PART_BYTES for part in parts):
+        return f"a part of it has more than {limits.BLOB_NAME_PART_BYTES} bytes"
+    return ""
+
+
+def _is_plain(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+def _plain(name: str) -> str:
+    if fault := name_fault(name):
+        raise ValueError(f"invalid file name: {fault}")
+    return name
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BlobFile(_Document):
+    """One file; `name` is its path inside the source's directory, with `/` between parts."""
+
+    name: Annotated[str, AfterValidator(_plain)]
+    size: Annotated[int, Field(ge=0, le=limits.BLOB_BYTES)]
+    digest: Digest
+
+
+class BlobSource(_Document):
+    """The files of one source of a run spec: a single file, or those of a directory."""
+
+    role: Role
+    form: Form
+    files: Annotated[tuple[BlobFile, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _names_fit_a_directory(self) -> BlobSource:
+        names = {file.name for file in self.files}
+        folders = {
+            name[:at] for name in names for at, letter in enumerate(name) if letter == "/"
+        }  # fmt: skip
+        if len(names) < len(self.files) or names & folders:
+            raise ValueError("expected distinct file names, none of them a directory's")
+        if self.form == "file" and (len(self.files) > 1 or "/" in self.files[0].name):
+            raise ValueError("expected one file with a plain name")
+        return self
+
+
+class BlobList(_Document):
+    """Every file of a run, by source."""
+
+    sources: Annotated[tuple[BlobSource, ...], Field(max_length=5)] = ()
+
+    @model_validator(mode="after")
+    def _bounded(self) -> BlobList:
+        if len({source.role for source in self.sources}) < len(self.sources):
+            raise ValueError("expected each role once, got one twice")
+        count = sum(len(source.files) for source in self.sources)
+        if count > limits.FILES_PER_RUN:
+            raise ValueError(f"expected at most {limits.FILES_PER_RUN} files, got {count}")
+        sizes: dict[str, int] = {}
+        for source in self.sources:
+            for file in source.files:
+                if sizes.setdefault(file.digest, file.size) != file.size:
+                    raise ValueError("expected one size per digest, got two")
+        return self
+
+    def to_bytes(self) -> bytes:
+        """Return the document as it is sent: one blob of at most one chunk.
+
+        Raises:
+            DataError: It is larger than a chunk.
+        """
+        document = self.model_dump_json().encode()
+        if len(document) > limits.BODY_BYTES:
+            raise DataError(
+                f"expected names of at most {limits.BODY_BYTES} bytes for the run's files, got "
+                f"{len(document)}; put the data into fewer files, such as JSONL"
+            )
+        return document
+
+    @staticmethod
+    def from_bytes(document: bytes) -> BlobList:
+        """Read a document of `to_bytes` that came from the network.
+
+        Raises:
+            MessageError: It is not such a document, or a name in it leads out of its directory.
+        """
+        try:
+            return BlobList.model_validate_json(document, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the document"
+            raise MessageError(f"expected a list of blobs: {where}: {first['msg']}") from None
+
+
+def document_digest(document: bytes) -> str:
+    """Return the BLAKE3 digest of a document, in 64 hex digits."""
+    return blake3(document).hexdigest()

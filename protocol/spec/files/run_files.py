@@ -1,0 +1,203 @@
+"""Find the files that a run's task reads, with the same result on the coordinator and on workers.
+
+Only files that the task reads are listed: of a model's directory its configuration, its weights in
+safetensors and its tokenizer, and nothing that could run code. Hub names are left to each worker,
+and so are the sources of a user-defined task, except a data file that is named by its path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from protocol.base.errors import DataError
+from protocol.base.regular_file import read_json
+from protocol.spec.files import sources
+from protocol.spec.files.adapter import ADAPTER_WEIGHTS, adapter_directory
+from protocol.spec.files.blob_list import Form, name_fault
+from protocol.spec.manifest import ADAPTER_CONFIG
+from protocol.spec.run_spec import Role, RunSpec, source_of
+from protocol.spec.sections.data import (
+    LOGITS_SUFFIX,
+    DataSpec,
+    LabeledData,
+    MaskedText,
+    RunningText,
+)
+
+ROLES: Final[tuple[Role, ...]] = ("data", "validation", "model", "adapter", "tokenizer")
+_CONFIGURATION: Final = ("config.json", "generation_config.json")
+_TOKENIZER: Final = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
+    "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
+    "vocab.txt",
+)  # fmt: skip
+_WEIGHTS: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+CAPTURE_INDEX: Final = "capture.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """The local files of one source of a run spec.
+
+    Attributes:
+        role: Their purpose.
+        source: The source as the run spec names it.
+        form: Whether the task opens a single file or a directory.
+        files: Names within the source and local paths, in the order of the names.
+    """
+
+    role: Role
+    source: str
+    form: Form
+    files: tuple[tuple[str, Path], ...]
+
+
+def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
+    """Find the files of a role; None if the run spec names none or leaves them to each worker.
+
+    Raises:
+        DataError: The source is missing, or its files cannot be used.
+    """
+    source = source_of(spec, role)
+    if source is None:
+        return None
+    if role == "data":
+        assert spec.data is not None
+        return _data(spec, spec.data)
+    if role == "validation":
+        assert spec.data is not None
+        same = _data(spec, spec.data.model_copy(update={"train": source}))
+        return None if same is None else replace(same, role="validation")
+    if role == "adapter":
+        adapter = adapter_directory(source)
+        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+        return SourceFiles(role, source, "directory", tuple((n, adapter / n) for n in names))
+    find = sources.tokenizer_source if role == "tokenizer" else sources.model_source
+    found = Path(find(source))
+    if found.is_file():
+        return _lone(role, source, found)
+    if not found.is_dir():
+        return None
+    # A tokenizer needs the model's config too: it may name the class and the special tokens.
+    names = _model_files(found, source) if role == "model" else _there(found, _CONFIGURATION[:1])
+    tokenizer = _tokenizer_files(found)
+    if (role == "tokenizer" or spec.tokenizer is None) and not sources.has_vocabulary(tokenizer):
+        raise DataError(
+            f"expected a tokenizer in {source!r}, found no vocabulary; add the model's "
+            "tokenizer.json (or vocab.txt, tokenizer.model)"
+        )
+    names += tokenizer
+    return SourceFiles(role, source, "directory", tuple((n, found / n) for n in sorted(set(names))))
+
+
+def refuse_links_out(files: SourceFiles) -> None:
+    """Refuse links that lead out of a data directory.
+
+    Otherwise anyone who can write to the directory could have the coordinator send any file that
+    its user can read.
+
+    Raises:
+        DataError: A file of the directory is such a link.
+    """
+    directory = Path(os.path.expanduser(files.source))  # noqa: PTH111  (as below)
+    if sources.is_pattern(files.source):
+        directory = sources.fixed_directory(files.source)
+    if files.role not in {"data", "validation"} or not directory.is_dir():
+        return
+    inside = directory.resolve()
+    for _, file in files.files:
+        if not file.resolve().is_relative_to(inside):
+            raise DataError(
+                f"expected files inside {str(directory)!r}, got a link that leads out of it, "
+                f"{str(file)!r}; put the file itself there, or narrow data.pattern"
+            )
+
+
+def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
+    path = Path(os.path.expanduser(data.train))  # noqa: PTH111  (leaves an unknown ~name as it is)
+    if spec.is_own_task:
+        return _lone("data", data.train, path) if path.is_file() else None
+    if spec.task == "distil":
+        return _capture(data, path)
+    has_rows = not isinstance(data, RunningText | MaskedText)
+    if has_rows:
+        found = sources.row_files(data.train, class_folders=isinstance(data, LabeledData))
+    else:
+        found = sources.corpus_files(data.train, data.pattern)
+    is_package = data.train.startswith(sources.PACKAGE)
+    if found == [path] or (has_rows and is_package):
+        return _lone("data", data.train, found[0])
+    is_named = path.is_dir() and data.train != sources.PYTHON_STDLIB
+    top = path if is_named else Path(os.path.commonpath([file.parent for file in found]))
+    files = [(_name(file.relative_to(top).as_posix()), file) for file in found]
+    return SourceFiles("data", data.train, "directory", tuple(files))
+
+
+def _capture(data: DataSpec, path: Path) -> SourceFiles:
+    """Find the index of captured logits, the files of logits, and the teacher's tokenizer."""
+    if not (path / CAPTURE_INDEX).is_file():
+        raise DataError(
+            f"expected captured logits in {data.train!r}, found no {CAPTURE_INDEX}; name the "
+            "directory 'logits' of a finished run of task teacher-logits"
+        )
+    logits = [file.name for file in path.iterdir() if file.suffix == LOGITS_SUFFIX]
+    names = sorted({CAPTURE_INDEX, *logits, *_tokenizer_files(path)})
+    return SourceFiles("data", data.train, "directory", tuple((_name(n), path / n) for n in names))
+
+
+def _lone(role: Role, source: str, path: Path) -> SourceFiles:
+    return SourceFiles(role, source, "file", ((_name(path.name), path),))
+
+
+def _model_files(directory: Path, source: str) -> list[str]:
+    """Return the files of a model's configuration and weights.
+
+    Raises:
+        DataError: There are no weights that can be read without running code.
+    """
+    names = _there(directory, _CONFIGURATION)
+    if (directory / _WEIGHTS).is_file():
+        return [*names, _WEIGHTS]
+    if (directory / _INDEX).is_file():
+        return [*names, _INDEX, *_shards(directory / _INDEX)]
+    weights = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not weights:
+        raise DataError(
+            f"expected weights as .safetensors in {source!r}, found none; convert pickled weights "
+            "(.bin, .pt), which can run code and are not read"
+        )
+    return names + [_name(name) for name in weights]
+
+
+def _shards(index: Path) -> Sequence[str]:
+    try:
+        values = read_json(index)["weight_map"].values()
+        names = sorted({str(value) for value in values})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"cannot read the index of weights {str(index)!r}: {error}") from None
+    for name in names:
+        if "/" in _name(name):
+            raise DataError(f"expected plain file names in {str(index)!r}, got {name!r}")
+        if not (index.parent / name).is_file():
+            raise DataError(f"expected {name!r}, which {str(index)!r} names, found no such file")
+    return names
+
+
+def _tokenizer_files(directory: Path) -> list[str]:
+    suffixed = (p.name for p in directory.iterdir() if p.suffix in sources.TOKENIZER_SUFFIXES)
+    return _there(directory, (*_TOKENIZER, *suffixed))
+
+
+def _there(directory: Path, names: Iterable[str]) -> list[str]:
+    return [name for name in names if (directory / name).is_file()]
+
+
+def _name(name: str) -> str:
+    if fault := name_fault(name):
+        raise DataError(f"the file {name!r} cannot be sent to workers: {fault}; rename it")
+    return name

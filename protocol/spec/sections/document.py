@@ -1,0 +1,178 @@
+"""Read a run spec's YAML, apply `--set` overrides, and rename keys of earlier releases."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import yaml
+
+from protocol.base import limits
+from protocol.base.errors import RunSpecError
+
+RENAMED_KEYS: Final = {"exchange.way": "exchange.topology"}
+"""Keys of earlier releases and their present names."""
+
+_EXPONENT: Final = "tag:yaml.org,2002:float#exponent"
+_WHOLE: Final = 2**53
+"""Largest magnitude below which every whole number is a distinct float."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without its surprises: no duplicate keys, 1e-3 is a number, no octal or base 60."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """See `yaml.SafeLoader`; refuses nesting deeper than any run spec's."""
+        if self._depth > limits.DOCUMENT_LEVELS:
+            problem = f"expected at most {limits.DOCUMENT_LEVELS} levels, got more"
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.constructor.ConstructorError(None, None, problem, mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: FBT001, FBT002 -- as the base class has it
+    ) -> dict[Any, Any]:
+        """See `yaml.SafeLoader`."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            text = key.value if isinstance(key, yaml.ScalarNode) else None
+            if text in seen:
+                raise _fault(key, f"the key {text!r} occurs twice: keep one of them")
+            if text is not None:
+                seen.add(text)
+        return super().construct_mapping(node, deep)
+
+    def construct_plain_number(self, node: yaml.ScalarNode) -> float:
+        """Read a number; refuse 010 and 1:30, which YAML 1.1 reads as 8 and 90."""
+        text = str(node.value)
+        if ":" in text or re.fullmatch(r"[-+]?0[0-7_]+", text):
+            raise _fault(node, f"expected a number, or text in quotes, got {text}")
+        if node.tag == _EXPONENT:
+            number = float(text)
+            return int(number) if number.is_integer() and abs(number) <= _WHOLE else number
+        if node.tag.endswith("int"):
+            return int(self.construct_yaml_int(node))
+        return float(self.construct_yaml_float(node))
+
+
+def _fault(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+# YAML 1.1 reads 1e-3 as text, since it has no dot.
+_Loader.add_implicit_resolver(
+    _EXPONENT, re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), [*"-+.0123456789"]
+)
+for _tag in (_EXPONENT, "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _Loader.add_constructor(_tag, _Loader.construct_plain_number)
+
+
+def read_yaml(text: str) -> Any:
+    """Parse a YAML document.
+
+    Raises:
+        yaml.YAMLError: It is not YAML, has a duplicate key, or is too large (with its aliases
+            expanded) or too deeply nested for a run spec.
+        ValueError: It contains an invalid number or date.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Bound the size of the document with its aliases expanded: 600 bytes can be a billion values.
+
+    Raises:
+        yaml.YAMLError: It has more than `limits.DOCUMENT_VALUES` values, or contains itself.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = limits.DOCUMENT_VALUES + 1  # in case it contains itself
+            values = node.value
+            if isinstance(node, yaml.MappingNode):
+                values = [each for pair in values for each in pair]
+            sizes[id(node)] = 1 + sum(map(size, values))
+        if sizes[id(node)] > limits.DOCUMENT_VALUES:
+            most = limits.DOCUMENT_VALUES
+            raise _fault(node, f"expected at most {most} values with aliases expanded, got more")
+        return sizes[id(node)]
+
+    size(root)
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Set one key of a document from `key=value`, with dots between nested keys and a YAML value.
+
+    Raises:
+        RunSpecError: It is not such a pair, or a parent key has a plain value.
+    """
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise RunSpecError(f"expected --set KEY=VALUE, got {override!r}")
+    *parents, last = key.split(".")
+    at = document
+    for parent in parents:
+        inner = at.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            raise RunSpecError(f"--set {override!r}: {parent!r} has a value and is not a section")
+        at = inner
+    try:
+        at[last] = read_yaml(text)
+    except yaml.constructor.ConstructorError as error:
+        raise RunSpecError(f"--set {override!r}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise RunSpecError(f"--set {override!r}: expected a YAML value") from None
+
+
+def rename_override(override: str) -> str:
+    """Return the `key=value` pair with the key's present name."""
+    key, equals, value = override.partition("=")
+    return RENAMED_KEYS.get(key, key) + equals + value
+
+
+def rename_keys(document: dict[str, Any]) -> list[str]:
+    """Rename keys of earlier releases in place, and return their old names.
+
+    A document that has both names is left alone: the old one is then an unknown key.
+    """
+    found = []
+    for old, new in RENAMED_KEYS.items():
+        *parents, last = old.split(".")
+        section: Any = document
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        renamed = new.rpartition(".")[2]
+        if isinstance(section, dict) and last in section and renamed not in section:
+            section[renamed] = section.pop(last)
+            found.append(old)
+    return found
+
+
+def yaml_fault(error: yaml.YAMLError | ValueError | RecursionError) -> str:
+    """Describe a YAML error: its position, and what to do about the most common mistake."""
+    mark = getattr(error, "problem_mark", None)
+    problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    if mark is None:
+        return problem
+    if "\\t" in problem:
+        problem = "expected spaces, got a tab; replace it"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"

@@ -1,0 +1,222 @@
+"""Base classes of the sections of a run spec: tagged unions, and keys that depend on other keys.
+
+A tagged union, such as the optimizers, has a base class with all keys, which code reads, and one
+variant for each tag, which a document can contain. A variant lacks the keys that have no effect in
+it: a document cannot set them, and code reads their defaults.
+
+    class OptimizerSpec(Section): name; lr; momentum; betas
+    class Sgd(OptimizerSpec, lacks={"momentum", "betas"}): name: Literal["sgd"]
+    AnyOptimizer = Annotated[Sgd | ..., Tagged("name", default="adamw")]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    model_serializer,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+WRITTEN: Final = "written"
+"""Validation context of a user's document: a key without effect is an error."""
+RESTORED: Final = "restored"
+"""Validation context of a document that was validated before its sources became local paths: only
+types and bounds are checked."""
+
+
+class KeyFault(ValueError):
+    """A conflict between keys.
+
+    Attributes:
+        keys: The keys that may be at fault, relative to the section that is validated.
+    """
+
+    def __init__(self, text: str, *keys: str) -> None:
+        super().__init__(text)
+        self.keys = keys
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Field metadata: the key has an effect only if an earlier key of its section has some value.
+
+    Attributes:
+        key: The other key.
+        values: The values it must have; empty: any but null, false and zero; (None,): null.
+        advice: What else the user can do.
+    """
+
+    key: str
+    values: tuple[str | None, ...] = ()
+    advice: str = ""
+
+    def is_met(self, value: Any) -> bool:
+        """Whether the key has an effect, given the other key's value."""
+        return value in self.values if self.values else bool(value)
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """See pydantic; the validator is called only if the document has the key."""
+        return core_schema.with_info_after_validator_function(self._check, handler(kind))
+
+    def _check(self, own: Any, info: ValidationInfo) -> Any:
+        idle = self.key in info.data and not self.is_met(info.data[self.key])
+        if info.context != WRITTEN or own is None or not idle:
+            return own
+        if self.values == (None,):
+            raise ValueError(f"has no effect with {self.key}, got both; remove one{self.advice}")
+        words = [each for each in self.values if each is not None]
+        wanted = " ".join([self.key, *filter(None, [listed(words)])])
+        raise ValueError(
+            f"has an effect only with {wanted}, got {info.data[self.key]}; "
+            f"remove it, or set {' to '.join([self.key, *words[:1]])}"
+        )
+
+
+@dataclass(frozen=True)
+class OmittedByDefault:
+    """Field metadata: the canonical document lacks the key while it has its default.
+
+    So the digests of run specs that do not set a new key are those of earlier releases.
+    """
+
+
+def listed(words: Sequence[str]) -> str:
+    """Join words: `a, b or c`."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+class Section(BaseModel):
+    """A section of a run spec; a variant names in `lacks` the keys of its base that it lacks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    lacked: ClassVar[Mapping[str, FieldInfo]] = {}
+    """The keys of its base that this variant lacks."""
+
+    def __init_subclass__(cls, lacks: Iterable[str] = (), **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        base = cls.__mro__[1]
+        assert issubclass(base, Section)
+        fields = {key: base.model_fields[key] for key in lacks}
+        cls.lacked = {**base.lacked, **fields}
+        for key, field in fields.items():
+            cls.__annotations__[key] = ClassVar[Any]  # keeps pydantic from making it a field
+            setattr(cls, key, field.get_default())
+
+    @model_serializer(mode="wrap")
+    def _without_idle_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = dump(self)
+        for key, field in type(self).model_fields.items():
+            for needs in field.metadata:
+                if isinstance(needs, Needs) and not needs.is_met(getattr(self, needs.key)):
+                    document.pop(key, None)
+            if getattr(self, key) == field.default and OmittedByDefault() in field.metadata:
+                document.pop(key, None)
+        return document
+
+
+class Tagged:
+    """Metadata of a union of sections: the value of one key selects the variant.
+
+    Attributes:
+        key: The key.
+        default: Its value in a document that lacks it.
+        pattern: Further valid values, all for the variant whose key is not a `Literal`.
+        refusal: Returns why a value is not supported; empty if there is nothing to say.
+        variants: The sections by tag.
+    """
+
+    OTHER: Final = "package.module:Class"
+
+    def __init__(
+        self,
+        key: str,
+        default: str | None = None,
+        *,
+        pattern: str = "",
+        refusal: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        self.key, self.default, self.pattern, self.refusal = key, default, pattern, refusal
+        self.__name__ = f"tag_{key}"  # pydantic-core names a discriminator in its errors
+        self.variants: dict[str, type[Section]] = {}
+
+    def __call__(self, document: Any) -> str | None:
+        """Return the tag of a document or a section."""
+        if isinstance(document, Mapping):
+            value = document.get(self.key, self.default)
+        else:
+            value = getattr(document, self.key, None)
+        if isinstance(value, str) and self.pattern and re.fullmatch(self.pattern, value):
+            return self.OTHER
+        return None if value is None else str(value)
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """See pydantic."""
+        choices: dict[Any, CoreSchema] = {}
+        for variant in get_args(union):
+            value = variant.model_fields[self.key].annotation
+            tags = get_args(value) if get_origin(value) is Literal else (self.OTHER,)
+            self.variants |= dict.fromkeys(tags, variant)
+            choices |= dict.fromkeys(tags, handler.generate_schema(variant))
+        return core_schema.tagged_union_schema(choices, self)
+
+
+Model = type[BaseModel] | Tagged
+"""A section, or a union of sections."""
+
+
+def model_at(model: type[BaseModel], key: str) -> Model | None:
+    """Return the section or union under a key; None for a plain value and for an unknown key."""
+    field = model.model_fields.get(key)
+    if field is None:
+        return None
+    kinds = [field.annotation, *get_args(field.annotation)]
+    sections = [each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)]
+    tagged = [each for each in field.metadata if isinstance(each, Tagged)]
+    return tagged[0] if tagged else next(iter(sections), None)
+
+
+def flat(model: Model) -> type[BaseModel]:
+    """Return the class that has every key: a union's base."""
+    return next(iter(model.variants.values())).__mro__[1] if isinstance(model, Tagged) else model
+
+
+def has_key(model: Model | None, path: Sequence[str]) -> bool:
+    """Whether a document can have the key at this path, in this section or any variant."""
+    if isinstance(model, Tagged):
+        return any(has_key(each, path) for each in model.variants.values())
+    if model is None or path[0] not in model.model_fields:
+        return False
+    return len(path) == 1 or has_key(model_at(model, path[0]), path[1:])
+
+
+def without_lacked_keys(document: Any, model: Model | None, *, everything: bool) -> Any:
+    """Remove the keys that the document's variants lack.
+
+    Args:
+        document: Plain dicts and lists.
+        model: The section or union to validate it as.
+        everything: Remove them all, as from a document of an earlier release, which has every
+            default; otherwise only null, and an empty section that the base creates by default.
+    """
+    if isinstance(model, Tagged):
+        model = model.variants.get(model(document) or "")
+    if model is None or not isinstance(document, dict):
+        return document
+    lacked = model.lacked if issubclass(model, Section) else {}
+    return {
+        key: without_lacked_keys(value, model_at(model, key), everything=everything)
+        for key, value in document.items()
+        if key not in lacked
+        or not (everything or value is None or (value == {} and lacked[key].default is not None))
+    }

@@ -1,0 +1,88 @@
+"""Limit unauthenticated connections, in total and per address.
+
+A connection that closes without authenticating keeps its place for a moment. Otherwise one address
+could start one TLS handshake after another, each of which costs this side more than the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from protocol.base import limits
+
+
+class Pending(Protocol):
+    """A connection in the handshake.
+
+    Attributes:
+        host: The address that it comes from.
+        name: The peer's name; empty until it has authenticated.
+    """
+
+    host: str
+    name: str
+
+
+P = TypeVar("P", bound=Pending)
+
+
+class PendingConnections(Generic[P]):
+    """Connections in the handshake; the length is their number.
+
+    Args:
+        most: How many there may be.
+        most_per_host: How many from one address.
+        on_room: Called whenever a place gets free.
+    """
+
+    def __init__(
+        self,
+        most: int = limits.UNAUTHENTICATED_CONNECTIONS,
+        most_per_host: int = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS,
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_room = on_room
+        self._most = most
+        self._most_per_host = most_per_host
+        self._started_s: dict[P, float] = {}
+        self._closed_by_address: Counter[str] = Counter()
+        """By address, connections that have closed and keep their place."""
+
+    def __iter__(self) -> Iterator[P]:
+        return iter([*self._started_s])
+
+    def __len__(self) -> int:
+        return len(self._started_s)
+
+    def has_room(self, host: str) -> bool:
+        """Return whether one more connection from this address may start."""
+        total = len(self._started_s) + self._closed_by_address.total()
+        of_host = (
+            sum(pending.host == host for pending in self._started_s) + self._closed_by_address[host]
+        )
+        return total < self._most and of_host < self._most_per_host
+
+    def add(self, pending: P) -> None:
+        """Count a connection that starts."""
+        self._started_s[pending] = asyncio.get_running_loop().time()
+
+    def remove(self, pending: P) -> None:
+        """Count it no more: it has authenticated, or closed. Idempotent."""
+        started_s = self._started_s.pop(pending, None)
+        if started_s is None:
+            return
+        if pending.name:
+            self._on_room()
+            return
+        self._closed_by_address[pending.host] += 1
+        until_s = started_s + limits.UNAUTHENTICATED_SLOT_MS / 1000
+        asyncio.get_running_loop().call_at(until_s, self._free, pending.host)
+
+    def _free(self, host: str) -> None:
+        self._closed_by_address[host] -= 1
+        if not self._closed_by_address[host]:
+            del self._closed_by_address[host]
+        self._on_room()

@@ -1,0 +1,258 @@
+"""The coordinator of one `fit`: a subprocess that reads a request and writes events, as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, Final, Self
+
+from coordinator.members.listening import from_here
+from protocol.base.address import parse_address
+from protocol.base.errors import ExitCode, SamestepError, Unreachable, error_for
+from protocol.cli.command_line import EndRequests, child_environment, command_of
+from protocol.cli.output import say
+from samestep.result import row_of_record
+
+_DEFAULT_ADDRESS: Final = ("127.0.0.1", 9000)
+_START_TIMEOUT_S: Final = 300.0
+_END_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line for the user.
+
+    Attributes:
+        is_error: Whether it goes to standard error.
+        unfit: Why a worker cannot take part, if the line says so.
+    """
+
+    text: str
+    is_error: bool = False
+    unfit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A step was committed, or a state was evaluated.
+
+    Attributes:
+        row: What that adds to the history.
+    """
+
+    row: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The coordinator accepts workers at this address."""
+
+    address: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorEnded:
+    """The subprocess has ended.
+
+    Attributes:
+        exit_code: Its exit code; negative: the signal that ended it.
+        reason: The error; empty if there was none.
+        is_resumable: Whether the run is unfinished and has a checkpoint.
+    """
+
+    exit_code: int
+    reason: str = ""
+    is_resumable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The user or a supervisor asks this process to end."""
+
+
+EventQueue = queue.SimpleQueue[Any]
+"""Events of the coordinator, the worker and the signals of this process, in order of arrival."""
+
+
+@contextlib.contextmanager
+def queue_interrupts(event_queue: EventQueue) -> Iterator[None]:
+    """Context manager that turns SIGINT and SIGTERM into `Interrupted` events.
+
+    A KeyboardInterrupt raised anywhere would end the run instead of draining it. Signals that the
+    script handles itself are left alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    default_handlers = {
+        signal.SIGINT: (signal.default_int_handler,),
+        signal.SIGTERM: (signal.default_int_handler, signal.SIG_DFL),
+    }
+    before = {
+        n: signal.getsignal(n)
+        for n in default_handlers
+        if is_main and signal.getsignal(n) in default_handlers[n]
+    }
+    requests = EndRequests()
+
+    def interrupt(number: int, _: object) -> None:
+        if requests.is_new(number, time.monotonic()):
+            event_queue.put(Interrupted())
+
+    for number in before:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class CoordinatorSubprocess:
+    """The subprocess, as a context manager that ends it.
+
+    Args:
+        request: The request that `coordinator.embedded` reads.
+        event_queue: Receives its events.
+    """
+
+    def __init__(self, request: Mapping[str, Any], event_queue: EventQueue) -> None:
+        self._event_queue = event_queue
+        self._process = subprocess.Popen(  # noqa: S603 -- our own command
+            [*command_of("coordinator"), "embedded"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=child_environment(), start_new_session=True,
+        )  # fmt: skip
+        self._last_output = ""
+        self._output = self._reader(self._read_output, self._process.stderr)
+        self._events = self._reader(self._read_events, self._process.stdout)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended already, and its events say why
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_TIMEOUT_S)
+        self._process.kill()
+        self._process.wait()
+        for reader in (self._events, self._output):
+            reader.join(_END_TIMEOUT_S)
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def listening(self) -> tuple[str, int]:
+        """Wait until it accepts workers; returns its address.
+
+        Raises:
+            SamestepError: It ended, or did not start in time.
+        """
+        while True:
+            try:
+                event = self._event_queue.get(timeout=_START_TIMEOUT_S)
+            except queue.Empty:
+                raise Unreachable(
+                    f"expected this fit's coordinator to start within {_START_TIMEOUT_S:.0f} s, "
+                    "got no answer: free memory or processor time, then call fit again"
+                ) from None
+            match event:
+                case Listening(address):
+                    return address
+                case CoordinatorEnded():
+                    raise error_from(event)
+                case Line():
+                    show(event)
+
+    def drain(self) -> None:
+        """Have it finish the step in progress, save and end; a second call ends it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """Kill a subprocess that does not answer."""
+        self._process.kill()
+
+    @staticmethod
+    def _reader(read: Any, stream: IO[str] | None) -> threading.Thread:
+        thread = threading.Thread(target=read, args=(stream,), daemon=True)
+        thread.start()
+        return thread
+
+    def _read_events(self, stream: IO[str]) -> None:
+        ended: dict[str, Any] | None = None
+        for line in stream:
+            try:
+                document = json.loads(line)
+            except ValueError:  # cut off when the process ended
+                break
+            match document["event"]:
+                case "listening":
+                    host, port = parse_address(document["address"], "--bind")
+                    self._event_queue.put(Listening((from_here(host), port)))
+                case "record":
+                    if row := row_of_record(document["record"]):
+                        self._event_queue.put(NewRow(row))
+                case "ended":
+                    ended = document
+                case event:
+                    unfit = document["reason"] if event == "worker_unready" else ""
+                    self._event_queue.put(Line(document["text"], unfit=unfit))
+        code = self._process.wait()
+        self._output.join(_END_TIMEOUT_S)
+        if ended is not None:
+            end = CoordinatorEnded(code, ended["reason"], ended["is_resumable"])
+        elif code < 0:
+            name = signal.Signals(-code).name
+            end = CoordinatorEnded(code, f"the coordinator of this fit was ended by {name}")
+        else:
+            why = self._last_output or f"the coordinator of this fit ended with code {code}"
+            end = CoordinatorEnded(code, why)
+        self._event_queue.put(end)
+
+    def _read_output(self, stream: IO[str]) -> None:
+        """Forward what libraries and the interpreter print."""
+        for line in stream:
+            self._last_output = line.strip() or self._last_output
+            self._event_queue.put(Line(line.rstrip("\n"), is_error=True))
+
+
+def error_from(ended: CoordinatorEnded, resume_call: str = "") -> SamestepError:
+    """The error to raise in `fit` when the coordinator has ended.
+
+    Args:
+        ended: How it ended.
+        resume_call: The call of `fit` that resumes the run.
+    """
+    advice = f"; resume it: {resume_call}" if resume_call and ended.is_resumable else ""
+    code = ended.exit_code if ended.exit_code > 0 else ExitCode.FAILED
+    return error_for(code, f"{ended.reason}{advice}")
+
+
+def default_bind() -> str:
+    """The address where workers on this machine look first, or any free port if it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(_DEFAULT_ADDRESS)
+        except OSError:
+            return f"{_DEFAULT_ADDRESS[0]}:0"
+    return f"{_DEFAULT_ADDRESS[0]}:{_DEFAULT_ADDRESS[1]}"
+
+
+def show(line: Line) -> None:
+    """Print a line to this process's standard streams; in a notebook that is the cell."""
+    say(line.text, sys.stderr if line.is_error else sys.stdout)

@@ -1,0 +1,267 @@
+"""A trainer's callbacks, state and log during a run, driven by the rows of its history.
+
+The coordinator owns the loop: callbacks see each step after it is committed. Those that only look
+(progress bars, loggers, one's own printing) run as they are. A callback that tries to change the
+run is refused by name, because what one process decides by itself is not the same on all workers;
+`EarlyStoppingCallback` and the default flow become keys of the run spec.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback, TrainerState
+from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
+from transformers.trainer_utils import speed_metrics
+
+from protocol.base.errors import DataError
+from samestep.hf.arguments import steps_of
+from samestep.result import FitResult
+
+_UNSEEN: Final = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
+"""Methods of a callback that see gradients or parts of a step, which only workers have."""
+_REMEDIES: Final = {
+    "should_training_stop": "write max_steps, or use EarlyStoppingCallback",
+    "should_epoch_stop": "leave it out",
+    "should_evaluate": "write eval_strategy and eval_steps",
+    "should_save": "write save_strategy and save_steps",
+}
+"""Flags of `TrainerControl` that change the run, with what to write instead."""
+_VISIBLE: Final = frozenset({
+    "config", "generation_config", "name_or_path", "num_parameters", "peft_config",
+    "active_adapter", "get_nb_trainable_parameters",
+})  # fmt: skip
+"""Attributes of the model that training does not change."""
+
+
+class CallbackLoop:
+    """Calls the callbacks of a trainer and writes its log, as its own loop would.
+
+    Args:
+        trainer: The trainer.
+        samples: Number of training samples of an epoch.
+    """
+
+    def __init__(self, trainer: Any, samples: int) -> None:
+        self._trainer = trainer
+        self._samples = samples
+        arguments = trainer.args
+        self._accumulated = arguments.gradient_accumulation_steps
+        self._microbatches = -(-samples // arguments.per_device_train_batch_size)
+        self._steps_per_epoch = -(-self._microbatches // self._accumulated)
+        self._losses: list[float] = []
+        self._logged_losses = 0
+        self._begin_s = time.time()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of a run: callbacks begin with it, and cannot change it."""
+        trainer = self._trainer
+        handler, arguments = trainer.callback_handler, trainer.args
+        known = (*handler.callbacks, trainer.control)
+        stateful: Any = [each for each in known if isinstance(each, ExportableState)]
+        state: Any = TrainerState(stateful_callbacks=stateful)
+        trainer.state = state
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        state.train_batch_size = arguments.per_device_train_batch_size
+        state.max_steps = steps_of(arguments, self._samples)
+        state.num_train_epochs = -(-state.max_steps // self._steps_per_epoch)
+        state.compute_steps(arguments, state.max_steps)
+        trainer.callback_handler, trainer.is_in_train = _WatchedCallbacks(handler), True
+        try:
+            trainer.control = trainer.callback_handler.on_train_begin(
+                arguments, state, trainer.control
+            )
+            yield
+        finally:
+            trainer.callback_handler, trainer.is_in_train = handler, False
+
+    def take(self, row: Mapping[str, float]) -> None:
+        """Take a row of the history: a committed step, or the metrics of an evaluation."""
+        if "loss" in row:
+            self._step(row)
+        metrics = {
+            f"eval_{name.removeprefix('held_out_')}": value
+            for name, value in row.items()
+            if name.startswith("held_out_")
+        }
+        if metrics:
+            self._evaluated(int(row["step"]), metrics)
+
+    def restore(self, rows: Iterator[Mapping[str, float]]) -> None:
+        """Take rows of steps before this process took part, without calling callbacks."""
+        handler = self._trainer.callback_handler
+        kind: Any = CallbackHandler
+        self._trainer.callback_handler = kind([DefaultFlowCallback], None, None, None, None)
+        try:
+            for row in rows:
+                self.take(row)
+        finally:
+            self._trainer.callback_handler = handler
+
+    def end(self, result: FitResult) -> dict[str, float]:
+        """Log the summary of a run, and return it."""
+        trainer, state = self._trainer, self._trainer.state
+        self.restore(row for row in result.history if row["step"] > state.global_step)
+        metrics: dict[str, float] = speed_metrics(  # type: ignore[no-untyped-call]  # theirs
+            "train",
+            self._begin_s,
+            num_samples=self._samples * (state.epoch or 0.0),
+            num_steps=result.steps,
+        )
+        metrics["train_loss"] = sum(self._losses) / max(1, len(self._losses))
+        trainer.log(metrics)
+        return metrics
+
+    def _step(self, row: Mapping[str, float]) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        handler, arguments = trainer.callback_handler, trainer.args
+        step = int(row["step"])
+        epoch, index = divmod(step - 1, self._steps_per_epoch)
+        if index == 0:
+            state.epoch = float(epoch)
+            trainer.control = handler.on_epoch_begin(arguments, state, trainer.control)
+        trainer.control = handler.on_step_begin(arguments, state, trainer.control)
+        state.global_step, state.epoch = step, self._epoch_after(step)
+        self._losses.append(row["loss"])
+        trainer.control = handler.on_step_end(arguments, state, trainer.control)
+        self._log(row)
+        if index + 1 == self._steps_per_epoch or step == state.max_steps:
+            trainer.control = handler.on_epoch_end(arguments, state, trainer.control)
+            self._log(row)
+
+    def _log(self, row: Mapping[str, float]) -> None:
+        trainer = self._trainer
+        losses = self._losses[self._logged_losses :]
+        if trainer.control.should_log and losses:
+            self._logged_losses = len(self._losses)
+            extra = {name: row[name] for name in ("grad_norm", "learning_rate") if name in row}
+            trainer.log({"loss": sum(losses) / len(losses), **extra})
+        if trainer.control.should_save:
+            trainer.control = trainer.callback_handler.on_save(
+                trainer.args, trainer.state, trainer.control
+            )
+
+    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics after `step` steps; later steps may have been committed meanwhile."""
+        trainer, state = self._trainer, self._trainer.state
+        newest = state.global_step, state.epoch
+        state.global_step, state.epoch = step, self._epoch_after(step)
+        trainer.log(metrics)
+        trainer.control = trainer.callback_handler.on_evaluate(
+            trainer.args, state, trainer.control, metrics
+        )
+        try:
+            trainer._determine_best_metric(metrics, None)  # noqa: SLF001 -- as its own loop does
+        except KeyError as error:
+            raise DataError(str(error.args[0])) from None
+        state.global_step, state.epoch = newest
+
+    def _epoch_after(self, step: int) -> float:
+        epoch, index = divmod(step - 1, self._steps_per_epoch)
+        done: int = min((index + 1) * self._accumulated, self._microbatches)
+        return float(epoch + done / self._microbatches)
+
+
+def early_stopping(trainer: Any) -> EarlyStoppingCallback | None:
+    """Return the trainer's `EarlyStoppingCallback`, if it has one."""
+    callbacks = trainer.callback_handler.callbacks
+    return next((each for each in callbacks if type(each) is EarlyStoppingCallback), None)
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse callbacks with methods that are never called.
+
+    Raises:
+        DataError: There is one; it is named.
+    """
+    for kind, name in itertools.product(map(type, callbacks), _UNSEEN):
+        if getattr(kind, name, None) is not getattr(TrainerCallback, name):
+            raise DataError(
+                f"{kind.__name__}.{name} cannot be honored: gradients and parts of a step exist "
+                "only on the workers; use on_step_end, or a hook on the parameter"
+            )
+
+
+class _WatchedCallbacks(CallbackHandler):
+    """Callbacks that may look at the run, but not change it."""
+
+    def __init__(self, handler: Any) -> None:
+        vars(self).update(vars(handler))
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **further: Any) -> Any:
+        """Call a method of all callbacks.
+
+        Raises:
+            DataError: One tried to change the run; it is named.
+        """
+        for callback in self.callbacks:
+            if type(callback) is EarlyStoppingCallback:
+                continue  # a key of the run spec
+            kind = type(callback).__name__
+            before = dict(vars(control))
+            model = _Unavailable(f"the model in {kind}.{event}", self.model, _VISIBLE)
+            answer = getattr(callback, event)(
+                args, state, control,
+                model=self.model if event == "on_train_begin" else model,
+                processing_class=self.processing_class,
+                optimizer=_Unavailable(f"the optimizer in {kind}.{event}"),
+                lr_scheduler=_Unavailable(f"the scheduler in {kind}.{event}"),
+                train_dataloader=self.train_dataloader,
+                eval_dataloader=self.eval_dataloader,
+                **further,
+            )  # fmt: skip
+            after = answer if isinstance(answer, Mapping) else vars(answer or control)
+            if not isinstance(callback, DefaultFlowCallback):
+                _refuse_steering(kind, state.global_step, before, after)
+            if isinstance(answer, TrainerControl):
+                control = answer
+        return control
+
+
+def _refuse_steering(
+    kind: str, step: int, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> None:
+    for flag, remedy in _REMEDIES.items():
+        if after.get(flag) and not before[flag]:
+            raise DataError(
+                f"the callback {kind} cannot be honored: it set {flag} after step {step}, which "
+                f"would not be the same on every worker; {remedy}"
+            )
+
+
+class _NotDuringTheRunError(DataError, AttributeError):
+    """An AttributeError too, so that `hasattr` works."""
+
+
+class _Unavailable:
+    """Stands for an object whose state belongs to the workers during the run.
+
+    Args:
+        name: What to call it in the error.
+        real: The object.
+        visible: Attributes that can be read.
+    """
+
+    def __init__(
+        self, name: str, real: object = None, visible: frozenset[str] = frozenset()
+    ) -> None:
+        self._name, self._real, self._visible = name, real, visible
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute in self._visible:
+            return getattr(self._real, attribute)
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise _NotDuringTheRunError(
+            f"expected no use of {self._name} during the run, got .{attribute}: its state is on "
+            "the workers; read it after train()"
+        )
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        return self.__getattr__("forward")

@@ -1,0 +1,110 @@
+"""The loss of a trainer as a sum over samples, with its divisor.
+
+A worker adds up gradients over samples and microbatches, so a mean must become a sum and a count.
+Models that receive the number of items in the batch divide a sum by it: here they receive 1. All
+others return a mean over samples, or over the labels that are not -100.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from backends.base.additivity import measured, seeded
+from backends.base.steady_draws import LEVELS, SteadyDraws
+from protocol.base.errors import DataError
+from worker.tasks.checks.additivity import modes_kept
+
+SAMPLES: Final = "samestep.samples"
+"""Name of an extra entry of a batch: the number of its samples, a float32 tensor."""
+_TOLERANCE: Final = 1e-4
+
+
+class SummedLoss:
+    """A trainer's `compute_loss` as a sum, and the weight to divide it by.
+
+    Args:
+        trainer: The trainer.
+        samples: Batches of one sample each; the first with a loss shows which kind it is.
+
+    Raises:
+        DataError: The loss cannot be turned into the sum that the trainer's own loop has.
+    """
+
+    def __init__(self, trainer: Any, samples: Iterable[Mapping[str, Any]]) -> None:
+        self._trainer = trainer
+        self._divides_by_items, sample = self._find_divisor(samples)
+        labels = sample.get("labels")
+        self._has_labels = labels is not None
+        dims = 0
+        if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+            dims = labels.dim()
+        self._is_mean_over_labels = dims > 0 and not self._divides_by_items
+        accumulated = trainer.args.gradient_accumulation_steps
+        if self._is_mean_over_labels and dims > 1 and accumulated > 1:
+            raise DataError(
+                "gradient_accumulation_steps cannot be honored with this model, whose loss is "
+                "a mean over the labels of each microbatch: write 1, a larger "
+                'per_device_train_batch_size, and samestep={"microbatch": N}'
+            )
+
+    @property
+    def stock_loop_adds_means(self) -> bool:
+        """Whether transformers' loop adds up the means of accumulated microbatches.
+
+        `Trainer.training_step` does not divide by the number of microbatches for any model that
+        takes keywords.
+        """
+        trainer = self._trainer
+        is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            takes_items = trainer.model_accepts_loss_kwargs and self._has_labels
+            is_scaled = takes_items or trainer.compute_loss_func is not None
+        accumulates = trainer.args.gradient_accumulation_steps > 1
+        return bool(is_scaled) and not self._divides_by_items and accumulates
+
+    def loss(self, model: Any, batch: Mapping[str, Any]) -> Any:
+        """Return the loss summed over the batch."""
+        if self._divides_by_items:
+            return self._compute(model, batch, torch.tensor(1))
+        mean, count = self._compute(model, batch, None), self._count(batch)
+        if self._is_mean_over_labels:  # NaN without labels; its gradients must be zeros
+            mean = torch.where(count > 0, mean, 0.0)
+        return mean * count
+
+    def weight(self, batch: Mapping[str, Any]) -> float:
+        """Return the number of samples or labels that the sum is divided by."""
+        if not self._divides_by_items:
+            return float(self._count(batch))
+        items = self._trainer._get_num_items_in_batch([batch], torch.device("cpu"))  # noqa: SLF001
+        return float(items) if items is not None else float(self._count(batch))
+
+    def _find_divisor(self, samples: Iterable[Mapping[str, Any]]) -> tuple[bool, Mapping[str, Any]]:
+        """Return whether the loss is divided by the number of items, and the sample that shows
+        it."""
+        model = self._trainer.model
+        sample: Mapping[str, Any] = {}
+        with modes_kept(model):
+            model.train()
+            for sample in samples:
+                one, two = (self._value(sample, torch.tensor(n)) for n in (1, 2))
+                if one and math.isfinite(one) and math.isfinite(two):
+                    return abs(one - 2 * two) <= _TOLERANCE * abs(one), sample
+        return False, sample
+
+    def _value(self, sample: Mapping[str, Any], items: torch.Tensor) -> float:
+        """Return the loss, with the same draws in every call."""
+        with seeded(0), SteadyDraws(LEVELS[0]):
+            loss = measured(lambda: self._compute(self._trainer.model, sample, items))
+            return float(loss.detach())
+
+    def _compute(self, model: Any, batch: Mapping[str, Any], items: Any) -> Any:
+        inputs = {name: each for name, each in batch.items() if name != SAMPLES}
+        return self._trainer.compute_loss(model, inputs, num_items_in_batch=items)
+
+    def _count(self, batch: Mapping[str, Any]) -> Any:
+        """Return a tensor, so that no device has to wait for its value."""
+        return (batch["labels"] != -100).sum() if self._is_mean_over_labels else batch[SAMPLES]

@@ -1,0 +1,185 @@
+"""`samestep.fit` in a Slurm step of several tasks: task 0 starts the coordinator, the others join.
+
+srun runs the same script once per task and says in variables which task a process is. The tasks
+find each other through a file in `state_home()`, where the join token is too: the nodes of a step
+must share that directory, as they share a home.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from backends.registry import devices
+from coordinator.members.listening import reachable_addresses
+from protocol.base.address import format_address
+from protocol.base.device_name import AUTO_ORDER
+from protocol.base.errors import RunFailed, Unreachable, text_of
+from protocol.machine.secret_file import read_secret, state_home, write_secret
+from protocol.wire.address_file import PublishedAddress
+from worker.join.address import find_in_file
+from worker.join.credentials import WorkerCredentials
+from worker.scripts.launch import JoinOptions
+
+_FIND_FOR_S: Final = 600.0
+"""Task 0 builds its task first, which may load a large model."""
+_LOOK_FOR_S: Final = 1.0
+_RETRY_FOR_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class SrunStep:
+    """The step of several tasks that this process belongs to.
+
+    Attributes:
+        task: Number of this process among the step's tasks.
+        tasks: How many there are.
+        nodes: On how many nodes they run.
+        local_task: Number of this process among the tasks of its node.
+        name: Of this start of the step, unique on its cluster.
+    """
+
+    task: int
+    tasks: int
+    nodes: int
+    local_task: int
+    name: str
+
+    @staticmethod
+    def of(environment: Mapping[str, str] = os.environ) -> SrunStep | None:
+        """The step that `environment` describes; None outside of srun, or where it has one task.
+
+        A batch script has SLURM_NTASKS and SLURM_PROCID too, and is one process all the same.
+        """
+        numbers = [
+            environment.get(f"SLURM_{name}", "")
+            for name in ("PROCID", "STEP_NUM_TASKS", "STEP_NUM_NODES", "LOCALID")
+        ]
+        if not all(text.isdecimal() for text in numbers) or "TORCHELASTIC_RUN_ID" in environment:
+            return None
+        task, tasks, nodes, local_task = map(int, numbers)
+        if tasks < 2:
+            return None
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        name = ".".join(environment.get(each) or "0" for each in names)
+        return SrunStep(task, tasks, nodes, local_task, name)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the task that starts the coordinator."""
+        return self.task == 0
+
+    @property
+    def bind(self) -> str:
+        """The address at which the coordinator listens, where the user does not say."""
+        return "127.0.0.1:0" if self.nodes == 1 else "0.0.0.0:0"
+
+    @property
+    def address_file(self) -> Path:
+        """Where task 0 publishes the coordinator's address."""
+        return state_home() / "srun" / f"{self.name}.json"
+
+    @property
+    def _failure_file(self) -> Path:
+        return self.address_file.with_suffix(".failed")
+
+    # Task 0.
+
+    def publish(self, host: str, port: int) -> None:
+        """Tell the other tasks that the coordinator listens at this host and port.
+
+        Raises:
+            UsageError: The file cannot be written.
+        """
+        reachable = [format_address(each, port) for each in reachable_addresses(host)]
+        published = PublishedAddress(
+            data=format_address(host, port), control="", reachable=tuple(reachable[:32])
+        )
+        write_secret(self.address_file, published.to_json())
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Within, this task is in `fit`; where that fails, the other tasks are told why."""
+        self._failure_file.unlink(missing_ok=True)
+        try:
+            yield
+        except Exception as error:
+            write_secret(self._failure_file, text_of(error))
+            raise
+        except BaseException:
+            write_secret(self._failure_file, "it was interrupted")
+            raise
+        finally:
+            self.address_file.unlink(missing_ok=True)
+
+    # The others.
+
+    def join_options(self, backend: str, device: int | str | None) -> JoinOptions:
+        """How this task joins the run of task 0."""
+        host = socket.gethostname().partition(".")[0] or "worker"
+        path = self.address_file
+        return JoinOptions(
+            find=lambda: asyncio.run(self._find()),
+            name=f"{host}-{self.task}",
+            backend=backend,
+            device=device,
+            retry_for_s=_RETRY_FOR_S,
+            credentials=WorkerCredentials(),
+            duty="train",
+            tell=_say_nothing,
+            find_again=lambda: find_in_file(path, 0.0, _say_nothing),
+        )
+
+    async def _find(self) -> tuple[str, int]:
+        """Wait for the coordinator's address.
+
+        Raises:
+            RunFailed: Task 0 has failed.
+            Unreachable: There is no address in time.
+        """
+        until_s = time.monotonic() + _FIND_FOR_S
+        while True:
+            if reason := read_secret(self._failure_file):
+                raise RunFailed(f"task 0 of this srun step failed: {reason}")
+            try:
+                return await find_in_file(self.address_file, _LOOK_FOR_S, _say_nothing)
+            except Unreachable:
+                if time.monotonic() >= until_s:
+                    raise Unreachable(
+                        "expected the address of task 0's coordinator in "
+                        f"{str(self.address_file)!r} within {_FIND_FOR_S:.0f} s; the nodes of a "
+                        "step must share that directory: set SAMESTEP_HOME to one on a shared "
+                        "file system"
+                    ) from None
+
+    # All of them.
+
+    def device_of(self, backend: str, device: int | str | None) -> tuple[str, int | str | None]:
+        """Give each task a card of its own where all tasks of a node see all of its cards.
+
+        Args:
+            backend: As in `--backend`.
+            device: The one that was asked for; None for the first.
+        """
+        cards = _cards(backend) if device is None else 0
+        return backend, self.local_task % cards if cards > 1 else device
+
+
+@cache
+def _cards(backend: str) -> int:
+    """Usable cards of the first kind that `backend` means."""
+    found = [each.backend for each in devices() if each.usable and not each.software]
+    kinds = [kind for kind in AUTO_ORDER if kind != "cpu"] if backend == "auto" else [backend]
+    return next((found.count(kind) for kind in kinds if kind in found and kind != "cpu"), 0)
+
+
+def _say_nothing(text: str) -> None:
+    """The coordinator tells of these workers."""

@@ -1,0 +1,179 @@
+"""The worker of this process, which runs in a thread of its own beside the caller of `fit`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from backends.base.interface import Backend
+from backends.registry import choose
+from protocol.base.errors import ExitCode, text_of
+from protocol.machine.event_loop import new_event_loop
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.connection import Received
+from protocol.wire.messages import Commit, EndRun, Halt
+from protocol.wire.transport import Channel
+from samestep.coordinator_subprocess import EventQueue, NewRow
+from worker.join.credentials import WorkerCredentials
+from worker.shell.client import Client, FindAgain, Target
+from worker.tasks.base.task import Task
+from worker.tasks.registry import build
+
+_END_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnded:
+    """The worker has left the run.
+
+    Attributes:
+        error: Why; None if the coordinator said goodbye.
+    """
+
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The run has halted and waits for an operator.
+
+    Attributes:
+        reason: Why it halted.
+    """
+
+    reason: str
+
+
+class _LocalBackend:
+    """The engine's `BackendFactory`."""
+
+    def __init__(self, name: str, wanted: int | str | None) -> None:
+        self._name, self._wanted = name, wanted
+        self._backend: Backend | None = None
+
+    def backend(self) -> Backend:
+        if self._backend is None:
+            self._backend = choose(self._name, self._wanted).backend
+        return self._backend
+
+    def task(self, spec: RunSpec) -> Task:
+        return build(spec)
+
+
+class _OneRunClient(Client):
+    """A client that leaves when its run is over."""
+
+    rows: dict[int, dict[str, float]]
+    halted: Callable[[str], None]
+    committed: Callable[[dict[str, float]], None]
+    ended: EndRun | None = None
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        """See `Client`; also records commits and the end of the run."""
+        super().on_message(channel, received)
+        message, _ = received
+        if isinstance(message, Commit):
+            step = message.step + 1
+            is_new = step not in self.rows  # after a reconnection a commit may come again
+            self.rows[step] = {"step": step, "loss": message.loss}
+            if message.scalars is not None:
+                self.rows[step]["learning_rate"] = message.scalars.learning_rate
+            if is_new:
+                self.committed(self.rows[step])
+        elif isinstance(message, EndRun):
+            self.ended = message
+            self.drain()
+        elif isinstance(message, Halt):
+            self.halted(message.reason)
+
+
+class WorkerThread:
+    """Takes part in one run.
+
+    Attributes:
+        rows: Loss and learning rate by step, counted from 1, of the steps that were committed
+            while this worker took part.
+        ended: The coordinator's message that the run is over; None before.
+
+    Args:
+        target: The coordinator, and the worker's name and backend.
+        device: Device of the backend, by number or part of its name; None: the first.
+        credentials: Join token or key.
+        tell: Prints a line.
+        event_queue: Receives `WorkerEnded` and `Stalled`.
+        find_again: Searches again for a coordinator that was found on the network.
+        reports_rows: Whether `event_queue` receives each row too.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        device: int | str | None,
+        credentials: WorkerCredentials,
+        tell: Callable[[str], None],
+        event_queue: EventQueue,
+        *,
+        find_again: FindAgain | None = None,
+        reports_rows: bool = False,
+    ) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+        self._target, self._credentials, self._tell = target, credentials, tell
+        self._factory = _LocalBackend(target.backend, device)
+        self._event_queue, self._find_again = event_queue, find_again
+        self._reports_rows = reports_rows
+        self._client: _OneRunClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samestep worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> EndRun | None:
+        return self._client.ended if self._client is not None else None
+
+    def drain(self) -> None:
+        """Finish the work in progress and leave."""
+        self._started.wait()
+        if self._loop is not None and self._client is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has left
+                self._loop.call_soon_threadsafe(self._client.drain)
+
+    def end(self) -> None:
+        """Leave and wait for the thread; afterwards only the caller uses the module."""
+        self.drain()
+        self._thread.join(_END_TIMEOUT_S)
+
+    def _committed(self, row: dict[str, float]) -> None:
+        if self._reports_rows:
+            self._event_queue.put(NewRow(dict(row)))
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(self._serve())
+        except Exception as raised:  # noqa: BLE001 -- the caller of fit must hear of it
+            error = raised
+        finally:
+            self._started.set()
+            self._event_queue.put(WorkerEnded(error))
+
+    async def _serve(self) -> ExitCode:
+        client = _OneRunClient(
+            self._target, self._factory, self._credentials, self._tell, find_again=self._find_again
+        )
+        client.rows = self.rows
+        client.halted = lambda reason: self._event_queue.put(Stalled(reason))
+        client.committed = self._committed
+        self._client, self._loop = client, asyncio.get_running_loop()
+        self._started.set()
+        return await client.serve()
+
+
+def one_line(error: Exception) -> str:
+    """The error's text in one line."""
+    return " ".join(text_of(error).split())

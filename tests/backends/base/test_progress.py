@@ -1,0 +1,35 @@
+"""How far a preparation is reaches whoever listens in its thread, about once a second."""
+
+import time
+from itertools import count
+
+import pytest
+
+from backends.base import progress
+
+
+def test_bytes_are_told_with_the_time_that_is_left(monkeypatch):
+    seconds = count(0.0, 0.5)
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    lines: list[str] = []
+    with progress.listening(lines.append):
+        progress.say("reading the model 'm'")
+        meter = progress.Meter("read", 8 << 30)
+        for _ in range(4):
+            meter.add(1 << 30)
+    assert lines == [
+        "reading the model 'm'", "read 2.00 GiB of 8.00 GiB, 3 s left",
+        "read 4.00 GiB of 8.00 GiB, 2 s left", "",
+    ]  # fmt: skip
+
+
+def test_nobody_has_to_listen():
+    progress.say("reading")
+    progress.Meter("read", 1).add(1)
+
+
+def test_a_failure_ends_it_too():
+    lines: list[str] = []
+    with pytest.raises(ValueError, match="invalid literal"), progress.listening(lines.append):
+        progress.say(str(int("no number")))
+    assert lines == [""]

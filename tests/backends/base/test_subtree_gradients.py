@@ -1,0 +1,100 @@
+"""A subtree's sums on the host against a naive recursive sum, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from backends.base.subtree_gradients import HostSums
+from protocol.exact.tree import Subtree, children
+from tests.reference_bfloat16 import nearest
+
+Floats = NDArray[np.float32]
+
+
+def exactly(values: Floats) -> Floats:
+    return values
+
+
+def naive(
+    subtree: Subtree, leaves: dict[int, Floats], rounding: Callable[[Floats], Floats] = exactly
+) -> Floats:
+    if subtree.leaves == 1:
+        return rounding(leaves[subtree.lo])
+    left, right = children(subtree)
+    return rounding(naive(left, leaves, rounding) + naive(right, leaves, rounding))
+
+
+def naive_float(subtree: Subtree, leaves: dict[int, float]) -> float:
+    if subtree.leaves == 1:
+        return leaves[subtree.lo]
+    left, right = children(subtree)
+    return naive_float(left, leaves) + naive_float(right, leaves)
+
+
+subtrees = st.builds(lambda size: Subtree(0, size), st.integers(1, 70))
+
+
+@given(subtrees, st.integers(1, 3), st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize(("precision", "rounding"), [("float32", exactly), ("bfloat16", nearest)])
+def test_sums_are_the_trees_bit_for_bit(precision, rounding, subtree, blocks, seed):
+    rng = np.random.default_rng(seed)
+    scale = np.float32(10) ** rng.integers(-6, 6, size=(subtree.leaves, blocks, 1)).astype(
+        np.float32
+    )
+    values = (rng.standard_normal((subtree.leaves, blocks, 5)) * scale).astype(np.float32)
+    sums = HostSums(subtree.leaves, blocks, precision)
+    for leaf in range(subtree.lo, subtree.hi):
+        last = leaf == subtree.hi - 1
+        for block in reversed(range(blocks)):
+            given_values = mine = values[leaf - subtree.lo, block].copy()
+            if seed >> leaf % 32 & 1:
+                mine.flags.writeable = False
+                given_values = (mine[:2], mine[2:2], mine[2:])
+            total = sums.add(leaf, block, given_values)
+            assert (total is not None) == last, "final as soon as the last leaf's block is in"
+            if total is not None:
+                leaves = {subtree.lo + i: values[i, block] for i in range(subtree.leaves)}
+                assert total.dtype == np.float32
+                assert total.tobytes() == naive(subtree, leaves, rounding).tobytes()
+
+
+@given(subtrees, st.integers(0, 2**32 - 1))
+def test_losses_and_weights_follow_the_tree_in_float64(subtree, seed):
+    rng = np.random.default_rng(seed)
+    losses = {
+        leaf: float(value) for leaf, value in enumerate(rng.random(subtree.leaves), subtree.lo)
+    }
+    weights = {
+        leaf: float(value) for leaf, value in enumerate(rng.random(subtree.leaves), subtree.lo)
+    }
+    sums = HostSums(subtree.leaves, 1)
+    results = [sums.add_loss(leaf, losses[leaf], weights[leaf]) for leaf in losses]
+    assert results[:-1] == [None] * (subtree.leaves - 1)
+    assert results[-1] is not None
+    assert results[-1].loss_sum == naive_float(subtree, losses)
+    assert results[-1].weight == naive_float(subtree, weights)
+
+
+@given(st.integers(1, 300))
+def test_few_arrays_are_held(leaves):
+    sums = HostSums(leaves, 1)
+    for leaf in range(leaves):
+        sums.add(leaf, 0, np.ones(1, np.float32))
+        assert len(sums._blocks[0].held) <= leaves.bit_length()
+
+
+def test_another_order_would_have_other_bits():
+    """The property above is not empty: a plain running sum differs."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((13, 1000)).astype(np.float32)
+    running = np.zeros(1000, np.float32)
+    for row in values:
+        running += row
+    tree = naive(Subtree(0, 13), dict(enumerate(values)))
+    assert (running != tree).mean() > 0.2

@@ -1,0 +1,83 @@
+"""A user's task whose forward changes buffers: BatchNorm and its counter, with a loss of a whole
+microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backends.base import draws
+from backends.base.interface import Array, Batch, Trainable
+from backends.base.step_buffers import buffer_blocks
+from protocol.spec.manifest import Manifest, Metric
+from protocol.spec.run_spec import RunSpec
+from worker.models.blocks import cut_into_blocks
+
+SAMPLES, WIDTH = 28, 8
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(3))
+        with torch.no_grad():
+            for name, tensor in self.named_parameters():
+                if "layers" in name:
+                    values = draws.symmetric(draws.key_of(1, name), tensor.numel(), 0.3)
+                    tensor.copy_(torch.from_numpy(values).reshape(tensor.shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + torch.tanh(norm(layer(x)))
+        return x
+
+
+class Normed:
+    """See `worker.tasks.base.task.Task`."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._x = draws.symmetric(1, SAMPLES * WIDTH, 1.0).reshape(SAMPLES, WIDTH)
+        module = _Model()
+        buffers = [name for name, _ in module.named_buffers()]
+        self.manifest = Manifest(
+            blocks=(*buffer_blocks(module, buffers, 1 << 20), *cut_into_blocks(module)),
+            train_samples=SAMPLES,
+            evaluation_parts=2,
+            metrics=(Metric(name="loss", numerator={"loss": 1}, denominator={"samples": 1}),),
+        )
+        self.trainable = Trainable(
+            blocks=self.manifest.blocks, module=module, loss=_loss, evaluate=_evaluate,
+            seed=spec.seed,
+        )  # fmt: skip
+        state = module.state_dict()
+        self._initial = [
+            np.concatenate([state[t.name].float().numpy().ravel() for t in block.tensors])
+            for block in self.manifest.blocks
+        ]
+
+    def initial_parameters(self) -> list[Array]:
+        return [values.copy() for values in self._initial]
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        return Batch({"x": self._x[np.asarray(samples)]}, float(len(samples)))
+
+    def evaluation_batch(self, part: int) -> Batch:
+        return self.batch(range(part * 8, part * 8 + 8))
+
+
+def _loss(module: Any, arrays: Mapping[str, Any]) -> torch.Tensor:
+    """Each sample is to be found among those of its microbatch."""
+    rows = functional.normalize(module(arrays["x"]), dim=1)
+    target = torch.arange(len(rows), device=rows.device)
+    return functional.cross_entropy(rows @ functional.normalize(arrays["x"], dim=1).T, target)
+
+
+def _evaluate(module: Any, arrays: Mapping[str, Any]) -> dict[str, float]:
+    samples = len(arrays["x"])
+    return {"loss": float(_loss(module, arrays)) * samples, "samples": samples}

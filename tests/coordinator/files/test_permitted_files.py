@@ -1,0 +1,143 @@
+"""What a submitted run may read: below the directories that were named, and never a secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.files import blob_index
+from coordinator.files.blob_index import index_blobs
+from coordinator.files.permitted_files import PermittedFiles
+from coordinator.main import DEFAULT_OUT
+from coordinator.members.credentials import CoordinatorCredentials
+from coordinator.operator.control import ControlPort
+from coordinator.operator.control_client import request
+from coordinator.service.service import Service, Settings
+from protocol.base.errors import DataError, SamestepError
+from protocol.machine.secret_file import secret_places
+from tests import reading_task
+from tests.commands import called
+from tests.event_loop import on_uvloop
+from tests.live_service import scripted_spec
+
+SECRET = "may hold secrets"
+ELSEWHERE = "leads elsewhere"
+
+
+def reads(path: object):
+    return scripted_spec(task=reading_task.NAME, data={"train": str(path)})
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
+    CoordinatorCredentials.open()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    (directory / "good.txt").write_text("good")
+    return directory
+
+
+def test_a_secret_is_no_data_whatever_leads_to_it(tmp_path, home, data):
+    permitted = PermittedFiles((), secret_places())
+    key = home / "coordinator" / "key.pem"
+    link, around = data / "link.txt", tmp_path / "around"
+    link.symlink_to(key)
+    around.symlink_to(home)
+    (home / "worker").mkdir()
+    (home / "worker" / "a.key").write_text("00")
+    for path in (
+        key, link, around / "coordinator" / "key.pem", home / "worker" / "a.key", home / "worker",
+        data / ".." / "home" / "coordinator" / "join.token", "/proc/self/environ",
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=SECRET):
+            index_blobs(reads(path), permitted)
+    assert index_blobs(reads(data / "good.txt"), permitted) is not None
+    # The operator's own command line is the operator's word.
+    assert index_blobs(reads(key)) is not None
+
+
+def test_only_what_lies_below_the_named_directories(tmp_path, data):
+    permitted = PermittedFiles((data, tmp_path / "more"), ())
+    other = tmp_path / "other.txt"
+    other.write_text("other")
+    (data / "out.txt").symlink_to(other)
+    (data / "in.txt").symlink_to(data / "good.txt")
+    (tmp_path / "data-2").mkdir()
+    for path in (other, data / "out.txt", data / ".." / "other.txt", tmp_path / "data-2"):
+        with pytest.raises(DataError, match=ELSEWHERE):
+            index_blobs(reads(path), permitted)
+    for name in ("good.txt", "in.txt"):
+        assert index_blobs(reads(data / name), permitted) is not None
+    permitted.check_source("python-stdlib")
+    permitted.check_source("org/a-hub-name")
+
+
+def test_a_file_that_becomes_a_secret_after_it_was_checked(tmp_path, home, data, monkeypatch):
+    permitted = PermittedFiles((data,), secret_places())
+    good = data / "inner" / "key.pem"
+    good.parent.mkdir()
+    good.write_text("good")
+
+    def swap(spec):
+        del spec
+        good.parent.rename(tmp_path / "before")
+        good.parent.symlink_to(home / "coordinator")
+
+    monkeypatch.setattr(blob_index, "check_data", swap)
+    with pytest.raises(DataError, match=SECRET):
+        index_blobs(reads(good), permitted)
+
+
+def test_an_error_about_a_file_that_was_swapped_quotes_none_of_it(home, data, monkeypatch):
+    good = data / "good.txt"
+
+    def swap(spec):
+        del spec
+        good.unlink()
+        good.symlink_to(home / "coordinator" / "key.pem")
+        raise DataError(f"line 1: {good.read_text()}")
+
+    monkeypatch.setattr(blob_index, "check_data", swap)
+    with pytest.raises(DataError, match=SECRET) as caught:
+        index_blobs(reads(good), PermittedFiles((), secret_places()))
+    assert "PRIVATE" not in str(caught.value)
+
+
+@on_uvloop
+async def test_what_is_submitted_is_checked(tmp_path, home, data):
+    settings = Settings(("127.0.0.1", 0), 1, tmp_path / "runs", once=False, data_roots=(data,))
+    service = Service(settings)
+    await service.start()
+    control = ControlPort(service)
+    await control.start("127.0.0.1", 0)
+    at = f"127.0.0.1:{control.address[1]}"
+    try:
+        for path, told in ((home / "coordinator" / "key.pem", SECRET), (__file__, ELSEWHERE)):
+            document = {"run": reads(path).model_dump(mode="json")}
+            with pytest.raises(SamestepError, match=told):
+                await request(at, "POST", "/submit", document)
+        document = {"run": reads(data / "good.txt").model_dump(mode="json")}
+        assert (await request(at, "POST", "/submit", document))["run_id"]
+    finally:
+        await control.stop()
+        await service.stop()
+
+
+def test_the_option_is_checked_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    serve = ("--expect-workers", "1", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
+    none = called("coordinator", *serve, "--data-root", "nowhere")
+    assert none.returncode == 2
+    assert "--data-root: expected a directory, got 'nowhere'" in none.stderr
+    (tmp_path / "run.yaml").write_text("task: scripted\nsteps: 1\n")
+    given = called("coordinator", *serve, "--run", "run.yaml", "--data-root", ".")
+    assert given.returncode == 2
+    assert "--data-root applies to submitted runs" in given.stderr
+    assert not (tmp_path / DEFAULT_OUT).exists()

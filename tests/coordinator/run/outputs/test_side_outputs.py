@@ -1,0 +1,157 @@
+"""A step of a capture: what its microbatches give stands in their order, whoever gave it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from coordinator.run.exchange.double_check import Differing
+from coordinator.run.exchange.round import Round
+from coordinator.run.outputs.side_outputs import SideOutputs
+from protocol.base import limits
+from protocol.base.errors import OutOfOrder
+from protocol.exact.reducer import NonFinite
+from protocol.exact.tree import Subtree
+from protocol.spec.manifest import Block, EmbeddingField, EmbeddingLayout, TensorSpec
+from protocol.wire.messages import BlockGradientPayload, CapturedRows, SubtreeLoss
+
+BLOCKS = (Block(name="nothing", kind="block", tensors=(TensorSpec(name="n", shape=(1,)),)),)
+PLACE = {"epoch": 1, "step": 0, "attempt": 0}
+SIZES = (10, 10, 10, 3)
+PIECE = 4
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(limits, "BODY_BYTES", PIECE)
+
+
+def rows(leaf: int) -> np.ndarray:
+    return np.arange(SIZES[leaf], dtype=np.uint8) + 20 * np.uint8(leaf)
+
+
+def pieces(subtree: Subtree) -> list[tuple[CapturedRows, np.ndarray]]:
+    return [
+        (
+            CapturedRows(**PLACE, lo=subtree.lo, hi=subtree.hi, microbatch=leaf, chunk=chunk),
+            rows(leaf)[chunk * PIECE :][:PIECE],
+        )
+        for leaf in range(*subtree)
+        for chunk in range(-(-SIZES[leaf] // PIECE))
+    ]
+
+
+def end(round_: Round, worker: str, subtree: Subtree) -> None:
+    zeros = BlockGradientPayload(
+        **PLACE, block=0, chunk=0, lo=subtree.lo, hi=subtree.hi, weight=float(subtree.leaves)
+    )
+    round_.payload(worker, zeros, np.zeros(1, np.float32))
+    weight = float(subtree.leaves)
+    loss = SubtreeLoss(
+        **PLACE, lo=subtree.lo, hi=subtree.hi, loss_sum=1.0, weight=weight, sums=b"", elapsed_ms=1.0
+    )
+    round_.subtree_loss(worker, loss)
+
+
+def give(round_: Round, worker: str, subtree: Subtree) -> None:
+    for message, content in pieces(subtree):
+        assert round_.captured(worker, message, content) is None
+    end(round_, worker, subtree)
+
+
+def begun(**subtrees: tuple[Subtree, ...]) -> Round:
+    round_ = Round(BLOCKS, len(SIZES), 1, 0, 0, kept=SideOutputs(SIZES))
+    for worker, given in subtrees.items():
+        round_.assign(worker, given)
+        round_.double_check.given(worker, "one numerics profile", given)
+    return round_
+
+
+EVERYTHING = np.concatenate([rows(leaf) for leaf in range(len(SIZES))])
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("ann", "bob", "cid"))])
+def test_order_and_workers_do_not_show(order):
+    subtrees = {"ann": (Subtree(0, 2),), "bob": (Subtree(2, 3),), "cid": (Subtree(3, 4),)}
+    round_ = begun(**subtrees)
+    for worker in order:
+        assert not round_.complete
+        give(round_, worker, *subtrees[worker])
+    assert round_.complete
+    assert round_.kept is not None
+    assert np.concatenate(round_.kept.content).tolist() == EVERYTHING.tolist()
+
+
+def test_a_lost_worker_s_half_subtree_is_given_again_and_counted_once():
+    round_ = begun(ann=(Subtree(0, 2),), bob=(Subtree(2, 4),))
+    for message, content in pieces(Subtree(0, 2))[:4]:
+        round_.captured("ann", message, content)
+    round_.lose("ann", proven=True)
+    assert round_.unassigned() == (Subtree(0, 2),)
+    round_.assign("bob", (Subtree(0, 2),))
+    give(round_, "bob", Subtree(0, 2))
+    give(round_, "bob", Subtree(2, 4))
+    assert round_.kept is not None
+    assert np.concatenate(round_.kept.content).tolist() == EVERYTHING.tolist()
+
+
+def test_unlike_logits_of_one_signature_name_both_workers():
+    round_ = begun(ann=(Subtree(0, 1),), bob=(Subtree(0, 1),))
+    give(round_, "ann", Subtree(0, 1))
+    message, content = pieces(Subtree(0, 1))[1]
+    differing = round_.captured("bob", message, content + np.uint8(1))
+    assert differing == Differing(("bob", "ann"), "logits", Subtree(0, 1))
+    assert "unlike logits" in str(differing)
+
+
+def test_an_embedding_that_is_not_finite_names_its_worker_though_another_was_first():
+    (field,) = fields = (EmbeddingField(name="e", dtype="float32", shape=(2,)),)
+    layout, one = EmbeddingLayout(fields=fields), Subtree(0, 1)
+    round_ = Round(BLOCKS, 1, 1, 0, 0, kept=SideOutputs([2 * PIECE]), embeds=layout)
+    values = np.ones(field.shape, np.float32)
+    for worker in ("ann", "bob"):
+        round_.assign(worker, (one,))
+        round_.double_check.given(worker, "one profile", (one,))
+    for worker, last, found in (
+        ("ann", 1.0, None), ("bob", np.nan, NonFinite(one, "bob", is_embedding=True))
+    ):  # fmt: skip
+        values[1] = last
+        for chunk, content in enumerate(values.view(np.uint8).reshape(2, PIECE)):
+            message = CapturedRows(**PLACE, lo=0, hi=1, microbatch=0, chunk=chunk)
+            outcome = round_.captured(worker, message, content.copy())
+        assert outcome == found
+
+
+def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():
+    round_ = begun(ann=(Subtree(0, 2),))
+    for message, content in pieces(Subtree(0, 2))[:-1]:
+        round_.captured("ann", message, content)
+    with pytest.raises(OutOfOrder, match="before all of its rows"):
+        end(round_, "ann", Subtree(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "told"),
+    [
+        ({"chunk": 3}, PIECE, "no chunk 3 of microbatch 0"),
+        ({"microbatch": 2}, PIECE, "of microbatch 2 in this subtree"),
+        ({"chunk": 2}, PIECE, "expected 2 bytes, got 4"),
+        ({}, 0, "expected 4 bytes, got 0"),
+        ({"lo": 1, "hi": 2}, PIECE, "was not given to worker 'ann'"),
+        ({"lo": 1, "hi": 3}, PIECE, "is no subtree"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, count, told):
+    round_ = begun(ann=(Subtree(0, 2),))
+    message = pieces(Subtree(0, 2))[0][0].model_copy(update=change)
+    with pytest.raises(OutOfOrder, match=told):
+        round_.captured("ann", message, np.zeros(count, np.uint8))
+
+
+def test_a_run_that_captures_nothing_takes_no_logits():
+    round_ = Round(BLOCKS, len(SIZES), 1, 0, 0)
+    round_.assign("ann", (Subtree(0, 2),))
+    with pytest.raises(OutOfOrder, match="captures nothing"):
+        round_.captured("ann", *pieces(Subtree(0, 2))[0])

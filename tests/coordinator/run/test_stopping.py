@@ -1,0 +1,52 @@
+"""Early stopping: from figures alone, the same after a restart."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from coordinator.run.evaluation import Stopping
+from protocol.spec.sections.checkpoint import StopSpec
+
+LOSSES = [3.0, 2.0, 2.5, 1.9, 1.95, math.nan, 1.9, 1.0]
+
+
+def stops_at(spec: StopSpec, values: list[float], restart: int = 0) -> tuple[int, str]:
+    """After which step (each has an evaluation), and why."""
+    known = {step: {"loss": value} for step, value in enumerate(values[:restart], start=1)}
+    stopping = Stopping(spec, known)
+    for step, value in enumerate(values, start=1):
+        if step >= max(1, restart) and (why := stopping.measured(step, {"loss": value})):
+            return step, why
+    return 0, ""
+
+
+@pytest.mark.parametrize("restart", range(7))
+def test_it_stops_after_so_many_evaluations_without_a_better_figure(restart):
+    spec = StopSpec(figure="loss", patience=3)
+    step, why = stops_at(spec, LOSSES, restart)
+    assert step == 7
+    assert why == (
+        "stopped early: loss was best after 4 steps (1.9), and no better in 3 evaluations since"
+    )
+
+
+def test_a_better_figure_has_to_be_better_by_so_much():
+    assert stops_at(StopSpec(figure="loss", patience=2, min_delta=0.5), LOSSES)[0] == 4
+    assert stops_at(StopSpec(figure="loss", patience=1), LOSSES)[0] == 3
+    assert stops_at(StopSpec(figure="loss", patience=9), LOSSES) == (0, "")
+
+
+def test_higher_may_be_better_and_the_best_is_known():
+    stopping = Stopping(StopSpec(figure="f1", better="higher", patience=2), {})
+    assert not stopping.measured(5, {"f1": 0.5})
+    assert stopping.is_best(5)
+    assert not stopping.measured(10, {"f1": 0.4})
+    assert not stopping.is_best(10)
+    assert stopping.measured(15, {"f1": 0.5})
+
+
+def test_without_a_figure_it_never_stops():
+    assert Stopping(None, {}).measured(5, {"loss": 1.0}) == ""
+    assert not Stopping(None, {}).is_best(5)

@@ -1,0 +1,84 @@
+"""The coordinator's replica: filled once, changed in the order of the calls."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from coordinator.service.coordinator_replica import CoordinatorReplica
+from protocol.base import limits
+from protocol.exact.replica import Replica
+from protocol.exact.update import step_scalars
+from protocol.spec.manifest import Block, Manifest, TensorSpec
+from protocol.spec.run_spec import ScriptedRun
+from protocol.spec.sections.optimizer import Momentum
+from protocol.wire.messages import StateChunk
+
+BLOCK = Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(6,)),))
+MANIFEST = Manifest(blocks=(BLOCK,), train_samples=1)
+SPEC = ScriptedRun(task="scripted", steps=9, optimizer=Momentum(name="momentum", lr=0.1))
+SCALARS = step_scalars(SPEC.optimizer, 1, 0, 9, 1.0)
+
+
+@pytest.fixture
+def keeper(monkeypatch):
+    monkeypatch.setattr(limits, "CHUNK_ELEMENTS", 4)
+    made = CoordinatorReplica(MANIFEST, SPEC)
+    yield made
+    made.close()
+
+
+def chunk(number, **change):
+    place = {"kind": "parameters", "step": 0, "optimizer_step": 0, **change}
+    return StateChunk(run_id="r", block=0, chunk=number, last=number == 1, **place)
+
+
+def naive(steps):
+    replica = Replica(MANIFEST.blocks, SPEC.optimizer)
+    replica.load_parameters([np.arange(6, dtype=np.float32)])
+    for taken in steps:
+        replica.apply([np.ones(6, np.float32)], SCALARS) if taken else replica.skip()
+    return replica
+
+
+def fill(keeper):
+    keeper.fill(chunk(0), np.arange(4, dtype=np.float32))
+    keeper.fill(chunk(1), np.arange(4, 6, dtype=np.float32))
+
+
+async def test_chunks_fill_state_0(keeper):
+    fill(keeper)
+    initial_digest, applied = await keeper.state_0()
+    assert initial_digest == naive([]).initial_digest()
+    assert (applied.step, applied.state_digest) == (0, naive([]).state_digest())
+
+
+async def test_steps_and_holds_keep_the_order_of_the_calls(keeper):
+    async def held_digest() -> str:
+        with await keeper.lock() as held:
+            return held.replica.state_digest()
+
+    fill(keeper)
+    ones = [np.ones(6, np.float32)]
+    first, held, skipped, last = await asyncio.gather(
+        keeper.apply(ones, SCALARS), held_digest(), keeper.apply(ones, None),
+        keeper.apply(ones, SCALARS),
+    )  # fmt: skip
+    assert first.state_digest == held == naive([True]).state_digest()
+    assert (skipped.step, last.step) == (2, 3)
+    assert last.state_digest == naive([True, False, True]).state_digest()
+    assert ones[0].tolist() == [1.0] * 6
+
+
+async def test_a_step_waits_until_the_replica_is_released(keeper):
+    fill(keeper)
+    with await keeper.lock() as held:
+        step = asyncio.create_task(keeper.apply([np.ones(6, np.float32)], SCALARS))
+        waiting = asyncio.create_task(asyncio.wait_for(asyncio.shield(step), 0.01))
+        with pytest.raises(TimeoutError):
+            await waiting
+        assert held.replica.state_digest() == naive([]).state_digest()
+        held.release()
+        assert (await step).state_digest == naive([True]).state_digest()
+    # Leaving the body lets go of nothing that another has by now.
+    assert (await keeper.state_0())[1].step == 1

@@ -1,0 +1,252 @@
+"""Every file of a run's directory, damaged in every way there is: the audit and a restart each name
+it and say what to do, or it is of no matter; and no restart has another state."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from coordinator.audit.audit import audit
+from coordinator.disk.durable_file import replace_file
+from coordinator.run.outputs.events import Evaluated
+from coordinator.run.outputs.restart import AdmissionRecord
+from coordinator.service.run_instance import load_run
+from coordinator.storage.file_digests import lock_directory
+from coordinator.storage.states.checkpoint import checkpoint_path, checkpoint_steps, write_metrics
+from protocol.base.errors import SamestepError, StorageDamaged
+from tests import durable_run
+from tests.durable_run import SPEC, WrittenRun
+
+STEPS = 5
+SAVED = 3
+
+
+def flipped(content: bytes) -> bytes:
+    at = len(content) // 2
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+def directory_there(path: Path, _: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "missing": lambda path, _: path.unlink(),
+    "empty": lambda path, _: path.write_bytes(b""),
+    "truncated": lambda path, _: os.truncate(path, path.stat().st_size * 5 // 7),
+    "flipped": lambda path, _: path.write_bytes(flipped(path.read_bytes())),
+    "of another run": lambda path, other: shutil.copyfile(other, path),
+    "a directory": directory_there,
+    "unreadable": lambda path, _: path.chmod(0),
+}
+OF_THE_END = (
+    "result.json", "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
+)  # fmt: skip
+OF_ANY_RUN = ("journal.jsonl", f"log/epoch-000001-step-{SAVED:010}.log")
+FILES = (
+    "lock", "epoch.json", "run.json", "manifest.json", "terms.json", "files.json",
+    *OF_ANY_RUN,
+    *(f"checkpoints/step-{SAVED:010}/{name}" for name in (
+        "checkpoint.json", "metrics.json", "optimizer.safetensors",
+        "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
+    )),
+)  # fmt: skip
+WHERE = (
+    *(("interrupted", name) for name in FILES),
+    *(("ended", name) for name in (*OF_ANY_RUN, *OF_THE_END)),
+)
+OF_NO_MATTER = {
+    *(("lock", damage) for damage in DAMAGES),
+    # Figures come after a checkpoint, if they come.
+    (f"checkpoints/step-{SAVED:010}/metrics.json", "missing"),
+    # What a crash may leave of the newest step.
+    (f"log/epoch-000001-step-{SAVED:010}.log", "truncated"),
+    ("journal.jsonl", "truncated"),
+}
+NOBODY = 65534
+REMEDIES = (
+    "from a copy",
+    "remove it",
+    "writes it again",
+    "hashes the files again",
+    "read and write",
+)
+
+
+def made(path: Path, seed: int, *, ended: bool) -> Path:
+    """A run after five steps, its newest checkpoint after three; all files that there can be."""
+    spec = SPEC.model_copy(update={"seed": seed})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable_run, "RUN_ID", f"made-up-{seed}")
+        patch.setattr(durable_run, "SPEC", spec)
+        run = WrittenRun(path)
+        digest = f"{seed:064}"
+        run.directory.write_admission_record(
+            AdmissionRecord(signature=digest, initial_digest=digest)
+        )
+        listed = f'{{"list": "{{\\"sources\\": []}}", "files": {{}}, "of": {seed}}}'
+        replace_file(run.directory.files_file, listed.encode())
+        run.tell_files()
+        while run.replica.step < STEPS:
+            run.step()
+            if run.replica.step == SAVED:
+                run.checkpoint()
+                state, figures = run.replica.state_digest(), {"accuracy": 0.5}
+                told = Evaluated(epoch=1, step=SAVED, metrics=figures, state_digest=state)
+                run.journal.append(told)
+                write_metrics(run.directory.checkpoints, SAVED, state, figures)
+        if ended:
+            return run.finish()
+        run.log.close()
+        run.journal.sync()
+        run.journal.close()
+        return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By how they were left: a run and another one, and the digest of the first's last state."""
+
+    @cache
+    def of(left: str) -> tuple[Path, Path, str]:
+        top = tmp_path_factory.mktemp("runs")
+        ended = left == "ended"
+        this, other = made(top / "this", 3, ended=ended), made(top / "other", 4, ended=ended)
+        again = shutil.copytree(this, top / "again")
+        (again / "result.json").unlink(missing_ok=True)
+        return this, other, resumed(again)[0]
+
+    return of
+
+
+def resumed(path: Path) -> tuple[str, str]:
+    """What a restart takes on: the digest of the state, and what it has to say; maybe neither."""
+    lock = lock_directory(path)
+    try:
+        found = load_run(lock)
+    finally:
+        lock.release()
+    if found is None or found.restart is None:
+        return "", ""
+    recovery = found.restart.recovery
+    return recovery.replica().state_digest(), "; ".join(recovery.notes)
+
+
+def refused(path: Path) -> tuple[str, str, str]:
+    """Why a restart is refused, or else what it takes on."""
+    try:
+        return ("", *resumed(path))
+    except SamestepError as error:
+        return str(error), "", ""
+
+
+def told_by_audit(path: Path) -> str:
+    try:
+        return "\n".join(str(finding) for finding in audit(path).findings if not finding.ok)
+    except SamestepError as error:
+        return str(error)
+
+
+@pytest.fixture
+def place():
+    """A directory that others than root can get to."""
+    with tempfile.TemporaryDirectory() as path:
+        Path(path).chmod(0o755)
+        yield Path(path)
+
+
+@contextmanager
+def without_privileges(run: Path) -> Iterator[None]:
+    """Root may read everything."""
+    if os.geteuid():
+        yield
+        return
+    for path in (run, *run.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("left", "name"), WHERE)
+def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(
+    runs, place, left, name, damage
+):
+    whole, other, state = runs(left)
+    run = shutil.copytree(whole, place / "run")
+    same = (whole / name).read_bytes() == (other / name).read_bytes()
+    DAMAGES[damage](run / name, other / name)
+    harmless = (name, damage) in OF_NO_MATTER or (same and damage == "of another run")
+
+    with without_privileges(run) if damage == "unreadable" else nullcontext():
+        told = told_by_audit(run)
+        ended = (run / "result.json").is_file()
+        refusal, digest, notes = ("", "", "") if ended else refused(run)
+    if told or not harmless:
+        assert Path(name).name in told or f"{Path(name).parent.name}'" in told, told
+        assert any(remedy in told for remedy in REMEDIES), told
+
+    if ended:
+        return  # nobody goes on with a run that has finished
+    if refusal:
+        assert name.partition("/")[0] in refusal
+        assert "\n" not in refusal
+        assert any(remedy in refusal for remedy in REMEDIES), refusal
+        return
+    if harmless and name.startswith("log"):
+        assert "cut" in notes
+    else:
+        assert digest == state
+    passed = name.startswith("checkpoints") and "metrics" not in name
+    assert not passed or same or "checkpoint skipped" in notes
+
+
+def test_without_any_whole_checkpoint_a_restart_says_what_follows_none(runs, tmp_path):
+    run = shutil.copytree(runs("interrupted")[0], tmp_path / "run")
+    (run / "result.json").unlink(missing_ok=True)
+    root = run / "checkpoints"
+    for step in checkpoint_steps(root):
+        (checkpoint_path(root, step) / "optimizer.safetensors").unlink()
+    with pytest.raises(StorageDamaged) as raised:
+        resumed(run)
+    text = str(raised.value)
+    assert "expected an intact checkpoint, which the log's steps up to 4 follow, found none" in text
+    assert "done again" not in text
+    assert "restore it from a copy" in text
+
+
+def test_without_its_log_a_run_does_not_take_steps_again_unasked(tmp_path):
+    run = made(tmp_path / "run", 3, ended=False)
+    shutil.rmtree(run / "log")
+    with pytest.raises(StorageDamaged, match=r"log' .*the 5 steps .*got 3;.*--from-step 3"):
+        resumed(run)
+    lock = lock_directory(run)
+    found = load_run(lock, from_step=3)
+    lock.release()
+    assert found is not None
+    assert found.restart is not None
+    assert found.restart.recovery.step == 3
+
+
+def test_a_run_that_waits_is_bound_before_its_journal_begins(tmp_path):
+    """A queued run may wait for days; nothing but the file itself tells what it was to be."""
+    run = WrittenRun(tmp_path / "run").directory
+    shutil.rmtree(run.checkpoints)
+    for path in (run.journal, run.manifest_file):
+        path.unlink()
+    shutil.rmtree(run.log)
+    content = run.run_file.read_text()
+    run.run_file.write_text(content.replace("0.01", "0.03"))
+    with pytest.raises(StorageDamaged, match=r"does not match its digest.*submit the run again"):
+        resumed(run.path)
+    run.run_file.write_text(content)
+    assert resumed(run.path) == ("", "")

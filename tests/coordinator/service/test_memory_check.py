@@ -1,0 +1,210 @@
+"""The memory of a coordinator: no more than is told, and refused where there is not so much."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from coordinator.service import memory_check
+from coordinator.service.memory_check import MemoryBudget, check_memory
+from protocol.base import limits
+from protocol.base.errors import RunFailed
+from protocol.machine.memory import Memory
+from protocol.spec.run_spec import parse_run_spec
+from tests.chaos.processes import Coordinator, Event, Worker
+from tests.event_loop import on_uvloop
+from tests.live_service import live_service, scripted_spec
+from tests.resident_memory import MIB, Growth
+from tests.small_buffers import CHANGED
+from worker.tasks.small.scripted import Scripted
+
+BLOCKS: Final = 20
+MANY_BLOCKS: Final = 112
+BLOCK_BYTES: Final = 1 * MIB
+WORKERS: Final = 3
+JOINERS: Final = 1
+BASE_BYTES: Final = 48 * MIB
+"""Of the process itself: what it imports, and what its allocator keeps between arrays. Beside few
+parameters that is much; beside many it is within the sixth."""
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "large",
+        "task": "scripted",
+        "steps": 10_000,
+        "batch": {"samples": 5, "microbatch": 1},
+        "optimizer": {"name": "adamw"},
+        "scripted": {"blocks": BLOCKS, "block_bytes": BLOCK_BYTES, "samples": 64},
+        "checkpoint": {"every": 2},
+        "evaluate_every": 0,
+        **changes,
+    }
+
+
+def needed(spec: dict[str, Any], workers: int) -> MemoryBudget:
+    parsed = parse_run_spec(spec)
+    return MemoryBudget.of(parsed, Scripted(parsed).manifest, workers)
+
+
+def test_with_adamw_it_is_at_most_six_times_the_parameters_whatever_the_number_of_workers():
+    large = document(scripted={"blocks": 40, "block_bytes": 256 * MIB, "samples": 64})
+    few, many = needed(large, 1), needed(large, 64)
+    assert few.parameters == many.parameters == 40 * 256 * MIB
+    assert few.replica + few.gradients == 5.5 * few.parameters
+    assert many.replica + many.gradients == 5.5 * few.parameters
+    assert many.workers == 64 * 24 * MIB
+    assert many.total < 6 * many.parameters
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("blocks", "steps"), [(BLOCKS, 2), pytest.param(MANY_BLOCKS, 4, marks=pytest.mark.slow)]
+)
+def test_a_real_coordinator_takes_no_more_than_is_told(tmp_path, monkeypatch, blocks, steps):
+    """Unequal workers, so that many sums wait; checkpoints; joiners; and no step's end in sight."""
+    large = document(scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64})
+    growth = grown(tmp_path, large, steps)
+    for name, value in CHANGED.items():
+        monkeypatch.setattr(limits, name, value)
+    told = needed(large, WORKERS + JOINERS)
+    assert growth.peak_bytes <= told.total + BASE_BYTES
+    if blocks == MANY_BLOCKS:
+        assert growth.peak_bytes <= 6 * told.parameters
+
+
+def grown(tmp_path: Path, large: dict[str, Any], steps: int = 5) -> Growth:
+    """How much memory a coordinator takes for so many steps of such a run, twice."""
+    spec = tmp_path / "run.yaml"
+    spec.write_text(json.dumps(large))
+    arguments = ["--run", str(spec), "--expect-workers", str(WORKERS)]
+    hired: list[Worker] = []
+
+    def hire(number: int) -> None:
+        name = f"scripted:{3 * number}"
+        worker = Worker(
+            coordinator.address, f"w{number}", name, tmp_path,
+            anew=False, module="tests.small_bodies",
+        )  # fmt: skip
+        hired.append(worker)
+
+    with Coordinator(tmp_path / "c", arguments, "tests.small_buffers") as coordinator:
+        coordinator.wait_for("the run", lambda event: event.name == "run_accepted")
+        try:
+            with coordinator.memory() as growth:
+                for number in range(WORKERS):
+                    hire(number)
+                committed(coordinator, steps)
+                for number in range(WORKERS, WORKERS + JOINERS):
+                    hire(number)
+                    joined(coordinator, f"w{number}")
+                committed(coordinator, coordinator.step + steps)
+        finally:
+            for worker in hired:
+                worker.kill()
+    return growth
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("inner_state", "blocks"), [("reset", 40), ("carry", 100)])
+def test_replicas_take_no_more_than_is_told(tmp_path, monkeypatch, inner_state, blocks):
+    replicas = {"count": 3, "inner_steps": 2, "inner_state": inner_state, "boundary_every": 1}
+    large = document(
+        scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64}, replicas=replicas
+    )
+    growth = grown(tmp_path, large, 1)
+    for name, value in CHANGED.items():
+        monkeypatch.setattr(limits, name, value)
+    told = needed(large, WORKERS + JOINERS)
+    own = 0
+    if inner_state == "carry":  # moments, and the missed updates of each block's one tensor
+        own = 3 * (2 * blocks * MIB + 4 * blocks)
+    assert told.replica + told.gradients == (2 + 2 + 3) * blocks * MIB + own + 4 * MIB
+    assert growth.peak_bytes <= told.total + BASE_BYTES
+
+
+def committed(coordinator: Coordinator, step: int) -> None:
+    """Each step has its own patience: on a loaded machine one is long."""
+    for due in range(step + 1):
+        coordinator.wait_for(f"step {due}", partial(_is_commit, step=due), patience_s=150)
+
+
+def _is_commit(event: Event, step: int) -> bool:
+    return event.name == "committed" and event.fields["step"] >= step
+
+
+def joined(coordinator: Coordinator, worker: str) -> None:
+    coordinator.wait_for(
+        f"{worker} joined",
+        lambda event: event.name == "worker_joined" and event.fields["worker"] == worker,
+    )
+
+
+def small_machine(free: int) -> Memory:
+    return Memory(free=free, free_swap=0, bound=None, swap_bound=None, used=None)
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_figure_and_what_to_set(monkeypatch):
+    spec = parse_run_spec(document())
+    manifest = Scripted(spec).manifest
+    total = MemoryBudget.of(spec, manifest, 2).total
+    monkeypatch.setattr(memory_check, "read_memory", lambda: small_machine(total))
+    check_memory(spec, manifest, 2)
+    monkeypatch.setattr(memory_check, "read_memory", lambda: small_machine(total - 2 * MIB))
+    with pytest.raises(RunFailed) as refused:
+        check_memory(spec, manifest, 2)
+    text = str(refused.value)
+    assert "20.0 MiB of trained parameters take 212.0 MiB" in text
+    assert "210.0 MiB are free" in text
+    assert "optimizer.name=sgd" in text
+    assert "with 2.0 MiB more" in text
+    with pytest.raises(RunFailed) as refused:
+        check_memory(spec, manifest, 2, is_resumed=True)  # with no other run spec
+    told = "210.0 MiB are free; run the coordinator on a machine with 2.0 MiB more"
+    assert str(refused.value).endswith(told)
+
+
+def test_what_an_earlier_run_has_freed_counts_as_free(monkeypatch):
+    given_back: list[int] = []
+    spec = parse_run_spec(document())
+    manifest = Scripted(spec).manifest
+    total = MemoryBudget.of(spec, manifest, 2).total
+    free = (total - MIB, total)
+    monkeypatch.setattr(memory_check, "read_memory", lambda: small_machine(free[len(given_back)]))
+    monkeypatch.setattr(memory_check, "give_back_freed_memory", lambda: given_back.append(1))
+    check_memory(spec, manifest, 2)
+    assert given_back == [1]
+
+
+@on_uvloop
+async def test_it_is_refused_before_a_step_is_taken(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(memory_check, "read_memory", lambda: small_machine(MIB))
+    async with live_service(tmp_path, 1) as live:
+        live.service.submit(scripted_spec())
+        live.worker("w0")
+        ended = await live.wait_for("run_ended")
+        assert ended["outcome"] == "failed"
+        assert "the coordinator lacks memory for this run" in ended["reason"]
+
+
+@on_uvloop
+async def test_a_run_that_has_ended_leaves_its_memory_to_the_next(tmp_path: Path):
+    async with live_service(tmp_path, 1) as live:
+        live.service.submit(scripted_spec())
+        live.worker("w0")
+        await live.wait_for("started")
+        run = live.service.current
+        assert run is not None
+        kept = weakref.ref(run._replica._replica)
+        del run
+        await live.wait_for("run_ended")
+        gc.collect()
+        assert live.service.finished is not None
+        assert kept() is None

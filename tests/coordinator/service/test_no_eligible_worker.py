@@ -1,0 +1,50 @@
+"""Data that has changed before a run goes on: the run ends with that, and waits for nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.files.blob_index import index_blobs
+from coordinator.run.workers import eligibility
+from protocol.base.errors import ExitCode, SamestepError
+from tests import reading_task
+from tests.live_service import live_service, scripted_spec
+
+
+@pytest.mark.parametrize(
+    ("served", "exit_code", "told"),
+    [
+        (True, ExitCode.USAGE, "has changed at the coordinator since the run was submitted"),
+        (False, ExitCode.MISMATCH, "expected the data that the run began with"),
+    ],
+)
+async def test_data_changed_before_a_resume_end_the_run(
+    tmp_path, monkeypatch, served, exit_code, told
+):
+    monkeypatch.setattr(eligibility, "OTHERS_COME_WITHIN_MS", 200)
+    data = tmp_path / "input.bin"
+    data.write_bytes(b"good")
+    spec = scripted_spec(task=reading_task.NAME, data={"train": str(data)}, steps=1000)
+    next_spec = scripted_spec(steps=2)
+    async with live_service(tmp_path / "runs", 1) as live:
+        run_id = live.service.submit(spec, blobs=index_blobs(spec) if served else None)
+        live.worker("w0", cache=tmp_path / "cache")
+        await live.wait_for("committed")
+    data.write_bytes(b"gone")
+    async with live_service(tmp_path / "runs", 1) as live:
+        live.service.resume(tmp_path / "runs" / run_id)
+        next_id = live.service.submit(next_spec)
+        live.worker("w0", cache=tmp_path / "another cache")
+        ended = await live.wait_for("run_ended", run_id=run_id)
+        assert (ended["outcome"], told in ended["reason"]) == ("failed", True), ended
+        assert "worker 'w0': " in ended["reason"]
+        finished = live.service.finished
+        assert finished is not None
+        assert finished.outcome is not None
+        assert finished.outcome.exit_code == exit_code
+        if exit_code == ExitCode.MISMATCH:
+            with pytest.raises(SamestepError) as caught:
+                await live.workers["w0"]
+            assert caught.value.exit_code == ExitCode.MISMATCH
+            live.worker("w1")
+        await live.result(next_id)

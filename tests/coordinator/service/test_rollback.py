@@ -1,0 +1,187 @@
+"""Back to a kept checkpoint: the same bits from there on, nothing destroyed, all of it told."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.audit.audit import audit
+from coordinator.cli import app
+from coordinator.storage import rollback
+from coordinator.storage.copies import restore_copy
+from coordinator.storage.directory.journal_records import Resumed
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.file_digests import lock_directory
+from coordinator.storage.log.log_index import segment_files
+from coordinator.storage.recovery import recover
+from coordinator.storage.rollback import roll_back
+from coordinator.storage.states.checkpoint import checkpoint_steps, write_checkpoint
+from protocol.base.errors import UsageError
+from tests.durable_run import MANIFEST, RUN_ID, WrittenRun, read_journal
+from tests.live_service import live_service, scripted_spec
+
+SPEC = scripted_spec(steps=20, checkpoint={"every": 5, "keep_last": 3})
+
+
+async def finished(directory):
+    async with live_service(directory, 1) as live:
+        run_id = live.service.submit(SPEC)
+        live.worker("w0")
+        return run_id, await live.result(run_id)
+
+
+async def gone_on(directory, **how):
+    async with live_service(directory.parent, 1) as live:
+        assert live.service.resume(directory, **how) == directory.name
+        live.worker("w0")
+        return await live.result(directory.name)
+
+
+async def test_a_finished_run_goes_back_and_comes_to_the_same_end(tmp_path):
+    run_id, reference = await finished(tmp_path)
+    directory = RunDirectory(tmp_path / run_id)
+    result = await gone_on(directory.path, from_step=10)
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert result["losses"] == reference["losses"]
+    found = audit(directory.path)
+    assert found.ok, found.lines()
+    told = [e.record for e in read_journal(directory.journal) if isinstance(e.record, Resumed)]
+    assert [record.step for record in told] == [10]
+    assert "--from-step" in told[0].notes[-1]
+    [aside] = directory.set_aside.iterdir()
+    assert json.loads((aside / "result.json").read_text()) == reference
+    assert checkpoint_steps(aside / "checkpoints") == [15, 20]
+    assert "set-aside" in "\n".join(found.lines())
+
+
+async def test_a_run_whose_copies_can_lie_nowhere_is_refused(tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    async with live_service(tmp_path / "runs", 1) as live:
+        for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+            spec = scripted_spec(checkpoint={"copies": [str(place)]})
+            with pytest.raises(UsageError, match="expected a directory") as told:
+                live.service.submit(spec)
+            assert "copy" not in str(told.value)
+        spec = scripted_spec(checkpoint={"copies": ["tower"]})
+        with pytest.raises(UsageError, match="with a / in it, got 'tower'; copies on workers"):
+            live.service.submit(spec)
+        assert not live.every("run_accepted")
+
+
+async def test_copies_of_what_was_taken_back_go_at_once(tmp_path):
+    copies, runs = tmp_path / "copies", tmp_path / "runs"
+    run = {"every": 5, "keep_last": 3, "copies": [str(copies)]}
+    async with live_service(runs, 1) as live:
+        run_id = live.service.submit(scripted_spec(steps=20, checkpoint=run))
+        live.worker("w0")
+        await live.result(run_id)
+    assert "after-0000000020" in [path.name for path in (copies / run_id).iterdir()]
+    async with live_service(runs, 1) as live:
+        live.service.resume(runs / run_id, from_step=10)
+        execution = live.service.current
+        assert execution is not None
+        assert execution._copying is not None
+        await execution._copying
+        aside = copies.rename(tmp_path / "aside")
+        copies.write_text("a file")
+        for _ in range(2):
+            await execution._copy(10, str(copies), None)
+        copies.unlink()
+        aside.rename(copies)
+        for _ in range(2):
+            await execution._copy(10, str(copies), None)
+        [failed] = live.every("copy_failed")  # once when it begins, once when it ends
+        assert failed["error"].startswith("checkpoint.copies: expected a directory at ")
+        assert len(live.every("copied_again")) == 1
+        await execution._copy(10, "tower", None)  # of a run that an earlier build has begun
+        assert "copies on workers are no longer supported" in live.every("copy_failed")[-1]["error"]
+    assert max(path.name for path in (copies / run_id).iterdir()) == "after-0000000010"
+    brought = tmp_path / "elsewhere" / run_id
+    assert restore_copy(copies, brought).step == 10
+    result = await gone_on(runs / run_id)
+    assert (await gone_on(brought))["weights_digest"] == result["weights_digest"]
+    assert audit(brought).ok
+
+
+async def test_a_step_that_is_not_kept_is_refused_with_those_that_are(tmp_path):
+    run_id, reference = await finished(tmp_path)
+    directory = RunDirectory(tmp_path / run_id)
+    async with live_service(tmp_path, 1) as live:
+        with pytest.raises(UsageError, match="': 10, 15, 20") as raised:
+            live.service.resume(directory.path, from_step=7)
+    assert "\n" not in str(raised.value)
+    assert directory.read_result() == reference
+    assert not directory.set_aside.exists()
+
+
+class KilledError(BaseException):
+    """Nobody expects it."""
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2, 4])
+async def test_a_crash_on_the_way_back_leaves_a_run_that_goes_on(tmp_path, monkeypatch, moves):
+    run_id, reference = await finished(tmp_path)
+    directory = RunDirectory(tmp_path / run_id)
+    done, move = 0, rollback._move
+
+    def killed(*given):
+        nonlocal done
+        done += 1
+        if done > moves:
+            raise KilledError
+        move(*given)
+
+    lock = lock_directory(directory.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(rollback, "_move", killed)
+        with pytest.raises(KilledError):
+            roll_back(directory, 10, lock.epoch)
+    lock.release()
+    if moves:
+        result = await gone_on(directory.path)
+        assert result["weights_digest"] == reference["weights_digest"]
+    again = await gone_on(directory.path, from_step=10)
+    assert again["weights_digest"] == reference["weights_digest"]
+
+
+def test_a_segment_that_goes_on_after_the_checkpoint_is_cut_and_kept_whole_aside(tmp_path):
+    run = WrittenRun(tmp_path / "run")
+    for _ in range(3):
+        run.step()
+    write_checkpoint(
+        run.directory.checkpoints, MANIFEST, run.replica, run_id=RUN_ID, epoch=1, losses=run.losses
+    )
+    kept = run.replica.state_digest()
+    for _ in range(2):
+        run.step()
+    run.log.close()
+    [segment] = segment_files(run.directory.log)
+    whole = segment.read_bytes()
+    roll_back(run.directory, 3, 2)
+    assert (run.directory.set_aside / "epoch-000002" / "log" / segment.name).read_bytes() == whole
+    found = recover(run.directory)
+    assert found is not None
+    assert (found.step, found.index.last, found.notes) == (3, 2, ())
+    assert found.replica().state_digest() == kept
+    # The rest of it would count again if only the newer segment were set aside.
+    run.epoch, run.replica = 2, found.replica()
+    run.log = run.open_log()
+    run.step()
+    run.log.close()
+    roll_back(run.directory, 0, 3)
+    found = recover(run.directory)
+    assert found is not None
+    assert (found.step, found.index.last) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("resume", "out", "text"),
+    [(False, "here", "needs --resume"), (True, None, "--out"), (True, "here", "found no run.json")],
+)
+def test_the_command_needs_the_directory_of_a_run(tmp_path, resume, out, text):
+    words = ["--from-step", "3", "--expect-workers", "1", *(["--resume"] if resume else [])]
+    words += ["--out", str(tmp_path)] if out else []
+    refused = CliRunner().invoke(app, words).exception
+    assert isinstance(refused, UsageError)
+    assert text in str(refused)

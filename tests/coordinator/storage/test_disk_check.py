@@ -1,0 +1,118 @@
+"""A run that cannot fit is refused before it begins, with the choice that fits."""
+
+import asyncio
+import shutil
+import threading
+
+import pytest
+
+from coordinator.service.coordinator_replica import CoordinatorReplica
+from coordinator.storage import run_storage
+from coordinator.storage.disk_check import DiskBudget, check_disk_space
+from coordinator.storage.log.gradient_log import GradientLog
+from coordinator.storage.states.checkpoint import write_checkpoint
+from protocol.base.errors import StorageFailed
+from protocol.spec.manifest import CaptureLayout
+from protocol.spec.run_spec import parse_run_spec
+from protocol.spec.sections.checkpoint import CheckpointSpec
+from tests.durable_run import MANIFEST, RUN_ID, SPEC, log_step, small_disk, state_zero
+from tests.live_service import live_service, scripted_spec
+
+PARAMETER_BYTES = MANIFEST.elements * 4
+
+
+def spec_of(*, steps=100, log="full", **saving):
+    saved = CheckpointSpec.model_validate({"every": 10, "keep_last": 2, **saving})
+    return SPEC.model_copy(update={"steps": steps, "log": log, "checkpoint": saved})
+
+
+def test_what_is_needed_follows_from_the_spec():
+    needed = DiskBudget.of(spec_of(), MANIFEST)
+    assert (needed.step_bytes, needed.steps) == (PARAMETER_BYTES, 10)
+    assert (needed.state_bytes, needed.states) == (3 * PARAMETER_BYTES, 3)
+    assert needed.total_bytes == (10 + 9 + 1) * PARAMETER_BYTES
+    assert DiskBudget.of(spec_of(every=0), MANIFEST).steps == 100
+    assert DiskBudget.of(spec_of(every=0), MANIFEST).states == 2
+    assert DiskBudget.of(spec_of(keep_log=True), MANIFEST).steps == 100
+    assert DiskBudget.of(spec_of(log="checkpoint"), MANIFEST).step_bytes == 0
+
+
+def test_no_less_is_needed_than_what_is_written(tmp_path):
+    log = GradientLog(tmp_path / "log", RUN_ID, MANIFEST, epoch=1, next_step=0)
+    for step in range(4):
+        log_step(log, step)
+    assert log.segment.stat().st_size > 4 * DiskBudget.of(spec_of(), MANIFEST).step_bytes
+    made = write_checkpoint(
+        tmp_path, MANIFEST, state_zero(), run_id=RUN_ID, epoch=1, losses=[]
+    ).path
+    written = sum(file.stat().st_size for file in made.rglob("*.safetensors"))
+    assert written > DiskBudget.of(spec_of(), MANIFEST).state_bytes
+
+
+@pytest.mark.parametrize(
+    ("free", "spec", "remedy"),
+    [
+        (19, spec_of(), "or set checkpoint.every=9 (--set)"),
+        (10, spec_of(), "or set log=checkpoint (--set)"),
+        (9, spec_of(), "MiB more"),
+        (60, spec_of(keep_log=True), "or set checkpoint.keep_log=false (--set)"),
+    ],
+)
+def test_the_choice_that_fits_is_named(tmp_path, monkeypatch, free, spec, remedy):
+    usage = shutil.disk_usage(tmp_path)._replace(free=free * PARAMETER_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StorageFailed, match="No space left") as raised:
+        check_disk_space(tmp_path, spec, MANIFEST)
+    assert remedy in str(raised.value)
+    assert "\n" not in str(raised.value)
+    usage = usage._replace(free=10_000 * PARAMETER_BYTES)
+    check_disk_space(tmp_path, spec, MANIFEST)
+
+
+async def test_a_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
+    state_there, digests = threading.Event(), CoordinatorReplica.state_0
+
+    async def told(self):
+        applied = await digests(self)
+        asyncio.get_running_loop().call_later(0.1, state_there.set)
+        return applied
+
+    def looked_late(*given):
+        assert state_there.wait(60)
+        check_disk_space(*given)
+
+    monkeypatch.setattr(CoordinatorReplica, "state_0", told)
+    monkeypatch.setattr(run_storage, "check_disk_space", looked_late)
+    spec = scripted_spec(
+        steps=1000, scripted={"blocks": 3, "block_bytes": 8192, "samples": 64},
+        checkpoint={"every": 500},
+    )  # fmt: skip
+    with small_disk(tmp_path / "disk", 4096) as disk:
+        async with live_service(disk / "runs", 1) as live:
+            live.service.submit(spec)
+            live.worker("w0")
+            ended = await live.wait_for("run_ended")
+            assert ended["outcome"] == "failed"
+            assert "or set checkpoint.every=" in ended["reason"]
+            assert live.every("committed") == []
+
+
+def test_a_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
+    layout = CaptureLayout(tokens=512, vocabulary=50_000, top_k=64)
+    manifest = MANIFEST.model_copy(update={"train_samples": 10**6, "capture": layout})
+    spec = parse_run_spec({
+        "task": "teacher-logits", "model": {"source": "teacher"}, "data": {"train": "text"},
+    })  # fmt: skip
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    told = (
+        r"No space left for this capture: expected 12\d\.\d+ GiB for 1000000 samples, got 953.7 MiB"
+    )
+    with pytest.raises(StorageFailed, match=told):
+        check_disk_space(tmp_path, spec, manifest)
+    part = spec.model_copy(update={"steps": 10})
+    check_disk_space(tmp_path, part, manifest)
+    # Steps that are not there take no room, whatever is kept of each.
+    few = manifest.model_copy(update={"train_samples": 100})
+    for saving in (CheckpointSpec(every=0), CheckpointSpec(keep_log=True)):
+        check_disk_space(tmp_path, spec.model_copy(update={"checkpoint": saving}), few)

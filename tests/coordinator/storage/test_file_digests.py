@@ -1,0 +1,146 @@
+"""A file that a restart reads and that was changed is refused by name; an epoch is never reused."""
+
+import json
+
+import pytest
+
+from coordinator.disk.directory_lock import EPOCH_FILE, stored_epoch
+from coordinator.run.outputs.restart import AdmissionRecord
+from coordinator.storage.directory.journal import Journal
+from coordinator.storage.directory.journal_records import FileDigests
+from coordinator.storage.file_digests import check_files, lock_directory, present_digests
+from coordinator.storage.run_storage import RunStorage
+from protocol.base.errors import StorageDamaged
+from tests.durable_run import MANIFEST, RUN_ID, SPEC, WrittenRun, read_journal, record_of
+
+TERMS = AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
+NAMES = ("run.json", "manifest.json", "terms.json", "files.json")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that was interrupted after two steps, with every small file there can be."""
+    run = WrittenRun(tmp_path / "run")
+    run.directory.write_admission_record(TERMS)
+    run.directory.files_file.write_text('{"list": "", "files": {}}')
+    run.tell_files()
+    run.step()
+    run.step()
+    run.log.close()
+    run.journal.close()
+    return run.directory
+
+
+def without_digests(directory):
+    """The journal as a release wrote it that knew no such lines."""
+    records = [entry.record for entry in read_journal(directory.journal)]
+    directory.journal.unlink()
+    journal = Journal(directory.journal)
+    for record in records:
+        if not isinstance(record, FileDigests):
+            journal.append(record)
+    journal.sync()
+    journal.close()
+
+
+def test_files_that_are_what_was_written_pass(run):
+    check_files(run)
+    without_digests(run)
+    check_files(run)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flipped_bit_in_any_of_them_is_refused_by_name(run, name):
+    path = run.path / name
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 17):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(StorageDamaged, match="restore it from a copy") as raised:
+            check_files(run)
+        assert raised.value.path == str(path)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_is_missing_is_refused_if_nothing_else_can_tell_what_it_held(run, name):
+    (run.path / name).unlink()
+    if name == "files.json":
+        check_files(run)  # the files are found and hashed anew
+        return
+    with pytest.raises(StorageDamaged, match="it is missing"):
+        check_files(run)
+
+
+def test_a_directory_of_an_older_release_is_bound_by_what_its_journal_has(run):
+    without_digests(run)
+    document = json.loads(run.run_file.read_text())
+    document["spec"]["optimizer"]["lr"] = 0.1
+    run.run_file.write_text(json.dumps(document))
+    with pytest.raises(StorageDamaged, match=r"run\.json"):
+        check_files(run)
+
+
+def test_the_manifest_of_an_older_release_is_bound_too(run):
+    without_digests(run)
+    other = MANIFEST.model_copy(update={"train_samples": 11})
+    run.manifest_file.write_bytes(other.to_bytes())
+    with pytest.raises(StorageDamaged, match=r"manifest\.json"):
+        check_files(run)
+
+
+def test_a_run_without_its_first_file_is_no_new_run(run):
+    run.run_file.unlink()
+    with pytest.raises(StorageDamaged, match="it is missing"):
+        run.begin("another", SPEC)
+
+
+async def test_terms_are_told_before_they_are_written_and_a_crash_may_leave_either(run):
+    storage = RunStorage(run, RUN_ID, SPEC, epoch=2, guard=lambda: None, failed=print)
+    storage.begin_journal(list)
+    storage.begin_log(MANIFEST, 2)
+    before = run.admission_file.read_bytes()
+    storage.save_admission_record(TERMS.model_copy(update={"mixed": True}))
+    await storage.commit(record_of(2, 2, skip=True, epoch=2))
+    await storage.close()
+    check_files(run)
+    run.admission_file.write_bytes(before)
+    check_files(run)
+    run.admission_file.write_bytes(before.replace(b"a", b"c"))
+    with pytest.raises(StorageDamaged, match=r"terms\.json"):
+        check_files(run)
+
+
+def test_only_those_that_are_there_are_told(tmp_path):
+    run = WrittenRun(tmp_path / "run")
+    assert sorted(present_digests(run.directory)) == ["manifest.json", "run.json"]
+
+
+# The epoch.
+
+
+@pytest.mark.parametrize("content", [None, '{"epoch": 1}'])
+def test_an_epoch_is_above_all_that_journal_and_log_tell_of(run, content):
+    lock_directory(run.path).release()
+    run.path.joinpath(EPOCH_FILE).unlink()
+    if content is not None:
+        run.path.joinpath(EPOCH_FILE).write_text(content)
+    journal = Journal(run.journal)
+    journal.append(FileDigests(epoch=7, digests={}))
+    journal.sync()
+    lock = lock_directory(run.path)
+    assert lock.epoch == 8
+    assert stored_epoch(run.path) == 8
+    lock.check()
+    lock.release()
+    (run.log / "epoch-000011-step-0000000002.log").touch()
+    lock = lock_directory(run.path)
+    assert lock.epoch == 12
+    lock.release()
+
+
+def test_an_epoch_that_is_none_is_refused_with_what_to_do(run):
+    run.path.joinpath(EPOCH_FILE).write_text('{"epoch": 1')
+    with pytest.raises(StorageDamaged, match=r"epoch\.json.* remove it"):
+        lock_directory(run.path)
+    run.path.joinpath(EPOCH_FILE).unlink()
+    lock_directory(run.path).release()

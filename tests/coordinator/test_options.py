@@ -1,0 +1,42 @@
+"""The printed line is read back by the command itself: every option arrives as it was."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import coordinator.main as coordinator_main
+from coordinator.cli import app
+from coordinator.options import CoordinatorOptions, resume_command
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--local-workers 2 --backend cpu",
+        "--expect-workers 2 --bind 0.0.0.0:9000 --name box",
+        "--expect-workers 2 --no-announce",
+        "--expect-workers 3 --bind 0.0.0.0:9100 --control 127.0.0.1:9101 --plaintext",
+        "--local-workers 2 --gpus 0,1 --expect-workers 4 --bind [::1]:9000",
+    ],
+)
+def test_the_line_asks_for_the_same_again(given, monkeypatch):
+    seen: list[CoordinatorOptions] = []
+
+    def begun(options: CoordinatorOptions) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr(coordinator_main, "main", begun)
+    assert CliRunner().invoke(app, shlex.split(f"{given} -o 'a dir'")).exit_code == 0
+    line = resume_command(seen[0], seen[0].bind, Path("a dir"), control=seen[0].control)
+    words = shlex.split(line)
+    assert words[:4] == ["coordinator", "--resume", "--out", "a dir"]
+    assert CliRunner().invoke(app, words[1:]).exit_code == 0
+    for name in ("name", "bind", "control", "plaintext", "expect_workers", "out", "local_workers",
+                 "local_devices"):  # fmt: skip
+        assert getattr(seen[1], name) == getattr(seen[0], name), name
+    assert not seen[0].local_workers or seen[1].local_backend == seen[0].local_backend

@@ -1,0 +1,61 @@
+"""The manifests of Kubernetes as texts: valid by its schema, and fitting what the daemons do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from tests.cluster import ROOT
+from tests.commands import called
+
+FILES = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
+MANIFESTS = [each for file in FILES for each in yaml.safe_load_all(file.read_text())]
+
+
+def pods():
+    return {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]
+        for each in MANIFESTS
+        if "template" in each["spec"]
+    }
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda each: each["kind"])
+def test_the_schema_accepts_it(manifest):
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="the schemas are missing: pip install kubernetes-validate"
+    )
+    validate.validate(manifest, validate.latest_version(), strict=True)
+    misspelt = {**manifest, "spec": {**manifest["spec"], "replica": 1}}
+    with pytest.raises(validate.ValidationError):
+        validate.validate(misspelt, validate.latest_version(), strict=True)
+
+
+def test_workers_look_for_the_coordinator_where_its_service_is():
+    (service,) = (each for each in MANIFESTS if each["kind"] == "Service")
+    (port,) = service["spec"]["ports"]
+    address = f"{service['metadata']['name']}:{port['port']}"
+    assert address in pods()["samestep-worker"]["containers"][0]["args"]
+    (listening,) = pods()["samestep-coordinator"]["containers"][0]["ports"]
+    assert port["targetPort"] == listening["name"]
+    assert f"SAMESTEP_BIND=0.0.0.0:{listening['containerPort']}" in image("coordinator")
+
+
+def image(daemon):
+    """Its container file."""
+    return (ROOT / f"deploy/{daemon}.Containerfile").read_text()
+
+
+@pytest.mark.parametrize("daemon", ["coordinator", "worker"])
+def test_a_pod_runs_as_its_image_expects(daemon):
+    pod = pods()[f"samestep-{daemon}"]
+    (container,) = pod["containers"]
+    assert f"--uid {pod['securityContext']['runAsUser']} " in image(daemon)
+    mounted = {each["mountPath"] for each in container["volumeMounts"]}
+    assert set(re.findall(r"^VOLUME (\S+)$", image(daemon), re.MULTILINE)) <= mounted
+    told = called(daemon, "--help").stdout
+    for word in (*container.get("args", ()), *(each["name"] for each in container["env"])):
+        if word.startswith("--") or (word.startswith("SAMESTEP_") and word != "SAMESTEP_TOKEN"):
+            assert word in told

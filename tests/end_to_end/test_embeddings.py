@@ -1,0 +1,132 @@
+"""A loss over all samples of a step, by real processes: one model whatever happens to workers."""
+
+from __future__ import annotations
+
+import json
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import RUNS, Cluster
+from tests.free_ports import free_address
+from tests.processes import ended
+from tests.small_chat import save_chat_model
+
+pytestmark = pytest.mark.slow  # the simulation plays all of it
+STEPS = 4
+WORKER = ("--backend", "cpu")
+SAME = ("weights_digest", "losses", "eval")
+
+
+def embed_run(directory: Path, **changes: Any) -> Path:
+    """A small BERT with dropout on the pairs of a sample run spec."""
+    import torch
+    import transformers
+
+    model = directory / "model"
+    save_chat_model(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    (model / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(model)
+    path = directory / "run.yaml"
+    path.write_text(json.dumps({
+        "name": "pairs", "task": "embed", "seed": 7, "model": {"source": str(model)},
+        "data": {"train": str(RUNS / "small-pairs.jsonl"), "max_tokens": 32},
+        "batch": {"samples": 22, "microbatch": 4}, "steps": STEPS,
+        "optimizer": {"name": "adamw", "lr": 5e-3},
+        "embed": {"learn_temperature": True, "symmetric": True}, **changes,
+    }))  # fmt: skip
+    return path
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Path:
+    return embed_run(tmp_path_factory.mktemp("job"))
+
+
+@cache
+def alone(job: Path) -> dict[str, Any]:
+    with Cluster(job.parent / "alone", "--expect-workers", "1", "--run", str(job)) as cluster:
+        cluster.worker("w0", *WORKER)
+        return cluster.result()
+
+
+def same(result: dict[str, Any], job: Path) -> None:
+    for what in SAME:
+        assert result[what] == alone(job)[what], what
+    assert result["exact"]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_any_number_of_workers(job, tmp_path, workers):
+    with Cluster(tmp_path, "--expect-workers", str(workers), "--run", str(job)) as cluster:
+        for number in range(workers):
+            cluster.worker(f"w{number}", *WORKER)
+        result = cluster.result()
+    same(result, job)
+    assert all(result["workers"].values())
+    losses = result["losses"]
+    assert losses[-1] < losses[0]
+    audited = ended("coordinator", "audit", str(tmp_path / "out"))
+    assert audited.returncode == 0, audited.stdout
+
+
+@pytest.mark.parametrize("at", ["1", "1g"], ids=["embeddings", "gradients"])
+def test_a_worker_killed_in_each_phase_and_another_joins(job, tmp_path, at):
+    with Cluster(tmp_path, "--expect-workers", "3", "--run", str(job)) as cluster:
+        holds = [cluster.held_worker(f"w{n}", at, *WORKER) for n in range(3)]
+        for hold in holds:
+            hold.reached()
+        cluster.workers["w1"].kill()
+        cluster.wait_for("worker_lost", worker="w1")
+        cluster.worker("w3", *WORKER)
+        cluster.wait_for("worker_joined", worker="w3")
+        for hold in (holds[0], holds[2]):
+            hold.release()
+        result = cluster.result()
+        assert cluster.handed_over(), cluster.events()
+    same(result, job)
+    assert result["workers"]["w3"] > 0
+
+
+@pytest.mark.parametrize("at", ["2", "2g"], ids=["embeddings", "gradients"])
+def test_a_coordinator_killed_in_each_phase(job, tmp_path, at):
+    where = (
+        "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1",
+        "--run", str(job), "--resume",
+    )  # fmt: skip
+    with Cluster(tmp_path, *where) as first:
+        worker = first.held_worker("w0", at, *WORKER)
+        worker.reached()
+        first.coordinator.send_signal(signal.SIGKILL)
+        first.wait_for_exit(first.coordinator)
+        with Cluster(tmp_path, *where) as second:
+            worker.release()
+            assert second.wait_for("worker_joined", worker="w0")["step"] >= 2
+            result = second.result()
+        first.wait_for_exit(first.workers["w0"])
+    same(result, job)
+
+
+def test_a_worker_of_two_processes(job, tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "2", "--run", str(job)) as cluster:
+        cluster.worker("w0", *WORKER, "--gpus", "0,1")
+        result = cluster.result()
+    same(result, job)
+
+
+def test_workers_that_average_among_themselves(job, tmp_path):
+    arguments = ("--run", str(job), "--set", "exchange.topology=sharded")
+    with Cluster(tmp_path, "--expect-workers", "3", *arguments) as cluster:
+        for number in range(3):
+            cluster.worker(f"w{number}", *WORKER)
+        result = cluster.result()
+    same(result, job)

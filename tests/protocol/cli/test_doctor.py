@@ -1,0 +1,167 @@
+"""What both doctors look at, each made wrong for real where that can be done."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol import __version__
+from protocol.base import limits
+from protocol.base.errors import ExitCode
+from protocol.cli.doctor import clock, directory, failure, memory, ok, open_files, report, warning
+from tests.durable_run import small_disk
+
+ROOT = Path(__file__).parents[3]
+SHOW_PACKAGES = """
+import sys
+from protocol.cli.doctor import packages, release
+for finding in (release(), *packages(sys.argv[1].split(), ("hf",))):
+    print(finding.line())
+"""
+
+
+def installed_as(folder: Path, *requires: str, version: str = __version__) -> Path:
+    """A folder in which samestep is installed with these requirements."""
+    described = folder / f"samestep-{version}.dist-info"
+    described.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: samestep", f"Version: {version}"]
+    lines += [f"Requires-Dist: {each}" for each in requires]
+    (described / "METADATA").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def packages_found(folder: Path, extras: str = "") -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_PACKAGES, extras],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"},
+    )  # fmt: skip
+    return done.stdout.splitlines()
+
+
+def test_packages_that_fit(tmp_path):
+    base = ("numpy>=2.0", "no-such-package>=1; extra == 'hf'", "numpy>=99; extra == 'other'")
+    release, packages = packages_found(installed_as(tmp_path, *base))
+    assert release.startswith(f"ok       release: samestep {__version__}, protocol version ")
+    assert packages == "ok       packages: all there"
+
+
+def test_packages_that_do_not(tmp_path):
+    wrong = ("numpy>=99.0", "no-such-package>=1; extra == 'worker'", "blake3>=99; extra == 'hf'")
+    line = packages_found(installed_as(tmp_path, *wrong), "worker")[1]
+    assert line.startswith("failure  packages: numpy is ")
+    for told in ("expected >=99.0", "no-such-package is missing", "blake3 is ", "[worker]"):
+        assert told in line
+
+
+def test_two_releases_at_once(tmp_path):
+    line = packages_found(installed_as(tmp_path, version="9.9.9"))[0]
+    assert line.startswith("failure  release: ")
+    assert "the package installed is 9.9.9" in line
+
+
+def test_limit_of_open_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        found = [open_files(needed, 300) for needed in (100, 250)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [each.outcome for each in found] == ["warning", "failure"]
+    assert "LimitNOFILE=300" in found[0].line()
+    assert open_files(1, 2).outcome == "ok"
+
+
+def test_clocks():
+    assert "before this release" in clock(86_400.0, synchronized=True).line()
+    assert "timedatectl" in clock(4e9, synchronized=False).line()
+    assert clock(4e9, synchronized=True).outcome == "ok"
+    assert clock().outcome in {"ok", "warning"}
+
+
+def test_memory_of_the_machine():
+    assert memory(1).outcome == "ok"
+    assert memory(2**60).outcome == "warning"
+
+
+def test_memory_of_a_control_group(tmp_path):
+    group = tmp_path / "groups" / "slice"
+    group.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n")
+    (tmp_path / "self" / "cgroup").write_text("4:memory:/old\n0::/slice\n")
+    (group / "memory.current").write_text(f"{300 * limits.MIB}\n")
+    (group / "memory.max").write_text(f"{800 * limits.MIB}\n")
+    bounded = memory(1024 * limits.MIB, tmp_path, tmp_path / "groups")
+    assert bounded.outcome == "warning"
+    assert "500.0 MiB free in its control group" in bounded.found
+    (group / "memory.max").write_text("max\n")
+    assert "this machine" in memory(1, tmp_path, tmp_path / "groups").found
+
+
+def test_a_directory_that_is_not_there_yet_is_not_made(tmp_path):
+    (found,) = directory("cache", tmp_path / "a" / "b", 1, "CACHE=DIR")
+    assert found.outcome == "ok"
+    assert "(not made yet)" in found.found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_little_room(tmp_path):
+    (found,) = directory("cache", tmp_path, 2**62, "CACHE=DIR")
+    assert found.outcome == "warning"
+    assert "CACHE=DIR" in found.advice
+
+
+def test_a_file_in_the_place_of_a_directory(tmp_path):
+    (tmp_path / "cache").write_text("")
+    (found,) = directory("cache", tmp_path / "cache" / "below", 1, "CACHE=DIR")
+    assert found.outcome == "failure"
+
+
+def test_a_full_disk_and_one_in_memory(tmp_path):
+    with small_disk(tmp_path / "disk", 256) as disk:
+        (empty,) = directory("cache", disk, 1, "CACHE=DIR")
+        assert empty.outcome == "warning"
+        assert "in memory" in empty.found
+        with (disk / "filler").open("wb", buffering=0) as filler:
+            filler.write(bytes(256 * 1024))
+        (full,) = directory("cache", disk, 1, "CACHE=DIR")
+        assert full.outcome == "failure"
+        assert "No space left" in full.found
+
+
+def test_findings_as_lines_and_as_json():
+    findings = [ok("a", "fine"), warning("b", "odd", "look at it")]
+    lines: list[str] = []
+    assert report(findings, lines.append, as_json=False) == ExitCode.OK
+    assert lines == ["ok       a: fine", "warning  b: odd; look at it"]
+    lines.clear()
+    findings.append(failure("c", "broken"))
+    assert report(findings, lines.append, as_json=True) == ExitCode.FAILED
+    document = json.loads("".join(lines))
+    assert not document["ok"]
+    assert document["checks"][2] == {
+        "check": "c",
+        "outcome": "failure",
+        "found": "broken",
+        "advice": "",
+    }
+
+
+@pytest.mark.parametrize("outcome", ["ok", "warning", "failure"])
+def test_each_line_is_printed_as_soon_as_it_is_known(outcome):
+    lines: list[str] = []
+
+    def slow():
+        yield {"ok": ok("a", "x"), "warning": warning("a", "x", "y"), "failure": failure("a", "x")}[
+            outcome
+        ]
+        assert len(lines) == 1
+
+    report(slow(), lines.append, as_json=False)

@@ -1,0 +1,119 @@
+"""What a row of conversations says is learned, or its row is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.base.errors import DataError
+from protocol.datasets.conversations import read_conversations
+from protocol.datasets.preferences import read_preferences
+from protocol.spec.sections.data import DataSpec
+
+ALPACA = {"instruction": "And 2?", "output": "Four."}
+HISTORY = [["What is 1?", "One."], ["Why?", "It is."]]
+PROMPT = {"prompt": "Hi", "completion": "Hello."}
+MESSAGES = {
+    "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+}
+PAIR = {"prompt": "Hi", "chosen": "Hello.", "rejected": "No."}
+
+
+def written(directory: Path, row: dict[str, Any], form: str) -> str:
+    path = directory / f"rows.{form}"
+    if form == "jsonl":
+        path.write_text(json.dumps(row) + "\n")
+    elif form == "csv":
+        with path.open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(row)
+            table.writerow(v if isinstance(v, str) else json.dumps(v) for v in row.values())
+    else:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({key: [value] for key, value in row.items()}), path)
+    return str(path)
+
+
+def said(directory: Path, row: dict[str, Any], form: str = "jsonl", **spec: Any) -> list[list[str]]:
+    [one] = read_conversations(DataSpec(train=written(directory, row, form), **spec))
+    return [[message.role, message.content] for message in one.messages]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+def test_alpacas_system_and_history_come_before_the_instruction(tmp_path, form):
+    row = {**ALPACA, "system": "Be brief.", "history": HISTORY}
+    assert said(tmp_path, row, form, format="alpaca") == [
+        ["system", "Be brief."], ["user", "What is 1?"], ["assistant", "One."], ["user", "Why?"],
+        ["assistant", "It is."], ["user", "And 2?"], ["assistant", "Four."],
+    ]  # fmt: skip
+    empty = {**ALPACA, "system": "", "history": []}
+    assert len(said(tmp_path, empty, "jsonl", format="alpaca")) == 2
+
+
+def test_a_system_column_is_the_first_message(tmp_path):
+    for form, row in (("prompt-completion", PROMPT), ("messages", MESSAGES)):
+        with_it = {**row, "rules": "Be brief."}
+        found = said(tmp_path, with_it, format=form, columns={"system": "rules"})
+        assert found == [["system", "Be brief."], ["user", "Hi"], ["assistant", "Hello."]]
+    path = written(tmp_path, {**PAIR, "system": "Be brief."}, "jsonl")
+    [pair] = read_preferences(DataSpec(train=path))
+    for each in (pair.chosen, pair.rejected):
+        assert [message.role for message in each.messages] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "message"),
+    [
+        ("messages", {**MESSAGES, "tools": [{"f": 1}]}, " 1 tool 1: expected a function"),
+        ("messages", {**MESSAGES, "functions": [{"name": "f"}]}, "'functions'.*would ignore"),
+        ("prompt-completion", {**PROMPT, "images": ["a.png"]}, "'images'"),
+        ("prompt-completion", {**PROMPT, "label": False}, "'label'"),
+        ("prompt-completion", {**PROMPT, "history": HISTORY}, "'history'"),
+        ("messages", {**MESSAGES, "weight": 0}, "'weight'"),
+        ("alpaca", {**ALPACA, "history": ["What is 1?"]}, "history 1: expected an instruction"),
+        ("alpaca", {**ALPACA, "history": "Hi"}, "history 1: expected an instruction"),
+        (
+            "messages",
+            {"messages": [*MESSAGES["messages"][:1], {**MESSAGES["messages"][1], "audio": "x"}]},
+            "message 2: .*'audio' too, which training would ignore",
+        ),
+        (
+            "messages",
+            {
+                "messages": [{"role": "system", "content": "a"}, *MESSAGES["messages"]],
+                "system": "b",
+            },
+            "expected one system message",
+        ),
+    ],
+)
+@pytest.mark.parametrize("file", ["jsonl", "parquet"])
+def test_what_would_not_be_heeded_is_refused(tmp_path, form, row, message, file):
+    if file == "parquet" and form != "messages":
+        return
+    with pytest.raises(DataError, match=message) as raised:
+        said(tmp_path, row, file, format=form)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_says_nothing_or_steers_nothing_is_passed_over(tmp_path):
+    row: dict[str, Any] = {
+        **PROMPT,
+        "tools": [],
+        "system": None,
+        "id": 7,
+        "source": "web",
+        "label": "greeting",
+    }
+    assert len(said(tmp_path, row, format="prompt-completion")) == 2
+
+
+def test_pairs_have_tools_too(tmp_path):
+    path = written(tmp_path, {**PAIR, "tools": '[{"name": "f"}]'}, "jsonl")
+    [pair] = read_preferences(DataSpec(train=path))
+    assert pair.chosen.tools == pair.rejected.tools
+    assert pair.chosen.tools[0]["function"] == {"name": "f"}

@@ -1,0 +1,75 @@
+"""Pairs of answers: every form that TRL has, and what is wrong with a row, with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.base.errors import DataError
+from protocol.datasets.preferences import read_preferences
+from protocol.spec.sections.data import DataSpec
+
+ASK = {"role": "user", "content": "2 + 2?"}
+TOLD = {"role": "system", "content": "Add."}
+YES = {"role": "assistant", "content": "4"}
+NO = {"role": "assistant", "content": "5"}
+
+
+def spec_of(directory: Path, *rows: object, **more: Any) -> DataSpec:
+    path = directory / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataSpec(train=str(path), **more)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+        {"prompt": [ASK], "chosen": [YES], "rejected": [NO]},
+        {"chosen": [ASK, YES], "rejected": [ASK, NO]},
+        {"prompt": "2 + 2?", "chosen": [ASK, YES], "rejected": [ASK, NO]},
+        {"prompt": "2 + 2?", "chosen": [YES], "rejected": "5"},
+        {"chosen": json.dumps([ASK, YES]), "rejected": json.dumps([ASK, NO])},
+    ],
+)
+def test_every_form_is_the_same_pair(tmp_path, row):
+    [pair] = read_preferences(spec_of(tmp_path, row))
+    assert [(m.role, m.content) for m in pair.chosen.messages] == [
+        ("user", "2 + 2?"),
+        ("assistant", "4"),
+    ]
+    assert pair.rejected.messages[-1].content == "5"
+    assert pair.rejected.messages[:-1] == pair.chosen.messages[:-1]
+
+
+def test_columns_may_have_other_names_and_pairs_come_once(tmp_path):
+    row = {"q": "2 + 2?", "good": "4", "bad": "5"}
+    names = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    read = read_preferences(spec_of(tmp_path, row, row, columns=names))
+    assert (len(read), read.duplicates) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "rejected"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            "line 1: expected chosen and rejected to differ",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "line 1 rejected: expected text"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "line 1: expected rejected"),
+        ({"chosen": "b", "rejected": "c"}, "line 1 chosen: expected a prompt"),
+        ({"chosen": [ASK, YES], "rejected": [TOLD, ASK, NO]}, "differ before"),
+        ({"prompt": "other", "chosen": [ASK, YES], "rejected": [ASK, NO]}, "another one"),
+        ({"prompt": [ASK, YES], "chosen": [YES], "rejected": [NO]}, "turn"),
+        ({"prompt": [ASK], "chosen": [YES, ASK], "rejected": [NO]}, "speak last"),
+        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "line 1 prompt: expected text"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(tmp_path, row, told):
+    with pytest.raises(DataError, match=told):
+        read_preferences(spec_of(tmp_path, row))

@@ -1,0 +1,205 @@
+"""Each kind of file, plain and compressed, alone, in folders, by pattern; bad rows in a report."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.base.errors import DataError
+from protocol.datasets.labeled_text import read_labeled_text
+from protocol.datasets.rows import BadRows, Location, read_rows
+from protocol.datasets.sequences import read_tagged_words
+from protocol.datasets.text_corpus import read_text_corpus
+from protocol.spec.sections.data import DataSpec
+
+pa = pytest.importorskip("pyarrow")
+ROWS = [{"text": f"text {n}, é", "label": "ab"[n % 2]} for n in range(5)]
+
+
+def content(kind: str, rows: list[dict[str, Any]]) -> bytes:
+    """A file of these rows."""
+    if kind in ("jsonl", "ndjson"):
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if kind == "json":
+        return json.dumps(rows, indent=1).encode()
+    if kind in ("csv", "tsv"):
+        mark = "," if kind == "csv" else "\t"
+        lines = [mark.join(f'"{cell}"' for cell in row.values()) for row in rows]
+        return "\n".join([mark.join(rows[0]), *lines, ""]).encode()
+    sink, table = pa.BufferOutputStream(), pa.Table.from_pylist(rows)
+    if kind == "parquet":
+        import pyarrow.parquet as pq
+
+        pq.write_table(table, sink)
+    else:
+        new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+        with new(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return bytes(sink.getvalue())
+
+
+def compressed(data: bytes, how: str) -> bytes:
+    if how == ".gz":
+        return gzip.compress(data)
+    return pa.compress(data, codec="zstd", asbytes=True) if how else data
+
+
+def read(path: Path | str, **spec: Any) -> Any:
+    return read_labeled_text(DataSpec(train=str(path), **spec))
+
+
+KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "stream", "file"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["", ".gz", ".zst"])
+def test_each_kind_is_the_same_data(tmp_path, kind, how):
+    suffix = "arrow" if kind in ("stream", "file") else kind
+    path = tmp_path / f"a.{suffix}{how}"
+    path.write_bytes(compressed(content(kind, ROWS), how))
+    found = read(path)
+    assert [*found.texts] == [row["text"] for row in ROWS]
+    assert [found.names[label] for label in found.labels] == [row["label"] for row in ROWS]
+    assert [*read_text_corpus(DataSpec(train=str(path))).documents] == [*found.texts]
+
+
+def test_json_may_be_one_object_with_a_list_or_lines(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": ROWS}))
+    (tmp_path / "b.json").write_bytes(content("jsonl", ROWS))
+    assert len(read(tmp_path / "a.json").texts) == len(read(tmp_path / "b.json").texts) == 5
+
+
+def test_a_json_list_is_read_piece_by_piece(tmp_path):
+    rows = [{"text": f"{n} " + 'x[{]},\\"' * 9_000, "label": "ab"[n % 2]} for n in range(40)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows))  # 4 MiB, pieces of 1 MiB
+    assert [*read(path).texts] == [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[{"text": "x"}, {"te', "row 2 is not JSON"),
+        ('[{"text": "x"} {"text": "y"}]', "expected ',' behind row 1, got '{'"),
+        ('{"a": 1}', "an object with 0 lists"),
+        ('{\n"a": [], "b": []}', "an object with 2 lists"),
+        ("[1]", "row 1: expected a JSON object"),
+    ],
+)
+def test_what_is_no_list_is_one_line(tmp_path, text, told):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=told) as raised:
+        read(tmp_path / "a.json")
+    assert "\n" not in str(raised.value)
+
+
+def test_folders_and_patterns_are_read_in_order(tmp_path):
+    for number, name in enumerate(["b/2.jsonl.gz", "a/1.jsonl.gz", ".cache/x.jsonl.gz"]):
+        path = tmp_path / "d" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(content("jsonl", ROWS[2 * number : 2 * number + 2])))
+    expected = [ROWS[n]["text"] for n in (2, 3, 0, 1)]
+    for train in (tmp_path / "d", f"{tmp_path}/d/*/*.jsonl.gz", f"{tmp_path}/d/**/*.gz"):
+        assert [*read(train).texts] == expected
+        assert [*read_text_corpus(DataSpec(train=str(train))).documents] == expected
+    (tmp_path / "d" / "c.csv").write_bytes(content("csv", ROWS))
+    with pytest.raises(DataError, match=r"files of one kind .* csv and jsonl; .*\*\.jsonl'"):
+        read(tmp_path / "d")
+    with pytest.raises(DataError, match=r"expected files like .*none"):
+        read(f"{tmp_path}/e/*.jsonl")
+
+
+def test_a_saved_data_set_is_read_by_its_list(tmp_path):
+    """The layout that `datasets.Dataset.save_to_disk` writes."""
+    files = []
+    for part, rows in enumerate((ROWS[:3], ROWS[3:])):
+        name = f"data-0000{part}-of-00002.arrow"
+        (tmp_path / name).write_bytes(content("stream", rows))
+        files.append({"filename": name})
+    (tmp_path / "cache-1.arrow").write_bytes(b"of no matter")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": files}))
+    assert [*read(tmp_path).texts] == [row["text"] for row in ROWS]
+    splits = tmp_path / "splits"
+    (splits / "train").mkdir(parents=True)
+    (splits / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (splits / "train" / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"one data set, got the splits train .*/splits/train"):
+        read(splits)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_classes_of_datasets_have_their_names(tmp_path, kind):
+    """`datasets` writes a ClassLabel as a number, and its names into the file's metadata."""
+    import pyarrow.parquet as pq
+
+    classes = {"names": ["neg", "pos"], "_type": "ClassLabel"}
+    features = {
+        "text": {"dtype": "string", "_type": "Value"}, "label": classes,
+        "tokens": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
+        "ner_tags": {"feature": {"names": ["O", "B-X"], "_type": "ClassLabel"}, "_type": "List"},
+    }  # fmt: skip
+    table = pa.table({
+        "text": ["Good.", "Bad.", "So."], "label": [1, 0, -1],
+        "tokens": [["Go", "Ann"], ["No"], ["So"]], "ner_tags": [[0, 1], [0], [0]],
+    })  # fmt: skip
+    told = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = table.replace_schema_metadata(told)
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    found = read_labeled_text(DataSpec(train=str(path), skip_bad_rows=True))
+    assert (found.names, [*found.labels], found.bad_rows) == (("neg", "pos"), [1, 0], 1)
+    spec = DataSpec(train=str(path), text="tokens", label="ner_tags")
+    assert [row.tags for row in read_tagged_words(spec)] == [("O", "B-X"), ("O",), ("O",)]
+
+
+def test_class_folders_name_the_labels(tmp_path):
+    for label, name, text in (
+        ("pos", "1.txt", "Good."),
+        ("neg", "2.txt", "Bad."),
+        ("pos", "3.txt", "Fine."),
+    ):
+        (tmp_path / label).mkdir(exist_ok=True)
+        (tmp_path / label / name).write_text(text)
+    found = read(tmp_path)
+    pairs = [
+        (text, found.names[label]) for text, label in zip(found.texts, found.labels, strict=True)
+    ]
+    assert pairs == [("Bad.", "neg"), ("Good.", "pos"), ("Fine.", "pos")]
+
+
+def test_all_bad_rows_are_in_one_report_or_are_skipped(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps(row) for row in ROWS]
+    bad = ["{", '{"text": 3, "label": "a"}', '{"text": "x"}']
+    path.write_text("\n".join([*lines, *bad]))
+    with pytest.raises(DataError) as raised:
+        read(path)
+    told = str(raised.value).splitlines()
+    assert told[0] == "3 bad rows:"
+    assert [f"line {n}" in line for n, line in zip((6, 7, 8), told[1:], strict=False)] == [True] * 3
+    assert told[-1].strip() == "fix them, or leave them out: --set data.skip_bad_rows=true"
+    found = read(path, skip_bad_rows=True)
+    assert (len(found.texts), found.bad_rows) == (5, 3)
+    path.write_text("\n".join(bad[1:2] * 300))
+    with pytest.raises(DataError, match="line 1: expected text, got 3"):
+        read(path, skip_bad_rows=True)
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\nx,a\ny\nz,b\n")
+    assert [*read(path, skip_bad_rows=True).texts] == ["x", "z"]
+
+
+def test_nulls_that_arrow_adds_are_no_values(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [{"c": [{"a": 1}, {"b": {"c": 2, "d": None}}], "n": None}]
+    path.write_bytes(content("parquet", rows))
+    found = [*read_rows([path], {}, ["c", "n"], BadRows(skip=False))]
+    assert found == [(Location(path, 1), {"c": [{"a": 1}, {"b": {"c": 2}}], "n": None})]

@@ -1,0 +1,93 @@
+"""Kernels of another processor, run by qemu in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+import subprocess
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocol.exact.kernels import library
+from protocol.exact.kernels.library import Library
+from protocol.exact.kernels.targets import FLAGS, FOLDER, BuildTarget
+from protocol.machine.compiler import compile_c, zig
+
+ARENA_BYTES = 1 << 23
+_SPACE_BYTES = 1 << 20  # for each array
+
+
+class EmulatedLibrary(Library):
+    """As `Library`; arrays travel through a file that both processes map."""
+
+    def __init__(self, target: BuildTarget, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.target = target
+        program, arena = folder / "kernels", folder / "arena"
+        flags = [flag for flag in FLAGS if flag not in {"-shared", "-nostdlib"}]
+        flags += ["-target", f"{target.machine}-linux-musl", "-static", "-fno-sanitize=all"]
+        sources = [*FOLDER.glob("*.c"), Path(__file__).with_suffix(".c")]
+        compile_c([str(zig()), "cc"], [*flags, *target.flags], sources, program)
+        arena.write_bytes(bytes(ARENA_BYTES))
+        with arena.open("r+b") as file:
+            self._arena = mmap.mmap(file.fileno(), 0)
+        self._process = subprocess.Popen(
+            [f"qemu-{target.machine}", program, arena], text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self._arrays: list[np.ndarray] = []
+        self._c: Any = SimpleNamespace(
+            **{name: partial(self._call, name) for name in library._PROTOTYPES}
+        )
+        monkeypatch.setattr(library, "_address", self._note)
+        self._address = library._address
+
+    def _note(self, array: np.ndarray) -> int:
+        self._arrays.append(array)
+        address: int = array.__array_interface__["data"][0]
+        return address
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        arrays, self._arrays = self._arrays, []
+        places = {}
+        for number, array in enumerate(arrays):
+            address = array.__array_interface__["data"][0]
+            place = number * _SPACE_BYTES + address % 64  # as it is aligned here
+            places[place] = array
+            self._arena[place : place + array.nbytes] = array.tobytes()
+        words = [name]
+        for given, kind in zip(arguments, library._PROTOTYPES[name][0], strict=True):
+            if kind is ctypes.c_float:
+                words.append(f"n{struct.unpack('<I', struct.pack('<f', given))[0]}")
+            elif kind is not ctypes.c_void_p:
+                words.append(f"n{int(given)}")
+            else:
+                words.append(f"p{_offset(given, places)}")
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(*words, file=self._process.stdin, flush=True)
+        result = int(self._process.stdout.readline())
+        for place, array in places.items():
+            if array.flags.writeable:
+                raw = np.frombuffer(self._arena, np.uint8, array.nbytes, place)
+                array.view(np.uint8)[:] = raw
+        return result
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=30)
+        assert self._process.returncode == 0
+
+
+def _offset(address: int | None, places: dict[int, np.ndarray]) -> int:
+    """Where in the file what lies at this address is."""
+    starts = {array.__array_interface__["data"][0]: place for place, array in places.items()}
+    if address is None or address in starts:
+        return starts.get(address, 0)
+    start = max(start for start in starts if start < address)
+    return starts[start] + address - start

@@ -1,0 +1,252 @@
+"""The native kernels have the bits of their numpy definitions: every rule and codec, special
+values, odd lengths, every alignment, several threads, and each instruction set of this machine."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.exact import absent, bfloat16, codecs, tree_sum, update
+from protocol.exact.kernels import library
+from protocol.exact.kernels.library import Library, library_for, runnable_targets, using
+from protocol.exact.kernels.targets import TARGETS, library_path
+from protocol.machine.compiler import build_kernels, zig
+from protocol.spec.sections.optimizer import OptimizerSpec
+from tests.protocol.exact.kernels.emulated import EmulatedLibrary
+
+BUILT = [target for target in runnable_targets() if library_path(target).exists()]
+OTHERS = [
+    target for target in TARGETS
+    if target not in runnable_targets() and zig() and shutil.which(f"qemu-{target.machine}")
+]  # fmt: skip
+PARAMETERS = [*BUILT, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
+"""An emulator's program is compiled with its C library: 45 s."""
+pytestmark = pytest.mark.skipif(not BUILT, reason="no kernels were built for this machine")
+
+SPECIAL = np.array(
+    [0, 1, 2, 0x7FFFFF, 0x800000, 0x800001, 0x3F800000, 0x3F7FFFFF, 0x3F7F7FFF, 0x3F808000,
+     0x3F818000, 0x7F7FFFFF, 0x7F7F8000, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF,
+     0x4B400000],
+    np.uint32,
+)  # fmt: skip
+"""Zero, subnormals, the least normal numbers, ties of bfloat16, the largest, infinity, NaN."""
+RULES = [
+    OptimizerSpec(name=name, lr=lr, weight_decay=decay, betas=betas, clip_norm=clip)
+    for name, (lr, betas) in itertools.product(
+        library.RULES, [(0.1, (0.9, 0.999)), (1e-3, (0.4, 0.99)), (3.0, (0.5, 0.5))]
+    )
+    for decay, clip in [(0.0, None), (0.1, 0.5)]
+]
+LENGTHS = st.one_of(
+    st.integers(0, 300),
+    st.sampled_from([4095, 4096, 4097, 8191, 65_535, 65_536, 65_537, 70_001, 131_079]),
+)
+
+
+def values(seed: int, elements: int, offset: int = 0) -> np.ndarray:
+    """Normal numbers of many sizes, any bits, special values and runs of equal ones; their address
+    is `offset` bytes after a multiple of 64."""
+    rng = np.random.default_rng(seed)
+    raw = np.empty(elements * 4 + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + offset
+    array = raw[start : start + elements * 4].view(np.float32)
+    kind = seed % 4
+    array[:] = rng.standard_normal(elements) * 10.0 ** rng.integers(-3, 3)
+    if kind == 1:
+        array[:] = rng.integers(0, 2**32, elements, np.uint32).view(np.float32)
+    elif kind == 2:
+        signs = rng.integers(0, 2, elements, np.uint32) << np.uint32(31)
+        array[:] = (rng.choice(SPECIAL, elements) | signs).view(np.float32)
+    elif kind == 3 and elements:
+        array[rng.integers(0, elements, elements // 50 + 1)] = np.float32(rng.choice([0.5, -0.0]))
+        array[rng.integers(0, elements, 1)] = rng.choice(SPECIAL[:15]).view(np.float32)
+    return array
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """As whole numbers, any NaN as one."""
+    found = np.array(array).view(np.uint32)
+    return np.where((found & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC00000), found)
+
+
+@pytest.fixture(scope="module", params=PARAMETERS, ids=lambda target: target.name)
+def kernels(request, tmp_path_factory):
+    if request.param in BUILT:
+        yield Library(request.param)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        emulated = EmulatedLibrary(request.param, tmp_path_factory.mktemp("emulated"), patch)
+        yield emulated
+        emulated.end()
+
+
+@pytest.fixture(autouse=True)
+def _threads_for_few_elements(monkeypatch):
+    monkeypatch.setattr(library, "THREAD_ELEMENTS", 1)
+    yield
+    library.use_threads(1)
+
+
+class Case(NamedTuple):
+    """An array, by how it is made, and the threads that work on it."""
+
+    seed: int
+    elements: int
+    offset: int
+    threads: int
+
+
+CASES = st.builds(
+    Case, st.integers(0, 2**32 - 1), LENGTHS, st.integers(0, 63), st.integers(1, 8)
+)  # fmt: skip
+
+
+def prepared(kernels: Library, case: Case) -> tuple[int, int, int]:
+    """Seed, elements and offset; an emulated processor is slow, and gets fewer elements."""
+    library.use_threads(case.threads)
+    few = case.elements % 9001 if isinstance(kernels, EmulatedLibrary) else case.elements
+    return case.seed, few, case.offset
+
+
+@given(CASES, st.sampled_from(RULES), st.booleans(), st.integers(1, 50))
+def test_updates(kernels, case, spec, decay, step):
+    seed, elements, offset = prepared(kernels, case)
+    offsets = [offset, 63 - offset, offset * 7 % 64, seed % 64]
+    scalars = update.step_scalars(spec, step, step - 1, 100, gradient_norm=1.7)
+    gradient = values(seed + 3, elements, offsets[3])
+    count = 1 + update.moment_count(spec)
+    found: list[Any] = []
+    for native in (None, kernels):
+        state = [values(seed + i, elements, offsets[i]) for i in range(count)]
+        with using(native):
+            finite = update.apply_update(
+                spec, scalars, state[0], gradient, tuple(state[1:]), decay=decay
+            )
+        found.append((finite, *map(bits, state)))
+    assert found[0][0] == found[1][0]
+    for expected, got in zip(found[0][1:], found[1][1:], strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@given(case=CASES)
+def test_sums(kernels, case):
+    seed, elements, offset = prepared(kernels, case)
+    for add in tree_sum.ADDITIONS.values():
+        found: list[Any] = []
+        for native in (None, kernels):
+            left, right = values(seed, elements, offset), values(seed + 1, elements, 63 - offset)
+            with using(native):
+                found.append(bits(add(left, right)))
+        np.testing.assert_array_equal(found[1], found[0])
+
+
+@given(case=CASES)
+def test_averages_and_checks(kernels, case):
+    seed, elements, offset = prepared(kernels, case)
+    given_values = values(seed, elements, offset)
+    found: list[Any] = []
+    for native in (None, kernels):
+        out = values(0, elements, 63 - offset)
+        with using(native):
+            finite = update.average(given_values, 1.0 + seed % 7, out)
+            found.append((finite, update.is_finite(given_values), absent.is_absent(given_values)))
+            found.append((np.float64(update.square_sum(given_values)).tobytes(),))
+        found.append((bits(out).tobytes(),))
+    if np.isfinite(given_values).all():  # else a sum of squares may be a NaN of another payload
+        assert found[:3] == found[3:]
+    assert found[0] == found[3]
+    assert found[2] == found[5]
+
+
+@given(case=CASES)
+def test_sums_of_squares_that_overflow(kernels, case):
+    seed, elements, offset = prepared(kernels, case)
+    given_values = values(seed, elements, offset)
+    with using(None):
+        expected = update.square_sum(given_values)
+    with using(kernels):
+        found = update.square_sum(given_values)
+    np.testing.assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "topk"])
+@given(case=CASES)
+def test_codecs(kernels, codec, case):
+    seed, elements, offset = prepared(kernels, case)
+    found: list[Any] = []
+    for native in (None, kernels):
+        array = values(seed, elements, offset)
+        with using(native):
+            body = codecs.packed(array, codec).view(np.uint8)
+            raw = np.empty(body.size + 64, np.uint8)[63 - offset :][: body.size]
+            raw[:] = body
+            found.append((body.tobytes(), bits(codecs.unpacked(raw, codec, elements)).tobytes()))
+            found.append((bits(codecs.projected(array, codec)).tobytes(),))
+    assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "topk"])
+@given(case=CASES)
+def test_any_bytes_are_unpacked_alike(kernels, codec, case):
+    seed, elements, offset = prepared(kernels, case)
+    rng = np.random.default_rng(seed)
+    length = codecs.body_bytes(codec, elements)
+    raw = rng.integers(0, 256, length + 64, np.uint8)[offset:][:length]
+    found: list[Any] = []
+    for native in (None, kernels):
+        with using(native):
+            found.append(bits(codecs.unpacked(raw, codec, elements)).tobytes())
+    assert found[0] == found[1]
+
+
+def test_equal_magnitudes_are_chosen_by_index(kernels):
+    for array in (np.full(9000, -2.0, np.float32), np.arange(9000, dtype=np.float32) // 70):
+        found: list[Any] = []
+        for native in (None, kernels):
+            with using(native):
+                found.append(codecs.packed(array, "topk").tobytes())
+        assert found[0] == found[1]
+
+
+def test_absent_gradients(kernels):
+    with using(kernels):
+        for elements in (1, 7, 4096, 10_001):
+            gradient = absent.absent(elements)
+            assert absent.is_absent(gradient)
+            gradient[-1] = 0.0
+            assert not absent.is_absent(gradient)
+
+
+def test_what_only_numpy_takes_is_left_to_it():
+    with using(Library(BUILT[0])):
+        plain = np.zeros(8, np.float32)
+        assert library_for(plain) is not None
+        assert library_for(plain.astype(np.float64)) is None
+        assert library_for(plain.astype(">f4")) is None
+        assert library_for(plain[::2]) is None
+        assert library_for(plain, writes=(plain[:4],)) is None
+        read_only = np.frombuffer(plain.tobytes(), np.float32)
+        assert library_for(writes=(read_only,)) is None
+        with pytest.raises(ValueError, match="read-only"):
+            bfloat16.rounded(read_only)
+        with pytest.raises(ValueError, match="broadcast"):
+            tree_sum.add_arrays(plain, np.zeros(7, np.float32))
+
+
+def test_without_a_library_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(library, "library_path", lambda target: library_path(target).parent / "no")
+    assert library._loaded()[1].startswith("not built")
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert library._loaded()[1].startswith("none for riscv64")
+
+
+@pytest.mark.skipif(zig() is None, reason="ziglang is not installed")
+def test_zig_builds_for_all_processors():
+    assert build_kernels() == [library_path(target) for target in TARGETS]
+    assert all(library_path(target).exists() for target in TARGETS)

@@ -1,0 +1,44 @@
+"""Positions of chunks: each once, the last block first, as far as fits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.exact.chunk_grid import ChunkGrid
+from protocol.spec.manifest import Block, TensorSpec
+
+_BLOCKS = st.lists(st.integers(0, 40_000), min_size=1, max_size=6).map(
+    lambda sizes: tuple(
+        Block(name=str(n), kind="block", tensors=(TensorSpec(name=f"w{n}", shape=(size,)),))
+        for n, size in enumerate(sizes)
+    )
+)
+
+
+def nbytes(block: Block, chunk: int) -> int:
+    part = block.chunk_slice(chunk)
+    return int(part.stop - part.start) * 4
+
+
+@given(_BLOCKS)
+def test_every_chunk_has_its_position_and_later_blocks_come_first(blocks):
+    grid = ChunkGrid(blocks)
+    there = [grid.chunk(position) for position in range(grid.count)]
+    assert [grid.number(*place) for place in there] == list(range(grid.count))
+    assert sorted(there) == [(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)]
+    assert all(one[0] > next_[0] or one < next_ for one, next_ in pairwise(there))
+    assert grid.total_bytes == sum(block.elements * 4 for block in blocks)
+
+
+@given(_BLOCKS, st.integers(0, 10**6), st.data())
+def test_what_fits_fits_and_one_is_always_let_go(blocks, length_bytes, data):
+    grid = ChunkGrid(blocks)
+    start = data.draw(st.integers(0, grid.count - 1))
+    end = grid.end(start, length_bytes)
+    sizes = [nbytes(blocks[b], c) for b, c in map(grid.chunk, range(grid.count))]
+    assert start < end <= grid.count
+    assert end == start + 1 or sum(sizes[start:end]) <= length_bytes
+    assert end == grid.count or sum(sizes[start : end + 1]) > length_bytes

@@ -1,0 +1,155 @@
+"""Parameter groups: rules by tensor name, as torch's groups; on replicas and in inner steps."""
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.base.errors import RunSpecError
+from protocol.exact.parameter_groups import TensorRule, decays, tensor_rule, unmatched_pattern
+from protocol.exact.replica import Replica
+from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.run_spec import parse_run_spec, parse_run_spec_bytes
+from protocol.spec.sections.optimizer import Adamw, OptimizerSpec, ParameterGroup
+from tests.torch_optimizers import torch_optimizer
+
+SIZES = {"layers.0.weight": 35, "layers.0.bias": 5, "layers.10.weight": 15, "head.norm": 6}
+BLOCKS = tuple(
+    Block(name=f"block {number}", kind="block", tensors=tuple(
+        TensorSpec(name=name, shape=(SIZES[name],)) for name in names
+    ))
+    for number, names in enumerate([list(SIZES)[:3], list(SIZES)[3:]])
+)  # fmt: skip
+GROUPS = (
+    ParameterGroup(match=("*.bias",), weight_decay=0.3),
+    ParameterGroup(match=("layers.0.*",), lr_scale=0.5),
+    ParameterGroup(match=("head.*",), lr_scale=16.0, weight_decay=0.0),
+)
+RULES = {
+    "layers.0.weight": (0.5, 0.1), "layers.0.bias": (1.0, 0.3), "layers.10.weight": (1.0, 0.1),
+    "head.norm": (16.0, 0.0),
+}  # fmt: skip
+NAMES = (
+    "sgd", "momentum", "nesterov", "adamw", "adam", "rmsprop", "adagrad", "lion", "schedule-free",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("encoder.layer.0.dense.weight", True),
+        ("encoder.layer.0.dense.bias", False),
+        ("encoder.LayerNorm.weight", False),
+        ("model.norm.weight", False),
+    ],
+)
+def test_decay_groups_go_by_parts_of_names_whatever_their_case(name, expected):
+    assert decays(name, Adamw(no_decay=("BIAS", "norm"))) is expected
+    assert decays(name, Adamw(no_decay=()))
+
+
+def spec_of(name, **keys):
+    return OptimizerSpec(name=name, lr=1e-3, weight_decay=0.1, groups=GROUPS, **keys)
+
+
+def gradient(block, step):
+    random = np.random.default_rng([block.elements, step])
+    return random.standard_normal(block.elements).astype(np.float32)
+
+
+def trained(spec, steps=20):
+    replica = Replica(BLOCKS, spec)
+    replica.load_parameters([gradient(block, 99) for block in BLOCKS])
+    for step in range(steps):
+        gradients = [gradient(block, step) for block in BLOCKS]
+        norm = global_norm(map(square_sum, gradients))
+        replica.apply(gradients, step_scalars(spec, step + 1, step, steps, norm))
+    return replica.trained_tensors()
+
+
+def test_the_first_group_that_matches_decides():
+    for name, (lr_scale, weight_decay) in RULES.items():
+        assert tensor_rule(name, spec_of("adamw")) == TensorRule(lr_scale, weight_decay)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_is_an_optimizer_of_its_own(name):
+    """A tensor has the bits of an ungrouped run with its rate and decay, but for one rounding."""
+    found = trained(spec_of(name))
+    for tensor, (lr_scale, weight_decay) in RULES.items():
+        alone = OptimizerSpec(name=name, lr=1e-3 * lr_scale, weight_decay=weight_decay, no_decay=())
+        expected = trained(alone)[tensor]
+        assert np.allclose(found[tensor], expected, rtol=2e-6, atol=1e-7)
+        if lr_scale == 1.0 and weight_decay == 0.1:
+            assert found[tensor].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "schedule-free"])
+def test_groups_are_those_of_torch(name):
+    spec = spec_of(name, clip_norm=1.0)
+    start = Replica(BLOCKS, spec)
+    start.load_parameters([gradient(block, 99) for block in BLOCKS])
+    parameters = {n: torch.nn.Parameter(torch.tensor(v)) for n, v in start.tensors().items()}
+    optimizer = torch_optimizer(spec, [
+        {"params": [p], "lr": spec.lr * RULES[n][0], "weight_decay": RULES[n][1]}
+        for n, p in parameters.items()
+    ])  # fmt: skip
+    for step in range(20):
+        for block in BLOCKS:
+            values = gradient(block, step)
+            for tensor, part in block.slices():
+                parameters[tensor.name].grad = torch.tensor(values[part])
+        torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+        optimizer.step()
+    found = trained(spec)
+    for name_of_tensor, parameter in parameters.items():
+        assert np.allclose(found[name_of_tensor], parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_decay_below_float32_is_none():
+    group = ParameterGroup(match=("w",), weight_decay=1e-50)
+    spec = OptimizerSpec(name="sgd", lr=0.1, weight_decay=0.5, groups=(group,))
+    block = Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(1,)),))
+    replica = Replica((block,), spec)
+    replica.parameters[0][:] = 1.0
+    replica.apply([np.zeros(1, np.float32)], step_scalars(spec, 1, 0, 10, 0.0))
+    assert replica.parameters[0].tolist() == [1.0]
+
+
+def test_a_rate_of_zero_leaves_tensors_as_they_are():
+    spec = Adamw(weight_decay=0.1, groups=(ParameterGroup(match=("layers.*",), lr_scale=0.0),))
+    start, found = trained(spec, steps=0), trained(spec)
+    for name in SIZES:
+        assert (found[name].tobytes() == start[name].tobytes()) is name.startswith("layers.")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "fault"),
+    [
+        ([("*",)], ""),
+        ([("*.bias",), ("layers.*", "head.norm")], ""),
+        ([("*.bias", "layers.1.*")], r"groups\[0\].*'layers.1.\*'; none matches.*layers.10.weight"),
+        ([("weight",)], "'weight'; none matches"),
+        ([("layers.*",), ("*.bias",)], r"groups\[1\].*'\*.bias'; all that match are in earlier"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_named_with_the_names(patterns, fault):
+    spec = Adamw(groups=tuple(ParameterGroup(match=each) for each in patterns))
+    found = unmatched_pattern(spec, BLOCKS)
+    assert bool(found) is bool(fault)
+    if fault:
+        with pytest.raises(ValueError, match=fault):
+            raise ValueError(found)
+
+
+def test_groups_in_a_run_spec():
+    document = {"task": "regress", "steps": 3, "optimizer": {"weight_decay": 0.1}}
+    plain = parse_run_spec(document)
+    assert "groups" not in plain.to_bytes().decode()
+    group = "optimizer.groups=[{match: b, lr_scale: 2}, {match: [w], weight_decay: 0}]"
+    spec = parse_run_spec(document, [group])
+    assert spec.optimizer.groups[0] == ParameterGroup(match=("b",), lr_scale=2.0)
+    assert spec.digest() != plain.digest()
+    assert parse_run_spec_bytes(spec.to_bytes()) == spec
+    with pytest.raises(RunSpecError, match=r"optimizer.groups.*lr_sale"):
+        parse_run_spec(document, ["optimizer.groups=[{match: w, lr_sale: 2}]"])

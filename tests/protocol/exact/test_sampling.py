@@ -1,0 +1,141 @@
+"""Draws by weight: exact, the same on every machine, in proportion to the weights."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.base.errors import DataError, MessageError
+from protocol.exact.samples import SampleOrder, draw, permutation
+from protocol.spec.manifest import Block, Manifest, TensorSpec
+from protocol.spec.sampling import WEIGHT_STEPS, Sampling
+from protocol.spec.sections.tasks import BatchSpec
+from tests.protocol.exact.test_samples import naive_hash
+
+seeds = st.integers(0, 2**63 - 1)
+some_weights = st.lists(st.floats(0, 1e6), min_size=1, max_size=12).filter(any)
+
+
+def naive_draw(seed, epoch, weights, position):
+    """The sample in whose part of the summed weights the hash falls, in Python's integers."""
+    target = naive_hash(7, seed, epoch, position) * sum(weights) >> 64
+    for sample, weight in enumerate(weights):
+        if target < weight:
+            return sample
+        target -= weight
+    raise AssertionError
+
+
+def whole(weights):
+    """The whole numbers that stand for weights, by exact arithmetic."""
+    largest = Fraction(max(weights))
+    return [max(1, round(Fraction(w) / largest * WEIGHT_STEPS)) if w else 0 for w in weights]
+
+
+@given(seeds, st.integers(0, 2**40), some_weights, st.integers(1, 40))
+def test_draws_with_replacement_are_the_naive_ones(seed, epoch, weights, draws):
+    sampling = Sampling.by_weight(weights, draws)
+    assert sampling.weights is not None
+    given_weights = [int(w) for w in sampling.weights]
+    assert given_weights == pytest.approx(whole(weights), abs=1)
+    expected = [naive_draw(seed, epoch, given_weights, n) for n in range(draws)]
+    assert draw(seed, epoch, len(weights), sampling).tolist() == expected
+
+
+@given(seeds, st.integers(0, 9), some_weights, st.data())
+def test_draws_without_replacement_take_a_sample_once_and_none_of_weight_zero(
+    seed, epoch, weights, data
+):
+    possible = [sample for sample, weight in enumerate(weights) if weight]
+    draws = data.draw(st.integers(1, len(possible)))
+    found = draw(seed, epoch, len(weights), Sampling.by_weight(weights, draws, replacement=False))
+    assert len({*found.tolist()}) == draws
+    assert {*found.tolist()} <= {*possible}
+
+
+def test_each_sample_is_drawn_in_proportion_to_its_weight():
+    weights, draws = np.array([1.0, 2.0, 0.0, 5.0]), 40_000
+    found = draw(3, 0, 4, Sampling.by_weight(weights, draws))
+    counts = np.bincount(found, minlength=4)
+    assert counts[2] == 0
+    np.testing.assert_allclose(counts / draws, weights / 8, atol=0.01)
+
+
+def test_draws_without_replacement_have_the_chances_of_successive_draws():
+    weights, epochs = np.array([1.0, 2.0, 3.0]), 6000
+    sampling = Sampling.by_weight(weights, 2, replacement=False)
+    counts = np.zeros((3, 3))
+    for epoch in range(epochs):
+        first, second = draw(5, epoch, 3, sampling)
+        counts[first, second] += 1
+    shares = weights / weights.sum()
+    expected = shares[:, None] * shares[None, :] / (1 - shares[:, None])
+    np.fill_diagonal(expected, 0)
+    np.testing.assert_allclose(counts / epochs, expected, atol=0.025)
+
+
+def test_equal_chances_without_replacement_are_the_first_of_the_permutation():
+    found = draw(7, 2, 30, Sampling(draws=20, replacement=False))
+    assert found.tolist() == permutation(7, 2, 30)[:20].tolist()
+
+
+def test_an_epoch_has_the_steps_of_its_draws():
+    sampling = Sampling(draws=25, replacement=True)
+    order = SampleOrder(7, 10, BatchSpec(samples=8, microbatch=3), sampling=sampling)
+    assert order.steps_per_epoch == 4
+    assert order.microbatch_sizes(3) == [1]
+    epochs = [[s for step in range(e, e + 4) for part in order.microbatches(step) for s in part]
+              for e in (0, 4)]  # fmt: skip
+    assert [len(epoch) for epoch in epochs] == [25, 25]
+    assert epochs[0] != epochs[1]
+    assert epochs[1] == draw(7, 1, 10, sampling).tolist()
+
+
+def test_frozen_draws():
+    sampling = Sampling.by_weight([1, 0, 2, 4], 12)
+    assert draw(7, 3, 4, sampling).tolist() == [2, 3, 3, 2, 2, 3, 2, 3, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, -1.0], "got -1.0 for sample 1"),
+        ([1.0, float("nan")], "got nan for sample 1"),
+        ([0.0, 0.0], "got only zeros"),
+        ([[1.0]], r"got shape \(1, 1\)"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(weights, message):
+    with pytest.raises(DataError, match=message):
+        Sampling.by_weight(weights)
+
+
+def test_more_draws_than_samples_with_a_weight_need_replacement():
+    with pytest.raises(DataError, match="at most 2 draws without replacement"):
+        Sampling.by_weight([1, 0, 3], 3, replacement=False)
+
+
+def test_damaged_weights_are_refused():
+    sampling = Sampling.by_weight([1, 2, 3])
+    for packed in (sampling.packed_weights[:-4], "AAAA", "?"):
+        damaged = sampling.model_copy(update={"packed_weights": packed})
+        with pytest.raises(MessageError, match="expected packed weights"):
+            damaged.check(3)
+    with pytest.raises(MessageError, match="expected weights of 4 samples, got 3"):
+        sampling.check(4)
+
+
+def test_a_manifest_without_draws_is_that_of_earlier_releases():
+    block = Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2,)),))
+    plain = Manifest(blocks=(block,), train_samples=3)
+    assert b"sampling" not in plain.to_bytes()
+    drawn = plain.model_copy(update={"sampling": Sampling.by_weight([1, 2, 3])})
+    assert Manifest.from_bytes(drawn.to_bytes()) == drawn
+    assert drawn.digest() != plain.digest()
+    wrong = drawn.model_copy(update={"train_samples": 4})
+    with pytest.raises(MessageError, match="expected weights of 4 samples"):
+        Manifest.from_bytes(wrong.to_bytes())

@@ -1,0 +1,54 @@
+"""What is said where there is no memory."""
+
+import resource
+
+import pytest
+
+from protocol.cli.doctor import killed
+from protocol.machine.memory import figures_of, killed_for_memory
+
+
+def test_a_limit_of_addresses_is_named_instead_of_what_the_machine_has(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, 3 << 30))
+    assert figures_of(MemoryError()) == (
+        "; this process may map 3.00 GiB: run ulimit -v unlimited, or train a smaller model"
+    )
+
+
+V1 = "4:memory:/docker/a\n1:cpu,cpuacct:/\n"
+V2 = "0::/system.slice/w.service\n"
+BOTH = V1 + "0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "file", "text"),
+    [
+        (V2, "system.slice/w.service/memory.events", "oom 3\noom_kill 2\noom_group_kill 0\n"),
+        (V1, "memory/docker/a/memory.oom_control", "under_oom 0\noom_kill 2\n"),
+        (V1, "memory/memory.oom_control", "under_oom 0\noom_kill 2\n"),  # in a container
+        (BOTH, "memory/docker/a/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
+        (V2, "elsewhere", ""),
+    ],
+)
+def test_whom_the_kernel_has_killed(tmp_path, own, file, text):
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(own)
+    (proc / "vmstat").write_text("nr_free_pages 7\noom_kill 9\n")
+    (groups / file).parent.mkdir(parents=True)
+    (groups / file).write_text(text)
+    expected = {"machine": 9, "group": 2} if text else {"machine": 9}
+    assert killed_for_memory(proc, groups) == expected
+    told = killed(proc, groups)
+    if text:
+        assert (told.outcome, "2 processes of this control group" in told.found) == (
+            "warning",
+            True,
+        )
+    else:
+        assert (told.outcome, "9 processes since" in told.found) == ("ok", True)
+
+
+def test_a_system_that_tells_nothing(tmp_path):
+    assert killed_for_memory(tmp_path, tmp_path) == {}
+    assert killed(tmp_path, tmp_path).outcome == "ok"

@@ -1,0 +1,60 @@
+"""Directories for as long as a process lives."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from protocol.cli.command_line import child_environment
+from protocol.machine.scratch import ScratchDirectory
+
+MADE = """
+from pathlib import Path
+from protocol.machine.scratch import ScratchDirectory
+made = ScratchDirectory()
+(Path(made.name) / "file").write_text("content")
+print(made.name, flush=True)
+input()
+"""
+LONG_AGO = 1_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def _below(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_what_a_killed_process_left_goes_with_the_next_and_of_the_living_nothing(tmp_path):
+    environment = {**child_environment(), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", MADE], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        made = Path(process.stdout.readline().strip())
+        os.utime(made, (LONG_AGO, LONG_AGO))
+        with ScratchDirectory() as ours:
+            assert made.parent == Path(ours).parent
+            assert made.is_dir(), "its process lives"
+        process.kill()
+    young = tmp_path / "samestep-held-young"
+    young.mkdir()
+    with ScratchDirectory() as ours:
+        assert sorted(tmp_path.iterdir()) == sorted([Path(ours), young])
+    assert [*tmp_path.iterdir()] == [young], "it may not be locked yet"
+
+
+def test_what_is_no_directory_of_ours_stays(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link, file = tmp_path / "samestep-held-link", tmp_path / "samestep-held-file"
+    link.symlink_to(elsewhere)
+    file.touch()
+    for each in (link, file):
+        os.utime(each, (LONG_AGO, LONG_AGO), follow_symlinks=False)
+    with ScratchDirectory():
+        assert link.is_symlink()
+        assert file.is_file()

@@ -1,0 +1,83 @@
+"""Memory that processes of one host share."""
+
+import gc
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from protocol.base import limits
+from protocol.base.errors import SharedMemoryFull
+from protocol.cli.command_line import child_environment
+from protocol.machine import shared_memory
+from protocol.machine.memory import Memory
+from protocol.machine.shared_memory import SharedMemory
+
+
+def test_what_one_process_puts_there_another_reads():
+    memory = SharedMemory()
+    place = memory.put(np.arange(5000, dtype=np.float32))
+    read = (
+        "import sys; from protocol.machine.shared_memory import Extent, SharedMemory\n"
+        "fd, *place = map(int, sys.argv[1:])\n"
+        "print(SharedMemory(fd, writable=False).array(Extent(*place)).sum())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", read, str(memory.fd), *map(str, place)],
+        pass_fds=[memory.fd], env=child_environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert float(ran.stdout) == np.arange(5000).sum()
+
+
+def test_a_part_is_given_out_again_only_when_no_view_of_it_is_left():
+    memory = SharedMemory()
+    values = memory.new_array(1000)
+    first = memory.place_of(values)
+    view = values[10:20].data.cast("B")
+    del values
+    gc.collect()
+    assert memory.place_of(memory.new_array(1000)) != first
+    view.release()
+    del view
+    assert first in [memory.place_of(memory.new_array(1000)) for _ in range(2)]
+
+
+def test_what_is_needed_once_is_the_system_s_again():
+    memory = SharedMemory()
+    values = memory.new_array(limits.MIB, once=True)
+    values[:] = 1
+    held = os.fstat(memory.fd).st_blocks
+    del values
+    memory.new_array(1)
+    assert os.fstat(memory.fd).st_blocks < held
+
+
+def test_arrays_lie_as_a_matrix_product_wants_them():
+    memory = SharedMemory()
+    assert all(memory.new_array(size).ctypes.data % 64 == 0 for size in (1, 7, 4097))
+
+
+def test_what_is_elsewhere_has_no_place_in_it():
+    memory = SharedMemory()
+    assert memory.place_of(np.zeros(3, np.float32)) is None
+
+
+@pytest.mark.parametrize("refuse", ["too little is free", "the kernel says so"])
+def test_too_little_memory_is_one_line_that_says_what_to_free(monkeypatch, refuse):
+    if refuse == "too little is free":
+        little = Memory(limits.MIB, 0, None, None, None)
+        monkeypatch.setattr(shared_memory, "read_memory", lambda: little)
+    else:
+
+        def no_space(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(SharedMemoryFull) as caught:
+        SharedMemory().new(2 * limits.MIB)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "close other programs" in text
+    assert "--gpus" in text

@@ -1,0 +1,200 @@
+"""Memory that two processes of one machine lend each other."""
+
+import fcntl
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protocol.base import limits
+from protocol.base.errors import OutOfOrder
+from protocol.cli.command_line import child_environment
+from protocol.machine.shared_segment import SegmentOwner, SharedSegment, borrowed
+
+HALF_BYTES = 2 << 20
+"""Of what may be copied there by the side that listens."""
+
+
+@pytest.fixture
+def sides():
+    """Both sides of a way in one process: who listens, who dials."""
+    lender = SegmentOwner()
+    listens, descriptors = lender.to_one()
+    dials = borrowed([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 0) for each in descriptors])
+    os.close(descriptors[1])
+    yield lender, listens, dials
+    lender.close()
+
+
+def raw(*values):
+    return np.array(values, np.float32).data.cast("B")
+
+
+def lent(memory: SharedSegment, values) -> int:
+    copied = memory.copy(values)
+    assert copied is not None
+    offset = memory.lend(copied)
+    assert offset is not None
+    return offset
+
+
+def test_what_one_side_lends_the_other_reads_until_it_returns_it(sides):
+    _, listens, dials = sides
+    for one, other in ((listens, dials), (dials, listens)):
+        offset = lent(one, raw(1, 2, 3))
+        gc.collect()
+        again = lent(one, raw(4, 5, 6))
+        assert again != offset, "it is in use"
+        body = other.borrow(offset, 12)
+        assert body.view(np.float32).tolist() == [1, 2, 3]
+        assert other.unneeded() == ()
+        del body
+        assert other.unneeded(at_least=2) == ()
+        one.returned(other.unneeded())
+        assert lent(one, raw(7, 8, 9)) == offset, "nobody uses it any more"
+
+
+def test_averages_are_lent_where_they_were_made_and_to_many(sides):
+    lender, listens, dials = sides
+    averages = lender.allocate(1000)
+    averages[:] = 7
+    part = averages[100:200].view(np.uint8)
+    offset = listens.lend(part)
+    assert offset == listens.lend(part)
+    first, second = dials.borrow(offset, 400), dials.borrow(offset, 400)
+    assert first.view(np.float32).tolist() == [7.0] * 100
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1  # nothing that a worker does changes what others read
+    place = averages.ctypes.data
+    del averages, part, first, second
+    gc.collect()
+    listens.returned(dials.unneeded()[:1])
+    assert lender.allocate(1000).ctypes.data != place, "it was lent twice"
+    listens.returned((offset,))
+    assert lender.allocate(1000).ctypes.data == place
+
+
+def test_what_was_not_lent_is_not_taken_back_and_what_lies_outside_is_not_read(sides):
+    _, listens, dials = sides
+    offset = lent(dials, raw(1))
+    with pytest.raises(OutOfOrder, match="was not lent"):
+        dials.returned((offset + 4096,))
+    dials.returned((offset,))
+    with pytest.raises(OutOfOrder, match="was not lent"):
+        dials.returned((offset,))
+    for place in ((1 << 40, 4), ((1 << 40) - 4, 8), (2, 4)):
+        with pytest.raises(OutOfOrder, match="expected an extent of shared memory"):
+            listens.borrow(*place)
+
+
+def test_where_there_are_no_addresses_for_it_there_is_none():
+    limited = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))\n"
+        "from protocol.machine.shared_segment import new_segment_owner; print(new_segment_owner())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", limited],
+        env=child_environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ran.stdout.strip() == "None"
+
+
+def test_nobody_can_cut_off_what_another_reads():
+    lender = SegmentOwner()
+    _, descriptors = lender.to_one()
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match=r"not permitted|Invalid"):
+            os.ftruncate(descriptor, 0)
+    os.close(descriptors[1])
+    lender.close()
+
+
+def test_of_one_that_is_killed_while_it_writes_what_it_has_told_stays(sides):
+    """It writes on and on into what it has not told of; only what it has told of is read."""
+    lender, _, _ = sides
+    listens, descriptors = lender.to_one()
+    written = (
+        "import sys, numpy as np; from protocol.machine.shared_segment import borrowed\n"
+        "memory = borrowed([int(each) for each in sys.argv[1:]])\n"
+        "whole = memory.copy(memoryview(np.arange(50_000, dtype=np.float32)).cast('B'))\n"
+        "print(memory.lend(whole), flush=True)\n"
+        "while True: memory.copy(memoryview(np.ones(50_000, np.float32)).cast('B'))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", written, *map(str, descriptors)],
+        pass_fds=descriptors, env=child_environment(), stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        os.close(descriptors[1])
+        assert process.stdout is not None
+        offset = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    body = listens.borrow(offset, 200_000).view(np.float32)
+    assert body.tobytes() == np.arange(50_000, dtype=np.float32).tobytes()
+
+
+def test_only_so_many_averages_are_made_there(sides):
+    lender, _, _ = sides
+    averages = [lender.allocate(1 << 21) for _ in range(5)]
+    assert [each is None for each in averages] == [False] * 4 + [True]
+    del averages
+    gc.collect()
+    assert lender.allocate(1 << 23) is not None
+
+
+def test_only_so_much_waits_there_at_once(sides):
+    """More of a worker's sums than of what the coordinator copies."""
+    _, listens, dials = sides
+    raw = memoryview(bytes(HALF_BYTES))
+    told = [lent(listens, raw) for _ in range(2)]
+    assert listens.copy(raw) is None
+    assert len(told) == 2
+    places = [lent(dials, raw) for _ in range(8)]
+    assert dials.copy(raw) is None
+    body = listens.borrow(places[0], HALF_BYTES)
+    assert not body.any()
+    del body
+    gc.collect()
+    dials.returned(listens.unneeded())
+    assert dials.copy(raw) is not None
+
+
+def mapped_bytes(fd: int) -> list[int]:
+    """What is in memory of each mapping of a file of memory in this process."""
+    inode = str(os.fstat(fd).st_ino)
+    found: list[int] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *words = line.split()
+        if "-" in key:
+            ours = len(words) >= 5 and words[3] == inode
+        elif ours and key == "Rss:":
+            found.append(int(words[0]) << 10)
+    return found
+
+
+def test_only_so_much_of_what_was_read_stays_mapped(sides, monkeypatch):
+    monkeypatch.setattr(limits, "SEGMENT_MAPPED_BYTES", HALF_BYTES)
+    lender, listens, dials = sides
+    places = [listens.lend(listens.copy(memoryview(bytes(HALF_BYTES)))) for _ in range(2)]
+    before = sum(mapped_bytes(lender._own.fd))
+    for _ in range(2):
+        for place in places:
+            dials.borrow(place, HALF_BYTES).max()
+            gc.collect()
+    assert sum(mapped_bytes(lender._own.fd)) - before == HALF_BYTES
+
+
+def test_memory_that_nobody_uses_goes_back_to_the_system(sides):
+    lender, _, _ = sides
+    used, unused = lender.allocate(300_000), lender.allocate(300_000)
+    used[:], unused[:] = 1, 1
+    del unused
+    gc.collect()
+    taken = os.fstat(lender._own.fd).st_blocks * 512
+    lender.trim()
+    assert os.fstat(lender._own.fd).st_blocks * 512 <= taken - 1_200_000
+    assert used.tobytes() == np.ones(300_000, np.float32).tobytes()

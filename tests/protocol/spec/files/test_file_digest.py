@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+
+from blake3 import blake3
+
+from protocol.spec.files.file_digest import FileDigests, file_digest, identity, lasting_identity
+
+
+def test_a_file_of_several_pieces(tmp_path):
+    content = os.urandom(2_500_001)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert file_digest(path) == (len(content), blake3(content).hexdigest())
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path):
+    path, digests = tmp_path / "file", FileDigests()
+    path.write_bytes(b"one")
+    one, two = blake3(b"one").hexdigest(), blake3(b"two").hexdigest()
+    assert digests.holds(path, 3, one)
+    assert not digests.holds(path, 3, two)
+    assert not digests.holds(path, 4, one)
+    path.write_bytes(b"two")
+    os.utime(path, ns=(1, 1))  # edited within the clock's grain, or set back by a copy
+    assert digests.holds(path, 3, two)
+    assert not digests.holds(path, 3, one)
+    path.unlink()
+    assert not digests.holds(path, 3, two)
+
+
+def test_what_was_written_a_moment_ago_is_not_read_again(tmp_path):
+    path, digests = tmp_path / "file", FileDigests()
+    path.write_bytes(b"one")
+    digests.remember(path, "as computed while it was written")
+    assert digests.holds(path, 3, "as computed while it was written")
+    digests.remember(tmp_path / "none", "x")
+    path.write_bytes(b"two")
+    os.utime(path, ns=(1, 1))
+    assert digests.holds(path, 3, blake3(b"two").hexdigest())
+
+
+def test_what_is_no_readable_file_holds_nothing(tmp_path):
+    assert not FileDigests().holds(tmp_path, tmp_path.stat().st_size, blake3(b"").hexdigest())
+
+
+def test_an_identity_lasts_once_the_file_has_been_left_alone_for_a_while(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"one")
+    status = path.stat()
+    assert lasting_identity(status, status.st_ctime_ns) == ()
+    assert lasting_identity(status, status.st_ctime_ns + 10**9) == identity(status)

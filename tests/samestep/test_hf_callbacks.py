@@ -1,0 +1,264 @@
+"""Callbacks of a Trainer, its metrics while it trains, early stopping, the best model, resuming."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+
+import samestep.hf
+from protocol.base.errors import SamestepError
+from protocol.exact.samples import SampleOrder
+from protocol.spec.sections.tasks import BatchSpec
+
+torch.manual_seed(3)
+X = torch.randn(24, 4)
+CLASSES = (X.sum(1) > 0).long()
+DATA = [{"x": x, "labels": y} for x, y in zip(X, CLASSES, strict=True)]
+SET: dict[str, Any] = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
+    "learning_rate": 0.1, "lr_scheduler_type": "constant", "logging_steps": 1, "seed": 5,
+    "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+}  # fmt: skip
+NOT_CALLED = {"on_init_end", "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end",
+              "on_prediction_step"}  # fmt: skip
+
+
+class Classifier(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, x, labels=None):
+        logits = super().forward(x)
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Epochs(torch.utils.data.Sampler[int]):
+    def __init__(self):
+        self._epoch = 0
+
+    def set_epoch(self, epoch):
+        self._epoch = epoch
+
+    def __len__(self):
+        return len(DATA)
+
+    def __iter__(self):
+        order = SampleOrder(5, len(DATA), BatchSpec(samples=8, microbatch=4))
+        steps = range(3 * self._epoch, 3 * self._epoch + 3)
+        self._epoch += 1
+        return (s for step in steps for part in order.microbatches(step) for s in part)
+
+
+class InOurOrder(transformers.Trainer):
+    """The stock Trainer with samestep's order of samples."""
+
+    def _get_train_sampler(self, *_):
+        return Epochs()
+
+
+def accuracy(prediction):
+    chosen = np.argmax(prediction.predictions, axis=-1)
+    return {"accuracy": float((chosen == prediction.label_ids).mean())}
+
+
+def trainer(kind, directory, *callbacks, **more):
+    torch.manual_seed(0)
+    metrics = more.pop("compute_metrics", None)
+    own = more.pop("own", {})
+    return kind(
+        model=Classifier(),
+        args=TrainingArguments(output_dir=str(directory), **{**SET, **more}),
+        train_dataset=DATA, eval_dataset=DATA[:10], callbacks=list(callbacks),
+        compute_metrics=metrics, **own,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _any_port(monkeypatch):
+    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
+
+
+def spy():
+    """A callback that records all its calls."""
+    calls: list[Any] = []
+
+    def recorder(event):
+        def record(*given, logs=None, metrics=None, **_):
+            state = given[2]
+            seen = {k: v for k, v in (logs or metrics or {}).items() if "_per_second" not in k}
+            seen = {k: v for k, v in seen.items() if "runtime" not in k and k != "total_flos"}
+            calls.append((event, state.global_step, pytest.approx(state.epoch or 0), seen))
+
+        return record
+
+    events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+    kind = type("Spy", (TrainerCallback,), {e: recorder(e) for e in {*events} - NOT_CALLED})
+    return kind(), calls
+
+
+def test_callbacks_see_what_the_stock_trainer_shows_them(tmp_path):
+    seen = []
+    how = {"eval_strategy": "epoch", "compute_metrics": accuracy, "num_train_epochs": 1}
+    for number, kind in enumerate((InOurOrder, samestep.hf.Trainer)):
+        callback, calls = spy()
+        made = trainer(kind, tmp_path / str(number), callback, **how)
+        made.train()
+        seen.append(calls)
+    assert [call[:3] for call in seen[1]] == [call[:3] for call in seen[0]]
+    for (*_, ours), (*_, theirs) in zip(seen[1], seen[0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert any("eval_accuracy" in call[3] for call in seen[1])
+
+
+class Stopper(TrainerCallback):
+    def on_step_end(self, args, state, control, **__):  # noqa: ARG002
+        control.should_training_stop = state.global_step == 2
+
+
+class LooksAtWeights(TrainerCallback):
+    def on_step_end(self, *_, model=None, **__):
+        model.weight.norm()
+
+
+class LooksAtGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, *_, **__): ...
+
+
+class AsksForALog(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **__):  # noqa: ARG002
+        assert not hasattr(model, "config")
+        control.should_log = state.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (Stopper(), "Stopper cannot be honored: it set should_training_stop after step 2"),
+        (LooksAtWeights(), r"no use of the model in LooksAtWeights.on_step_end .* got \.weight"),
+        (LooksAtGradients(), r"LooksAtGradients\.on_pre_optimizer_step cannot be honored"),
+    ],
+)
+def test_a_callback_that_changes_the_run_is_refused_by_name(tmp_path, callback, message):
+    with pytest.raises(SamestepError, match=message):
+        trainer(samestep.hf.Trainer, tmp_path, callback).train()
+
+
+def test_a_callback_may_ask_for_a_row_of_the_log(tmp_path):
+    made = trainer(samestep.hf.Trainer, tmp_path, AsksForALog(), logging_strategy="no")
+    made.train()
+    assert [row["step"] for row in made.state.log_history if "loss" in row] == [2]
+
+
+def test_an_error_in_a_callback_is_raised_and_the_run_can_be_resumed(tmp_path, capsys):
+    class Fails(TrainerCallback):
+        def on_log(self, args, state, control, **__):  # noqa: ARG002
+            if state.global_step == 2:
+                raise ZeroDivisionError("mine")
+
+    how: dict[str, Any] = {"num_train_epochs": 8}
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        trainer(samestep.hf.Trainer, tmp_path, Fails(), **how).train()
+    assert "resume it: " in capsys.readouterr().out
+    resumed = trainer(samestep.hf.Trainer, tmp_path, **how)
+    resumed.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [*range(1, 25)]
+    whole = trainer(samestep.hf.Trainer, tmp_path / "whole", **how)
+    whole.train()
+    assert resumed.fitted.digest == whole.fitted.digest
+    again = trainer(samestep.hf.Trainer, tmp_path, **how)
+    again.train(resume_from_checkpoint=str(tmp_path / "run-1"))
+    assert again.fitted.digest == whole.fitted.digest
+
+
+def test_without_a_run_there_is_nothing_to_resume(tmp_path):
+    for given, message in ((True, "expected a run in"), (str(tmp_path), "which has no run.json")):
+        with pytest.raises(SamestepError, match=message):
+            trainer(samestep.hf.Trainer, tmp_path).train(resume_from_checkpoint=given)
+
+
+def test_early_stopping_and_the_best_model_are_those_of_the_stock_trainer(tmp_path):
+    found: list[Any] = []
+    for number, kind in enumerate((InOurOrder, samestep.hf.Trainer)):
+        made = trainer(
+            kind, tmp_path / str(number), EarlyStoppingCallback(early_stopping_patience=2),
+            eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+            load_best_model_at_end=True, metric_for_best_model="accuracy",
+            compute_metrics=accuracy, num_train_epochs=6, learning_rate=0.3,
+        )  # fmt: skip
+        made.train()
+        state = made.state
+        figures = made.evaluate()
+        found.append((state.best_global_step, state.global_step, figures["eval_accuracy"]))
+        found[-1] += (state.best_metric, made.model.weight.detach().clone())
+    for theirs, ours in zip(found[0][:4], found[1][:4], strict=True):
+        assert ours == pytest.approx(theirs)
+    torch.testing.assert_close(found[1][4], found[0][4], rtol=1e-4, atol=1e-5)
+
+
+def test_a_threshold_of_early_stopping_and_several_evaluation_sets_are_refused(tmp_path):
+    how: dict[str, Any] = {
+        "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True,
+        "metric_for_best_model": "accuracy", "compute_metrics": accuracy,
+    }  # fmt: skip
+    made = trainer(
+        samestep.hf.Trainer, tmp_path, EarlyStoppingCallback(2, early_stopping_threshold=0.1), **how
+    )
+    with pytest.raises(SamestepError, match=r"early_stopping_threshold 0, got 0\.1"):
+        made.train()
+    made = trainer(samestep.hf.Trainer, tmp_path, **how)
+    made.eval_dataset = {"a": made.eval_dataset, "b": made.eval_dataset}
+    with pytest.raises(SamestepError, match="expected one data set, got 2 by name"):
+        made.train()
+
+
+def test_a_metric_that_is_not_computed_is_named(tmp_path):
+    made = trainer(
+        samestep.hf.Trainer, tmp_path, eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=True, metric_for_best_model="f1", compute_metrics=accuracy,
+    )  # fmt: skip
+    with pytest.raises(SamestepError, match=r"accuracy"):
+        made.train()
+
+
+def test_a_model_is_made_anew_for_each_training(tmp_path):
+    made: Any = samestep.hf.Trainer(
+        model_init=Classifier, args=TrainingArguments(output_dir=str(tmp_path), **SET),
+        train_dataset=DATA,
+    )  # fmt: skip
+    digests = []
+    for _ in range(2):
+        made.train()
+        digests.append(made.fitted.digest)
+    assert digests[0] == digests[1]
+
+
+def test_rows_reach_on_log_as_they_are_committed(tmp_path):
+    rows: list[Any] = []
+    result = samestep.fit(
+        lambda: samestep.Task(
+            module=nn.Linear(4, 1), train=DATA, held_out=DATA[:4],
+            loss=lambda module, batch: (module(batch["x"]) ** 2).sum(),
+            evaluate=lambda module, batches: {
+                "largest": max(float(module(batch["x"]).max()) for batch in batches)
+            },
+        ),
+        steps=4, batch=8, evaluate_every=2, optimizer={"name": "sgd", "lr": 0.1}, device="cpu",
+        directory=tmp_path / "run", on_log=rows.append,
+    )  # fmt: skip
+    assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4]
+    merged: dict[float, dict[str, float]] = {}
+    for row in rows:
+        merged.setdefault(row["step"], {}).update(row)
+    assert list(merged.values()) == list(result.history)
+    with torch.no_grad():
+        expected = max(float(result.module(each["x"])) for each in DATA[:4])
+    assert result.metrics["largest"] == pytest.approx(expected, rel=1e-6)
+    assert re.fullmatch(r"[0-9a-f]{64}", result.digest)

@@ -1,0 +1,171 @@
+"""A loss of a whole microbatch, and buffers that forward changes: torch's numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import samestep
+from protocol.exact.samples import SampleOrder
+from protocol.spec.sections.tasks import BatchSpec
+
+STEPS = 7
+SAMPLES = 50  # the last step of an epoch has fewer
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(SAMPLES, 6, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
+
+
+class Net(nn.Module):
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8, momentum=momentum)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+class Teacher(nn.Module):
+    """Distils from a moving average of itself, which forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(6, 3)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+        return self.student(x) - 0.1 * self.teacher(x)
+
+
+def entropy(module: Any, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(module(batch[0]), batch[1])
+
+
+def negatives(module: Any, batch: Any) -> torch.Tensor:
+    rows = functional.normalize(module(batch[0]), dim=1)
+    return functional.cross_entropy(rows @ rows.T / 0.2, torch.arange(len(rows)))
+
+
+def cox(module: Any, batch: Any) -> torch.Tensor:
+    """The partial likelihood, whose risk sets are within the microbatch."""
+    risk = module(batch[0])[:, 0][batch[0][:, 1].argsort(descending=True)]
+    return (risk.logcumsumexp(0) - risk).mean()
+
+
+def ranking(module: Any, batch: Any) -> torch.Tensor:
+    score = module(batch[0])[:, 0]
+    pairs = batch[1][:, None] > batch[1][None, :]
+    margin = functional.softplus(score[None, :] - score[:, None])
+    return (margin * pairs).sum() / pairs.sum().clamp(min=1)
+
+
+def by_torch(
+    module: nn.Module, loss: Callable[[Any, Any], torch.Tensor], microbatch: int
+) -> dict[str, torch.Tensor]:
+    """Train in plain torch: a mean over microbatches, each from the step's buffers."""
+    tensors = data().tensors
+    order = SampleOrder(0, SAMPLES, BatchSpec(samples=16, microbatch=microbatch))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module.train()
+    for step in range(STEPS):
+        parts = order.microbatches(step)
+        total = sum(map(len, parts))
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        state = {n: v.clone() for n, v in module.state_dict().items() if n not in trained}
+        means = {n: torch.zeros(v.shape, dtype=torch.float64) for n, v in state.items()}
+        optimizer.zero_grad()
+        for part in parts:
+            module.load_state_dict(state, strict=False)
+            value = loss(module, [each[list(part)] for each in tensors])
+            (value * len(part) / total).backward()
+            for name in means:
+                means[name] += module.state_dict()[name].double() * len(part) / total
+        with torch.no_grad():
+            for name, mean in means.items():
+                target = module.state_dict()[name]
+                target.copy_(mean if target.is_floating_point() else mean.round())
+        optimizer.step()
+    return module.state_dict()
+
+
+def fitted(make: Callable[[], nn.Module], loss: Any, microbatch: int, **more: Any) -> Any:
+    def build() -> samestep.Task:
+        return samestep.Task(
+            module=make(), train=data(), held_out=data(), loss=loss, unit="microbatch"
+        )
+
+    optimizer = {"name": "momentum", "lr": 0.1, "momentum": 0.9}
+    return samestep.fit(
+        build, steps=STEPS, batch=16, microbatch=microbatch, device="cpu", optimizer=optimizer,
+        **more,
+    )  # fmt: skip
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "running statistics": (Net, entropy),
+    "cumulative statistics": (lambda: Net(None), entropy),
+    "a teacher": (Teacher, entropy),
+    "in-batch negatives": (Net, negatives),
+    "cox": (lambda: nn.Linear(6, 3), cox),
+    "ranking": (lambda: nn.Linear(6, 3), ranking),
+}
+
+
+CASES = [(name, microbatch) for name in MODELS for microbatch in (16, 4)]
+QUICK = [("running statistics", 16), ("a teacher", 4), ("in-batch negatives", 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatch"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_it_trains_with_the_numbers_of_torch(name, microbatch):
+    make, loss = MODELS[name]
+    result = fitted(make, loss, microbatch)
+    torch.manual_seed(0)
+    expected = by_torch(make(), loss, microbatch)
+    found = result.module.state_dict()
+    assert found.keys() == expected.keys()
+    tolerance = 1e-6 if loss is entropy else 1e-5
+    for tensor, values in expected.items():
+        np.testing.assert_allclose(
+            found[tensor], values, rtol=tolerance, atol=tolerance, err_msg=tensor
+        )
+    moved = {"norm.running_mean", "norm.num_batches_tracked", "teacher.weight"} & found.keys()
+    torch.manual_seed(0)
+    start = make().state_dict()
+    assert not any(torch.equal(found[tensor], start[tensor]) for tensor in moved)
+    evaluated = evaluated_loss(result.module, loss, microbatch)
+    assert result.metrics["loss"] == pytest.approx(evaluated, rel=1e-5)
+
+
+def evaluated_loss(module: nn.Module, loss: Any, microbatch: int) -> float:
+    """The loss on all samples, each part with the buffers of the last step."""
+    module.eval()
+    total = 0.0
+    with torch.no_grad():
+        for lo in range(0, SAMPLES, microbatch):
+            part = [each[lo : lo + microbatch] for each in data().tensors]
+            total += float(loss(copy.deepcopy(module), part)) * len(part[0])
+    return total / SAMPLES

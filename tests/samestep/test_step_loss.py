@@ -1,0 +1,132 @@
+"""`samestep.Task(embed=, batch_loss=)`: a script's loss over all samples of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import TensorDataset
+
+import samestep
+from protocol.base.errors import SamestepError
+
+torch.manual_seed(3)
+X, Y = torch.randn(2, 24, 5)
+LABELS = torch.arange(24) // 2
+FEW: dict[str, Any] = {
+    "batch": 24, "microbatch": 4, "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.1},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.encoder = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.log_scale = nn.Parameter(torch.tensor(1.0))
+
+
+def embed(module, batch):
+    x, y, label = batch
+    return {
+        "label": label,
+        "x": normalize(module.encoder(x), dim=1),
+        "y": normalize(module.encoder(y), dim=1),
+    }
+
+
+def batch_loss(module, found):
+    scores = found["x"] @ found["y"].T * module.log_scale.exp()
+    same = found["label"][:, None] == found["label"][None]
+    same = same & ~torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+    target = torch.arange(len(scores), device=scores.device)
+    return cross_entropy(scores.masked_fill(same, -torch.inf), target, reduction="none")
+
+
+def task_of(**more):
+    data = TensorDataset(X, Y, LABELS)
+    return samestep.Task(
+        **{"module": Towers(), "train": data, "embed": embed, "batch_loss": batch_loss, **more}
+    )
+
+
+def test_a_script_trains_as_torch_does_over_the_whole_batch():
+    result = samestep.fit(
+        lambda: task_of(held_out=TensorDataset(X[:8], Y[:8], LABELS[:8])), steps=3, **FEW
+    )
+    module = Towers()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = batch_loss(module, embed(module, (X, Y, LABELS))).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert [row["loss"] for row in result.history] == pytest.approx(losses, rel=1e-5)
+    trained = dict(result.module.named_parameters())
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(trained[name], parameter, rtol=1e-5, atol=1e-6), name
+    with torch.no_grad():  # of a part as if it were a step
+        parts = [slice(0, 4), slice(4, 8)]
+        held_out = [batch_loss(module, embed(module, (X[p], Y[p], LABELS[p]))).sum() for p in parts]
+    assert result.metrics["loss"] == pytest.approx(float(sum(held_out)) / 8, rel=1e-4)
+
+
+@pytest.mark.slow  # buffers and this loss are each tested alone
+def test_an_encoder_with_batch_norm_follows_its_microbatches():
+    def build():
+        module = Towers()
+        module.encoder.insert(1, nn.BatchNorm1d(8))
+        return task_of(module=module, unit="microbatch")
+
+    result = samestep.fit(build, steps=2, **FEW)
+    norm = dict(result.module.named_buffers())
+    # Twice in a microbatch, for x and for y, and not in the phase of embeddings.
+    assert float(norm["encoder.1.num_batches_tracked"]) == 4
+    again = samestep.fit(build, steps=2, **FEW)
+    for name, values in norm.items():
+        assert torch.equal(values, dict(again.module.named_buffers())[name]), name
+
+
+def centered(module, batch):
+    found = embed(module, batch)
+    return found | {name: found[name] - found[name].mean(dim=0) for name in "xy"}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"batch_loss": None}, "expected embed and batch_loss, got one of them"),
+        ({"loss": batch_loss}, "expected no loss with embed"),
+        ({"weight": lambda _: 1.0}, "expected no weight with embed"),
+        ({"batch_loss": lambda m, f: batch_loss(m, f).mean()}, "reduction='none'"),
+        ({"embed": lambda m, b: embed(m, b)["x"]}, "expected a dict of tensors"),
+        ({"embed": lambda m, b: embed(m, b) | {"label": b[2][:1]}}, r"tensors of \[1, 2\] rows"),
+        ({"embed": lambda _, b: {"label": b[2]}}, "expected a field of float32"),
+        ({"embed": centered}, "depend on its own sample alone"),
+    ],
+)
+def test_what_is_no_loss_over_a_step_is_refused_in_a_scripts_words(change, text):
+    with pytest.raises(SamestepError, match=text):
+        samestep.fit(lambda: task_of(**change), steps=1, **FEW)
+
+
+@pytest.mark.slow  # of CoupledStep, quick in tests/backends/eager
+def test_a_loss_that_remembers_is_refused():
+    counts = []
+
+    def counting(module, found):
+        counts.append(1)
+        return batch_loss(module, found) * len(counts)
+
+    with pytest.raises(SamestepError, match="batch_loss to give the same"):
+        samestep.fit(lambda: task_of(batch_loss=counting), steps=2, **FEW)

@@ -1,0 +1,76 @@
+"""A capture of synthetic rows in a directory, as a coordinator writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.capture.captured_files import CapturedFiles
+from protocol.base import limits
+from protocol.datasets.logits_file import record_dtype
+from protocol.spec.manifest import Block, CaptureLayout, Export, Manifest, TensorSpec
+from protocol.spec.run_spec import parse_run_spec
+
+STEP = 8
+"""Samples of one, which is one microbatch."""
+
+
+def capture_of(
+    directory: Path,
+    layout: CaptureLayout,
+    steps: int,
+    *,
+    steps_of_a_file: int,
+    samples_of_a_group: int = STEP,
+) -> Path:
+    """Write one with so many steps; its directory of logits.
+
+    Each row has random tokens, of which the first is the likeliest, and the last sample of a step
+    is one row short.
+    """
+    spec = parse_run_spec(
+        {
+            "task": "teacher-logits",
+            "model": {"source": "teacher"},
+            "data": {"train": "text"},
+            "batch": {"samples": STEP, "microbatch": STEP},
+        }
+    )
+    manifest = Manifest(
+        blocks=(Block(name="none", kind="block", tensors=(TensorSpec(name="none", shape=(1,)),)),),
+        train_samples=STEP * steps,
+        digests={"base_weights": "a" * 64, "vocabulary": "b" * 64},
+        export=Export(directory="logits"),
+        capture=layout,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        each = layout.sample_bytes
+        patch.setattr(limits, "LOGITS_FILE_BYTES", steps_of_a_file * STEP * each)
+        patch.setattr(limits, "ROW_GROUP_BYTES", samples_of_a_group * each)
+        directory.mkdir(exist_ok=True)
+        captured = CapturedFiles(directory, manifest, spec, 0, lambda: None)
+        for step in range(steps):
+            captured.keep(step, [_rows(layout, step)])
+        captured.finish(whole=True)
+        captured.close()
+    return directory / "logits"
+
+
+def _rows(layout: CaptureLayout, step: int) -> np.ndarray:
+    random = np.random.default_rng(step)
+    records = np.zeros(STEP, record_dtype(layout))
+    records["sample_id"] = STEP * step + np.arange(STEP)
+    records["rows"] = layout.tokens
+    records["rows"][-1] = layout.tokens - 1
+    records["input_ids"] = random.integers(0, layout.vocabulary, records["input_ids"].shape)
+    records["loss_mask"] = 1
+    first = random.integers(0, layout.vocabulary, (STEP, layout.tokens, 1))
+    records["topk_ids"] = (first + np.arange(layout.top_k)) % layout.vocabulary
+    records["topk_logits"] = -np.arange(layout.top_k) / 2
+    lse = np.log(np.exp(-np.arange(layout.top_k) / 2).sum() + 0.5)
+    records["lse_1"] = records["lse_T"] = lse
+    for name in (records.dtype.names or ())[2:]:
+        records[name][-1, -1] = 0
+    return records.view(np.uint8).reshape(-1)

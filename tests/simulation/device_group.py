@@ -1,0 +1,161 @@
+"""A simulated worker of several devices: they are engines of their own, whose processes die.
+
+Decisions, the engine of the group and those of the devices are the product's. Orders and reports
+take their time, in order; what a device was about to report when it dies is lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Final
+
+import numpy as np
+
+from backends.base.interface import Array
+from protocol.exact.replica import Replica
+from protocol.exact.update import StepScalars
+from protocol.spec.manifest import Block
+from protocol.spec.sections.optimizer import OptimizerSpec
+from tests.simulation.device import SimulatedDevice
+from tests.simulation.machine import Device, SimulatedMachine
+from tests.simulation.virtual_time import Process
+from worker.logic import actions as act
+from worker.logic import events
+from worker.logic.device_group import MOST_RESTARTS, without_infinite_sums
+from worker.shell.engine import Engine
+from worker.shell.group_engine import LossHandler, ReportHandler
+
+_LATENCY_MS: Final = 0.2
+
+MakeDevice = Callable[[Callable[[float], None]], SimulatedDevice]
+"""Takes what lets time pass for the device."""
+
+
+class SimulatedDevices:
+    """See `worker.shell.group_engine.Devices`.
+
+    Args:
+        process: The worker's.
+        rng: Decides which device dies, and when.
+        make: Makes the device of a process.
+        flips: Steps after which a bit of the group's replica flips.
+        flip: Which bit flips now; that it does is noted.
+    """
+
+    preparing = ""
+
+    def __init__(
+        self,
+        process: Process,
+        rng: Random,
+        make: MakeDevice,
+        flips: set[int],
+        flip: Callable[[], int],
+    ) -> None:
+        self._process = process
+        self._rng = rng
+        self._make = make
+        self._flips, self._flip = flips, flip
+        self.links: list[_Link] = []
+
+    def replica(self, blocks: tuple[Block, ...], optimizer: OptimizerSpec) -> Replica:
+        return _FlippingReplica(blocks, optimizer, self._flips, self._flip)
+
+    def start(self, name: str, reported: ReportHandler, lost: LossHandler) -> _Link:
+        self.links.append(_Link(name, self._process, self._make, reported, lost))
+        if self._rng.random() < 0.3:
+            after_ms = self._rng.choice((30.0, 300.0, 3000.0)) * self._rng.random()
+            self._process.clock.after(after_ms, self.links[-1].die, self._process)
+        return self.links[-1]
+
+    def are_worn_out(self) -> bool:
+        """Whether each process has died once more than it is begun again."""
+        died = Counter(link.name for link in self.links if link.died)
+        return min(died[link.name] for link in self.links) > MOST_RESTARTS
+
+    def close(self) -> None:
+        """They end with the process."""
+
+
+class _FlippingReplica(Replica):
+    """One in whose memory a bit flips after some steps."""
+
+    def __init__(
+        self,
+        blocks: tuple[Block, ...],
+        optimizer: OptimizerSpec,
+        flips: set[int],
+        flip: Callable[[], int],
+    ) -> None:
+        super().__init__(blocks, optimizer)
+        self._flips, self._flip = flips, flip
+
+    def apply(self, averages: Sequence[Array], scalars: StepScalars) -> None:
+        super().apply(averages, scalars)
+        if self.step in self._flips:
+            self._flips.discard(self.step)
+            self.parameters[1].view(np.uint32)[0] ^= self._flip()
+
+
+class _Link:
+    """One device and the way to it."""
+
+    def __init__(
+        self,
+        name: str,
+        process: Process,
+        make: MakeDevice,
+        reported: ReportHandler,
+        lost: LossHandler,
+    ) -> None:
+        self.name = name
+        self.died = False
+        self._process = process
+        self._reported, self._lost = reported, lost
+        self._alive = True
+        self._last_ms = 0.0
+        machine = SimulatedMachine(process, lambda: 2.0)
+        self.machine = machine
+
+        def charge(ms: float) -> None:
+            assert isinstance(machine.device, Device)
+            machine.device.charge(ms)
+
+        self.engine = Engine(make(charge), self._report, machine=machine, in_group=True)
+
+    def send(self, order: act.GroupOrder) -> None:
+        self._later(lambda: self.engine.do(order))
+
+    def end(self) -> None:
+        self._alive = False
+
+    def die(self) -> None:
+        """SIGKILL: the worker hears of it after what the device has said."""
+        if not self._alive:
+            return
+        self._alive, self.died = False, True
+        self.engine.do(act.CancelWork())
+        for thread in self.machine.threads:
+            thread.stop()
+        self._later(self._gone, always=True)
+
+    def _gone(self) -> None:
+        self._lost("was ended by SIGKILL")
+
+    def _later(self, do: Callable[[], None], *, always: bool = False) -> None:
+        clock = self._process.clock
+        self._last_ms = max(self._last_ms, clock.now_ms + _LATENCY_MS)
+
+        def if_alive() -> None:
+            if self._alive or always:
+                do()
+
+        clock.at(self._last_ms, if_alive, self._process)
+
+    def _report(self, event: events.GroupReport) -> None:
+        if self._alive:
+            reported = without_infinite_sums(event)
+            # What was sent before a death is read after it.
+            self._later(lambda: self._reported(reported), always=True)

@@ -1,0 +1,171 @@
+"""A stand-in accelerator for tests on machines without a card: torch's device `standin`.
+
+`register()` builds device.cpp with the system's C++ compiler the first time (about 20 s), and makes
+torch know the device, of which there are two. Its kernels are the CPU's; copies, streams, memory
+and errors are a card's: the head of device.cpp says which. A process that a test starts gets the
+device from torch itself where `environment()` is in its environment: torch loads the backends that
+installed packages name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils import backend_registration
+
+from worker.shell import device_watch
+
+DEVICES: Final = 2
+NAME: Final = "standin"
+MEMORY_LIMIT: Final = "SAMESTEP_STANDIN_BYTES"
+"""The environment variable that says how much memory each device has."""
+KERNELS_TO_FAULT: Final = "SAMESTEP_STANDIN_KERNELS"
+"""The one that says after how many kernels the devices break."""
+KERNELS_TO_HANG: Final = "SAMESTEP_STANDIN_HANGS"
+"""The one that says after how many kernels they hang, which is noticed soon."""
+_SOURCE: Final = Path(__file__).with_name("device.cpp")
+_BUILD: Final = Path(sys.prefix) / "standin"
+"""In the environment, whose torch it is built for."""
+_FLAGS: Final = ("-std=c++20", "-O1", "-g0", "-w", "-fPIC", "-shared")
+_memory_bytes = [0]
+_ENTRY_POINTS: Final = "[torch.backends]\nstandin = tests.standin:register\n"
+
+
+def why_missing() -> str:
+    """Why the device cannot be had here; empty if it can."""
+    if shutil.which("g++") is None and not _library().exists():
+        return "the stand-in accelerator needs g++ (Debian: apt install g++)"
+    return ""
+
+
+def _library() -> Path:
+    key = json.dumps([torch.__version__, _FLAGS, sysconfig.get_platform()]).encode()
+    digest = hashlib.sha256(key + _SOURCE.read_bytes()).hexdigest()
+    return _BUILD / f"device-{digest[:16]}.so"
+
+
+def _build() -> Path:
+    """Compile the device, unless it is there. Processes that do so at once all succeed."""
+    library = _library()
+    if library.exists():
+        return library
+    torch_folder = Path(torch.__file__).parent
+    include = torch_folder / "include"
+    headers = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
+    libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
+    _BUILD.mkdir(exist_ok=True)
+    unfinished = library.with_suffix(f".{os.getpid()}")
+    command = ["g++", *_FLAGS, *headers, str(_SOURCE), "-o", str(unfinished), *libraries]
+    subprocess.run(command, check=True)
+    unfinished.rename(library)
+    return library
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables for a process that is to have the device.
+
+    Args:
+        folder: An empty one, for the package that names it to torch.
+    """
+    package = folder / "samestep_standin-0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: samestep-standin\nVersion: 0\n")
+    (package / "entry_points.txt").write_text(_ENTRY_POINTS)
+    paths = [str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "SAMESTEP_TESTED_BACKEND": "accelerator",
+    }
+
+
+@cache
+def register() -> None:
+    """Make torch know the device, in this process."""
+    library = _build()
+    backend_registration.rename_privateuse1_backend(NAME)
+    torch.ops.load_library(library)
+    torch._register_device_module(NAME, _device_module())
+    backend_registration.generate_methods_for_privateuse1_backend()
+    # On a card torch moves a parameter's data in place; to a device of this kind it would make new
+    # parameters, and untie what is tied.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    if limit := os.environ.get(MEMORY_LIMIT):
+        set_memory_limit(int(limit))
+    if kernels := os.environ.get(KERNELS_TO_FAULT):
+        text = "CUDA error: an illegal memory access was encountered"
+        torch.ops.standin.set_fault_after(int(kernels), text)
+    if kernels := os.environ.get(KERNELS_TO_HANG):
+        device_watch._LEAST_S = device_watch._LEAST_WITH_DATA_S = 1.0  # type: ignore[misc]
+        torch.ops.standin.set_fault_after(int(kernels), "")
+
+
+def _device_module() -> types.ModuleType:
+    """What torch expects of `torch.standin`, as `torch.cuda` has it."""
+    ops = torch.ops.standin
+
+    def index_of(device: Any = None) -> int:
+        if device is None:
+            return int(ops.current_device())
+        return device if isinstance(device, int) else torch.device(device).index or 0
+
+    module: Any = types.ModuleType("torch.standin")
+    module.device_count = lambda: DEVICES
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.current_device = lambda: int(ops.current_device())
+    module.set_device = lambda device: ops.set_device(index_of(device))
+    module.manual_seed_all = module.manual_seed = lambda seed: ops.seed(seed % 2**63)
+    module.synchronize = lambda device=None: ops.synchronize(index_of(device))
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16, torch.float32]
+    module.get_device_name = lambda _device=None: "Stand-in Accelerator"
+    module.get_device_properties = lambda _device=None: types.SimpleNamespace(
+        name="Stand-in Accelerator", total_memory=_memory_bytes[0]
+    )
+    module.get_device_capability = lambda _device=None: (0, 0)
+    module.get_rng_state = lambda device=None: ops.rng_state(index_of(device))
+    module.set_rng_state = lambda state, device=None: ops.set_rng_state(index_of(device), state)
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.empty_cache = lambda: None
+    return module
+
+
+def take_reports() -> list[str]:
+    """Accesses without the wait that they need, since the last call."""
+    return list(torch.ops.standin.take_reports())
+
+
+def take_counts() -> dict[str, int]:
+    """How often what was done, since the last call: kernels, copies, waits, by name."""
+    return dict(torch.ops.standin.take_counts())
+
+
+def peak_bytes(device: int) -> int:
+    """Most memory in use on a device since the last call."""
+    return int(torch.ops.standin.peak_bytes(device))
+
+
+def set_memory_limit(limit_bytes: int | None) -> None:
+    """What each device has; None: no limit."""
+    _memory_bytes[0] = limit_bytes or 0
+    torch.ops.standin.set_limit(-1 if limit_bytes is None else limit_bytes)
+
+
+def set_fault(text: str = "") -> None:
+    """Break all devices: each later call raises this text. Without one, mend them."""
+    torch.ops.standin.set_fault(text)
+
+
+def set_hanging(*, hangs: bool) -> None:
+    """Whether waits for the device do not return."""
+    torch.ops.standin.set_hanging(hangs)

@@ -1,0 +1,154 @@
+"""`fit` and the trainers of `samestep.hf` where torch, and transformers, find an accelerator.
+
+test_standin.py runs these in a process in which torch has the stand-in; benchmarks/cards.py on a
+real card, without what only the stand-in can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+import samestep.hf
+from backends.eager import torch_devices
+from protocol.base.errors import DeviceError
+from tests import standin
+from tests.samestep.test_hf_trainer import SET, TEXTS, collate
+from tests.tested_backend import KIND
+
+X = torch.linspace(-1, 1, 48)[:, None]
+DEVICE = torch_devices.torch_device(KIND, torch.accelerator.device_count() - 1)
+CARD = f"{KIND}{DEVICE.index}"
+IS_STANDIN = DEVICE.type == standin.NAME
+
+
+@pytest.fixture(autouse=True)
+def _anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
+    monkeypatch.chdir(tmp_path)
+    yield
+    if IS_STANDIN:
+        standin.set_fault()
+        standin.set_memory_limit(None)
+        assert standin.take_reports() == []
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(1, 8), nn.Linear(8, 1)
+        self.outer.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(self.inner(x), 0.1, self.training)
+        scores: torch.Tensor = self.outer(hidden)
+        return scores
+
+
+def squares(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = (module(batch[0]) - batch[1]).square().sum()
+    return loss
+
+
+def task(**changes: Any) -> samestep.Task:
+    given: dict[str, Any] = {
+        "module": Noisy(), "train": TensorDataset(X, 2 * X), "loss": squares,
+        "held_out": TensorDataset(X[:8], 2 * X[:8]),
+    }  # fmt: skip
+    return samestep.Task(**given | changes)
+
+
+def fitted(device: str, **changes: Any) -> samestep.Result:
+    return samestep.fit(lambda: task(**changes), steps=4, batch=16, device=device)
+
+
+def test_fit_gives_the_module_back_on_the_cpu_and_torch_as_it_was():
+    torch.accelerator.set_device_index(0)
+    cards = torch.get_device_module(DEVICE)
+    before = cards.get_rng_state(DEVICE)
+    result = fitted(CARD)
+    assert {each.device.type for each in result.module.parameters()} == {"cpu"}
+    assert result.digest == fitted(CARD).digest
+    assert torch.accelerator.current_device_index() == 0
+    assert torch.equal(cards.get_rng_state(DEVICE), before)
+
+
+def test_the_loss_is_tried_where_it_will_be_computed():
+    seen = set()
+
+    def loss(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        seen.add((str(batch[0].device), str(next(module.parameters()).device)))
+        return squares(module, batch)
+
+    fitted(CARD, loss=loss)
+    assert seen == {(str(DEVICE), str(DEVICE))}
+
+
+def test_an_index_outside_its_table_is_named_in_the_trial_and_breaks_nothing():
+    def loss(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        total: torch.Tensor = module(batch[0]).sum()
+        return total
+
+    outside = TensorDataset(torch.full((8, 2), 7))
+    with pytest.raises(samestep.SamestepError, match=r"has 7.*in 7 rows"):
+        fitted(CARD, module=nn.Embedding(7, 3), train=outside, loss=loss, held_out=None)
+    fitted(CARD)
+
+
+def test_what_a_card_cannot_compute_is_said_of_the_card():
+    def loss(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        total: torch.Tensor = module(batch[0]).cumsum(0).square().sum()
+        return total
+
+    with pytest.raises(DeviceError, match=rf"{KIND} {DEVICE.index}.*cumsum.*no fixed order"):
+        fitted(CARD, loss=loss)
+
+
+@pytest.mark.skipif(not IS_STANDIN, reason="a real card's memory has no limit to set")
+def test_a_card_that_is_too_small_for_the_trial_is_named():
+    standin.set_memory_limit(1024)
+    with pytest.raises(DeviceError, match=r"accelerator 1.*out of memory"):
+        fitted(CARD)
+
+
+def trainer(directory: Path, **more: Any) -> Any:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {**SET, **more}
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    arguments = transformers.TrainingArguments(output_dir=str(directory), **settings)
+    if not settings["use_cpu"]:
+        arguments._n_gpu = 2
+    return samestep.hf.Trainer(
+        model=transformers.LlamaForCausalLM(config),
+        args=arguments,
+        train_dataset=[{"input_ids": text} for text in TEXTS],
+        eval_dataset=[{"input_ids": text} for text in TEXTS[:4]],
+        data_collator=collate,
+        samestep={} if settings["use_cpu"] else {"device": CARD},
+    )
+
+
+def test_the_trainer_of_a_machine_with_two_cards_is_that_of_a_cpu(tmp_path, monkeypatch):
+    """Transformers multiplies the loss by its number of cards."""
+    found = {}
+    for name in ("cpu", "card"):
+        if name == "card" and IS_STANDIN:
+            monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "standin:0")
+        one = trainer(tmp_path / name, use_cpu=name == "cpu")
+        before = one.evaluate()["eval_loss"]
+        one.train()
+        losses = [row["loss"] for row in one.state.log_history if "loss" in row]
+        found[name] = [before, *losses, one.evaluate()["eval_loss"]]
+        assert one.model.device.type == {"cpu": "cpu", "card": DEVICE.type}[name]
+    assert found["card"] == pytest.approx(found["cpu"], rel=1e-4)

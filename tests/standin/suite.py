@@ -1,0 +1,441 @@
+"""The eager backend on the stand-in accelerator: the CPU's bits, counted copies, planted faults.
+
+test_standin.py runs these in a process in which torch has the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from backends.base.interface import Batch, BlockGradient, Loss, LossRaised, Trainable
+from backends.eager import device_sums, torch_devices
+from backends.eager.eager import EagerBackend, EagerProgram
+from backends.registry import choose, devices
+from protocol.base.errors import DeviceError, SamestepError
+from protocol.spec.files.run_spec_file import load_run_spec
+from protocol.spec.run_spec import ModelRun
+from protocol.spec.sections.model import ModelSpec
+from tests import standin
+from tests.backends.eager.test_eager import Net, batch, trainable
+from tests.small_decoder import decoder_run
+from worker.models import device_memory
+from worker.tasks.registry import build
+
+SUBTREE = [(batch(seed=seed), seed) for seed in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_reported() -> Iterator[None]:
+    """Every access waits for what it needs, unless the test has looked at the reports itself."""
+    standin.take_reports()
+    standin.take_counts()
+    yield
+    standin.set_fault()
+    assert standin.take_reports() == []
+
+
+def gradients(backend: str, job: Trainable, subtree: Any = SUBTREE, index: int = 0) -> list[bytes]:
+    program = EagerBackend(backend, index).compile(job, subtree[0][0])
+    try:
+        items = list(program.gradients(subtree))
+    finally:
+        program.close()
+    loss = items[-1]
+    assert isinstance(loss, Loss)
+    blocks = [item.values.tobytes() for item in items if isinstance(item, BlockGradient)]
+    return [*blocks, repr(loss).encode()]
+
+
+def fresh(**changes: Any) -> Trainable:
+    torch.manual_seed(0)
+    return trainable(Net(), **changes)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("leaves", [1, 2, 3, 5])
+def test_a_subtree_s_sums_have_the_bits_of_the_host(index, leaves):
+    subtree = SUBTREE[:leaves]
+    assert gradients("accelerator", fresh(), subtree, index) == gradients("cpu", fresh(), subtree)
+
+
+@pytest.mark.parametrize("leaves", [1, 4])
+def test_a_subtree_is_copied_once_a_block_and_no_microbatch_waits(leaves):
+    job = fresh()
+    program = EagerBackend("accelerator").compile(job, batch())
+    subtree = [(batch(seed=seed), seed) for seed in range(leaves)]
+    list(program.gradients(subtree))
+    standin.take_counts()
+    list(program.gradients(subtree))
+    counts = standin.take_counts()
+    program.close()
+    assert counts.pop("copies to host, deferred") == len(job.blocks)
+    assert counts.pop("waits for an event") == len(job.blocks)
+    assert counts.pop("copies to device, deferred") == 2 * leaves, "x and y of each microbatch"
+    counts.pop("pinned allocations")
+    counts.pop("kernels")
+    assert counts == {}, "nothing else copies or waits"
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"base_dtype": "bfloat16", "precision": "bfloat16"},
+    "float16": {"base_dtype": "float16"},
+    "int8": {"base_dtype": "int8"},
+    "int4": {"base_dtype": "int4"},
+    "nf4": {"base_dtype": "nf4", "gradient_checkpointing": True},
+    "q8_0": {"base_dtype": "q8_0", "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_lora_of_a_decoder_is_that_of_the_host_and_repeats_its_bits(kind, tmp_path):
+    """Not its bits: attention takes another kernel there."""
+    source = {"source": str(tmp_path / "model"), **DECODERS[kind]}
+    spec = load_run_spec(decoder_run("causal-lm", tmp_path, model=source, lora={"r": 4}))
+    without_draws(tmp_path / "model")
+    found = []
+    for backend in ("cpu", "accelerator", "accelerator"):
+        task = build(spec)
+        subtree = [(task.batch([0, 1]), 1), (task.batch([2, 3]), 2)]
+        found.append(gradients(backend, task.trainable, subtree, int(backend != "cpu")))
+    host, device, again = found
+    assert device == again
+    tolerance = 0.05 if source.get("precision") == "bfloat16" else 1e-5
+    for expected, got in zip(host[:-1], device[:-1], strict=True):
+        wanted = np.frombuffer(expected, np.float32)
+        largest = float(np.abs(wanted).max())
+        np.testing.assert_allclose(
+            np.frombuffer(got, np.float32), wanted, rtol=0, atol=tolerance * largest
+        )
+
+
+MEMORY: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "long samples": {"tokens": 256},
+    "a large vocabulary": {"vocab_size": 4096},
+    "more layers": {"num_hidden_layers": 8},
+    "bfloat16": {"precision": "bfloat16"},
+    "a base in bfloat16": {"base_dtype": "bfloat16", "precision": "bfloat16"},
+    "int4": {"base_dtype": "int4"},
+    "int8, checkpointed": {"base_dtype": "int8", "gradient_checkpointing": True},
+    "in full": {"lora": None},
+    "in full, four microbatches": {"lora": None, "microbatches": 4},
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_the_estimate_is_within_five_percent_of_what_is_taken(kind, tmp_path):
+    how = {"tokens": 128, "microbatches": 1, "lora": {"r": 4}, **MEMORY[kind]}
+    model = {k: v for k, v in how.items() if k in ModelSpec.model_fields}
+    path = decoder_run(
+        "causal-lm", tmp_path, model={"source": str(tmp_path / "model"), **model},
+        lora=how["lora"], batch={"samples": 2 * how["microbatches"], "microbatch": 2},
+    )  # fmt: skip
+    config: dict[str, Any] = {
+        **json.loads((tmp_path / "model" / "config.json").read_text()),
+        "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "attention_dropout": 0.0, "max_position_embeddings": 512,
+        **{name: how[name] for name in ("vocab_size", "num_hidden_layers") if name in how},
+    }  # fmt: skip
+    made = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
+    made.save_pretrained(tmp_path / "model")
+    spec = load_run_spec(path, [f"data.max_tokens={how['tokens']}"])
+    assert isinstance(spec, ModelRun)
+    expected, task = device_memory.estimate(spec), build(spec)
+    assert expected is not None
+    arrays = {n: np.resize(a, (2, how["tokens"])) for n, a in task.batch([0]).arrays.items()}
+    batch_ = Batch(arrays, 2.0 * how["tokens"])
+    with mock.patch.object(EagerProgram, "_refuse_loss_that_does_not_add_up"):  # twice as large
+        program = EagerBackend("accelerator").compile(task.trainable, batch_)
+    gc.collect()
+    standin.peak_bytes(0)
+    before = standin.peak_bytes(0)
+    list(program.gradients([(batch_, seed) for seed in range(how["microbatches"])]))
+    peak = standin.peak_bytes(0)
+    program.close()
+    del program, task
+    gc.collect()
+    assert before == pytest.approx(expected.weights, rel=0.03)
+    assert peak == pytest.approx(expected.total, rel=0.05)
+
+
+def without_draws(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.0}))
+
+
+# Faults that a CPU does not show: each is planted, and noticed.
+
+
+class UnwaitedEvent(torch.Event):
+    def synchronize(self) -> None:
+        pass
+
+
+class UnorderedStream(torch.Stream):
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+def planted(**changes: Any) -> Any:
+    """The product's copies with another class or function of torch."""
+    return mock.patch.object(device_sums, "torch", SimpleNamespace(**{**vars(torch), **changes}))
+
+
+def test_a_host_that_does_not_wait_for_a_copy_is_noticed():
+    with planted(Event=UnwaitedEvent):
+        found = gradients("accelerator", fresh())[:-1]
+    assert found != gradients("cpu", fresh())[:-1]
+
+
+def test_memory_freed_while_it_is_copied_is_noticed():
+    with mock.patch.object(torch.Tensor, "record_stream"):
+        found = read_after_the_last_copy()
+    standin.take_reports()  # here or there, it also overwrites what is read
+    assert found != gradients("cpu", fresh(), SUBTREE[:1])[:-1]
+
+
+def read_after_the_last_copy() -> list[bytes]:
+    """The blocks of one microbatch, none of which the host reads before all are copied."""
+    program: Any = EagerBackend("accelerator").compile(fresh(), batch())
+    stream = program.gradients(SUBTREE[:1])
+    program._thread.submit(lambda: None).result()
+    torch.accelerator.synchronize()
+    found = [item.values.tobytes() for item in stream if isinstance(item, BlockGradient)]
+    program.close()
+    return found
+
+
+def test_a_copy_that_does_not_wait_for_its_values_is_noticed():
+    with planted(Stream=UnorderedStream):
+        gradients("accelerator", fresh())
+    assert any("without waiting" in report for report in standin.take_reports())
+
+
+def test_staging_memory_reused_before_it_is_read_is_noticed():
+    expected = gradients("cpu", fresh(), SUBTREE[:1])[:-1]
+    assert read_after_the_last_copy() == expected
+    with mock.patch.object(device_sums.StagingMemory, "_free_start", return_value=0):
+        assert read_after_the_last_copy() != expected
+
+
+def test_a_batch_left_on_the_host_is_noticed():
+    def stays(_program: Any, batch: Any) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(array) for name, array in batch.arrays.items()}
+
+    with (
+        mock.patch("backends.eager.eager.EagerProgram._on_device", stays),
+        pytest.raises(RuntimeError, match="at least two devices"),
+    ):
+        gradients("accelerator", fresh())
+
+
+def test_draws_that_are_not_seeded_on_the_device_are_noticed():
+    module = Net(dropout=0.5)
+
+    def draw(seed: int) -> list[bytes]:
+        return gradients("accelerator", trainable(copy.deepcopy(module)), [(batch(), seed)])
+
+    assert draw(1) == draw(1) != draw(2)
+    with mock.patch.object(torch_devices, "seed"):
+        assert draw(1) != draw(1)
+
+
+def test_a_gradient_that_misses_its_hook_is_named():
+    program: Any = EagerBackend("accelerator").compile(fresh(), batch())
+    for hook in program._hooks:
+        hook.remove()
+    with pytest.raises(SamestepError, match=r"'first\.weight' did not pass the hook"):
+        list(program.gradients(SUBTREE[:1]))
+    program.close()
+
+
+# A device that is too small, or fails.
+
+
+@pytest.fixture
+def limit() -> Iterator[Any]:
+    yield standin.set_memory_limit
+    standin.set_memory_limit(None)
+
+
+def test_a_model_that_does_not_fit_is_this_device_s_error_and_says_what_to_set(limit):
+    limit(2048)
+    with pytest.raises(DeviceError, match=r"accelerator 0.*out of memory.*microbatch") as caught:
+        EagerBackend("accelerator").compile(fresh(), batch())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_microbatch_that_did_not_fit_once_is_tried_again(limit, where):
+    standin.peak_bytes(0)  # of earlier tests
+    program = EagerBackend("accelerator").compile(fresh(), batch())
+    small = standin.peak_bytes(0) // 8
+    freed: list[torch.device] = []
+    backward = torch.Tensor.backward
+
+    def does_not_fit(loss: torch.Tensor) -> None:
+        if not freed:
+            limit(small)
+        backward(loss)
+
+    def end_what_else_uses_it(device: torch.device) -> None:
+        freed.append(device)
+        limit(None)
+
+    with (
+        mock.patch.object(torch_devices, "release_cached_memory", end_what_else_uses_it),
+        mock.patch.object(torch.Tensor, "backward", does_not_fit),
+    ):
+        if where == "forward":
+            limit(small)
+        *blocks, loss = program.gradients(SUBTREE)
+    program.close()
+    assert len(freed) == 1
+    found = [item.values.tobytes() for item in blocks if isinstance(item, BlockGradient)]
+    assert [*found, repr(loss).encode()] == gradients("cpu", fresh())
+
+
+class LooksUp(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(7, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.rows(ids)
+        return scores
+
+
+def lookup_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+    scores = module(arrays["ids"]).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(scores, arrays["labels"].view(-1), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("array", "value", "text"),
+    [
+        ("ids", 7, r"'ids' has 7 at \[1, 2\].*7 rows"),
+        ("ids", -1, "'ids' has -1"),
+        ("labels", 3, r"'labels' has 3 at \[1, 2\].*3 rows"),
+    ],
+)
+def test_an_index_outside_its_table_is_named_and_never_reaches_the_device(array, value, text):
+    arrays = {"ids": np.ones((2, 4), np.int64), "labels": np.ones((2, 4), np.int64)}
+    arrays["labels"][0, 0] = -100
+    good = Batch({name: values.copy() for name, values in arrays.items()}, 7.0)
+    program = EagerBackend("accelerator").compile(trainable(LooksUp(), loss=lookup_loss), good)
+    arrays[array][1, 2] = value
+    with pytest.raises(LossRaised, match=text) as caught:
+        list(program.gradients([(Batch(arrays, 7.0), 0)]))
+    assert caught.value.row == 1
+    assert list(program.gradients([(good, 0)]))
+    program.close()
+
+
+def test_one_that_is_computed_names_the_microbatch_and_not_the_device():
+    def beyond(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+        loss: torch.Tensor = module(arrays["ids"] + arrays["ids"].max() // 5).sum()
+        return loss
+
+    program = EagerBackend("accelerator").compile(
+        trainable(LooksUp(), loss=beyond), Batch({"ids": np.zeros((2, 4), np.int64)}, 8.0)
+    )
+    try:
+        with pytest.raises(LossRaised, match="looks up an index"):
+            list(program.gradients([(Batch({"ids": np.full((2, 4), 6)}, 8.0), 0)]))
+    finally:
+        standin.set_fault()
+        program.close()
+
+
+FAULTS = (
+    "CUDA error: an illegal memory access was encountered",
+    "HIP error: an illegal memory access was encountered",
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_device_that_fails_is_named_and_not_the_model(fault):
+    program = EagerBackend("accelerator").compile(fresh(), batch())
+    standin.set_fault(fault)
+    try:
+        with pytest.raises(DeviceError, match=f"accelerator 0.*{fault[:9]}"):
+            list(program.gradients(SUBTREE))
+    finally:
+        standin.set_fault()
+        program.close()
+
+
+class Pooled(torch.nn.Module):
+    """Its pooling has no deterministic backward on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(5))
+        self.pool = torch.nn.AdaptiveAvgPool2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pool((x * self.weight)[None, None]).flatten()
+
+
+def pooled_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+    loss: torch.Tensor = module(arrays["x"]).square().sum()
+    return loss
+
+
+def cumulative_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+    loss: torch.Tensor = (arrays["x"] * module.get_parameter("weight")).cumsum(0).square().sum()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "operator"), [(pooled_loss, "adaptive_avg_pool2d"), (cumulative_loss, "cumsum")]
+)
+def test_an_operator_that_a_card_adds_in_no_fixed_order_is_named_before_the_run(loss, operator):
+    with pytest.raises(DeviceError, match=rf"accelerator 0.*{operator}.*no fixed order"):
+        EagerBackend("accelerator").compile(trainable(Pooled(), loss=loss), batch())
+
+
+def test_an_index_of_the_first_microbatch_never_reaches_the_device():
+    arrays = {"ids": np.full((2, 4), 7), "labels": np.ones((2, 4), np.int64)}
+    with pytest.raises(IndexError, match="'ids' has 7"):
+        EagerBackend("accelerator").compile(
+            trainable(LooksUp(), loss=lookup_loss), Batch(arrays, 8.0)
+        )
+    EagerBackend("accelerator").compile(fresh(), batch()).close()
+
+
+def test_it_is_listed_and_chosen_by_name_alone(limit):
+    limit(1 << 30)
+    rows = [row for row in devices() if row.backend == "accelerator"]
+    assert [(row.index, row.usable, row.memory_bytes) for row in rows] == [
+        (0, True, 1 << 30), (1, True, 1 << 30),
+    ]  # fmt: skip
+    assert choose("accelerator", 1).backend.info.index == 1
+    assert choose("auto").backend.info.backend != "accelerator"
+
+
+def test_the_profile_of_a_card_has_what_chooses_its_kernels_and_not_its_host(limit, monkeypatch):
+    backend = EagerBackend("accelerator")
+    one = backend.numerics_profile(1)
+    assert one == backend.numerics_profile(8), "threads of the host"
+    assert "isa" not in one
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    limit(1 << 30)
+    other = backend.numerics_profile(1)
+    assert {name for name in other if one.get(name) != other[name]} == {
+        "NVIDIA_TF32_OVERRIDE", "memory",
+    }  # fmt: skip

@@ -1,0 +1,123 @@
+"""Whole runs on the stand-in accelerator: one digest with the CPU, and what a failing card does."""
+
+import pytest
+
+from tests import standin
+from tests.cluster import RUNS, Cluster
+
+pytestmark = pytest.mark.slow
+
+DIGITS = (
+    "--run", str(RUNS / "digits.yaml"), "--set", "steps=16", "--set", "evaluate_every=8",
+    "--set", "batch.samples=48",
+)  # fmt: skip
+FEW_KERNELS, MANY_KERNELS = 20, 3000
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    if why := standin.why_missing():
+        pytest.skip(why)
+    return standin.environment(tmp_path_factory.mktemp("standin") / "packages")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The result of one CPU."""
+    with Cluster(tmp_path_factory.mktemp("cpu"), "--expect-workers", "1", *DIGITS) as cluster:
+        cluster.worker("cpu", "--backend", "cpu")
+        return cluster.result()
+
+
+def result(cluster, expected):
+    found = cluster.result()
+    assert found["weights_digest"] == expected["weights_digest"]
+    assert found["losses"] == expected["losses"]
+    assert found["eval"] == expected["eval"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "devices", [("accelerator1",), ("accelerator0-1",), ("accelerator0", "cpu")]
+)
+def test_the_digest_of_a_cpu(tmp_path, environment, expected, devices):
+    with Cluster(tmp_path, "--expect-workers", str(len(devices)), *DIGITS) as cluster:
+        for device in devices:
+            cluster.worker(device, "--backend", device, environment=environment)
+        result(cluster, expected)
+
+
+@pytest.mark.parametrize("kernels", [FEW_KERNELS, MANY_KERNELS])
+def test_a_card_that_breaks_leaves_and_the_run_goes_on_with_the_same_bits(
+    tmp_path, environment, expected, kernels
+):
+    """Before it is ready, or in a step."""
+    breaks = {**environment, standin.KERNELS_TO_FAULT: str(kernels)}
+    with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
+        card = cluster.worker("card", "--backend", "accelerator0", environment=breaks)
+        if kernels == FEW_KERNELS:
+            assert cluster.wait_for_exit(card) == 1
+            cluster.worker("other", "--backend", "cpu")
+        cluster.worker("cpu", "--backend", "cpu")
+        result(cluster, expected)
+        assert cluster.wait_for_exit(card) == 1
+        assert card.stderr is not None
+        (last,) = [line for line in card.stderr.read().splitlines() if "illegal" in line]
+    assert last.startswith("worker: device 'accelerator 0' failed: CUDA error: an illegal memory")
+
+
+def test_a_worker_of_two_cards_restarts_the_process_of_one_that_breaks(
+    tmp_path, environment, expected
+):
+    breaks = {**environment, standin.KERNELS_TO_FAULT: str(MANY_KERNELS)}
+    with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
+        cards = cluster.worker("cards", "--backend", "accelerator", "--gpus", "0,1",
+                               environment=breaks)  # fmt: skip
+        result(cluster, expected)
+        cluster.wait_for_exit(cards)
+        assert cards.stdout is not None
+        assert cards.stderr is not None
+        said = cards.stdout.read() + cards.stderr.read()
+    assert "CUDA error: an illegal memory access" in said
+    assert "restarted, 1 of at most 3 times" in said
+
+
+def test_a_card_that_hangs_ends_its_worker_and_the_run_goes_on(tmp_path, environment, expected):
+    hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
+    with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
+        card = cluster.worker("card", "--backend", "accelerator0", environment=hangs)
+        cluster.worker("cpu", "--backend", "cpu")
+        assert cluster.wait_for_exit(card) == 1
+        result(cluster, expected)
+        assert card.stderr is not None
+        said = card.stderr.read()
+    assert "device 'accelerator 0' failed: expected an answer within 1 s" in said
+    assert "it hangs" in said
+
+
+def test_of_two_cards_the_one_that_hangs_is_begun_again(tmp_path, environment, expected):
+    hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
+    with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
+        cards = cluster.worker("cards", "--backend", "accelerator", "--gpus", "0,1",
+                               environment=hangs)  # fmt: skip
+        result(cluster, expected)
+        cluster.wait_for_exit(cards)
+        assert cards.stdout is not None
+        assert cards.stderr is not None
+        said = cards.stdout.read() + cards.stderr.read()
+    assert "was ended: device 'accelerator" in said
+    assert "it hangs" in said
+    assert "restarted, 1 of at most 3 times" in said
+
+
+def test_a_card_that_is_too_small_says_what_to_set(tmp_path, environment, expected):
+    small = {**environment, standin.MEMORY_LIMIT: "8192"}
+    with Cluster(tmp_path, "--expect-workers", "1", *DIGITS) as cluster:
+        card = cluster.worker("card", "--backend", "accelerator0", environment=small)
+        assert cluster.wait_for_exit(card) == 1
+        cluster.worker("cpu", "--backend", "cpu")
+        result(cluster, expected)
+        assert card.stderr is not None
+        said = card.stderr.read()
+    assert "out of memory" in said
+    assert "batch.microbatch" in said

@@ -1,0 +1,35 @@
+"""What runs on a card, run on the stand-in accelerator: in processes in which torch has one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import house, standin
+
+pytestmark = pytest.mark.slow
+
+SUITES = {
+    "the stand-in's own": ["tests/standin/suite.py"],
+    "the library's": ["tests/standin/library.py"],
+    "model families": ["tests/backends/eager/models.py"],
+    "the eager backend's": ["tests/backends/eager", "tests/backends/test_conformance.py"],
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    if why := standin.why_missing():
+        pytest.skip(why)
+    return standin.environment(tmp_path_factory.mktemp("standin") / "packages")
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suite(environment, suite):
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", "not vulkan", *SUITES[suite]]
+    done = subprocess.run(
+        command, cwd=house.ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

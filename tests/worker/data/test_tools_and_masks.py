@@ -1,0 +1,176 @@
+"""Tool calls, reasoning and weights: the tokens and the mask are those of transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from protocol.base.errors import DataError
+from protocol.datasets.conversations import Conversation, read_conversations
+from protocol.spec.sections.data import DataSpec
+from tests.small_chat import CHATML, jsonl, save_chat_tokenizer
+from tests.tool_chat import MARKED_TOOL_TEMPLATE, TOOL_TEMPLATE, WEATHER_TOOL, tool_chat
+from worker.data.chat_template import ChatTemplate
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Any:
+    return save_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def read(directory: Any, row: dict[str, Any], **spec: Any) -> Conversation:
+    data = DataSpec(
+        train=str(jsonl(directory / "a.jsonl", [row])), **{"format": "messages", **spec}
+    )
+    [one] = read_conversations(data)
+    return one
+
+
+def learned(tokenizer: Any, conversation: Conversation, template: str, loss: Any = "assistant"):
+    made = ChatTemplate(tokenizer, template, loss=loss)
+    rendered = made.render(conversation)
+    [(tokens, counted)] = made.encode([rendered])
+    return tokens.tolist(), counted.tolist(), [rendered.text[a:b] for a, b in rendered.spans]
+
+
+def transformers_mask(tokenizer: Any, messages: Any, tools: Any) -> tuple[list[int], list[bool]]:
+    made = tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=MARKED_TOOL_TEMPLATE, tokenize=True,
+        return_dict=True, return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    return made["input_ids"], [bool(each) for each in made["assistant_masks"]]
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED_TOOL_TEMPLATE])
+def test_tool_calls_have_the_tokens_and_mask_of_transformers(tokenizer, tmp_path, template):
+    chat = tool_chat()
+    one = read(tmp_path, {"messages": chat, "tools": [WEATHER_TOOL]})
+    for message in chat:  # as transformers wants the arguments
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        message["content"] = message["content"] or ""
+    expected = transformers_mask(tokenizer, chat, [WEATHER_TOOL])
+    tokens, counted, spans = learned(tokenizer, one, template)
+    assert (tokens, counted) == expected
+    call = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+    assert spans == [
+        "Hello!<|im_end|>\n",
+        f"<think>\nI need a forecast.\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>\n",
+        "<think>\n\n</think>\n\nNo rain.<|im_end|>\n",
+    ]
+
+
+FUNCTION = WEATHER_TOOL["function"]
+ASK = {"role": "user", "content": "Rain?"}
+TOLD = {"role": "tool", "content": "no"}
+SAID = {"role": "assistant", "content": "No rain."}
+CALLS: dict[str, dict[str, Any]] = {
+    "arguments as an object": {"tool_calls": [{"name": "weather", "arguments": {"city": "Oslo"}}]},
+    "arguments as text": {
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+        ]
+    },
+    "calls as text": {"tool_calls": '[{"name": "weather", "arguments": {"city": "Oslo"}}]'},
+    "one call": {"function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+@pytest.mark.parametrize("tools", [[WEATHER_TOOL], [FUNCTION], json.dumps([FUNCTION])])
+def test_each_shape_of_a_call_is_the_same(tokenizer, tmp_path, call, tools):
+    row = {"messages": [ASK, {"role": "assistant", "content": "", **call}, TOLD, SAID]}
+    one = read(tmp_path, {**row, "tools": tools})
+    assert one.messages[1].tool_calls[0].arguments == {"city": "Oslo"}
+    assert one.tools == (WEATHER_TOOL,)
+    assert '"arguments": {"city": "Oslo"}' in learned(tokenizer, one, TOOL_TEMPLATE)[2][0]
+
+
+def test_sharegpt_with_tools_is_the_same(tmp_path):
+    rows = {
+        "conversations": [
+            {"from": "human", "value": "Rain?"},
+            {
+                "from": "function_call",
+                "value": '{"name": "weather", "arguments": {"city": "Oslo"}}',
+            },
+            {"from": "observation", "value": "no"},
+            {"from": "gpt", "value": "No rain."},
+        ],
+        "system": "Be brief.",
+        "tools": json.dumps([FUNCTION]),
+    }
+    one = read(tmp_path, rows, format="sharegpt")
+    assert [each.role for each in one.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert one.messages[2].tool_calls[0].name == "weather"
+    assert one.tools == (WEATHER_TOOL,)
+
+
+def test_a_template_that_wants_arguments_as_text_gets_them(tokenizer, tmp_path):
+    as_text = TOOL_TEMPLATE.replace(
+        "(call.function.arguments | tojson) + '}", "call.function.arguments + '}"
+    )
+    one = read(tmp_path, {"messages": tool_chat(), "tools": [WEATHER_TOOL]})
+    assert '{"city": "Oslo"}' in learned(tokenizer, one, as_text)[2][1]
+
+
+def test_a_template_without_tools_is_refused(tokenizer, tmp_path):
+    row = {"messages": [ASK, SAID], "tools": [WEATHER_TOOL]}
+    with pytest.raises(DataError, match="line 1: the chat template leaves out the tools"):
+        learned(tokenizer, read(tmp_path, row), CHATML)
+    call = {"role": "assistant", "content": "Let me look.", **CALLS["one call"]}
+    row = {"messages": [ASK, call, TOLD, SAID]}
+    with pytest.raises(DataError, match="message 2: the chat template leaves out what the assist"):
+        learned(tokenizer, read(tmp_path, row), CHATML)
+
+
+def test_which_answers_are_learned(tokenizer, tmp_path):
+    def spans(loss: str = "assistant", **first: Any) -> list[str]:
+        chat = [ASK, {**SAID, "content": "One.", **first}, ASK, SAID]
+        return learned(tokenizer, read(tmp_path, {"messages": chat}), CHATML, loss)[2]
+
+    both, last = ["One.<|im_end|>\n", "No rain.<|im_end|>\n"], ["No rain.<|im_end|>\n"]
+    assert spans() == spans(weight=1) == spans(train=True) == both
+    assert spans(loss="last") == spans(weight=0) == spans(train=False) == last
+    with pytest.raises(DataError, match=r"every message to be learned with data\.loss=all"):
+        spans(loss="all", weight=0)
+
+
+def test_a_prompt_of_messages_is_not_learned(tokenizer, tmp_path):
+    row = {"prompt": [ASK, {**SAID, "content": "One."}, ASK], "completion": [SAID]}
+    one = read(tmp_path, row, format="prompt-completion")
+    assert learned(tokenizer, one, CHATML)[2] == ["No rain.<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([ASK, TOLD, SAID], "message 2: expected a tool to answer a call, got no call before it"),
+        (
+            [ASK, {**SAID, **CALLS["one call"]}, ASK, SAID],
+            "message 3: expected the answer of a tool",
+        ),
+        ([ASK, {**SAID, "tool_calls": [{"arguments": {}}]}], "expected a call with the name"),
+        (
+            [ASK, {**SAID, "tool_calls": [{"name": "f", "arguments": "[1]"}]}],
+            "expected an object as arguments of 'f'",
+        ),
+        ([{**ASK, "weight": 1}, SAID], "expected weight on the assistant's messages alone"),
+        ([{**ASK, "tool_calls": [1]}, SAID], "expected tool_calls from the assistant alone"),
+        ([ASK, {**SAID, "reasoning_content": 3}], "expected text as reasoning, got 3"),
+        ([ASK, {**SAID, "train": "no"}], "expected true or false as train"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, messages, told):
+    with pytest.raises(DataError, match=told) as raised:
+        read(tmp_path, {"messages": messages})
+    assert "line 1" in str(raised.value)
+    assert "\n" not in str(raised.value)

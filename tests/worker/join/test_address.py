@@ -1,0 +1,79 @@
+"""The address file: what a coordinator writes is what its workers find, and what else they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from protocol.base.errors import Unreachable
+from protocol.wire.address_file import PublishedAddress
+from worker.join.address import find_in_file
+
+
+def silent(_: str) -> None:
+    """Nobody reads this."""
+
+
+def find(path, retry_for_s=0.0, tell=silent):
+    return asyncio.run(find_in_file(path, retry_for_s, tell))
+
+
+def test_a_worker_takes_an_address_that_others_reach(tmp_path):
+    path = tmp_path / "address.json"
+    published = PublishedAddress(
+        data="0.0.0.0:9000",
+        control="127.0.0.1:9001",
+        reachable=("192.0.2.7:9000", "127.0.0.2:9000"),
+    )
+    path.write_text(published.to_json())
+    assert find(path) == ("127.0.0.2", 9000)
+
+
+def test_without_other_addresses_it_is_the_one_that_is_listened_at(tmp_path):
+    path = tmp_path / "address.json"
+    path.write_text(PublishedAddress(data="[::1]:9000", control="127.0.0.1:1").to_json())
+    assert find(path) == ("::1", 9000)
+    path.write_text(json.dumps({"data": "lab.example:9000", "control": "127.0.0.1:1"}))
+    assert find(path) == ("lab.example", 9000)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no such file"),
+        ("", "expected the addresses of a coordinator"),
+        ("[1, 2]", "expected the addresses of a coordinator"),
+        ('{"data": "x", "control": "y"}', "expected HOST:PORT"),
+        ('{"data": "a:1", "control": "a:2", "reachable": ["a"]}', "expected HOST:PORT"),
+        ("x" * 20_000, "expected at most"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path, content, said):
+    path = tmp_path / "address.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(Unreachable, match="on a file system that both machines share") as raised:
+        find(path)
+    assert said in str(raised.value)
+
+
+def test_a_worker_waits_for_the_file_and_says_so(tmp_path):
+    path = tmp_path / "address.json"
+    waiting, told = threading.Event(), []
+
+    def tell(text):
+        told.append(text)
+        waiting.set()
+
+    def write():
+        waiting.wait()
+        path.write_text(PublishedAddress(data="127.0.0.1:7", control="127.0.0.1:8").to_json())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert find(path, 60.0, tell) == ("127.0.0.1", 7)
+    writer.join()
+    assert "waiting for a coordinator's address in" in told[0]

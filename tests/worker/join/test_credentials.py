@@ -1,0 +1,180 @@
+"""Where a worker's token comes from, which one counts, and what is not taken for one."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.base.errors import ExitCode, NotAuthorised, UsageError
+from protocol.machine.secret_file import join_token_file, write_secret
+from protocol.wire.authentication import new_key
+from protocol.wire.join_token import JoinToken
+from worker.join.credentials import WorkerCredentials
+
+HERE = b"h" * 32
+THERE = b"t" * 32
+
+
+def token(fingerprint: bytes = HERE) -> JoinToken:
+    return JoinToken(fingerprint, new_key())
+
+
+def kept(path, token: JoinToken):
+    write_secret(path, token.reveal() + "\n")
+    return path
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    return {"SAMESTEP_HOME": str(tmp_path / "home")}
+
+
+def test_file_before_variable_before_systemd_before_the_own_coordinator_s(tmp_path, environment):
+    in_file, in_variable, by_systemd, by_coordinator = (token() for _ in range(4))
+    kept(join_token_file(tmp_path / "home"), by_coordinator)
+    assert WorkerCredentials(environment=environment).secret(HERE, "w") == (
+        by_coordinator.secret,
+        False,
+    )
+    environment["CREDENTIALS_DIRECTORY"] = str(tmp_path / "systemd")
+    assert WorkerCredentials(environment=environment).secret(HERE, "w")[0] == by_coordinator.secret
+    credential = kept(tmp_path / "systemd" / "join.token", by_systemd)
+    credential.chmod(0o440)  # as systemd's are, under access lists
+    assert WorkerCredentials(environment=environment).secret(HERE, "w")[0] == by_systemd.secret
+    environment["SAMESTEP_TOKEN"] = in_variable.reveal()
+    assert (
+        WorkerCredentials(environment=dict(environment)).secret(HERE, "w")[0] == in_variable.secret
+    )
+    path = kept(tmp_path / "file", in_file)
+    assert WorkerCredentials(path, environment=environment).secret(HERE, "w")[0] == in_file.secret
+
+
+def test_the_variable_is_taken_out_of_the_environment(environment):
+    environment["SAMESTEP_TOKEN"] = token().reveal()
+    WorkerCredentials(environment=environment)
+    assert "SAMESTEP_TOKEN" not in environment
+
+
+def test_a_file_is_read_anew_each_time(tmp_path, environment):
+    path = kept(tmp_path / "file", token())
+    credentials = WorkerCredentials(path, environment=environment)
+    changed = token()
+    kept(path, changed)
+    assert credentials.secret(HERE, "w") == (changed.secret, False)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666, 0o644, 0o610])
+def test_a_file_that_others_may_read_is_refused(tmp_path, environment, mode):
+    given = token()
+    path = kept(tmp_path / "file", given)
+    path.chmod(mode)
+    with pytest.raises(UsageError, match=f"mode 0{mode:o}.*chmod 600") as caught:
+        WorkerCredentials(path, environment=environment)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert given.reveal().partition(".")[2] not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "a" * 64, "a" * 64 + "." + "b" * 42, "A" * 64 + "." + "b" * 43, "\x00" * 108]
+)
+def test_what_is_no_token_is_not_shown(tmp_path, environment, text):
+    path = tmp_path / "file"
+    write_secret(path, text)
+    with pytest.raises(UsageError, match="expected a join token") as caught:
+        WorkerCredentials(path, environment=environment)
+    assert text not in str(caught.value) or not text.strip("x")
+    if text:
+        with pytest.raises(UsageError, match="SAMESTEP_TOKEN"):
+            WorkerCredentials(environment={**environment, "SAMESTEP_TOKEN": text})
+
+
+def test_a_file_that_is_not_there(tmp_path, environment):
+    with pytest.raises(UsageError, match="is not there"):
+        WorkerCredentials(tmp_path / "none", environment=environment)
+    with pytest.raises(UsageError, match="expected a file"):
+        WorkerCredentials(tmp_path, environment=environment)
+
+
+def test_a_token_given_for_one_coordinator_is_not_shown_to_another(environment):
+    environment["SAMESTEP_TOKEN"] = token(HERE).reveal()
+    credentials = WorkerCredentials(environment=environment)
+    credentials.remember(THERE, "w", new_key())
+    with pytest.raises(NotAuthorised, match="expected the certificate 6868"):
+        credentials.secret(THERE, "w")
+
+
+def test_a_token_that_was_only_found_gives_way_to_a_key(tmp_path, environment):
+    """This machine once had a coordinator of its own; its worker now serves another."""
+    kept(join_token_file(tmp_path / "home"), token(HERE))
+    credentials = WorkerCredentials(environment=environment)
+    with pytest.raises(NotAuthorised, match="expected the certificate"):
+        credentials.secret(THERE, "w")
+    key = new_key()
+    assert credentials.remember(THERE, "w", key) == ""
+    assert credentials.secret(THERE, "w") == (key, True)
+    with pytest.raises(NotAuthorised):
+        credentials.secret(THERE, "another")
+
+
+def test_a_refused_key_is_followed_by_the_token_once(environment):
+    given, key = token(), new_key()
+    environment["SAMESTEP_TOKEN"] = given.reveal()
+    credentials = WorkerCredentials(environment=environment)
+    assert not credentials.try_token_next()
+    credentials.remember(HERE, "w", key)
+    assert credentials.secret(HERE, "w") == (key, True)
+    assert credentials.try_token_next()
+    assert credentials.secret(HERE, "w") == (given.secret, False)
+    assert not credentials.try_token_next()
+    credentials.remember(HERE, "w", key)
+    assert credentials.secret(HERE, "w") == (key, True)
+
+
+def test_without_tls_only_a_token_will_do(environment):
+    with pytest.raises(NotAuthorised, match="no join token"):
+        WorkerCredentials(plaintext=True, environment=environment).secret(None, "w")
+    given = token()
+    environment["SAMESTEP_TOKEN"] = given.reveal()
+    credentials = WorkerCredentials(plaintext=True, environment=environment)
+    assert credentials.remember(None, "w", new_key()) == ""
+    assert credentials.secret(None, "w") == (given.secret, False)
+
+
+def test_a_home_that_cannot_be_written_is_said_and_no_more(tmp_path, environment):
+    (tmp_path / "home").write_text("a file")
+    credentials = WorkerCredentials(environment=environment)
+    assert "is not kept" in credentials.remember(HERE, "w", new_key())
+
+
+def test_no_secret_in_any_text_of_a_token():
+    given = token()
+    assert given.reveal().partition(".")[2] not in repr(given)
+    assert str(given.secret) not in repr(given)
+    assert JoinToken.parse(f" {given.reveal()}\n", "a test") == given
+
+
+def test_files_that_are_gone_or_damaged_leave_what_was_read_last(tmp_path, environment):
+    given, key = token(), new_key()
+    path = kept(tmp_path / "file", given)
+    credentials = WorkerCredentials(path, environment=environment)
+    assert credentials.remember(HERE, "w", key) == ""
+    home = tmp_path / "home"
+    home.rename(tmp_path / "away")
+    path.unlink()
+    assert credentials.secret(HERE, "w") == (key, True)
+    assert credentials.try_token_next()
+    assert credentials.secret(HERE, "w") == (given.secret, False)
+    path.write_text("")
+    assert credentials.secret(HERE, "w") == (given.secret, False)
+
+
+@pytest.mark.parametrize("text", ["", "0" * 62, "xyz\n", "\x00" * 65])
+def test_a_damaged_key_is_no_key(tmp_path, environment, text):
+    credentials = WorkerCredentials(environment=environment)
+    credentials.remember(HERE, "w", new_key())
+    (path,) = (tmp_path / "home" / "worker").glob("*.key")
+    path.write_text(text)
+    with pytest.raises(NotAuthorised, match=f"{path.name}.*damaged.*join with a token"):
+        WorkerCredentials(environment=environment).secret(HERE, "w")
+    given = kept(tmp_path / "file", token())
+    again = WorkerCredentials(given, environment=environment)
+    assert again.secret(HERE, "w")[1] is False

@@ -1,0 +1,96 @@
+"""Which of the coordinators that were found is taken, and what is made of what anyone announces."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from protocol.base.errors import MessageError, UsageError
+from protocol.wire.discovery import SERVICE, Announced, check_name
+from worker.join.address import has_listener, nearest
+from worker.join.discovery import choose
+
+MINE, OTHERS = "a" * 64, "b" * 64
+GOOD = {"protocol": "2", "certificate": MINE}
+
+
+def announced(name: str, certificate: str = OTHERS, *addresses: str) -> Announced:
+    properties = {"protocol": "2", "certificate": certificate}
+    return Announced.read(f"{name}.{SERVICE}", [*addresses] or ["192.0.2.1"], 9000, properties)
+
+
+def has_credentials(certificate: str) -> bool:
+    return certificate == MINE
+
+
+@pytest.mark.parametrize(
+    ("found", "name", "chosen"),
+    [
+        ([], "", None),
+        ([announced("den")], "", "den"),
+        ([announced("den"), announced("lab")], "", None),
+        ([announced("den"), announced("lab", MINE)], "", "lab"),
+        ([announced("den", MINE), announced("lab", MINE)], "", None),
+        ([announced("den"), announced("lab", MINE)], "den", "den"),
+        ([announced("den", MINE)], "lab", None),
+    ],
+)
+def test_which_one_is_meant(found, name, chosen):
+    made = choose(found, name, has_credentials)
+    assert (made.name if made is not None else None) == chosen
+
+
+def test_it_is_read_as_it_was_announced():
+    made = announced("den", MINE, "192.0.2.1", "2001:db8::1")
+    assert made.properties() == GOOD
+    assert [str(address) for address in made.addresses] == ["192.0.2.1", "2001:db8::1"]
+    assert announced("den", "").certificate == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "port", "properties"),
+    [
+        ("\x1b[2Jden", ["192.0.2.1"], 9000, GOOD),
+        ("den.lab", ["192.0.2.1"], 9000, GOOD),
+        ("d" * 41, ["192.0.2.1"], 9000, GOOD),
+        ("", ["192.0.2.1"], 9000, GOOD),
+        ("den", [], 9000, GOOD),
+        ("den", ["192.0.2.1"] * 33, 9000, GOOD),
+        ("den", ["here"], 9000, GOOD),
+        ("den", ["192.0.2.1"], 0, GOOD),
+        ("den", ["192.0.2.1"], 9000, {}),
+        ("den", ["192.0.2.1"], 9000, {"protocol": None, "certificate": None}),
+        ("den", ["192.0.2.1"], 9000, GOOD | {"protocol": "new"}),
+        ("den", ["192.0.2.1"], 9000, GOOD | {"certificate": "../x"}),
+    ],
+)
+def test_what_is_no_coordinator_is_passed_over(name, addresses, port, properties):
+    with pytest.raises(MessageError):
+        Announced.read(f"{name}.{SERVICE}", addresses, port, properties)
+
+
+@pytest.mark.parametrize("name", ["", "-x", "den.lab", "d" * 41, "den lab"])
+def test_a_user_s_name_that_is_none(name):
+    assert check_name("den-1_x", "--name") == "den-1_x"
+    with pytest.raises(UsageError, match="--name"):
+        check_name(name, "--name")
+
+
+def test_the_nearest_address_is_one_that_this_machine_has_a_way_to():
+    # One's own address is another network's that has the same; 127.0.0.2 shares all but two bits.
+    assert nearest(["127.0.0.1", "127.0.0.2"]) == "127.0.0.2"
+    assert nearest(["127.0.0.1"]) == "127.0.0.1"
+    assert nearest(["node7.cluster", "127.0.0.2"]) == "127.0.0.2"
+
+
+def test_whether_someone_listens_is_seen_without_a_connection():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = server.getsockname()
+        server.listen()
+        server.setblocking(False)
+        assert has_listener(*address)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert not has_listener(*address)

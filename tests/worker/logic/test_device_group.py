@@ -1,0 +1,438 @@
+"""Decisions of a multi-device worker: which device computes what, when the replica changes, who is
+lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.base.interface import Loss
+from protocol.base.errors import BackendUnavailable, DeviceError, RunFailed
+from protocol.exact.reducer import NonFinite
+from protocol.exact.tree import Subtree
+from protocol.exact.tree_sum import TreeSum, add_arrays
+from protocol.spec.manifest import Block, Manifest, TensorSpec
+from tests.live_service import scripted_spec
+from worker.logic import actions as act
+from worker.logic import events
+from worker.logic.device_group import (
+    MOST_RESTARTS,
+    Attach,
+    ChangeReplica,
+    CopyReplica,
+    DeviceGroup,
+    Emit,
+    LogLine,
+    Output,
+    ResetReplica,
+    Start,
+    Stop,
+    ToDevice,
+    without_infinite_sums,
+)
+from worker.logic.events import StepId
+
+BLOCKS = tuple(
+    Block(name=name, kind="block", tensors=(TensorSpec(name=name, shape=(3,)),)) for name in "ab"
+)
+MANIFEST = Manifest(blocks=BLOCKS, train_samples=64, evaluation_parts=2)
+SPEC = scripted_spec()
+STEP_ID = StepId(0, 0)
+BUILT = events.Built("r", MANIFEST, "0" * 64, 0, "0" * 64, "5" * 64, "probe", "cpu", "CPU")
+M = 6
+PARAMETERS = [np.full(3, n, np.float32) for n in (0, 1)]
+SKIP = act.Apply([], None)
+
+
+def unlike_manifest(**changes: Any) -> Manifest:
+    return MANIFEST.model_copy(update=changes)
+
+
+def group(*names: str) -> DeviceGroup:
+    """One whose devices have all built the run's task."""
+    made = DeviceGroup(names)
+    made.begin()
+    made.do(act.Build("r", SPEC, keep=False))
+    settle(made, *names)
+    return made
+
+
+def settle(made: DeviceGroup, *names: str, reads_on: bool = False) -> list[Output]:
+    """All devices build the task, and have the initial parameters."""
+    outputs = [x for name in names for x in made.report(name, BUILT)]
+    outputs += made.report(names[0], events.InitialParameters(PARAMETERS))
+    for name in names:
+        outputs += made.report(name, events.WeightsTaken(0, reads_on))
+    return outputs
+
+
+def leaf(number: int, block: int) -> np.ndarray:
+    """A microbatch's gradient; of such values the order of sums shows in the bits."""
+    return (np.arange(3, dtype=np.float32) + 1) * np.float32(0.1 + number * 1.7**number + block)
+
+
+def subtree_sum(subtree: Subtree, block: int) -> np.ndarray:
+    sums = TreeSum[np.ndarray](subtree.leaves, add_arrays)
+    for number in range(*subtree):
+        sums.put(Subtree(number - subtree.lo, number - subtree.lo + 1), leaf(number, block))
+    assert sums.total is not None
+    return sums.total
+
+
+def orders(outputs: list[Output], device: str) -> list[act.GroupOrder]:
+    return [x.order for x in outputs if isinstance(x, ToDevice) and x.device == device]
+
+
+def computes(outputs: list[Output]) -> list[tuple[str, Subtree]]:
+    return [
+        (output.device, output.order.subtree)
+        for output in outputs
+        if isinstance(output, ToDevice) and isinstance(output.order, act.Compute)
+    ]
+
+
+def given(outputs: list[Output]) -> list[events.Event]:
+    return [output.event for output in outputs if isinstance(output, Emit)]
+
+
+def told(outputs: list[Output]) -> str:
+    return "\n".join(output.text for output in outputs if isinstance(output, LogLine))
+
+
+def lost(made: DeviceGroup, name: str) -> list[Output]:
+    return made.lost(name, "was ended by SIGKILL")
+
+
+def fails(made: DeviceGroup, name: str) -> list[Output]:
+    return made.report(name, events.DeviceFailed(DeviceError("card", "out of memory")))
+
+
+def do_part(made: DeviceGroup, name: str, subtree: Subtree, ms: float = 10.0) -> list[Output]:
+    """A device computes a part, and says all of it."""
+    outputs: list[Output] = []
+    for block in (1, 0):
+        values = subtree_sum(subtree, block)
+        outputs += made.report(
+            name, events.BlockSum(STEP_ID, subtree, block, values, subtree.leaves)
+        )
+    loss = Loss(float(subtree.leaves), float(subtree.leaves))
+    return outputs + made.report(
+        name, events.SubtreeDone(STEP_ID, subtree, loss, ms * subtree.leaves)
+    )
+
+
+def test_nobody_can_tell_how_many_devices_there_were():
+    expected = {block: subtree_sum(Subtree(0, M), block) for block in (0, 1)}
+    for names in (("a",), ("a", "b"), ("a", "b", "c"), tuple("abcdefgh")):
+        made = group(*names)
+        parts = computes(made.do(act.Compute(STEP_ID, M, Subtree(0, M))))
+        assert sorted(n for _, part in parts for n in range(*part)) == list(range(M))
+        outputs = [x for name, part in reversed(parts) for x in do_part(made, name, part)]
+        sums = [event for event in given(outputs) if isinstance(event, events.BlockSum)]
+        assert {event.block for event in sums} == {0, 1}
+        for event in sums:
+            assert (event.subtree, event.weight) == (Subtree(0, M), M)
+            assert event.values.tobytes() == expected[event.block].tobytes()
+        (done,) = [event for event in given(outputs) if isinstance(event, events.SubtreeDone)]
+        assert done.loss == Loss(M, M)
+
+
+def test_work_goes_by_measured_speed():
+    made = group("slow", "quick")
+    for name, subtree in computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4)))):
+        do_part(made, name, subtree, ms=30.0 if name == "slow" else 10.0)
+    parts = computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
+    leaves = {name: sum(n.leaves for who, n in parts if who == name) for name, _ in parts}
+    assert leaves == {"slow": 1, "quick": 3}
+
+
+def test_the_worker_s_speed_is_that_of_all_its_devices():
+    made = group("a", "b")
+    parts = computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
+    outputs = [x for name, part in parts for x in do_part(made, name, part, ms=10.0)]
+    (done,) = [event for event in given(outputs) if isinstance(event, events.SubtreeDone)]
+    assert done.elapsed_ms == pytest.approx(20.0)
+
+
+def test_what_a_lost_device_owes_is_computed_by_its_siblings():
+    made = group("a", "b")
+    parts = dict(computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4)))))
+    do_part(made, "a", parts["a"])
+    made.report("b", events.BlockSum(STEP_ID, parts["b"], 1, subtree_sum(parts["b"], 1), 2.0))
+    outputs = made.lost("b", "was ended by SIGKILL")
+    assert Start("b") in outputs
+    assert "'b' was ended by SIGKILL; restarted, 1 of at most 3 times" in told(outputs)
+    again = computes(outputs)
+    assert {name for name, _ in again} == {"a"}
+    finished = [x for name, part in again for x in do_part(made, name, part)]
+    sums = {e.block: e.values for e in given(finished) if isinstance(e, events.BlockSum)}
+    # Of block 1 all had come before the loss.
+    assert sums[0].tobytes() == subtree_sum(Subtree(0, 4), 0).tobytes()
+    assert sums.keys() == {0}
+
+
+def test_the_replica_begins_with_the_parameters_of_one_device_and_all_read_it():
+    made = DeviceGroup(("a", "b"))
+    made.do(act.Build("r", SPEC, keep=False))
+    made.report("a", BUILT)
+    (read,) = made.report("b", BUILT)
+    assert read == ToDevice("a", act.ReadInitial())
+    assert not made.report("b", events.InitialParameters(PARAMETERS)), "it was not asked"
+    reset, *attached, built = made.report("a", events.InitialParameters(PARAMETERS))
+    assert isinstance(reset, ResetReplica)
+    assert (reset.blocks, reset.parameters) == (BLOCKS, PARAMETERS)
+    assert attached == [Attach("a", reset=True), Attach("b", reset=True)]
+    assert isinstance(built, Emit)
+
+
+@pytest.mark.parametrize("stops", [lost, fails])
+def test_one_that_is_lost_with_the_initial_parameters_is_not_waited_for(stops):
+    made = DeviceGroup(("a", "b"))
+    made.do(act.Build("r", SPEC, keep=False))
+    made.report("a", BUILT)
+    made.report("b", BUILT)
+    outputs = stops(made, "a")
+    if stops is lost:
+        outputs += made.report("a", BUILT)
+    assert ToDevice("a" if stops is lost else "b", act.ReadInitial()) in outputs
+
+
+def test_a_step_is_taken_once_and_then_read_by_all():
+    made = group("a", "b")
+    assert made.do(SKIP) == [
+        ChangeReplica(SKIP),
+        *(ToDevice(name, act.TakeWeights(1, 0, -1)) for name in "ab"),
+    ]
+    assert not made.report("b", events.WeightsTaken(1, reads_on=False))
+    assert not made.digested(1, "1" * 64)
+    assert given(made.report("a", events.WeightsTaken(1, reads_on=False))) == [
+        events.Applied(1, "1" * 64)
+    ]
+
+
+def test_the_replica_stays_as_it_is_while_a_device_takes_its_parameters():
+    made = group("a", "b")
+    made.do(SKIP)
+    made.report("a", events.WeightsTaken(1, reads_on=False))
+    compute = act.Compute(StepId(2, 0), M, Subtree(0, 1))
+    assert made.do(SKIP) + made.do(compute) + made.do(act.CopyState()) == []
+    outputs = made.report("b", events.WeightsTaken(1, reads_on=False))
+    assert outputs[0] == ChangeReplica(SKIP)
+    assert ToDevice("a", compute) == outputs[-2], "with the parameters of its step"
+    assert outputs[-1] == CopyReplica()
+
+
+def test_devices_that_read_on_release_the_replica_before_it_changes():
+    made = DeviceGroup(("a", "b"))
+    made.do(act.Build("r", SPEC, keep=False))
+    settle(made, "a", "b", reads_on=True)
+    assert made.do(SKIP) == [ToDevice(name, act.ReleaseReplica()) for name in "ab"]
+    assert not made.report("a", events.ReplicaReleased())
+    assert made.report("b", events.ReplicaReleased())[0] == ChangeReplica(SKIP)
+
+
+@pytest.mark.parametrize("stops", [lost, fails])
+@pytest.mark.parametrize("reads_on", [False, True])
+def test_nobody_waits_for_a_device_that_is_lost_while_it_reads(stops, reads_on):
+    made = group("a", "b")
+    made.do(SKIP)
+    made.digested(1, "1" * 64)
+    made.report("a", events.WeightsTaken(1, reads_on))
+    made.do(SKIP)
+    outputs = stops(made, "b")
+    assert events.Applied(1, "1" * 64) in given(outputs)
+    if reads_on:
+        outputs = made.report("a", events.ReplicaReleased())
+    assert ChangeReplica(SKIP) in outputs
+
+
+def test_what_is_cancelled_before_its_turn_reaches_no_device():
+    made = group("a", "b")
+    made.do(SKIP)
+    made.do(SKIP)
+    for lo in range(3):
+        made.do(act.Compute(StepId(2, 0), M, Subtree(lo, lo + 1)))
+    made.do(act.CancelSubtree(StepId(2, 0), Subtree(1, 2)))
+    outputs = [
+        x for name in "ab" for x in made.report(name, events.WeightsTaken(1, reads_on=False))
+    ]
+    assert {subtree.lo for _, subtree in computes(outputs)} == {0, 2}
+    made.do(SKIP)
+    made.do(act.Compute(StepId(3, 0), M, Subtree(0, 1)))
+    made.do(act.CancelWork())
+    outputs = [
+        x for name in "ab" for x in made.report(name, events.WeightsTaken(2, reads_on=False))
+    ]
+    assert not computes(outputs)
+    assert ChangeReplica(SKIP) in outputs, "a step that is committed is taken"
+
+
+def test_a_device_that_is_restarted_reads_the_replica():
+    made = group("a", "b")
+    made.lost("b", "was ended by SIGKILL")
+    names = {name for name, _ in computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 1))))}
+    assert names == {"a"}
+    outputs = made.report("b", BUILT)
+    assert Attach("b", reset=False) in outputs
+    assert "'b' takes part from step 0 on" in told(outputs)
+    names = {name for name, _ in computes(made.do(act.Compute(STEP_ID, M, Subtree(1, 2))))}
+    assert names == {"b"}
+
+
+def test_a_device_that_is_restarted_while_a_state_is_loaded_reads_it_when_it_is_whole():
+    made = group("a", "b")
+    chunks = [act.LoadChunk("parameters", n, 0, np.ones(3, np.float32)) for n in (0, 1)]
+    assert made.do(chunks[0]) == [ChangeReplica(chunks[0])]
+    made.lost("b", "was ended by SIGKILL")
+    assert Attach("b", reset=False) not in made.report("b", BUILT)
+    assert made.do(chunks[1]) == [ChangeReplica(chunks[1])]
+    restore = act.Restore(3, 2)
+    assert made.do(restore) == [
+        ChangeReplica(restore), ToDevice("a", act.TakeWeights(3, 2, None)),
+        Attach("b", reset=False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_connection_that_comes_back_finds_the_replica_unless_it_is_half_loaded(loading):
+    made = group("a", "b")
+    made.do(SKIP)
+    if loading:
+        made.do(act.LoadChunk("parameters", 0, 0, np.ones(3, np.float32)))
+    made.do(act.CancelWork())
+    made.do(act.Build("r", SPEC, keep=True))
+    for name in "ab":
+        made.report(name, events.WeightsTaken(1, reads_on=False))
+    made.report("a", BUILT)
+    outputs = made.report("b", BUILT)
+    if loading:
+        assert outputs == [ToDevice("a", act.ReadInitial())]
+    else:
+        assert [Attach("a", reset=False), Attach("b", reset=False)] == outputs[:2]
+        assert not made.digested(1, "1" * 64), "of the connection before"
+        assert made.do(SKIP) == [], "all are taking its parameters"
+
+
+def test_a_device_of_another_numerics_profile_is_left_out_and_the_rest_goes_on():
+    made = DeviceGroup(("a", "b", "odd"))
+    made.do(act.Build("r", SPEC, keep=False))
+    made.report("odd", replace(BUILT, numerics_profile="6" * 64))
+    outputs = settle(made, "a", "b")
+    assert "device 'odd' is left out of the run" in told(outputs)
+    assert "start a separate worker" in told(outputs)
+    (built,) = given(outputs)
+    assert isinstance(built, events.Built)
+    assert (built.devices, built.device) == (2, "2 x CPU")
+    assert {name for name, _ in computes(made.do(act.Compute(STEP_ID, M, Subtree(0, M))))} == {
+        "a",
+        "b",
+    }
+
+
+def test_the_coordinator_is_told_why_a_device_is_left_out():
+    made = DeviceGroup(("a", "odd"))
+    made.do(act.Build("r", SPEC, keep=False))
+    made.report("a", BUILT)
+    made.report("odd", replace(BUILT, numerics_profile="6" * 64))
+    (built,) = given(made.report("a", events.InitialParameters(PARAMETERS)))
+    assert isinstance(built, events.Built)
+    assert built.devices == 1
+    assert built.left_out.startswith("device 'odd' is left out: expected the numerics profile")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"initial_digest": "1" * 64}, "initial weights"),
+        ({"manifest": unlike_manifest(digests={"data": "1" * 64})}, "data"),
+        ({"manifest": unlike_manifest(train_samples=65)}, "model shape, sample counts"),
+    ],
+)
+def test_a_task_that_is_another_on_each_device_is_refused(change, named):
+    made = DeviceGroup(("a", "b"))
+    made.do(act.Build("r", SPEC, keep=False))
+    made.report("a", BUILT)
+    (failed,) = given(made.report("b", replace(BUILT, **change)))
+    assert isinstance(failed, events.BuildFailed)
+    assert not failed.is_local, "no other machine would do better"
+    assert str(failed.error).startswith(f"expected the task to build the same {named}")
+    assert "seeded with the run spec's seed" in str(failed.error)
+
+
+def non_finite(subtree, block, device):
+    return events.NonFiniteSum(STEP_ID, NonFinite(subtree, None, block, device))
+
+
+def test_values_that_are_not_finite_are_told_with_their_device():
+    values = np.array([1, np.inf, 2], np.float32)
+    made = group("a", "b")
+    parts = dict(computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 2)))))
+    reported = without_infinite_sums(events.BlockSum(STEP_ID, parts["b"], 1, values, 1.0))
+    assert given(made.report("b", reported)) == [non_finite(parts["b"], 1, "b")]
+    nan = events.SubtreeDone(STEP_ID, parts["a"], Loss(float("nan"), 1.0), 1.0)
+    assert given(made.report("a", nan)) == [non_finite(parts["a"], None, "a")]
+
+
+def test_without_any_device_that_has_the_state_the_worker_joins_anew():
+    made = group("a", "b")
+    made.lost("a", "was ended by SIGKILL")
+    (lost,) = given(made.lost("b", "was ended by SIGKILL"))
+    assert isinstance(lost, events.DevicesLost)
+
+
+def test_a_process_that_ends_again_and_again_is_left_out():
+    made = group("a", "b")
+    for _ in range(MOST_RESTARTS):
+        assert Start("b") in made.lost("b", "was ended by SIGKILL")
+    outputs = made.lost("b", "was ended by SIGKILL")
+    assert Start("b") not in outputs
+    assert "it is left out" in told(outputs)
+    assert not given(outputs)
+
+
+def test_a_device_that_fails_is_left_out_and_the_last_one_is_the_worker_s_end():
+    made = group("a", "b")
+    error = DeviceError("card", "out of memory")
+    outputs = made.report("a", events.DeviceFailed(error))
+    assert Stop("a") in outputs
+    assert "'a' is left out" in told(outputs)
+    assert given(made.report("b", events.DeviceFailed(error))) == [events.DeviceFailed(error)]
+
+
+def test_a_device_that_is_not_there_is_the_end_of_the_worker():
+    made = DeviceGroup(("a", "b"))
+    event = events.DeviceFailed(BackendUnavailable("cuda", "no driver"))
+    assert given(made.report("a", event)) == [event]
+
+
+def test_a_task_that_nobody_can_build_is_told_once():
+    made = DeviceGroup(("a", "b"))
+    made.do(act.Build("r", SPEC, keep=False))
+    failed = events.BuildFailed("r", RunFailed("no memory"), is_local=True)
+    assert not given(made.report("a", failed))
+    assert given(made.report("b", replace(failed, is_local=False))) == [
+        replace(failed, is_local=False)
+    ]
+
+
+def test_a_part_that_waits_for_files_goes_on_with_its_subtree():
+    made = group("a", "b")
+    compute = act.Compute(STEP_ID, M, Subtree(0, 2))
+    parts = dict(computes(made.do(compute)))
+    wanted = events.FilesNeeded(("x",), (STEP_ID, M, parts["b"]))
+    assert given(made.report("b", wanted)) == [
+        replace(wanted, for_subtree=(STEP_ID, M, Subtree(0, 2)))
+    ]
+    assert computes(made.do(compute)) == [("b", parts["b"])]
+
+
+def test_what_is_cancelled_is_nobody_s():
+    made = group("a", "b")
+    parts = computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
+    cancelled = made.do(act.CancelSubtree(STEP_ID, Subtree(0, 4)))
+    expected = [act.CancelSubtree(STEP_ID, part) for _, part in parts]
+    assert [*orders(cancelled, "a"), *orders(cancelled, "b")] == expected
+    assert not given([x for name, part in parts for x in do_part(made, name, part)])

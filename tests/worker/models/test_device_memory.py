@@ -1,0 +1,83 @@
+"""What a run takes of a card is known before its model is loaded; refusals say what to set.
+
+The stand-in's suite compares the estimate with a device's counters.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import transformers
+
+from backends.base.interface import DeviceInfo
+from protocol.base.errors import DeviceOutOfMemory
+from protocol.spec.files.run_spec_file import load_run_spec
+from protocol.spec.run_spec import ModelRun
+from tests.small_decoder import decoder_run
+from worker.local_device import LocalDevice
+from worker.models.device_memory import DeviceMemory, check_device_memory, estimate
+
+
+def run_of(path: Path, *changes: str) -> ModelRun:
+    run = load_run_spec(path, changes)
+    assert isinstance(run, ModelRun)
+    return run
+
+
+def estimated(run: ModelRun) -> DeviceMemory:
+    needed = estimate(run)
+    assert needed is not None
+    return needed
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return decoder_run("causal-lm", tmp_path_factory.mktemp("run"))
+
+
+def test_weights_are_counted_as_they_are_stored(path):
+    run = run_of(path)
+    source = run.model.source
+    assert source is not None
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    parameters = sum(each.numel() for each in model.parameters())
+    adapter = 2 * 4 * ((64 + 64) + (64 + 32))  # layers, rank, q_proj and v_proj
+    wide = run_of(path, "model.base_dtype=float32")
+    assert estimated(wide).weights == 4 * (parameters + adapter)
+    assert estimated(run).weights < estimated(wide).weights * 0.6
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory_bytes", "remedy"),
+    [
+        (["model.base_dtype=float32", "data.max_tokens=8"], 450_000,
+         "--set model.gradient_checkpointing=true --set model.base_dtype="),
+        (["lora=null", "model.base_dtype=float32"], 400_000, "train with lora"),
+        ([], 1000, "use a larger device, or shard the base"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_what_to_set(path, changes, memory_bytes, remedy):
+    run = run_of(path, *changes)
+    with pytest.raises(DeviceOutOfMemory, match=r"weights .*, gradients .*") as caught:
+        check_device_memory(run, "cuda 0", memory_bytes)
+    assert remedy in str(caught.value)
+
+
+def test_samples_that_may_be_too_long_are_a_line_and_no_refusal(path):
+    run = run_of(path, "data.max_tokens=64", "batch.microbatch=4")
+    needed = estimated(run)
+    line = check_device_memory(run, "cuda 0", (needed.certain + needed.total) // 2)
+    assert "if samples are as long as data.max_tokens, --set" in line
+
+
+def test_a_worker_says_at_the_start_what_its_card_takes_and_what_is_slow_there(path):
+    told: list[str] = []
+    device = LocalDevice("cuda", None, told.append)
+    info = DeviceInfo("cuda", "Card", True, "", 0, 1 << 30)
+    device._backend = cast("Any", SimpleNamespace(info=info))
+    device.task(load_run_spec(path))
+    device.task(load_run_spec(path, ["model.precision=bfloat16", "model.attention=sdpa"]))
+    assert [line.partition(" ")[0] for line in told] == ["memory:", "a", "memory:"]
+    assert told[0].startswith("memory: about ")
+    assert told[1].endswith("--set model.precision=bfloat16 --set model.attention=sdpa")

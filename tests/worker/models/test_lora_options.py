@@ -1,0 +1,145 @@
+"""Every option of LoRA: the adapter that a run leaves computes in PEFT what the run computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocol.base.errors import DataError, RunSpecError
+from protocol.spec.files.adapter import adapter_config, check_lora
+from protocol.spec.run_spec import parse_run_spec
+from tests.small_chat import conversation, jsonl, save_chat_model
+from tests.worker.tasks.test_classify import export, moved
+from worker.results.merge import merge
+from worker.results.saved_model import find
+from worker.tasks.registry import build
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all-linear": {"targets": "all-linear"},
+    "embeddings and head": {"targets": ["embed_tokens", "lm_head", "q_proj"]},
+    "modules to save": {"modules_to_save": ["lm_head", "norm"]},
+    "rank and alpha by pattern": {
+        "targets": "all-linear",
+        "rank_pattern": {"up_proj": 2, "layers.0.self_attn.q_proj": 1},
+        "alpha_pattern": {"up_proj": 3.0},
+    },
+    "rsLoRA": {"rslora": True},
+    "DoRA": {"dora": True, "targets": "all-linear"},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    path: Path = tmp_path_factory.mktemp("lora")
+    save_chat_model(path / "model")
+    jsonl(path / "chat.jsonl", [{"messages": conversation(n)} for n in range(12)])
+    return path
+
+
+def spec_of(directory: Path, model: str = "model", **lora: Any) -> Any:
+    return parse_run_spec({
+        "task": "causal-lm", "seed": 7, "steps": 1, "model": {"source": str(directory / model)},
+        "lora": {"r": 4, **lora}, "batch": {"samples": 2, "microbatch": 2},
+        "data": {"train": str(directory / "chat.jsonl"), "format": "messages", "max_tokens": 96},
+    })  # fmt: skip
+
+
+def same_in_peft(task: Any, base: Path, saved: Path, batch: Any) -> None:
+    """Compare the loss of trained values in the run with that of the saved adapter in PEFT."""
+    import peft
+    import torch
+    import transformers
+
+    named = dict(task.trainable.module.named_parameters())
+    arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    with torch.no_grad():
+        for block, values in zip(task.manifest.blocks, moved(task), strict=True):
+            for tensor, place in block.slices():
+                named[tensor.name].copy_(torch.tensor(values[place].reshape(tensor.shape)))
+        ours = float(task.trainable.loss(task.trainable.module.eval(), arrays))
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+        theirs = peft.PeftModel.from_pretrained(model, saved).eval()
+        logits = theirs(input_ids=arrays["input_ids"]).logits
+        expected = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), arrays["labels"].flatten(), reduction="sum"
+        )
+        start = transformers.AutoModelForCausalLM.from_pretrained(base)(
+            input_ids=arrays["input_ids"]
+        ).logits
+    assert ours == pytest.approx(float(expected), rel=1e-5)
+    assert not torch.allclose(start, logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_the_adapter_computes_in_peft_what_the_run_computed(directory, tmp_path, options):
+    spec = spec_of(directory, **options)
+    task = build(spec)
+    saved = export(task, moved(task), tmp_path)
+    same_in_peft(task, directory / "model", saved, task.batch([0, 1]))
+    merge(find(saved), None, tmp_path / "merged")  # which compares logits
+    check_lora(saved, adapter_config(saved), spec.lora)
+    other = spec_of(directory, **{**options, "rslora": not options.get("rslora", False)})
+    with pytest.raises(DataError, match=r"--set lora\.rslora="):
+        check_lora(saved, adapter_config(saved), other.lora)
+
+
+def test_all_linear_layers_are_those_of_peft(directory):
+    import peft
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory / "model")
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_config(config),
+        peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    theirs = {name for name, each in model.named_parameters() if each.requires_grad}
+    task = build(spec_of(directory, targets="all-linear"))
+    assert {t.name for block in task.manifest.blocks for t in block.tensors} == theirs
+
+
+def test_dora_begins_with_the_norms_of_the_rows(directory):
+    import safetensors.numpy
+
+    task = build(spec_of(directory, dora=True))
+    weights = safetensors.numpy.load_file(directory / "model" / "model.safetensors")
+    block, values = task.manifest.blocks[0], task.initial_parameters()[0]
+    [(_, place)] = [s for s in block.slices() if "q_proj.lora_magnitude_vector" in s[0].name]
+    norms = np.linalg.norm(weights["model.layers.0.self_attn.q_proj.weight"], axis=1)
+    np.testing.assert_allclose(values[place], norms, rtol=1e-6)
+
+
+def test_experts_are_adapted_as_parameters(directory, tmp_path):
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "model")
+    made: Any = transformers.Qwen3MoeConfig
+    config = made(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=8, max_position_embeddings=128,
+        pad_token_id=0, bos_token_id=2, eos_token_id=2,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
+    tokenizer.save_pretrained(tmp_path / "experts")
+    jsonl(tmp_path / "chat.jsonl", [{"messages": conversation(n)} for n in range(12)])
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    task = build(spec_of(tmp_path, "experts", target_parameters=names))
+    assert any("experts" in t.name for block in task.manifest.blocks for t in block.tensors)
+    (tmp_path / "out").mkdir()
+    saved = export(task, moved(task), tmp_path / "out")
+    same_in_peft(task, tmp_path / "experts", saved, task.batch([0, 1]))
+    merge(find(saved), None, tmp_path / "merged")
+
+
+def test_a_mistake_is_one_line(directory):
+    with pytest.raises(DataError, match="'head', which the model has not"):
+        build(spec_of(directory, modules_to_save=["head"]))
+    with pytest.raises(DataError, match="'lm_head', which is trained in full already"):
+        build(spec_of(directory, modules_to_save=["lm_head"], targets=["lm_head"]))
+    with pytest.raises(RunSpecError, match=r"remove lora\.dropout"):
+        spec_of(directory, target_parameters=["experts"], dropout=0.1)

@@ -1,0 +1,65 @@
+"""A base in 16 bits that is to be narrow is not widened first, and is the same base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from protocol.base.errors import DataError
+from protocol.spec.sections.model import ModelSpec
+from tests.small_chat import save_chat_model
+from worker.models.pretrained import load_causal_lm
+from worker.models.stored_dtypes import dtype_of
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    save_chat_model(directory / "first")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory / "first")
+    model.to(torch.bfloat16).save_pretrained(directory / "half")
+    model.float().save_pretrained(directory / "wide")
+    return directory
+
+
+def test_the_body_s_matrices_stay_as_they_are_in_the_file(models):
+    loaded = load_causal_lm(ModelSpec(source=str(models / "half"), base_dtype="int4"), 0)
+    halves = {n for n, p in loaded.model.named_parameters() if p.dtype == torch.bfloat16}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in halves} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    others = {p.dtype for n, p in loaded.model.named_parameters() if n not in halves}
+    assert others == {torch.float32}
+    assert all(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+@pytest.mark.parametrize("base_dtype", ["float32", "int4"])
+def test_the_digest_is_that_of_the_values(models, base_dtype):
+    half, wide = (
+        load_causal_lm(ModelSpec(source=str(models / name), base_dtype=base_dtype), 0)
+        for name in ("half", "wide")
+    )
+    assert half.weights_digest == wide.weights_digest
+
+
+def test_only_files_of_one_type_of_16_bits_count(models, tmp_path):
+    assert dtype_of(str(models / "half")) == torch.bfloat16
+    assert dtype_of(str(models / "wide")) == torch.float32
+    assert dtype_of(str(tmp_path)) == torch.float32
+    (tmp_path / "model.safetensors").write_bytes(b"no header")
+    assert dtype_of(str(tmp_path)) == torch.float32
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
+def test_another_library_s_narrow_form_says_what_to_take(models, tmp_path, method):
+    config = json.loads((models / "first" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "load_in_4bit": True, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(models / "first" / "model.safetensors")
+    with pytest.raises(DataError, match=f"stored by {method}, whose kernels alone"):
+        load_causal_lm(ModelSpec(source=str(tmp_path)), 0)

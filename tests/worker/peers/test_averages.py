@@ -1,0 +1,54 @@
+"""Blocks put together from chunks, in any order."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.base import limits
+from protocol.exact.chunk_grid import ChunkGrid
+from protocol.spec.manifest import Block, TensorSpec
+from worker.peers.share import Averages
+
+BLOCKS = tuple(
+    Block(name=f"b{size}", kind="block", tensors=(TensorSpec(name=f"w{size}", shape=(size,)),))
+    for size in (3, 10, 0, 8)
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _several_chunks():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(limits, "CHUNK_ELEMENTS", 4)
+    yield
+    patch.undo()
+
+
+def value(block, chunk):
+    piece = BLOCKS[block].chunk_slice(chunk)
+    return np.arange(piece.start, piece.stop, dtype=np.float32) + 100 * block
+
+
+@given(st.data())
+def test_any_order_and_duplicates_give_whole_blocks(data):
+    places = [(b, c) for b, block in enumerate(BLOCKS) for c in range(block.chunks)]
+    grid = ChunkGrid(BLOCKS)
+    averages = Averages(grid)
+    come: set[tuple[int, int]] = set()
+    for block, chunk in data.draw(st.permutations(places + places[:3])):
+        assert averages.complete is (len(come) == len(places))
+        wrong = (block, chunk) in come
+        values = value(block, chunk) - (999 if wrong else 0)
+        averages.put(grid.number(block, chunk), "", values)
+        come.add((block, chunk))
+    assert averages.complete
+    for number, block in enumerate(BLOCKS):
+        expected = np.arange(block.elements, dtype=np.float32) + 100 * number
+        assert averages.arrays[number].tolist() == expected.tolist()
+
+
+def test_a_block_of_one_chunk_is_not_copied():
+    averages = Averages(ChunkGrid(BLOCKS[:1]))
+    values = value(0, 0)
+    averages.put(0, "", values)
+    assert averages.arrays[0] is values

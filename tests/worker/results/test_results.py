@@ -1,0 +1,265 @@
+"""What a run has left, used: merged, written as GGUF, asked; of a real LoRA run's own files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from backends.base.frozen_base import frozen_base
+from backends.eager.narrow_linear import NarrowLinear, narrow_frozen_base
+from protocol.base.errors import DataError, SamestepError
+from protocol.spec.model_card import read_card
+from protocol.spec.sections.model import ModelSpec
+from tests.commands import called
+from tests.finished_run import finished_run
+from tests.small_chat import CHATML, chat_run
+from worker.models import gguf_weights
+from worker.models.pretrained import load_causal_lm
+from worker.results.generate import Sampling, choose, end_tokens
+from worker.results.gguf_export import export_gguf
+from worker.results.gguf_file import STORAGES, write_gguf
+from worker.results.load import load, probe
+from worker.results.merge import compare, merge, merged
+from worker.results.saved_model import find
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run's directory as a coordinator leaves it, LoRA trained by some drawn numbers."""
+    directory = tmp_path_factory.mktemp("chat")
+    changes = {"source": str(directory / "model"), "base_dtype": "int8"}
+    return finished_run(chat_run(directory, model=changes), directory / "run", "chat-1")
+
+
+def test_a_card_says_what_the_run_recorded(run):
+    card = read_card(run / "adapter")
+    assert card is not None
+    assert (card.run_id, card.steps, card.adapter, card.base_dtype) == ("chat-1", 4, True, "int8")
+    text = (run / "adapter" / "README.md").read_text()
+    assert "License: not stated" in text
+    assert card.digests["base_weights"] in text
+    assert "ab" * 32 in text
+
+
+def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
+    done = called("worker", "merge", str(run), "--out", str(tmp_path / "whole"))
+    assert done.returncode == 0, done.stderr
+    beside = load(find(run), None)
+    whole = load(find(tmp_path / "whole"), None)
+    assert (probe(beside.model, 300) - probe(whole.model, 300)).abs().max() < 1e-5
+    assert not hasattr(whole.model, "merge_and_unload")
+    assert whole.tokenizer.chat_template == CHATML
+    assert whole.base in done.stdout
+    card = read_card(tmp_path / "whole")
+    assert card is not None
+    assert whole.base in card.made[0]
+    with pytest.raises(DataError, match="new or empty"):
+        merge(find(run), None, tmp_path / "whole")
+    with pytest.raises(DataError, match="whole model already"):
+        merge(find(tmp_path / "whole"), None, tmp_path / "again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["whole"]
+
+
+def test_a_merged_model_may_be_stored_in_bfloat16(run, tmp_path):
+    done = called(
+        "worker", "merge", str(run), "--out", str(tmp_path / "whole"), "--dtype", "bfloat16"
+    )
+    assert done.returncode == 0, done.stderr
+    stored = safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    whole = load(find(tmp_path / "whole"), None).model
+    exact = merged(load(find(run), None)).state_dict()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, exact[name].to(torch.bfloat16).float()), name
+    refused = called("worker", "merge", str(run), "--out", str(tmp_path / "x"), "--dtype", "int8")
+    assert "--dtype: expected one of float32, bfloat16" in refused.stderr
+
+
+def test_the_base_is_rounded_as_the_run_had_it(run, tmp_path):
+    """Without its card and run nothing says so: another model, which the logits show."""
+    alone = tmp_path / "adapter"
+    shutil.copytree(run / "adapter", alone)
+    ours = probe(load(find(alone), None).model, 300)
+    assert torch.equal(ours, probe(load(find(run), None).model, 300))
+    (alone / "README.md").unlink()
+    assert not torch.equal(ours, probe(load(find(alone), None).model, 300))
+
+
+def test_a_difference_is_noticed():
+    logits = torch.tensor([1.0, -3.0])
+    assert compare(logits, logits + 2e-5) < 3e-5
+    with pytest.raises(SamestepError, match="nothing was written"):
+        compare(logits, logits + 1e-4)
+    with pytest.raises(SamestepError, match="nothing was written"):
+        compare(logits, logits * float("nan"))
+
+
+def test_another_base_or_adapter_is_refused(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run.parent / "model", other)
+    tensors = safetensors.numpy.load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + np.float32(1)
+    safetensors.numpy.save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match="another digest"):
+        load(find(run), str(other))
+    broken = tmp_path / "adapter"
+    shutil.copytree(run / "adapter", broken)
+    weights = safetensors.numpy.load_file(broken / "adapter_model.safetensors")
+    del weights[min(weights)]
+    safetensors.numpy.save_file(weights, broken / "adapter_model.safetensors")
+    with pytest.raises(DataError, match="adapter of another model"):
+        load(find(broken), None)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda d: d / "nothing", "found none"),
+        (lambda d: d, "expected a run"),
+        (lambda d: (d / "run.json").write_text("{}") and d, "has not ended"),
+        (lambda d: (d / "adapter_config.json").write_text("{}") and d, "LoRA adapter"),
+    ],
+)
+def test_what_is_no_result_is_refused(tmp_path, make, told):
+    with pytest.raises(DataError, match=told):
+        find(make(tmp_path))
+
+
+def test_an_answer_is_the_same_again(run):
+    def answer(*more: str) -> str:
+        done = called("worker", "generate", str(run), "What is 3?", "--max-tokens", "12", *more)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    drawn = ("--temperature", "1.0", "--top-p", "0.9", "--seed")
+    assert answer() == answer()
+    assert answer(*drawn, "1") == answer(*drawn, "1")
+    assert answer(*drawn, "1") != answer(*drawn, "2")
+
+
+def test_greedy_is_what_transformers_generates(run):
+    from worker.results.generate import generate, prompt_tokens
+
+    loaded = load(find(run), None)
+    ids = prompt_tokens(loaded.tokenizer, "What is 3?", "Add.")
+    assert loaded.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
+    ours = "".join(generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 12)))
+    theirs = loaded.model.generate(
+        input_ids=torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )[0, len(ids) :]
+    assert ours == loaded.tokenizer.decode(theirs, skip_special_tokens=True)
+    assert end_tokens(loaded.model, loaded.tokenizer) == {2}
+    with pytest.raises(DataError, match="positions"):
+        generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 128))
+
+
+def test_draws_follow_the_probabilities():
+    logits = torch.tensor([0.1, 0.6, 0.3]).log()
+    everything = Sampling(1.0, 1.0, 0, 1)
+    drawn = [choose(logits, everything, (n + 0.5) / 1000) for n in range(1000)]
+    assert [drawn.count(token) for token in range(3)] == [100, 600, 300]
+    most = Sampling(1.0, 0.85, 0, 1)
+    assert {choose(logits, most, n / 100) for n in range(100)} == {1, 2}
+    assert choose(logits, Sampling(0, 1, 0, 1), 0.99) == 1
+    assert choose(logits, everything, 0.99999997) == 0
+
+
+def test_gguf_is_read_by_transformers_as_the_same_model(run, tmp_path):
+    pytest.importorskip("gguf")
+    done = called("worker", "export", str(run), "--gguf", "f32", "--out", str(tmp_path / "g"))
+    assert done.returncode == 0, done.stderr
+    assert "21 tensors" in done.stdout
+    beside = load(find(run), None)
+    again = load(find(tmp_path / "g" / "chat-f32.gguf"), None)
+    assert (probe(beside.model, 300) - probe(again.model, 300)).abs().max() < 1e-5
+    words = "What is 3 plus 4? <|im_end|>"
+    assert again.tokenizer(words)["input_ids"] == beside.tokenizer(words)["input_ids"]
+    assert read_card(tmp_path / "g")
+
+
+def test_a_base_from_gguf_is_held_narrow_in_the_file_s_own_form(run, tmp_path):
+    """Every frozen matrix has the file's values, bit for bit."""
+    pytest.importorskip("gguf")
+    loaded = load(find(run.parent / "model"), None)
+    write_gguf(loaded.model, loaded.tokenizer, tmp_path / "m.gguf", "q8_0", "m")
+    source = str(tmp_path / "m.gguf")
+    model = load_causal_lm(ModelSpec(source=source, base_dtype="q8_0"), 0).model
+    model.requires_grad_(requires_grad=False)
+    names = frozen_base(model)
+    as_it_was = {name: model.get_parameter(name).detach().clone() for name in names}
+    narrow_frozen_base(model, "q8_0", torch.device("cpu"))
+    for name, values in as_it_was.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        assert isinstance(layer, NarrowLinear)
+        assert torch.equal(layer.weight, values)
+    assert len(as_it_was) == 15  # seven in each layer, and the head
+
+
+def test_a_base_from_gguf_is_never_wide_in_memory(run, tmp_path, capfd):
+    """Each matrix that is to be narrow is mapped from a file without a name once it is wide."""
+    pytest.importorskip("gguf")
+    loaded = load(find(run.parent / "model"), None)
+    write_gguf(loaded.model, loaded.tokenizer, tmp_path / "m.gguf", "f16", "m")
+    (tmp_path / "model.safetensors").write_bytes(b"of another model, and no business of this one")
+    spec = ModelSpec(source=str(tmp_path / "m.gguf"), base_dtype="int4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_weights, "_SMALL_BYTES", 0)
+        aside = load_causal_lm(spec, 0)
+    beside = load_causal_lm(spec, 0)
+    assert aside.weights_digest == beside.weights_digest
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    files = [[int(at, 16) for at in m[0].split("-")] for m in maps if m[-1] == "(deleted)"]
+    aside.model.requires_grad_(requires_grad=False)
+    for parameter in frozen_base(aside.model).values():
+        assert any(lo <= parameter.data_ptr() < hi for lo, hi in files)
+    assert "GGUF" not in capfd.readouterr().err
+
+
+def test_gguf_in_fewer_bits_holds_what_the_library_makes_of_it(run, tmp_path):
+    pytest.importorskip("gguf")
+    loaded = load(find(run.parent / "model"), None)
+    sizes = []
+    for storage in STORAGES:
+        path = tmp_path / storage
+        assert write_gguf(loaded.model, loaded.tokenizer, path, storage, "m").tensors == 21
+        sizes.append(path.stat().st_size)
+    assert sizes[3] < sizes[2] == sizes[1] < sizes[0]
+
+
+def test_what_llama_cpp_does_not_know_is_refused(run, tmp_path):
+    pytest.importorskip("gguf")
+    loaded = load(find(run.parent / "model"), None)
+    loaded.model.config.model_type = "gpt_bigcode"
+    with pytest.raises(DataError, match="gpt_bigcode"):
+        write_gguf(loaded.model, loaded.tokenizer, tmp_path / "a", "f32", "m")
+    loaded.model.config.model_type = "llama"
+    tokenizers = pytest.importorskip("tokenizers")
+    digits = tokenizers.pre_tokenizers.Digits()
+    loaded.tokenizer.backend_tokenizer.pre_tokenizer = digits
+    with pytest.raises(DataError, match="splits text"):
+        write_gguf(loaded.model, loaded.tokenizer, tmp_path / "b", "f32", "m")
+    (tmp_path / "x").touch()
+    with pytest.raises(DataError, match="new or empty"):
+        export_gguf(find(run), None, "f32", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("generate", "DIR", "x", "--top-p", "0"), "--top-p"),
+        (("generate", "DIR", "x", "--top-p", "0.5"), "--temperature"),
+        (("export", "DIR", "--gguf", "q2", "--out", "o"), "--gguf"),
+        (("generate", "DIR", "x", "--system", "a", "--max-tokens", "9999"), "positions"),
+    ],
+)
+def test_mistakes_are_one_line(run, words, told):
+    done = called("worker", *(str(run) if word == "DIR" else word for word in words))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert told in done.stderr

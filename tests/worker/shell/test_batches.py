@@ -1,0 +1,81 @@
+"""One batch of each shape; a batch that cannot be computed is told by its step and samples."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from backends.base.interface import Batch, LossRaised
+from protocol.base.errors import DataError
+from protocol.exact.samples import SampleOrder
+from protocol.spec.sections.tasks import BatchSpec
+from worker.shell.batches import (
+    evaluation_of_each_shape,
+    microbatch_of_each_shape,
+    report_samples,
+)
+
+TWO = [Batch({"x": np.zeros((3, 2)), "t": np.array(1.0)}, 3.0) for _ in range(2)]
+
+
+class Texts:
+    """Sample n has 16 or 32 tokens, as has held-out part n; the last one is short."""
+
+    manifest = SimpleNamespace(evaluation_parts=21)
+
+    def batch(self, samples):
+        width = max(16 if sample % 4 else 32 for sample in samples)
+        return Batch({"ids": np.zeros((len(samples), width), np.int64)}, float(len(samples)))
+
+    def evaluation_batch(self, part):
+        return self.batch([part] * (1 if part == 20 else 3))
+
+
+def test_each_shape_comes_once_and_the_first_microbatch_first():
+    order = SampleOrder(3, 21, BatchSpec(samples=5, microbatch=2))
+    task = Texts()
+    found = microbatch_of_each_shape(task, order)  # type: ignore[arg-type]
+    shapes = [batch.arrays["ids"].shape for batch in found]
+    assert shapes[0] == task.batch(order.microbatches(0)[0]).arrays["ids"].shape
+    assert len(shapes) == len({*shapes})
+    steps = range(order.steps_per_epoch)
+    every = (samples for step in steps for samples in order.microbatches(step))
+    assert {*shapes} == {task.batch(samples).arrays["ids"].shape for samples in every}
+
+
+def test_each_shape_of_a_held_out_part_comes_once():
+    found = evaluation_of_each_shape(Texts())  # type: ignore[arg-type]
+    assert {batch.arrays["ids"].shape for batch in found} == {(3, 16), (3, 32), (1, 32)}
+    assert len(found) == 3
+    none = SimpleNamespace(manifest=SimpleNamespace(evaluation_parts=0))
+    assert evaluation_of_each_shape(none) == []
+
+
+SAMPLES = [[8, 1, 5], [3, 9, 4]]
+PACKED = [Batch({"x": np.zeros((2, 4))}, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "which", "row", "told"),
+    [
+        (TWO, TWO[1], None, "it raised, step 7, samples 3, 9, 4"),
+        (TWO, TWO[0], 2, "it raised, step 7, sample 5"),
+        (PACKED, PACKED[0], 1, "it raised, step 7, samples 8, 1, 5"),
+        (TWO, PACKED[0], 1, "it raised, step 7"),
+    ],
+    ids=["samples", "one", "rows that are no samples", "another batch"],
+)
+def test_the_samples_that_are_known_are_named(batches, which, row, told):
+    samples = SAMPLES[: len(batches)]
+    with pytest.raises(DataError) as named, report_samples(7, batches, samples):
+        raise LossRaised("it raised", which, row)
+    assert str(named.value) == told
+
+
+def test_other_errors_stay_as_they_are():
+    error = ValueError("x")
+    with pytest.raises(ValueError, match="x") as same, report_samples(7, TWO, SAMPLES):
+        raise error
+    assert same.value is error

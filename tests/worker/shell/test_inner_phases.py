@@ -1,0 +1,49 @@
+"""What a worker keeps of stretches from one round to the next."""
+
+from __future__ import annotations
+
+import queue
+
+import numpy as np
+import pytest
+
+from protocol.exact.tree import Subtree
+from protocol.exact.update import step_scalars
+from tests.live_service import Scripted, scripted_spec
+from tests.processes import PATIENCE_S
+from worker.logic import actions as act
+from worker.logic.events import Applied, Built, InnerStateNeeded, StepId, SubtreeDone
+from worker.shell.engine import Engine
+
+SPEC = scripted_spec(
+    batch={"samples": 2, "microbatch": 1},
+    replicas={"count": 2, "inner_steps": 2, "inner_state": "carry"},
+)
+
+
+@pytest.mark.parametrize(
+    ("committed", "again", "asks"), [(0, False, False), (1, False, True), (0, True, True)]
+)
+def test_what_a_stretch_leaves_counts_if_its_attempt_is_committed(committed, again, asks):
+    """In an attempt that was halted a device may have failed; in an earlier life of the
+    coordinator's, attempts had the same numbers."""
+    events: queue.Queue[object] = queue.Queue()
+    engine = Engine(Scripted(), events.put)
+
+    def first(*kinds: type) -> object:
+        while not isinstance(event := events.get(timeout=PATIENCE_S), kinds):
+            pass
+        return event
+
+    engine.do(act.Build("run", SPEC, keep=False))
+    first(Built)
+    engine.do(act.Compute(StepId(0, 0), 2, Subtree(1, 2)))
+    first(SubtreeDone)
+    if again:
+        engine.do(act.Build("run", SPEC, keep=True))
+    averages = [np.zeros(16, np.float32) for _ in range(3)]
+    engine.do(act.Apply(averages, step_scalars(SPEC.update, 1, 0, SPEC.steps, 0.0), committed))
+    first(Applied)
+    engine.do(act.Compute(StepId(1, 0), 2, Subtree(1, 2)))
+    assert isinstance(first(InnerStateNeeded, SubtreeDone), InnerStateNeeded) == asks
+    engine.close()

@@ -1,0 +1,51 @@
+"""What tells workers of unlike bits apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from backends.base.interface import Batch
+from backends.scripted import ScriptedProgram
+from tests.worker.shell.test_engine import SPEC
+from worker.shell.numerics_profile import library_versions, numerics_digest, probe_digest
+from worker.tasks.small.scripted import Scripted
+
+
+class OddForLargeBatches(ScriptedProgram):
+    """Another device, which differs for batches of three samples alone."""
+
+    def gradients(self, leaves):
+        (batch, seed), *_ = leaves
+        odd = len(batch.arrays["x"]) == 3
+        return super().gradients([(batch, seed + odd)])
+
+
+def batch(samples):
+    return Batch({"x": np.zeros((samples, 2), np.float32)}, float(samples))
+
+
+def test_every_shape_is_probed():
+    trainable = Scripted(SPEC).trainable
+    one, other = ScriptedProgram(trainable, 0.0), OddForLargeBatches(trainable, 0.0)
+    assert probe_digest(one, [batch(2)]) == probe_digest(other, [batch(2)])
+    shapes = [batch(2), batch(3)]
+    assert probe_digest(one, shapes) == probe_digest(one, shapes)
+    assert probe_digest(one, shapes) != probe_digest(other, shapes)
+
+
+@pytest.mark.parametrize("key", ["name", "driver", "torch", "transformers", "subnormals"])
+def test_what_may_decide_bits_is_part_of_it(key):
+    traits = {"device": "cuda", "processor": "one", key: "a"}
+    assert numerics_digest(traits, "p") != numerics_digest({**traits, key: "b"}, "p")
+    assert numerics_digest(traits, "p") == numerics_digest({**traits, "processor": "b"}, "p")
+
+
+def test_libraries_are_those_that_the_models_layers_come_from():
+    assert library_versions(None) == {}
+    assert library_versions(torch.nn.Linear(1, 1)) == {"torch": torch.__version__}
+    # A layer of another package: any that is there will do.
+    layer = type("Layer", (torch.nn.Linear,), {"__module__": "numpy.layers"})
+    found = library_versions(torch.nn.Sequential(layer(1, 1)))
+    assert found == {"torch": torch.__version__, "numpy": np.__version__}

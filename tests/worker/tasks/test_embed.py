@@ -1,0 +1,255 @@
+"""Task embed: loss and ranks beside naive ones, its data, and what sentence-transformers reads."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, normalize
+
+from backends.base.interface import Batch
+from backends.eager.eager import EagerBackend, EagerProgram
+from protocol.base.errors import DataError, RunSpecError
+from protocol.spec.run_spec import parse_run_spec
+from tests.commands import called
+from tests.small_decoder import save_small_decoder
+from tests.worker.tasks.test_classify import export
+from tests.worker.tasks.test_sequences import written
+from worker.logic.events import StepId
+from worker.shell.coupled_step import CoupledStep
+from worker.tasks.language.embed import ranks
+from worker.tasks.registry import build
+
+CITIES = ("oslo", "rome", "bonn", "kyiv", "bern", "lima")
+ROWS: list[dict[str, Any]] = [
+    {
+        "anchor": f"{'find' if number > 8 else 'where is'} {city}",
+        "positive": f"{city} is {n} miles from here{' and back' if 5 < number < 9 else ''}",
+        "negative": f"{city} is a word",
+    }
+    for number, (n, city) in enumerate([*enumerate(CITIES)] * 2)
+]
+"""Three anchors come again with other passages, and three passages with other anchors."""
+
+
+def task_of(tiny, tmp_path, rows=ROWS, *, columns=None, lora=None, **embed):
+    train = written(tmp_path / "pairs.jsonl", rows)
+    spec = parse_run_spec({
+        "task": "embed", "seed": 7, "steps": 1, "model": {"source": tiny}, "lora": lora,
+        "data": {"train": str(train), "holdout": 0, "max_tokens": 16, "columns": columns or {}},
+        "batch": {"samples": 12, "microbatch": 4}, "embed": embed,
+    })  # fmt: skip
+    task: Any = build(spec)
+    return task
+
+
+def pooled(states, mask, how):
+    if how == "cls":
+        return states[0]
+    return states[int(mask.sum()) - 1] if how == "last" else states[mask.bool()].mean(dim=0)
+
+
+def naive(task, rows, *, pooling="mean", temperature=0.05, symmetric=False, normalized=True):
+    """The loss of each pair, one text and one score at a time."""
+    module = task.trainable.module.eval()
+    batch = task.batch(range(len(rows)))
+    arrays = {name: torch.tensor(values) for name, values in batch.arrays.items()}
+
+    def encoded(ids, mask):
+        found = module(input_ids=ids[None], attention_mask=mask[None]).last_hidden_state[0]
+        vector = pooled(found, mask, pooling)
+        return normalize(vector, dim=0) if normalized else vector
+
+    pairs = range(len(rows))
+    anchors = [encoded(arrays["anchor_ids"][i], arrays["anchor_mask"][i]) for i in pairs]
+    passages = [
+        [
+            encoded(*each)
+            for each in zip(arrays["passage_ids"][i], arrays["passage_mask"][i], strict=True)
+        ]
+        for i in pairs
+    ]
+    texts = [[row["positive"], *([row["negative"]] if "negative" in row else [])] for row in rows]
+
+    def goes_with(i, j):
+        both = rows[i]["anchor"] == rows[j]["anchor"], texts[i][0] == texts[j][0]
+        return i != j and any(both)
+
+    losses = []
+    for i in pairs:
+        scores = {
+            (j, k): anchors[i] @ passages[j][k] / temperature
+            for k in range(len(texts[0]))
+            for j in pairs
+            if not (k == 0 and goes_with(i, j)) and not (k and texts[j][k] == texts[i][0])
+        }
+        own = torch.stack([scores[i, 0], *(s for at, s in scores.items() if at != (i, 0))])
+        loss = cross_entropy(own[None], torch.tensor([0]))
+        if symmetric:
+            others = [
+                anchors[j] @ passages[i][0] / temperature for j in pairs if not goes_with(i, j)
+            ]
+            place = [j for j in pairs if not goes_with(i, j)].index(i)
+            loss = (loss + cross_entropy(torch.stack(others)[None], torch.tensor([place]))) / 2
+        losses.append(loss)
+    return torch.stack(losses)
+
+
+def step_of(task, microbatch):
+    program = EagerBackend("cpu").compile(task.trainable, task.batch(range(microbatch)))
+    assert isinstance(program, EagerProgram)
+    program.load(task.initial_parameters())
+    parts = [range(lo, lo + microbatch) for lo in range(0, len(ROWS), microbatch)]
+    batches = [task.batch(part) for part in parts]
+    task.trainable.module.eval()
+    rows = np.concatenate([program.embed(batch, n) for n, batch in enumerate(batches)])
+    return CoupledStep(program, StepId(0, 1), rows.reshape(-1), [microbatch] * len(parts), 0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"pooling": "cls", "symmetric": True},
+        {"pooling": "last", "normalize": False, "temperature": 1.0},
+        {"learn_temperature": True, "temperature": 0.1},
+    ],
+    ids=str,
+)
+def test_the_loss_is_the_naive_one_and_leaves_out_what_belongs_together(tiny, tmp_path, how):
+    # No dropout: the naive loss computes one text at a time.
+    rows = ROWS if how else [{k: v for k, v in row.items() if k != "negative"} for row in ROWS]
+    task = task_of(tiny, tmp_path, rows, **how)
+    module = task.trainable.module
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    found = step_of(task, 4)._step_loss
+    how = {name: value for name, value in how.items() if name != "learn_temperature"}
+    expected = naive(task, rows, normalized=how.pop("normalize", True), **how)
+    assert np.allclose(found.losses, expected.detach().numpy(), rtol=1e-4, atol=1e-5)
+    assert sorted(found.parameters) == (
+        ["log_scale"] if "temperature" in how and len(how) == 1 else []
+    )
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_a_decoder_learns_from_its_last_token(tmp_path, lora):
+    model = save_small_decoder(tmp_path / "decoder")
+    task = task_of(str(model), tmp_path, lora=lora, pooling="last", learn_temperature=True)
+    names = {tensor.name for block in task.manifest.blocks for tensor in block.tensors}
+    assert "log_scale" in names
+    assert all("lora_" in name for name in names - {"log_scale"}) == (lora is not None)
+    found = step_of(task, 4)._step_loss
+    assert np.isfinite(found.losses).all()
+    assert np.abs(found.embeddings["anchor"]).max() > 0
+    assert sorted(found.parameters) == ["log_scale"]
+
+
+def test_ranks_are_those_of_the_first_passage_that_answers():
+    rng = np.random.default_rng(3)
+    anchors = torch.tensor(rng.standard_normal((30, 3)).astype(np.float32))
+    passages = torch.tensor(rng.standard_normal((30, 2, 3)).astype(np.float32))
+    numbers = torch.arange(30, 90).reshape(30, 2)
+    numbers[5, 0], passages[5, 0] = numbers[4, 0], passages[4, 0].clone()
+    anchor_numbers = torch.arange(30)
+    anchor_numbers[7] = 6
+    fields = {
+        "anchor": anchors, "passages": passages, "anchor_number": anchor_numbers,
+        "passage_numbers": numbers,
+    }  # fmt: skip
+    texts = {int(n): p for n, p in zip(numbers.flatten(), passages.flatten(0, 1), strict=True)}
+    for i, rank in enumerate(ranks(fields)):
+        answers = {int(numbers[j, 0]) for j in range(30) if anchor_numbers[j] == anchor_numbers[i]}
+        scores = {n: float(anchors[i] @ p) for n, p in texts.items()}
+        best = max(scores[n] for n in answers)
+        assert rank == 1 + sum(s > best for n, s in scores.items() if n not in answers)
+
+
+def test_evaluation_ranks_all_held_out_passages(tiny, tmp_path):
+    task = task_of(tiny, tmp_path)
+    module = task.trainable.module.eval()
+    batch: Batch = task.batch(range(12))
+    arrays = {name: torch.tensor(values) for name, values in batch.arrays.items()}
+    with torch.no_grad():
+        sums = task.trainable.evaluate(module, arrays)
+        expected = naive(task, ROWS).sum().item()
+    assert sums["loss_sum"] == pytest.approx(expected, rel=1e-4)
+    assert sums["pairs"] == 12
+    assert 0 <= sums["within_1"] <= sums["within_5"] <= sums["within_10"] <= 12
+    assert sums["within_1"] <= sums["reciprocal"]
+
+
+def test_texts_that_come_again_have_one_number(tiny, tmp_path):
+    task = task_of(tiny, tmp_path, [*ROWS, ROWS[0]], columns={"negative": "absent"})
+    notes = task.manifest.notes
+    assert notes["duplicates_removed"] == 1
+    assert notes["hard_negatives_per_pair"] == 0
+    assert notes["distinct_texts"] == len({t for r in ROWS for t in (r["anchor"], r["positive"])})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"negative": ["a word", "another"]}, "expected 1 negatives, as at .* line 1, got 2"),
+        ({"negative": ROWS[3]["positive"]}, "expected negatives that differ from the positive"),
+        ({"positive": " "}, "positive"),
+    ],
+)
+def test_rows_that_are_no_pairs_or_triplets_are_named(tiny, tmp_path, change, text):
+    rows = [*ROWS[:3], {**ROWS[3], **change}]
+    with pytest.raises(DataError, match=text) as caught:
+        task_of(tiny, tmp_path, rows)
+    assert "line 4" in str(caught.value)
+
+
+def test_a_run_with_replicas_is_refused(tiny):
+    with pytest.raises(RunSpecError, match="task embed has no replicas"):
+        parse_run_spec({
+            "task": "embed", "steps": 1, "model": {"source": tiny}, "data": {"train": "x"},
+            "replicas": {"count": 2, "inner_steps": 2},
+        })  # fmt: skip
+
+
+def test_the_result_has_the_files_of_sentence_transformers(tiny, tmp_path):
+    import transformers
+
+    task = task_of(tiny, tmp_path, pooling="last", learn_temperature=True)
+    saved = export_of(task, tmp_path)
+    kinds = [each["type"].rpartition(".")[2] for each in json_of(saved / "modules.json")]
+    assert kinds == ["Transformer", "Pooling", "Normalize"]
+    pooling = json_of(saved / "1_Pooling" / "config.json")
+    assert pooling["word_embedding_dimension"] == 8
+    assert [key for key, value in pooling.items() if value is True and "mode" in key] == [
+        "pooling_mode_lasttoken"
+    ]
+    model = transformers.AutoModel.from_pretrained(saved)
+    named = dict(model.named_parameters())
+    for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True):
+        for tensor, place in block.slices():
+            if tensor.name != "log_scale":
+                same = named[tensor.name].detach().numpy().reshape(-1) == values[place]
+                assert same.all(), tensor.name
+
+
+def export_of(task, tmp_path):
+    (tmp_path / "out").mkdir()
+    return export(task, task.initial_parameters(), tmp_path / "out")
+
+
+def json_of(path):
+    return json.loads(path.read_text())
+
+
+def test_worker_data_shows_anchors_and_passages(tiny, tmp_path):
+    train = written(tmp_path / "pairs.jsonl", ROWS)
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps({
+        "task": "embed", "steps": 1, "model": {"source": tiny},
+        "data": {"train": str(train), "max_tokens": 16}, "batch": {"samples": 4, "microbatch": 2},
+    }))  # fmt: skip
+    shown = called("worker", "data", str(run), "--samples", "1")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("anchor:", "positive:", "negative:", "held-out passages", "distinct texts"):
+        assert word in shown.stdout

@@ -1,0 +1,192 @@
+"""Tags of words, and texts made of texts: losses, encodings and answers of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.base.errors import DataError
+from protocol.datasets.data_check import check_data
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from tests.commands import called
+from tests.small_sequences import PAIRS, TAGGED, save_encoder_decoders
+from tests.worker.tasks.test_classify import export, moved
+from worker.data.sequence_data import encode_words
+from worker.tasks.labels.tag import span_metrics, span_sums, spans
+from worker.tasks.registry import build, view
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def spec_of(task: str, model: object, train: Path, **more: Any) -> RunSpec:
+    data = {"train": str(train), **more.pop("data", {})}
+    return parse_run_spec({
+        "task": task, "seed": 7, "steps": 1, "model": {"source": str(model)}, "data": data,
+        "batch": {"samples": 4, "microbatch": 2}, "lora": None, **more,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def encoder_decoders(tmp_path_factory) -> dict[str, Path]:
+    return save_encoder_decoders(tmp_path_factory.mktemp("models"))
+
+
+def with_values(task: Any, values: Any) -> Any:
+    """The task's module with these trained values, in evaluation mode."""
+    import torch
+
+    named = dict(task.trainable.module.named_parameters())
+    with torch.no_grad():
+        for block, array in zip(task.manifest.blocks, values, strict=True):
+            for tensor, place in block.slices():
+                named[tensor.name].copy_(torch.tensor(array[place].reshape(tensor.shape)))
+    return task.trainable.module.eval()
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_seq2seq_has_the_loss_and_the_answers_of_transformers(
+    encoder_decoders, tmp_path, family, lora
+):
+    import peft
+    import torch
+    import transformers
+
+    base = encoder_decoders[family]
+    rows = written(tmp_path / "pairs.jsonl", PAIRS)
+    task = build(spec_of("seq2seq", base, rows, lora=lora))
+    values, batch = moved(task), task.batch(range(4))
+    module = with_values(task, values)
+    given = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    (tmp_path / "out").mkdir()
+    saved = export(task, values, tmp_path / "out")
+    if lora is None:
+        model: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(saved)
+    else:
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(base)
+        model = peft.PeftModel.from_pretrained(model, saved)
+    model.eval()
+    assert task.trainable.loss is not None
+    with torch.no_grad():
+        ours = float(task.trainable.loss(module, given)) / batch.weight
+        expected = float(model(**given).loss)
+    assert ours == pytest.approx(expected, rel=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    read = tokenizer("add 2 and 1", return_tensors="pt")
+    read.pop("token_type_ids", None)
+    answer = model.generate(**read, max_new_tokens=8, do_sample=False, num_beams=1)
+    wanted = tokenizer.decode(answer[0], skip_special_tokens=True)
+    said = called("worker", "generate", str(saved), "add 2 and 1", "--max-tokens", "8")
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.rstrip("\n") == wanted
+    if lora is not None:
+        merged = called("worker", "merge", str(saved), "--out", str(tmp_path / "merged"))
+        assert merged.returncode == 0, merged.stderr
+
+
+def test_words_have_the_tokens_and_labels_of_transformers(tiny):
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    words = TAGGED[0]["tokens"]
+    made = tokenizer(words, is_split_into_words=True)
+    ids, numbers, is_cut = encode_words(tokenizer, words, 64)
+    assert ids.tolist() == made["input_ids"]
+    seen: set[int | None] = {None}
+    expected = [-1 if w in seen or seen.add(w) else w for w in made.word_ids()]  # type: ignore[func-returns-value]
+    assert numbers.tolist() == expected
+    assert not is_cut
+    assert encode_words(tokenizer, words, 5)[2]
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_tag_has_the_loss_of_transformers_and_tags_new_words(tiny, tmp_path, lora):
+    import torch
+    import transformers
+
+    rows = written(tmp_path / "tags.jsonl", TAGGED)
+    task = build(spec_of("tag", tiny, rows, lora=lora))
+    names = [metric.name for metric in task.manifest.metrics]
+    assert names == ["f1", "accuracy", "f1[LOC]", "f1[PER]"]
+    values, batch = moved(task), task.batch(range(5))
+    module = with_values(task, values)
+    given = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    assert task.trainable.loss is not None
+    assert task.trainable.evaluate is not None
+    assert batch.weight == 5 * 8
+    with torch.no_grad():
+        ours = float(task.trainable.loss(module, given)) / batch.weight
+        sums = task.trainable.evaluate(module, given)
+    assert sums["words"] == 5 * 8
+    (tmp_path / "out").mkdir()
+    saved = export(task, values, tmp_path / "out")
+    if lora is None:
+        model = transformers.AutoModelForTokenClassification.from_pretrained(saved).eval()
+        with torch.no_grad():
+            assert ours == pytest.approx(float(model(**given).loss), rel=1e-5)
+    shown = called("worker", "classify", str(saved), "Ada Lovelace in Rome", "--json")
+    assert shown.returncode == 0, shown.stderr
+    answer = json.loads(shown.stdout)
+    assert answer["words"] == ["Ada", "Lovelace", "in", "Rome"]
+    with torch.no_grad():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+        made = tokenizer(answer["words"], is_split_into_words=True, return_tensors="pt")
+        arrays = {name: made[name] for name in ("input_ids", "attention_mask")}
+        chosen = module(**arrays).logits[0].argmax(-1).tolist()
+    labels = json.loads((saved / "samestep.json").read_text())["labels"]
+    firsts = [made.word_ids().index(n) for n in range(4)]
+    assert answer["tags"] == [labels[chosen[at]] for at in firsts]
+    if lora is not None:
+        merged = called("worker", "merge", str(saved), "--out", str(tmp_path / "merged"))
+        assert merged.returncode == 0, merged.stderr
+
+
+def test_spans_are_counted_whole():
+    true = ["B-PER", "I-PER", "O", "B-LOC", "B-LOC", "I-PER"]
+    said = ["B-PER", "I-PER", "O", "I-LOC", "I-LOC", "O"]
+    assert [*spans(true)] == [("PER", 0, 2), ("LOC", 3, 4), ("LOC", 4, 5), ("PER", 5, 6)]
+    assert [*spans(said)] == [("PER", 0, 2), ("LOC", 3, 5)]
+    names = sorted({*true, *said})
+    sums = span_sums([(true, said)], names)
+    figures = {metric.name: metric.value(dict(sums)) for metric in span_metrics(names)}
+    assert figures["f1"] == pytest.approx(2 / (2 + 3 + 1))
+    assert figures["f1[PER]"] == pytest.approx(2 / 3)
+    assert figures["accuracy"] == pytest.approx(3 / 6)
+    assert [metric.name for metric in span_metrics(["ADJ", "NOUN"])] == ["accuracy"]
+
+
+def test_worker_data_shows_both(tiny, encoder_decoders, tmp_path):
+    tags = "\n".join(view(spec_of("tag", tiny, written(tmp_path / "a.jsonl", TAGGED)), 1))
+    assert "B-PER" in tags
+    assert "tag B-LOC: 10 training words" in tags
+    pairs = written(tmp_path / "b.jsonl", PAIRS)
+    text = "\n".join(view(spec_of("seq2seq", encoder_decoders["t5"], pairs), 1))
+    assert "it is</s>" in text
+    assert "training targets: 10;" in text
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "told"),
+    [
+        ("tag", {"tokens": ["a", "b"], "tags": ["O"]}, "a tag for each word, got 2 words and 1 t"),
+        ("tag", {"tokens": ["a", " "], "tags": ["O", "O"]}, 'text as each of the words, got " "'),
+        ("tag", {"tokens": 3, "tags": ["O"]}, "expected a list of words, got 3"),
+        ("tag", {"tokens": ["a"]}, "a column 'tags'"),
+        ("seq2seq", {"source": "a", "target": " "}, "expected text as target, found none"),
+        ("seq2seq", {"source": "a"}, "a column 'target'"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, task, row, told):
+    good = TAGGED if task == "tag" else PAIRS
+    spec = spec_of(task, tmp_path, written(tmp_path / "a.jsonl", [*good, row]))
+    with pytest.raises(DataError) as raised:
+        check_data(spec)
+    assert told in str(raised.value)
+    assert "line 13" in str(raised.value)
+    assert "\n" not in str(raised.value)

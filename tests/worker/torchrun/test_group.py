@@ -1,0 +1,22 @@
+"""Ranks that do not meet say so in one line, in a bounded time."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from protocol.base.errors import Unreachable
+from tests.silent_address import refusing_port
+from worker.torchrun import group
+from worker.torchrun.group import RankGroup
+
+
+def test_a_rank_that_does_not_reach_rank_0(monkeypatch):
+    port = refusing_port()
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**where, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(group, "RENDEZVOUS_TIMEOUT", timedelta(milliseconds=100))
+    with pytest.raises(Unreachable, match=f"no answer from 127.0.0.1:{port}, where the ranks meet"):
+        RankGroup(cards=False)

@@ -1,0 +1,107 @@
+"""Groups of processes that shard a frozen base, as members of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ROOT, Cluster
+from tests.free_ports import free_ports
+from tests.processes import Process, start
+
+FROZEN = """
+task: "tests.frozen_base_task:FrozenBase"
+steps: 4
+batch: {samples: 14, microbatch: 2}
+checkpoint: {every: 0}
+"""
+
+
+def run_file(directory: Path, text: str) -> str:
+    path = directory / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def group(cluster: Cluster, name: str) -> list[Process]:
+    """Two ranks, each as torchrun starts it."""
+    port = str(free_ports(1)[0])
+    ranks = [
+        start(
+            "tests.one_rank", str(rank), "2", port, "--coordinator", cluster.address["data"],
+            "--name", name, "--backend", "cpu", "--shard",
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    cluster.workers |= {f"{name}-{rank}": process for rank, process in enumerate(ranks)}
+    return ranks
+
+
+def test_a_frozen_base_lies_across_the_ranks_and_all_members_agree(tmp_path):
+    run = run_file(tmp_path, FROZEN)
+    with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
+        for number in range(2):
+            group(cluster, f"group-{number}")
+        result = cluster.result()
+        device = cluster.wait_for("worker_ready", worker="group-0")["device"]
+        codes = [process.wait(60) for process in cluster.workers.values()]
+    assert device.startswith("2 ranks sharded: 2 x ")
+    assert result["outcome"] == "finished"
+    assert codes == [0] * 4
+    assert result["exact"]
+
+
+@pytest.mark.slow
+def test_all_ranks_take_the_unit_of_the_run_spec(tmp_path):
+    """The mean of a microbatch counts by its weight on every rank: the digest of one worker."""
+    run = run_file(tmp_path, FROZEN.replace("microbatch: 2}", "microbatch: 2, unit: microbatch}"))
+    found = []
+    for kind in ("alone", "ranks"):
+        with Cluster(tmp_path / kind, "--expect-workers", "1", "--run", run) as cluster:
+            if kind == "ranks":
+                group(cluster, "group")
+            else:
+                cluster.worker("alone", "--backend", "cpu")
+            found.append(cluster.result()["weights_digest"])
+    assert found[0] == found[1]
+
+
+def test_a_rank_that_is_lost_is_a_member_that_is_lost(tmp_path):
+    run = run_file(tmp_path, FROZEN)
+    with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
+        hold = cluster.held_worker("plain", 1, "--backend", "cpu")
+        ranks = group(cluster, "pair")
+        hold.reached()
+        ranks[1].send_signal(signal.SIGKILL)
+        cluster.wait_for("worker_disconnected", worker="pair")
+        hold.release()
+        assert cluster.result()["outcome"] == "finished"
+        assert ranks[0].wait(60) == 1
+
+
+@pytest.mark.slow
+def test_two_members_that_torchrun_starts(tmp_path):
+    run = run_file(tmp_path, FROZEN)
+    with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
+        members = [
+            subprocess.Popen(
+                [
+                    sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    "--nproc-per-node", "2", "-m", "worker", "--backend", "cpu",
+                    "--name", f"group-{number}", "--coordinator", cluster.address["data"],
+                    "--shard",
+                ],
+                cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for number in range(2)
+        ]  # fmt: skip
+        said = [member.communicate(timeout=300)[0] for member in members]
+        assert [member.returncode for member in members] == [0, 0], said
+        result = cluster.result()
+    assert result["outcome"] == "finished"  # digests are compared after every step

@@ -1,0 +1,165 @@
+"""Pairs and triplets of texts as tokens, for task embed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from backends.base.interface import Batch
+from protocol.base.errors import DataError
+from protocol.datasets.conversations import DistinctRows
+from protocol.datasets.data_check import validation_data
+from protocol.datasets.embedding_pairs import TextGroup, read_text_groups
+from protocol.spec.run_spec import EmbedRun
+from worker.data import holdout
+from worker.data.disk_arrays import DiskArrays
+from worker.data.language_data import bad_rows_note, digest_stored, documents_digest, overlap
+from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampled_every, unknown_in
+
+_PADDING_TOKENS: Final = 16
+"""Batches are padded to a multiple of this: few shapes, little waste."""
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingData:
+    """All that a run makes of its data.
+
+    Attributes:
+        tokenizer: The model's own.
+        texts: Tokens of each distinct text.
+        rows: Numbers of the texts of each row, (rows, 2 + negatives): anchor, positive, negatives.
+        train: Numbers of the rows that are trained on.
+        held_out: Numbers of the rows for evaluation.
+        padding: The padding token.
+        max_tokens: The width of the widest batch.
+        digests: For the manifest.
+        notes: Counts, for the manifest.
+    """
+
+    tokenizer: Any
+    texts: DiskArrays
+    rows: Rows
+    train: Rows
+    held_out: Rows
+    padding: int
+    max_tokens: int
+    digests: Mapping[str, str]
+    notes: Mapping[str, int]
+
+    def batch(self, numbers: Rows) -> Batch:
+        """Make a batch of these rows; its weight is their number.
+
+        `anchor_ids` and `anchor_mask`, (samples, tokens), `passage_ids` and `passage_mask`,
+        (samples, 1 + negatives, tokens), `anchor_number`, (samples,), and `passage_numbers`,
+        (samples, 1 + negatives): the numbers of texts, equal for equal texts. All int64.
+        """
+        rows = self.rows[numbers]
+        anchors, anchor_mask = self._padded(rows[:, 0])
+        passages, passage_mask = self._padded(rows[:, 1:].reshape(-1))
+        shape = (*rows[:, 1:].shape, passages.shape[-1])
+        arrays = {
+            "anchor_ids": anchors,
+            "anchor_mask": anchor_mask,
+            "passage_ids": passages.reshape(shape),
+            "passage_mask": passage_mask.reshape(shape),
+            "anchor_number": rows[:, 0].copy(),
+            "passage_numbers": rows[:, 1:].copy(),
+        }
+        return Batch(arrays, float(len(rows)))
+
+    def _padded(self, numbers: Rows) -> tuple[Rows, Rows]:
+        """Return tokens of texts, padded on the right, and their mask; (texts, tokens)."""
+        texts: list[Tokens] = [self.texts[number] for number in numbers.tolist()]
+        longest = max((len(each) for each in texts), default=1)
+        width = min(-(-longest // _PADDING_TOKENS) * _PADDING_TOKENS, self.max_tokens)
+        ids = np.full((len(texts), width), self.padding, np.int64)
+        mask = np.zeros_like(ids)
+        for row, tokens in enumerate(texts):
+            ids[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = 1
+        return ids, mask
+
+
+def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
+    """Read, encode and divide what the run spec names.
+
+    Raises:
+        DataError: Data or tokenizer cannot be used.
+    """
+    data = spec.data
+    found = read_text_groups(data)
+    valid = None if data.validation is None else read_text_groups(validation_data(data))
+    tokenizer = load_tokenizer(spec.model.source)
+    table = _TextTable()
+    rows = np.array([table.numbers(row) for row in _all(found, valid)], np.int64)
+    texts, truncated = DiskArrays("<u4", np.int64), 0
+    for ids, is_cut in encode_cut(tokenizer, table.texts, data.max_tokens):
+        texts.append(ids)
+        truncated += is_cut
+    if valid is None:
+        train, held_out = holdout.split(found.documents, spec.seed, data.holdout)
+    else:
+        train, held_out = [*range(len(found))], [*range(len(found), len(rows))]
+    padding = int(tokenizer.pad_token_id)
+    every = sampled_every(len(table.texts))
+    return EmbeddingData(
+        tokenizer,
+        texts,
+        rows,
+        np.array(train, np.int64),
+        np.array(held_out, np.int64),
+        padding,
+        data.max_tokens,
+        digests={
+            "tokenizer": digest_stored([texts], texts.lengths.tolist(), padding),
+            "data": documents_digest(found.documents),
+            **({} if valid is None else {"validation": documents_digest(valid.documents)}),
+        },
+        notes={
+            "distinct_texts": len(table.texts),
+            "hard_negatives_per_pair": rows.shape[1] - 2,
+            "duplicates_removed": found.duplicates,
+            **bad_rows_note(found, valid),
+            "texts_truncated": truncated,
+            "unknown_tokens_per_thousand": unknown_in(tokenizer, table.texts[::every]),
+            **({} if valid is None else overlap(found.documents, valid.documents)),
+        },
+    )
+
+
+def _all(
+    found: DistinctRows[TextGroup], valid: DistinctRows[TextGroup] | None
+) -> Iterator[TextGroup]:
+    first = found[0]
+    for rows in (found, *([] if valid is None else [valid])):
+        for row in rows:
+            if len(row.passages) != len(first.passages):
+                raise DataError(
+                    f"{row.location}: expected {len(first.passages) - 1} negatives, as at "
+                    f"{first.location}, got {len(row.passages) - 1}; give each row as many"
+                )
+            yield row
+
+
+class _TextTable:
+    """Distinct texts, numbered in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[bytes, int] = {}
+
+    def numbers(self, row: TextGroup) -> list[int]:
+        """Return the numbers of a row's texts."""
+        return [self._number(text) for text in (row.anchor, *row.passages)]
+
+    def _number(self, text: str) -> int:
+        number = self._numbers.setdefault(blake3(text.encode()).digest(), len(self.texts))
+        if number == len(self.texts):
+            self.texts.append(text)
+        return number

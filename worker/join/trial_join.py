@@ -1,0 +1,234 @@
+"""A handshake that stops one message short, to test whether this worker could join.
+
+The coordinator proves itself first, with the secret that the worker would use. So its Challenge
+shows that both have the same secret, without a join: no name is assigned, no key is issued, and no
+run is affected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import ssl
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Final
+
+from protocol import PROTOCOL_VERSION, __version__
+from protocol.base import limits
+from protocol.base.errors import ProtocolError, SamestepError, VersionMismatch
+from protocol.base.fields import cut_text
+from protocol.cli.doctor import Finding, failure, ok, warning
+from protocol.wire import dial, tls
+from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
+from protocol.wire.connection import Connection, encode
+from protocol.wire.dial import Address, DialError
+from protocol.wire.messages import Challenge, Goodbye, Hello, Message
+from worker.join.credentials import WorkerCredentials
+
+_PATIENCE_S: Final = limits.HANDSHAKE_TIMEOUT_MS / 1000
+_LARGE_BYTES: Final = 4_096
+"""More than two packets of Ethernet, which has an MTU of 1,500 bytes."""
+_LARGE_PATIENCE_S: Final = 2.0
+"""Enough for three retransmissions, and less than the coordinator's handshake timeout, whose end
+would look like an answer."""
+_LOOK_EVERY_S: Final = 0.2
+_LISTENS: Final = (
+    "start the coordinator, with --bind 0.0.0.0:PORT if it is on another machine: by default it "
+    "listens to its own machine alone"
+)
+_SILENCE: Final = (
+    "wrong address, the machine is off, or a firewall drops it: run there `coordinator doctor`"
+)
+
+
+def trial_join(
+    host: str, port: int, name: str, credentials: WorkerCredentials
+) -> Iterator[Finding]:
+    """Yield findings about address, connection, encryption and token, until the first failure.
+
+    Args:
+        host: The coordinator's host.
+        port: The coordinator's port.
+        name: The worker's name.
+        credentials: The worker's credentials.
+    """
+    try:
+        addresses = asyncio.run(dial.resolve(host, port, _PATIENCE_S))
+    except DialError as error:
+        yield failure(
+            "address", error.found,
+            f"use the coordinator's IP address; see also: getent hosts {host}",
+        )  # fmt: skip
+        return
+    yield _meaning(host, [address.host for address in addresses])
+    findings = list(_attempt(addresses, name, credentials))
+    # Like the worker itself: if the key was refused, try the token.
+    if findings[-1].outcome == "failure" and credentials.try_token_next():
+        findings = list(_attempt(addresses, name, credentials))
+    yield from findings
+
+
+def _meaning(host: str, addresses: list[str]) -> Finding:
+    """Report what the host resolves to: on a machine, its own name is often 127.0.1.1."""
+    listing = ", ".join(addresses)
+    local = all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
+    if local and host not in {"localhost", *addresses}:
+        return warning(
+            "address", f"{host} means {listing} here: this very machine",
+            "use the address that the coordinator prints; see also /etc/hosts",
+        )  # fmt: skip
+    return ok("address", listing if host in addresses else f"{host} is {listing}")
+
+
+def _attempt(
+    addresses: list[Address], name: str, credentials: WorkerCredentials
+) -> Iterator[Finding]:
+    """Try one connection: TCP, TLS, the coordinator's proof."""
+    began_s = time.perf_counter()
+    try:
+        connected, address = asyncio.run(dial.connect_first(addresses, _PATIENCE_S))
+    except DialError as error:
+        advice = {"refused": _LISTENS, "no answer": _SILENCE}.get(error.cause, error.advice)
+        yield failure("connection", error.found, advice)
+        return
+    at, took_ms = str(address), (time.perf_counter() - began_s) * 1000
+    yield ok("connection", f"{at} answers after {took_ms:.1f} ms")
+    with connected:
+        connected.settimeout(_PATIENCE_S)
+        try:
+            if credentials.plaintext:
+                yield from _greet(connected, at, None, name, credentials)
+                return
+            with tls.client_context().wrap_socket(connected) as secured:
+                certificate = secured.getpeercert(binary_form=True) or b""
+                fingerprint = tls.fingerprint(certificate)
+                yield ok("encryption", f"{secured.version()}, certificate {fingerprint.hex()[:16]}")
+                yield from _greet(secured, at, fingerprint, name, credentials)
+        except ssl.SSLError as error:
+            yield _no_tls(at, error)
+        except TimeoutError:
+            yield failure("connection", f"{at} says nothing for {_PATIENCE_S:.0f} s", _QUIET)
+        except OSError as error:
+            yield failure("connection", f"{at} closed it ({error.strerror or error})", _CLOSED)
+
+
+_CLOSED: Final = (
+    "another service has this port, or many connections wait there: try again in some seconds"
+)
+_QUIET: Final = (
+    "another service has this port, that machine is overloaded, or the path drops large packets: "
+    "try with a smaller MTU (ip link set dev INTERFACE mtu 1280)"
+)
+
+
+def _no_tls(at: str, error: ssl.SSLError) -> Finding:
+    if error.reason in tls.ERROR_MEANS_NO_TLS:
+        return failure(
+            "encryption", f"expected TLS at {at}, got something else",
+            "another service has this port, or the coordinator was started with --plaintext; then "
+            "give that here too",
+        )  # fmt: skip
+    return failure("encryption", f"no TLS 1.3 with {at}: {error.reason or error}", _CLOSED)
+
+
+def _greet(
+    connected: socket.socket,
+    at: str,
+    fingerprint: bytes | None,
+    name: str,
+    credentials: WorkerCredentials,
+) -> Iterator[Finding]:
+    """Send Hello, and check that the Challenge proves the same secret.
+
+    If it does, test a large message too: see `_large_message`.
+
+    Raises:
+        OSError: The connection broke.
+    """
+    name = cut_text(name, 48)
+    try:
+        secret, enrolled = credentials.secret(fingerprint, name)
+    except SamestepError as error:
+        yield failure("token", str(error))
+        return
+    hello = Hello(
+        release=__version__, name=name, instance=uuid.uuid4().hex, backend="doctor",
+        duty="train", nonce=new_nonce(), enrolled=enrolled,
+    )  # fmt: skip
+    try:
+        connection = Connection("worker")
+        _send(connected, connection, hello)
+        message = _next_message(connected, connection)
+        if isinstance(message, Challenge):
+            answer(hello, message, fingerprint or NO_CERTIFICATE, secret)
+            yield _large_message(connected, at)
+            what = "the key of its own" if enrolled else "the join token"
+            note = f"{what} fits, and both speak protocol version {PROTOCOL_VERSION}"
+            yield ok("token", note)
+            return
+    except VersionMismatch as error:
+        yield failure("version", str(error))
+    except ProtocolError as error:
+        yield failure("connection", f"what answers is no coordinator: {error}", _CLOSED)
+    except SamestepError as error:
+        yield failure("token", str(error))
+    else:
+        reason = message.reason if isinstance(message, Goodbye) else "it ended the connection"
+        yield failure("token", f"the coordinator refused: {reason}", "" if message else _CLOSED)
+
+
+def _large_message(connected: socket.socket, at: str) -> Finding:
+    """Send a goodbye of several full packets, and check that it arrives.
+
+    A path that drops packets above its MTU, and the ICMP errors about them, lets a handshake
+    through and then nothing of a state or gradient. The goodbye is repeated to fill the message:
+    the coordinator reads the first and closes the connection.
+    """
+    goodbye = b"".join(encode(Goodbye(reason="doctor", retry=False, exit_code=0)).buffers)
+    count = _LARGE_BYTES // len(goodbye) + 1
+    message = goodbye * count
+    until_s = time.monotonic() + _LARGE_PATIENCE_S
+    try:
+        connected.sendall(message)
+        connected.settimeout(_LOOK_EVERY_S)
+        while time.monotonic() < until_s:
+            with contextlib.suppress(TimeoutError):
+                if not connected.recv(4096):
+                    break
+    except OSError:
+        pass  # closed at once: so the message was read
+    if time.monotonic() < until_s:
+        return ok("large messages", f"one of {len(message)} bytes arrives")
+    return failure(
+        "large messages",
+        f"small messages reach {at}, one of {len(message)} bytes does not within "
+        f"{_LARGE_PATIENCE_S:.0f} s: the path drops packets above its MTU without saying so",
+        "lower the MTU on both machines (ip link set dev INTERFACE mtu 1280), have the kernel find "
+        "it (sysctl -w net.ipv4.tcp_mtu_probing=1), or let ICMP through the firewalls in between",
+    )
+
+
+def _send(connected: socket.socket, connection: Connection, message: Message) -> None:
+    for buffer in connection.send(message).buffers:
+        connected.sendall(buffer)
+
+
+def _next_message(connected: socket.socket, connection: Connection) -> Message | None:
+    """What comes first; None if the connection ends before.
+
+    Raises:
+        OSError: Nothing comes in time.
+        ProtocolError: It is no message.
+    """
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline_s:
+        data = connected.recv(4096)
+        if not data:
+            return None
+        for received in connection.receive_data(data):
+            return received.message
+    raise TimeoutError("no answer to the handshake")

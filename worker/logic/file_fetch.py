@@ -1,0 +1,435 @@
+"""Decides which of a run's files to fetch and in which order, and handles the answers.
+
+Pure: actions come out, their results come in. Files that fit one chunk are requested whole; larger
+ones are fetched one at a time, continuing where an earlier attempt ended. The number of chunks that
+are requested or not yet written is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from protocol.base import limits
+from protocol.base.errors import DataError, ExitCode, MessageError, OutOfOrder, SamestepError
+from protocol.base.fields import cut_text
+from protocol.spec.files.blob_list import BlobFile, BlobList, document_digest
+from protocol.spec.run_spec import RunSpec, is_fetched_later, source_of
+from protocol.wire.connection import Body
+from protocol.wire.messages import BlobChunk, BlobRequest, Goodbye, StartRun, Unready
+from worker.logic.actions import (
+    Action,
+    Assemble,
+    Build,
+    Compute,
+    DropFiles,
+    Evaluate,
+    Leave,
+    Locate,
+    OpenPart,
+    StoreChunk,
+    Tell,
+    Transmit,
+)
+
+PROGRESS_BYTES: Final = 16 * limits.MIB
+"""Progress of larger downloads is printed at every quarter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Files that are neither on this machine nor in the cache; each digest once."""
+
+    missing: tuple[BlobFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartOpened:
+    """A large file's partial download is open for writing and has `have` bytes already."""
+
+    digest: str
+    have: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlobPresent:
+    """The file is in the cache: another worker on this machine has fetched it meanwhile."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStored:
+    """A chunk is written; `complete` if the whole file is here and its digest is right."""
+
+    digest: str
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlobDamaged:
+    """The whole file had a wrong digest and was deleted; `resumed`: an older attempt began it."""
+
+    digest: str
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """All files are linked. `spec` names the local paths, `sources` gives the source of each."""
+
+    spec: RunSpec
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FilesFailed:
+    """The files cannot be provided on this machine."""
+
+    error: SamestepError
+
+
+FileEvent = Located | PartOpened | BlobPresent | ChunkStored | BlobDamaged | Assembled | FilesFailed
+
+
+class _Request(NamedTuple):
+    file: BlobFile
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return min(limits.BODY_BYTES, self.file.size - self.offset)
+
+
+class RunFiles:
+    """The files of a session's current run."""
+
+    def __init__(self) -> None:
+        self._run_id = ""
+        self._fetch: FileFetch | None = None
+
+    def begin(self, message: StartRun, spec: RunSpec) -> list[Action]:
+        """Begin or resume a run: fetch its files, then build its task."""
+        dropped = self.drop()
+        self._run_id = message.run_id
+        keep = message.step > 0
+        if message.blobs is None:
+            line = Tell(f"run {message.run_id}: building the task {spec.task!r}")
+            return [*dropped, line, Build(message.run_id, spec, keep=keep)]
+        self._fetch = FileFetch(message.run_id, spec, message.blobs, keep=keep)
+        return [*dropped, *self._fetch.start()]
+
+    def drop(self) -> list[Action]:
+        """End the run."""
+        self._run_id = ""
+        fetch, self._fetch = self._fetch, None
+        return [DropFiles()] if fetch is not None else []
+
+    def chunk(self, message: BlobChunk, body: Body) -> list[Action]:
+        """Handle a chunk from the coordinator.
+
+        Raises:
+            RemoteProtocolError: It was not requested, or is not the one that was.
+        """
+        if message.run_id != self._run_id:
+            return []  # of the run before, which ended while the request was on its way
+        if self._fetch is None:
+            raise OutOfOrder("expected no BlobChunk, got one that was not requested")
+        return self._fetch.chunk(message, body)
+
+    def event(self, event: FileEvent) -> list[Action]:
+        """Handle the result of a file action."""
+        return self._fetch.event(event) if self._fetch is not None else []
+
+    def want(self, names: tuple[str, ...], waiting: Compute | Evaluate | None) -> list[Action]:
+        """Fetch files that are needed now; `waiting` continues once they are here."""
+        if self._fetch is None:
+            return give_up(f"expected the run's files {', '.join(names)}, found none of them")
+        return self._fetch.want(names, waiting)
+
+    def with_source_names(self, text: str) -> str:
+        """Replace local paths in a text by the sources that the run spec names."""
+        return self._fetch.with_source_names(text) if self._fetch is not None else text
+
+
+class FileFetch:
+    """Fetches one run's files over one connection."""
+
+    def __init__(self, run_id: str, spec: RunSpec, list_digest: str, *, keep: bool = False) -> None:
+        self._keep = keep
+        self._run_id = run_id
+        self._spec = spec
+        self._list_digest = list_digest
+        self._listing: BlobList | None = None
+        self._requested: deque[_Request] = deque()
+        self._unwritten: deque[_Request] = deque()
+        self._small: deque[BlobFile] = deque()
+        self._large: deque[BlobFile] = deque()
+        self._open: BlobFile | None = None
+        self._next = 0
+        self._missing: dict[str, BlobFile] = {}
+        self._total = 0
+        self._received_bytes = 0
+        self._quarters = 0
+        self._is_over = False
+        self._is_built = False
+        self._is_idle = False
+        self._later: frozenset[str] = frozenset()
+        self._waiting: list[tuple[frozenset[str], Compute | Evaluate | None]] = []
+        self._sources: Mapping[str, str] = {}
+        self._released: Compute | Evaluate | None = None
+
+    @property
+    def _file_list(self) -> BlobList:
+        assert self._listing is not None, "files are requested only after their list"
+        return self._listing
+
+    def start(self) -> list[Action]:
+        """Request the list of files."""
+        return [Transmit(BlobRequest(run_id=self._run_id, digest=self._list_digest, offset=0))]
+
+    def chunk(self, message: BlobChunk, body: Body) -> list[Action]:
+        """Handle the coordinator's answer to the oldest request.
+
+        Raises:
+            RemoteProtocolError: It answers another request.
+        """
+        if self._is_over:
+            return []
+        if self._listing is None:
+            return self._read_list(message, body)
+        if not self._requested:
+            raise OutOfOrder("expected no BlobChunk, got one that was not requested")
+        request = self._requested.popleft()
+        file, offset = request
+        if (message.digest, message.offset) != (file.digest, offset):
+            raise OutOfOrder("expected each BlobChunk in the order of the requests, got another")
+        if len(body) != request.nbytes:
+            return self._fail(self._changed_file(file))
+        self._unwritten.append(request)
+        self._received_bytes += len(body)
+        return [StoreChunk(file, offset, body), *self._progress(), *self._request_more()]
+
+    def event(self, event: FileEvent) -> list[Action]:
+        """Handle the result of a file action."""
+        if self._is_over:
+            return []
+        match event:
+            case Located():
+                return self._located(event.missing)
+            case PartOpened():
+                assert self._open is not None
+                self._next = event.have
+                self._received_bytes += event.have
+            case BlobPresent():
+                self._received_bytes += self._missing[event.digest].size
+                return self._file_complete(event.digest)
+            case ChunkStored():
+                self._unwritten.popleft()
+                if event.complete:
+                    return self._file_complete(event.digest)
+            case BlobDamaged():
+                return self._damaged(event)
+            case Assembled():
+                self._is_idle = True
+                if self._is_built:
+                    return self._next_round()
+                self._sources, self._is_built = event.sources, True
+                task = f"run {self._run_id}: building the task {self._spec.task!r}"
+                build = Build(self._run_id, event.spec, keep=self._keep, inputs=self._list_digest)
+                return [Tell(task), build]
+            case FilesFailed():
+                return self._fail(event.error, is_local=True)
+        return self._request_more()
+
+    def with_source_names(self, text: str) -> str:
+        """Replace local paths in a text by the sources that the run spec names."""
+        for path, source in self._sources.items():
+            text = text.replace(path, source)
+        return text
+
+    def _read_list(self, message: BlobChunk, body: Body) -> list[Action]:
+        document = body.tobytes()
+        if message.digest != self._list_digest or document_digest(document) != self._list_digest:
+            raise MessageError("expected the list of files that StartRun names, got another")
+        self._listing = BlobList.from_bytes(document)
+        for source in self._listing.sources:
+            if source_of(self._spec, source.role) is None:
+                raise MessageError(
+                    f"expected a list of files of this run, got one with a {source.role}, which "
+                    "the run spec does not have"
+                )
+        self._later = frozenset(
+            file.digest
+            for source in self._listing.sources
+            for file in source.files
+            if is_fetched_later(self._spec, source.role, file.name)
+        )
+        return [Locate(self._list_digest, self._spec, self._listing, self._later)]
+
+    def want(self, names: tuple[str, ...], waiting: Compute | Evaluate | None) -> list[Action]:
+        """See `RunFiles.want`."""
+        if self._is_over:
+            return []
+        # Files of other roles may have the same name; they were fetched at the start.
+        later_files = {
+            file.name: file.digest
+            for source in self._file_list.sources
+            for file in source.files
+            if is_fetched_later(self._spec, source.role, file.name)
+        }
+        unknown = [name for name in names if name not in later_files]
+        if unknown:
+            return self._fail(
+                DataError(
+                    f"expected the file {unknown[0]!r} of the capture's index, got a list of files "
+                    "without it; bring it back at the coordinator"
+                )
+            )
+        needed = frozenset(later_files[name] for name in names)
+        if waiting is not None and not needed & self._later:
+            if waiting == self._released:  # it would be fetched again and again
+                return self._fail(
+                    DataError(
+                        f"the file {names[0]!r} was fetched, but the task does not find it; see "
+                        "that nothing empties the cache or the temporary directory meanwhile"
+                    )
+                )
+            self._released = waiting
+        self._waiting.append((needed, waiting))
+        return self._next_round()
+
+    def _next_round(self) -> list[Action]:
+        """Continue work whose files are here; fetch the next files.
+
+        Files that work is waiting for come first, then those of upcoming steps.
+        """
+        if not self._is_idle:
+            return []
+        ready = [entry for entry in self._waiting if not entry[0] & self._later]
+        self._waiting = [entry for entry in self._waiting if entry[0] & self._later]
+        actions: list[Action] = [waiting for _, waiting in ready if waiting is not None]
+        if not self._waiting:
+            return actions
+        self._is_idle, self._received_bytes, self._quarters = False, 0, 0
+        urgent = [digests for digests, waiting in self._waiting if waiting is not None]
+        self._later -= (urgent or [self._waiting[0][0]])[0]
+        return [*actions, Locate(self._list_digest, self._spec, self._file_list, self._later)]
+
+    def _located(self, missing: tuple[BlobFile, ...]) -> list[Action]:
+        self._missing = {file.digest: file for file in missing}
+        for file in missing:
+            (self._small if file.size <= limits.BODY_BYTES else self._large).append(file)
+        self._total = sum(file.size for file in missing)
+        if not missing:
+            return self._assemble()
+        roles = [
+            source.role
+            for source in self._file_list.sources
+            if any(file.digest in self._missing for file in source.files)
+        ]
+        role_names = " and ".join(roles)
+        size = _size(self._total)
+        text = f"run {self._run_id}: fetching {size} of {role_names} from the coordinator"
+        return [Tell(text), *self._request_more()]
+
+    def _request_more(self) -> list[Action]:
+        """Open the next large file and request as many chunks as the limits allow."""
+        actions: list[Action] = []
+        if self._open is None and self._large:
+            self._open = self._large.popleft()
+            self._next = -1  # `PartOpened` will say where to continue
+            actions.append(OpenPart(self._open))
+        while (request := self._next_chunk()) is not None and self._has_room(request):
+            if request.file is self._open:
+                self._next += request.nbytes
+            else:
+                self._small.popleft()
+            self._requested.append(request)
+            message = BlobRequest(
+                run_id=self._run_id, digest=request.file.digest, offset=request.offset
+            )
+            actions.append(Transmit(message))
+        return actions
+
+    def _next_chunk(self) -> _Request | None:
+        if self._open is not None and 0 <= self._next < self._open.size:
+            return _Request(self._open, self._next)
+        return _Request(self._small[0], 0) if self._small else None
+
+    def _has_room(self, another: _Request) -> bool:
+        pending = (*self._requested, *self._unwritten)
+        count = len(pending) + 1
+        nbytes = sum(each.nbytes for each in pending) + another.nbytes
+        return count <= limits.UNANSWERED_BLOB_CHUNKS and nbytes <= limits.UNANSWERED_BLOB_BYTES
+
+    def _file_complete(self, digest: str) -> list[Action]:
+        del self._missing[digest]
+        if self._open is not None and self._open.digest == digest:
+            self._open = None
+        return self._request_more() if self._missing else self._assemble()
+
+    def _damaged(self, event: BlobDamaged) -> list[Action]:
+        file = self._missing[event.digest]
+        self._unwritten.popleft()
+        if not event.resumed:
+            return self._fail(self._changed_file(file))
+        self._open = None
+        self._received_bytes -= file.size
+        self._large.appendleft(file)
+        return self._request_more()
+
+    def _assemble(self) -> list[Action]:
+        return [Assemble(self._list_digest, self._spec, self._file_list, self._later)]
+
+    def _progress(self) -> list[Action]:
+        quarters = 4 * self._received_bytes // max(self._total, 1)
+        if self._total < PROGRESS_BYTES or quarters <= self._quarters:
+            return []
+        self._quarters = quarters
+        return [Tell(f"fetched {_size(self._received_bytes)} of {_size(self._total)}")]
+
+    def _changed_file(self, file: BlobFile) -> DataError:
+        """The error that the coordinator's file is no longer the one that it listed."""
+        for source in self._file_list.sources:
+            if file in source.files:
+                source_name = source_of(self._spec, source.role)
+                return DataError(
+                    f"the {source.role} file {file.name!r} of {source_name!r} has changed at the "
+                    "coordinator since the run was submitted; restore it, or submit a new run"
+                )
+        raise AssertionError(file)
+
+    def _fail(self, error: SamestepError, *, is_local: bool = False) -> list[Action]:
+        self._is_over = True
+        reason = self.with_source_names(str(error))
+        if self._is_built:
+            return [DropFiles(), *give_up(reason, int(error.exit_code))]
+        unready = Unready(
+            run_id=self._run_id,
+            reason=cut_text(reason),
+            own=is_local,
+            exit_code=int(error.exit_code),
+        )
+        return [
+            DropFiles(),
+            Transmit(unready),
+            Tell(f"cannot take part in {self._run_id}: {reason}"),
+        ]
+
+
+def give_up(reason: str, exit_code: int = ExitCode.FAILED) -> list[Action]:
+    """Leave a run whose file or device is unusable here; the other workers continue."""
+    goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
+    return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
+
+
+def _size(count: int) -> str:
+    """Format a number of bytes for the operator."""
+    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if count >= 10**power:
+            value = count / 10**power
+            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+    return f"{count} bytes"

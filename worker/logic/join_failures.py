@@ -1,0 +1,53 @@
+"""Counts joins that led to no step, so that a worker does not reconnect forever in vain. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from worker.logic.session import SessionPhase, WorkerSession
+
+TOO_OFTEN: Final = 3
+"""After this many fruitless joins in a row, joining no longer restarts the `--retry-for` time."""
+_PHASES: Final = {
+    SessionPhase.PREPARING: "while the run's files were fetched or its task was built",
+    SessionPhase.READY: "within a step",
+}
+
+
+class JoinFailures:
+    """Counts connections that were lost after a join and before any step.
+
+    Attributes:
+        count: How many in a row.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._steps: dict[str, int] = {}
+
+    def connection_lost(self, session: WorkerSession, *, asked_to_return: bool) -> bool:
+        """Count a lost connection; whether the `--retry-for` time restarts.
+
+        Args:
+            session: The session of the connection, which had joined.
+            asked_to_return: Whether the coordinator asked the worker to come back.
+        """
+        run_id = session.run_id
+        has_stepped = session.step > self._steps.get(run_id, 0)
+        if has_stepped or asked_to_return or not session.owes:
+            self.count = 0
+            self._steps = {run_id: session.step}
+            return True
+        self.count += 1
+        return self.count < TOO_OFTEN
+
+    def warning(self, session: WorkerSession, reason: str) -> str:
+        """A line for the operator after every third fruitless join; otherwise empty."""
+        if self.count < TOO_OFTEN or self.count % TOO_OFTEN:
+            return ""
+        return (
+            f"joined and lost the connection {self.count} times in a row "
+            f"{_PHASES[session.phase]}: {reason}; if small messages arrive and large ones do not, "
+            "lower the MTU of this machine's link or tunnel (ip link set DEV mtu 1400); see also: "
+            "worker doctor"
+        )

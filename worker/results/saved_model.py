@@ -1,0 +1,150 @@
+"""Finds the model that a user names: a run's directory, an adapter's, or any model's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from protocol import __version__
+from protocol.base.errors import DataError, MessageError
+from protocol.base.regular_file import read_json, read_regular
+from protocol.spec.files.sources import GGUF
+from protocol.spec.manifest import ADAPTER_CONFIG, Manifest
+from protocol.spec.model_card import CardFacts, read_card
+from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
+
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """A saved model, or an adapter for one.
+
+    Attributes:
+        directory: Directory of its files, or a GGUF file.
+        adapter: Content of `adapter_config.json`; None for a whole model.
+        facts: What its run recorded; None if unknown.
+    """
+
+    directory: Path
+    adapter: dict[str, Any] | None
+    facts: CardFacts | None
+
+    @property
+    def whole(self) -> bool:
+        return self.adapter is None
+
+    def base(self, asked: str | None) -> str:
+        """Source of the model that the trained tensors are added to.
+
+        Args:
+            asked: What the user says it is, if anything. Else it is looked for where the adapter
+                says, which may name a path on another machine, then where the run spec says.
+
+        Raises:
+            DataError: It is a whole model and has none, or its adapter names none.
+        """
+        if self.adapter is None:
+            if asked is not None:
+                raise DataError(
+                    f"--base: {str(self.directory)!r} is a whole model, which needs no base; "
+                    "leave --base out"
+                )
+            return str(self.directory)
+        if asked is not None:
+            return asked
+        named = self.adapter.get("base_model_name_or_path")
+        if isinstance(named, str) and Path(named).is_dir():
+            return named
+        spec = self.facts.base if self.facts is not None else None
+        if not (spec or named):
+            raise DataError(
+                f"{str(self.directory / ADAPTER_CONFIG)!r} names no base model; give it: --base DIR"
+            )
+        return str(spec or named)
+
+
+def find(path: Path) -> SavedModel:
+    """Find the saved model in a run's, an adapter's or a model's directory.
+
+    Raises:
+        DataError: It is none of these, or the run has not finished.
+    """
+    if path.is_file() and path.suffix == GGUF:
+        return SavedModel(path, None, None)
+    if not path.is_dir():
+        raise DataError(f"expected a run's or a model's directory at {str(path)!r}, found none")
+    if (path / "run.json").is_file():
+        return _of_run(path)
+    if (path / ADAPTER_CONFIG).is_file():
+        return SavedModel(path, _adapter(path), read_card(path) or _facts_above(path))
+    if (path / "config.json").is_file():
+        return SavedModel(path, None, read_card(path) or _facts_above(path))
+    inside = next((n for n in ("adapter", "model") if (path / n).is_dir()), None)
+    hint = f"; is it {str(path / inside)!r}?" if inside else ""
+    raise DataError(
+        f"expected a run (run.json), an adapter ({ADAPTER_CONFIG}) or a model (config.json) in "
+        f"{str(path)!r}, found none{hint}"
+    )
+
+
+def _of_run(run: Path) -> SavedModel:
+    if not (run / "result.json").is_file():
+        raise DataError(
+            f"the run in {str(run)!r} has not ended: it has no result.json; go on with it first: "
+            f"coordinator --out {run} --resume"
+        )
+    _, manifest, _ = _documents(run)
+    directory = run / manifest.export.directory
+    if (directory / ADAPTER_CONFIG).is_file():
+        adapter = _adapter(directory)
+    elif (directory / "config.json").is_file():
+        adapter = None
+    else:
+        raise DataError(
+            f"expected a run of a language model or classifier in {str(run)!r}, but its result in "
+            f"{str(directory)!r} has no config.json, as that of no other task has"
+        )
+    return SavedModel(directory, adapter, read_card(directory) or _facts_of_run(run))
+
+
+def _documents(run: Path) -> tuple[RunSpec, Manifest, dict[str, Any]]:
+    try:
+        document = read_json(run / "run.json")["spec"]
+        spec = parse_run_spec_bytes(json.dumps(document).encode())
+        manifest = Manifest.from_bytes(read_regular(run / "manifest.json"))
+        result = read_json(run / "result.json")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, MessageError) as error:
+        raise DataError(f"cannot read what the run in {str(run)!r} has written: {error}") from None
+    return spec, manifest, result
+
+
+def _facts_of_run(run: Path) -> CardFacts:
+    """Facts of a run whose result has no model card, as older releases wrote none."""
+    spec, manifest, result = _documents(run)
+    return CardFacts.of(spec, manifest, result, __version__, ())
+
+
+def _facts_above(directory: Path) -> CardFacts | None:
+    """Facts of the run that contains the directory; None if it was moved out of its run."""
+    run = directory.absolute().parent
+    if not all((run / name).is_file() for name in ("run.json", "manifest.json", "result.json")):
+        return None
+    _, manifest, _ = _documents(run)
+    return _facts_of_run(run) if manifest.export.directory == directory.name else None
+
+
+def _adapter(directory: Path) -> dict[str, Any]:
+    path = directory / ADAPTER_CONFIG
+    try:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {str(path)!r}: {error}") from None
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise DataError(f"expected a LoRA adapter in {str(directory)!r}, got {kind or 'no type'}")
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        raise DataError(f"expected {ADAPTER_WEIGHTS} in {str(directory)!r}, found none")
+    return dict(config)

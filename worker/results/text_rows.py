@@ -1,0 +1,71 @@
+"""The texts of a file to label: a column of a file of rows, or the lines of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.base.errors import DataError
+from protocol.datasets.rows import BadRows, Location, read_rows
+from protocol.datasets.text_file import read_lines, shown
+from protocol.spec.files import sources
+
+
+def is_file(texts: Sequence[str]) -> bool:
+    """Whether the argument is a file's name rather than a text.
+
+    Raises:
+        DataError: It looks like a file's name, but there is no such file.
+    """
+    if len(texts) != 1:
+        return False
+    if "\n" not in texts[0] and len(texts[0]) < 4_096 and Path(texts[0]).is_file():
+        return True
+    kinds = (*sources.ROW_KINDS, "txt")
+    if sources.kind_of(Path(texts[0])) in kinds and not any(map(str.isspace, texts[0])):
+        raise DataError(f"expected a file of texts at {texts[0]!r}, found none")
+    return False
+
+
+def read_texts(path: Path, columns: Sequence[str]) -> list[str]:
+    """Read all texts in order; empty lines of plain text are skipped.
+
+    Args:
+        path: A file of rows; any other file has a text per line.
+        columns: Or keys, of the text, and perhaps of the second text of a pair: both texts of each
+            row follow each other.
+
+    Raises:
+        DataError: The file cannot be read, has no such column, or a row without text.
+    """
+    texts = []
+    for location, text in _rows(path, columns):
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{location}: expected text, got {shown(text)}")
+        texts.append(text.strip())
+    if not texts:
+        raise DataError(f"expected texts in {str(path)!r}, found none")
+    return texts
+
+
+def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    def check(location: Location, there: Sequence[str]) -> None:
+        for column in columns:
+            if there.count(column) != 1:
+                found = ", ".join(repr(str(name)[:40]) for name in there[:10]) or "nothing"
+                raise DataError(
+                    f"{location}: expected one column {column!r}, found {found}; name the text's: "
+                    "--column NAME"
+                )
+
+    if sources.kind_of(path) in sources.ROW_KINDS:
+        bad_rows = BadRows(skip=False)
+        wanted = {name: name for name in columns}
+        for location, record in read_rows([path], wanted, columns, bad_rows, check):
+            yield from ((str(location), record[name]) for name in columns)
+        bad_rows.report()
+    else:
+        for number, text in enumerate(read_lines(path), start=1):
+            if text.strip():
+                yield f"{str(path)!r} line {number}", text

@@ -1,0 +1,197 @@
+"""The `worker` commands for results: merge, export, generate, classify, logits show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
+
+from protocol.base.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from worker.tasks.labels.prediction import Prediction
+
+_STORAGES: Final[tuple[Literal["f32", "f16", "bf16", "q8_0"], ...]] = ("f32", "f16", "bf16", "q8_0")
+_DTYPES: Final[tuple[Literal["float32", "bfloat16"], ...]] = ("float32", "bfloat16")
+
+Result = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A run's directory, an adapter's, or a model's.")
+]
+Base = Annotated[
+    str | None, typer.Option(metavar="DIR", help="The adapter's base model [where it says].")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="A new directory.")]
+
+
+def merge(
+    directory: Result,
+    out: Out,
+    base: Base = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="float32|bfloat16", help="What the new weights are stored in.")
+    ] = "float32",
+) -> None:
+    """Add an adapter to its base model for good, and check that it computes the same."""
+    from worker.results.merge import merge as merge_into
+    from worker.results.saved_model import find
+
+    stored = next((each for each in _DTYPES if each == dtype), None)
+    if stored is None:
+        raise UsageError(f"--dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    made = merge_into(find(directory), base, out, stored)
+    typer.echo(f"model: {made.directory}")
+    typer.echo(
+        f"logits of {made.tokens} tokens: at most {made.difference:.2g} from those of base and "
+        "adapter"
+    )
+    typer.echo(f"weights: {made.weights_digest}")
+
+
+def export(
+    directory: Result,
+    out: Out,
+    gguf: Annotated[
+        str, typer.Option(metavar="|".join(_STORAGES), help="As GGUF, matrices stored as this.")
+    ],
+    base: Base = None,
+) -> None:
+    """Write a language model as GGUF, for llama.cpp; an adapter is merged into its base."""
+    from worker.results.gguf_export import export_gguf
+    from worker.results.saved_model import find
+
+    storage = next((each for each in _STORAGES if each == gguf), None)
+    if storage is None:
+        raise UsageError(f"--gguf: expected one of {', '.join(_STORAGES)}, got {gguf!r}")
+    made = export_gguf(find(directory), base, storage, out)
+    typer.echo(f"model: {made.file}")
+    typer.echo(f"read back: {made.written.tensors} tensors, all as written")
+    if made.written.stored_as_f16:
+        typer.echo(
+            f"stored as f16, as their rows are no multiple of 32: {made.written.stored_as_f16}"
+        )
+    if made.written.left_out:
+        typer.echo(f"left out: {made.written.left_out} tokens that the model has no row for")
+    if made.written.window:
+        typer.echo(
+            f"context: {made.written.window} tokens, the model's sliding window, which llama.cpp "
+            "ignores; on longer texts it would compute another model"
+        )
+
+
+def generate(
+    directory: Result,
+    prompt: Annotated[str, typer.Argument(help="What the model goes on with, or answers.")],
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Draw tokens, the flatter the higher; 0: the likeliest.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest with this share together.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same draws again.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="No more than these.")] = 256,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A system message before the prompt.")
+    ] = None,
+    base: Base = None,
+) -> None:
+    """Have a language model answer, with its chat template if it has one."""
+    if not 0 < top_p <= 1:
+        raise UsageError(f"--top-p: expected a share above 0 and at most 1, got {top_p}")
+    if top_p < 1 and temperature == 0:
+        raise UsageError("--top-p: expected --temperature above 0 with it: nothing is drawn at 0")
+    from worker.results.generate import Sampling, generate, prompt_tokens, source_tokens
+    from worker.results.load import is_seq2seq, load
+    from worker.results.saved_model import find
+
+    loaded = load(find(directory), base)
+    if loaded.trained is not None:
+        raise DataError(
+            f"expected a language model in {str(directory)!r}, got a classifier; use it: "
+            f"worker classify {directory} TEXT"
+        )
+    if not loaded.model.can_generate():
+        raise DataError(
+            f"expected a model that writes text in {str(directory)!r}, got one that fills in "
+            "masked tokens; load it with transformers' AutoModelForMaskedLM"
+        )
+    tokens = (
+        source_tokens(loaded.tokenizer, prompt, system)
+        if is_seq2seq(loaded.model)
+        else prompt_tokens(loaded.tokenizer, prompt, system)
+    )
+    sampling = Sampling(temperature, top_p, seed, max_tokens)
+    for piece in generate(loaded.model, loaded.tokenizer, tokens, sampling):
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+def classify(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A classify run's directory, or its result's.")
+    ],
+    texts: Annotated[
+        list[str],
+        typer.Argument(metavar="TEXT...|FILE", help="Or one file: of rows, or a text a line."),
+    ],
+    column: Annotated[str, typer.Option(help="Of a table, or key, that holds the text.")] = "text",
+    pair_column: Annotated[
+        str | None, typer.Option(help="Of a file: the column of the second text of a pair.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON document a line.")] = False,
+) -> None:
+    """Classify texts with a trained classifier."""
+    from backends.registry import choose
+    from worker.results.saved_model import find
+    from worker.results.text_rows import is_file, read_texts
+    from worker.tasks.labels.prediction import classify as classify_texts
+
+    columns = [column] if pair_column is None else [column, pair_column]
+    rows = read_texts(Path(texts[0]), columns) if is_file(texts) else texts
+    path = find(directory).directory if (directory / "run.json").is_file() else directory
+    for found in classify_texts(path, rows, lambda: choose("cpu").backend):
+        if as_json:
+            typer.echo(json.dumps(_document(found), ensure_ascii=False))
+        elif found.is_tagged:
+            pairs = zip(found.text, found.labels, strict=True)
+            typer.echo(" ".join(word if tag == "O" else f"{word}/{tag}" for word, tag in pairs))
+        elif found.is_value:
+            typer.echo(f"{found.value:.4g}  {' | '.join(found.text)}")
+        else:
+            labels = ", ".join(f"{name} {found.scores[name]:.3f}" for name in found.labels)
+            typer.echo(f"{labels or '-'}  {' | '.join(found.text)}")
+
+
+def _document(found: Prediction) -> dict[str, Any]:
+    if found.is_tagged:
+        return {"words": list(found.text), "tags": list(found.labels)}
+    text = found.text[0] if len(found.text) == 1 else list(found.text)
+    if found.is_value:
+        return {"value": found.value, "text": text}
+    if found.is_single:
+        (label,) = found.labels
+        return {"label": label, "probability": found.scores[label], "text": text}
+    return {"labels": list(found.labels), "probabilities": dict(found.scores), "text": text}
+
+
+logits = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Captured logits of teachers.",
+)
+
+
+@logits.command()
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of logits (.parquet).")],
+    samples: Annotated[int, typer.Option(min=1, help="How many samples.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows of each.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens of each row.")] = 4,
+) -> None:
+    """Print a readable sample of a file of captured logits."""
+    from worker.distillation.logits_sample import sample_lines
+
+    for line in sample_lines(file, samples, rows, tokens):
+        typer.echo(line)

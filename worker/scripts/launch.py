@@ -1,0 +1,97 @@
+"""`worker SCRIPT ARGUMENTS...`: run the script so that every `samestep.fit` in it joins a run."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from protocol.base.errors import DataError, UsageError
+from protocol.base.fields import Duty
+from worker.join.credentials import WorkerCredentials
+from worker.shell.client import FindAgain
+
+_ACCEPT: Final = "SAMESTEP_ACCEPT_SCRIPTS"
+"""An environment variable, so that device processes inherit it."""
+
+
+@dataclass(slots=True)
+class JoinOptions:
+    """How `samestep.fit` joins a run in a process that `worker SCRIPT` has started.
+
+    Attributes:
+        find: Returns the coordinator's address; may search the network.
+        name: The worker's name.
+        find_again: Searches again for a coordinator that was found on the network.
+        fit_was_called: Whether the script has called `samestep.fit`, which sets this.
+    """
+
+    find: Callable[[], tuple[str, int]]
+    name: str
+    backend: str
+    device: int | str | None
+    retry_for_s: float
+    credentials: WorkerCredentials
+    duty: Duty
+    tell: Callable[[str], None]
+    find_again: FindAgain | None = None
+    fit_was_called: bool = False
+
+
+_HOME: Final = Path(__file__).resolve().parents[2]
+_JOIN_OPTIONS: list[JoinOptions] = []
+
+
+def join_options() -> JoinOptions | None:
+    """How this process joins runs; None if it was not started by `worker SCRIPT`."""
+    return _JOIN_OPTIONS[0] if _JOIN_OPTIONS else None
+
+
+def accept_scripts() -> None:
+    """Let this process and its device processes run scripts that their coordinator sends."""
+    os.environ[_ACCEPT] = "1"
+
+
+def accepts_scripts() -> bool:
+    """Whether this process runs scripts that its coordinator sends."""
+    return os.environ.get(_ACCEPT) == "1"
+
+
+def run_script(path: Path, arguments: Sequence[str], options: JoinOptions) -> None:
+    """Run a script as `python SCRIPT ARGUMENTS...` would.
+
+    Raises:
+        UsageError: There is no such file, or a file beside it has the name of one of our packages.
+        DataError: The script has ended without a call of `fit`.
+        SamestepError: The run refused this worker, or failed.
+    """
+    if not path.is_file():
+        raise UsageError(f"expected a script, found no file {str(path)!r}")
+    folder = path.resolve().parent
+    if folder != _HOME and ((folder / "samestep.py").is_file() or (folder / "samestep").is_dir()):
+        raise UsageError(
+            f"the script {path.name!r} would import {str(folder / 'samestep')!r} instead of the "
+            "package samestep: give that another name"
+        )
+    _JOIN_OPTIONS[:] = [options]
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(folder))
+    # `fit` turns both into a drain, as it does Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        runpy.run_path(str(path.absolute()), run_name="__main__")
+    except ImportError as error:
+        if error.name != "samestep":  # raised by `samestep/__init__.py` over a file's name
+            raise
+        raise UsageError(str(error)) from None
+    if not options.fit_was_called:
+        raise DataError(
+            f"the script {path.name!r} has ended without a samestep.fit, which is what a worker "
+            "joins"
+        )

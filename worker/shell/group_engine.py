@@ -1,0 +1,236 @@
+"""The engine of a multi-device worker, as `engine.Engine` is that of one device.
+
+`worker.logic.device_group` decides; this thread carries out its outputs. It owns the group's
+replica and applies the exact update once for all devices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from protocol.exact.kernels.library import use_threads
+from protocol.exact.replica import KINDS, Replica
+from protocol.machine.machine import Machine
+from protocol.machine.processor import usable_cores
+from protocol.spec.manifest import Block
+from protocol.spec.sections.optimizer import OptimizerSpec
+from worker.logic import actions as act
+from worker.logic import device_group as outputs
+from worker.logic import events
+from worker.logic.device_group import DeviceGroup
+from worker.shell.engine import Release
+from worker.shell.hashed_replica import HashedReplica, copy_state
+
+ReportHandler = Callable[[events.GroupReport], None]
+LossHandler = Callable[[str], None]
+
+
+class Link(Protocol):
+    """The connection to one device."""
+
+    def send(self, order: act.GroupOrder) -> None:
+        """Send an order; orders are carried out in sequence."""
+
+    def end(self) -> None:
+        """End the device's process; its handlers are not called any more."""
+
+
+class Devices(Protocol):
+    """Starts the devices of a group, and allocates memory that they share."""
+
+    def replica(self, blocks: tuple[Block, ...], optimizer: OptimizerSpec) -> Replica:
+        """Allocate a replica in memory that all devices can read.
+
+        Raises:
+            SharedMemoryFull: There is no room for it.
+        """
+
+    def start(self, name: str, on_report: ReportHandler, on_loss: LossHandler) -> Link:
+        """Start a device.
+
+        Args:
+            name: The device's name.
+            on_report: Called with each of its reports.
+            on_loss: Called once if it ends unasked, with how it ended ("was ended by SIGKILL").
+        """
+
+    @property
+    def preparing(self) -> str:
+        """How far the preparation of a task is; empty while none is prepared."""
+
+    def close(self) -> None:
+        """Wait until all processes are gone; all links have been ended before."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSet:
+    """The devices of a group.
+
+    Attributes:
+        names: Their names.
+        devices: Starts them.
+    """
+
+    names: Sequence[str]
+    devices: Devices
+    warn: Callable[[str], None] = print
+    """Prints a warning, also with `--quiet`; any thread may call it."""
+
+
+def _release_nothing() -> None:
+    pass
+
+
+class GroupEngine:
+    """Drives the devices of a group. Same methods and threading rules as `engine.Engine`.
+
+    Args:
+        device_set: The devices.
+        emit: Receives each event; called in this object's thread.
+        tell: Prints a line; any thread may call it.
+        machine: Threads and clock.
+    """
+
+    def __init__(
+        self,
+        device_set: DeviceSet,
+        emit: Callable[[events.Event], None],
+        tell: Callable[[str], None],
+        machine: Machine,
+    ) -> None:
+        self._group = DeviceGroup(device_set.names)
+        self._count = len(device_set.names)
+        self._devices = device_set.devices
+        self._emit = emit
+        self._tell, self._warn = tell, device_set.warn
+        self._links: dict[str, Link] = {}
+        self._replica: Replica | None = None
+        self._changing: deque[Release] = deque()
+        """The `release` of each queued change of the replica."""
+        self._thread = machine.device_thread("engine")
+        self._changes = HashedReplica(
+            machine,
+            lambda step, digest: self._decide(lambda: self._group.digested(step, digest)),
+            lambda error: emit(events.DeviceFailed(error)),
+        )
+        self._decide(self._group.begin)
+
+    @property
+    def preparing(self) -> str:
+        """See `Devices.preparing`."""
+        return self._devices.preparing
+
+    @property
+    def is_hanging(self) -> bool:
+        """A process whose device hangs is ended, and the others go on."""
+        return False
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self._count
+
+    def do(self, action: act.DeviceAction, release: Release = _release_nothing) -> None:
+        """See `Engine.do`."""
+
+        def decide() -> list[outputs.Output]:
+            if isinstance(action, act.ReplicaAction):
+                self._changing.append(release)
+            return self._group.do(action)
+
+        self._decide(decide)
+
+    def close(self) -> None:
+        """End all devices and wait for them."""
+        self._decide(lambda: [outputs.Stop(name) for name in self._links])
+        self._thread.close(10)
+        self._changes.close()
+        self._devices.close()
+
+    # In its own thread.
+
+    def _decide(self, decide: Callable[[], list[outputs.Output]]) -> None:
+        def job() -> Iterator[None]:
+            try:
+                for output in decide():
+                    self._perform(output)
+            except Exception as error:  # noqa: BLE001 -- the session must learn of every failure
+                self._emit(events.DeviceFailed(error))
+            yield from ()
+
+        self._thread.submit(job)
+
+    def _perform(self, output: outputs.Output) -> None:
+        match output:
+            case outputs.ToDevice():
+                self._links[output.device].send(output.order)
+            case outputs.Start():
+                self._links[output.device] = self._start(output.device)
+            case outputs.Stop():
+                self._links.pop(output.device).end()
+            case outputs.ResetReplica():
+                self._reset(output)
+            case outputs.ChangeReplica():
+                self._change(output.action)
+            case outputs.Attach():
+                self._attach(output)
+            case outputs.CopyReplica():
+                self._emit(copy_state(self._built_replica))
+            case outputs.Emit(events.Built() as built):
+                self._changes.await_digest()
+                step, digest = self._built_replica.step, self._built_replica.state_digest()
+                self._emit(replace(built, step=step, state_digest=digest))
+            case outputs.Emit():
+                self._emit(output.event)
+            case outputs.LogLine():
+                self._log(output)
+
+    @property
+    def _built_replica(self) -> Replica:
+        assert self._replica is not None, "the session plans after Built alone"
+        return self._replica
+
+    def _reset(self, output: outputs.ResetReplica) -> None:
+        self._changes.await_digest()
+        # The devices are idle during an update, so it may use all their threads.
+        use_threads(min(output.spec.threads * self._count, usable_cores()))
+        self._replica = None  # frees its memory before the next one is allocated
+        self._replica = self._devices.replica(output.blocks, output.spec.update)
+        self._replica.reset(output.parameters)
+
+    def _change(self, action: act.ReplicaAction) -> None:
+        try:
+            self._changes.change(self._built_replica, action)
+        finally:
+            self._changing.popleft()()
+        if not isinstance(action, act.LoadChunk):
+            self._changes.report(self._built_replica)
+
+    def _attach(self, output: outputs.Attach) -> None:
+        replica = self._built_replica
+        arrays = {str(kind): replica.arrays(kind) for kind in KINDS if replica.arrays(kind)}
+        order = act.AttachReplica(arrays, replica.step, replica.optimizer_step, output.reset)
+        self._links[output.device].send(order)
+
+    def _log(self, output: outputs.LogLine) -> None:
+        if not output.is_warning:
+            self._tell(output.text)
+            return
+        self._warn(output.text)
+        self._emit(events.DeviceWarning(output.device, output.text))
+
+    def _start(self, name: str) -> Link:
+        def reported(event: events.GroupReport) -> None:
+            self._decide(lambda: self._group.report(name, event) if is_current() else [])
+
+        def lost(reason: str) -> None:
+            self._decide(lambda: self._group.lost(name, reason) if is_current() else [])
+
+        def is_current() -> bool:
+            return self._links.get(name) is link
+
+        link = self._devices.start(name, reported, lost)
+        return link

@@ -1,0 +1,80 @@
+"""The numerics profile: equal for two workers that give the same bits for the same microbatch.
+
+It contains the bits themselves: the gradients of a probe microbatch of each shape at the initial
+state. Workers that agree there may still differ later if their libraries, drivers or cards do, so
+everything known to decide bits is part of the profile too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from blake3 import blake3
+
+from backends.base.interface import Batch, BlockGradient, Loss, Program
+
+_PROBE_SEED: Final = 0
+_PROCESSOR: Final = "processor"
+"""Left out of the digest: the instruction set decides bits, not the processor's name."""
+
+
+def probe_digest(program: Program, batches: Iterable[Batch], *, ranks: int = 1) -> str:
+    """Digest of the gradients and losses of these microbatches, at the weights now loaded.
+
+    Args:
+        program: The compiled task.
+        batches: The microbatches.
+        ranks: Ranks under torchrun: each computes every microbatch, and the results are added.
+
+    Returns:
+        BLAKE3, 64 hex digits.
+    """
+    hasher = blake3()
+    for batch in batches:
+        for item in program.gradients([(batch, _PROBE_SEED)] * ranks):
+            if isinstance(item, Loss):
+                hasher.update(struct.pack("<dd", item.loss_sum, item.weight))
+            elif isinstance(item, BlockGradient):
+                hasher.update(struct.pack("<I", item.block))
+                hasher.update(item.values.astype("<f4", copy=False).tobytes())
+    return hasher.hexdigest()
+
+
+def rows_probe(program: Program, batches: Iterable[Batch]) -> str:
+    """Digest of what a capturing task keeps of these microbatches: rows and losses."""
+    hasher = blake3()
+    for batch in batches:
+        captured = program.rows(batch)
+        hasher.update(struct.pack("<d", captured.loss_sum))
+        hasher.update(captured.rows.tobytes())
+    return hasher.hexdigest()
+
+
+def library_versions(module: Any) -> dict[str, str]:
+    """Versions of the packages that define a model's layers, by package name.
+
+    Other loaded packages do not count: an earlier run may have imported them.
+
+    Args:
+        module: A torch module, or None.
+    """
+    layers = () if module is None else module.modules()
+    packages = {type(layer).__module__.partition(".")[0] for layer in layers}
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+    return {name: str(version) for name, version in versions.items() if version is not None}
+
+
+def numerics_digest(traits: Mapping[str, str], probe_digest: str) -> str:
+    """Digest of everything that decides a gradient's bits.
+
+    Args:
+        traits: `Backend.numerics_profile` and the library versions, by name.
+        probe_digest: Digest of this task's probe on this device.
+    """
+    deciding = {key: value for key, value in traits.items() if key != _PROCESSOR}
+    document = json.dumps({**deciding, "probe": probe_digest}, sort_keys=True)
+    return blake3(document.encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""What tasks share: the interface, the base class of tasks with a transformer, train/eval modes."""

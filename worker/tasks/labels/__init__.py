@@ -1,0 +1,1 @@
+"""Tasks of models that label text, their metrics, and how a result labels new text."""

@@ -1,0 +1,148 @@
+"""Evaluation metrics of a classifier, and the sums they are made of.
+
+A held-out part sends only the cells of its confusion matrix that are not zero: at most
+`PART_SAMPLES`, which is what one message holds, for any number of classes. With several labels a
+text, it sends hits, misses and false alarms, of each class where one message holds those of all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.base.interface import Sums
+from protocol.base.fields import cut_text
+from protocol.spec.manifest import Metric, Ratio
+
+PART_SAMPLES: Final = 24
+"""Held-out samples in a part; `EvalResult` holds so many sums."""
+CLASSES_IN_FULL: Final = 32
+"""With more classes there are no metrics by class: each would need two cells per class."""
+LABELS_IN_FULL: Final = 7
+"""With several labels a text: three counts of each of so many, and two more, are 23 sums."""
+_SHOWN_BYTES: Final = 80
+"""Limit on a class's name."""
+CONFUSION_CLASSES: Final = 8
+"""Up to so many classes the confusion counts are metrics too."""
+
+
+def confusion_sums(true: Sequence[int], chosen: Sequence[int], classes: int) -> Sums:
+    """Return the counts of one part.
+
+    Args:
+        true: Labels by number, at most `PART_SAMPLES`.
+        chosen: The model's labels.
+        classes: The number of classes.
+
+    Returns:
+        Cells "true,chosen"; with too many classes only "samples" and "correct".
+    """
+    if classes > CLASSES_IN_FULL:
+        correct = sum(1 for a, b in zip(true, chosen, strict=True) if a == b)
+        return {"samples": len(true), "correct": correct}
+    counts = Counter(zip(true, chosen, strict=True))
+    return {_cell(*pair): count for pair, count in counts.items()}
+
+
+def label_sums(true: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> Sums:
+    """Return counts over one part, where a text may have several labels.
+
+    Args:
+        true: (samples, classes).
+        chosen: What the model said, likewise.
+    """
+    exact = int((true == chosen).all(axis=1).sum())
+    sums: dict[str, float] = {"samples": len(true), "exact": exact}
+    counts = {"hit": true & chosen, "missed": true & ~chosen, "false": ~true & chosen}
+    for kind, cells in counts.items():
+        if true.shape[1] > LABELS_IN_FULL:
+            sums[kind] = int(cells.sum())
+        else:
+            sums |= {f"{kind}{n}": int(count) for n, count in enumerate(cells.sum(axis=0)) if count}
+    return sums
+
+
+def label_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
+    """Return micro F1, the share of texts whose labels are all right, and F1 by class.
+
+    Args:
+        names: Of the classes; with more than `LABELS_IN_FULL` there is no F1 by class.
+    """
+    exact = Metric(name="exact_match", numerator={"exact": 1}, denominator={"samples": 1})
+    if len(names) > LABELS_IN_FULL:
+        return (_f1_of("micro_f1", [""]), exact)
+    scores = [_f1_of(f"f1[{name}]", [str(number)]) for number, name in enumerate(_shown(names))]
+    macro = tuple(Ratio(numerator=each.numerator, denominator=each.denominator) for each in scores)
+    micro = _f1_of("micro_f1", [str(number) for number in range(len(names))])
+    return (micro, Metric(name="macro_f1", mean_of=macro), exact, *scores)
+
+
+def _f1_of(name: str, classes: Sequence[str]) -> Metric:
+    """Return 2 hits / (2 hits + misses + false alarms) of these classes together."""
+    hits = {f"hit{each}": 2.0 for each in classes}
+    others = {f"{kind}{each}": 1.0 for kind in ("missed", "false") for each in classes}
+    return Metric(name=name, numerator=hits, denominator=hits | others)
+
+
+def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
+    """Return accuracy, that of the majority class, F1 (macro and by class), and counts.
+
+    Args:
+        names: Of the classes, in the order of their numbers.
+        majority: The class with the most training samples.
+    """
+    if len(names) > CLASSES_IN_FULL:
+        return (Metric(name="accuracy", numerator={"correct": 1}, denominator={"samples": 1}),)
+    names = _shown(names)
+    classes = range(len(names))
+    cells = {_cell(a, b): 1.0 for a in classes for b in classes}
+    scores = [_f1(number, len(names)) for number in classes]
+    return (
+        Metric(name="accuracy", numerator={_cell(c, c): 1 for c in classes}, denominator=cells),
+        Metric(
+            name="majority_class",
+            numerator={_cell(majority, c): 1 for c in classes},
+            denominator=cells,
+        ),
+        Metric(name="macro_f1", mean_of=tuple(scores)),
+        *(
+            Metric(name=f"f1[{name}]", numerator=f1.numerator, denominator=f1.denominator)
+            for name, f1 in zip(names, scores, strict=True)
+        ),
+        *_confusion(names),
+    )
+
+
+def _shown(names: Sequence[str]) -> list[str]:
+    """Return printable names for metrics, with their numbers where two would look alike."""
+    shown = [cut_text(name, _SHOWN_BYTES) for name in names]
+    if len(set(shown)) == len(shown) and not any("][" in name for name in shown):
+        return shown
+    numbered = (f"{number}:{name}" for number, name in enumerate(shown))
+    return [cut_text(name, _SHOWN_BYTES) for name in numbered]
+
+
+def _f1(number: int, classes: int) -> Ratio:
+    """Return 2 tp / (2 tp + fp + fn) in cells."""
+    hit = _cell(number, number)
+    missed = {_cell(number, other): 1.0 for other in range(classes) if other != number}
+    false = {_cell(other, number): 1.0 for other in range(classes) if other != number}
+    return Ratio(numerator={hit: 2}, denominator={hit: 2, **missed, **false})
+
+
+def _confusion(names: Sequence[str]) -> Iterator[Metric]:
+    """Yield the counts confusion[true][predicted]."""
+    if len(names) > CONFUSION_CLASSES:
+        return
+    for a, true in enumerate(names):
+        for b, said in enumerate(names):
+            name = f"confusion[{true}][{said}]"
+            yield Metric(name=name, numerator={_cell(a, b): 1}, detail=True)
+
+
+def _cell(true: int, chosen: int) -> str:
+    return f"{true},{chosen}"

@@ -1,0 +1,177 @@
+"""Task classify: an encoder or decoder learns labels of texts, or of pairs of texts.
+
+One label a text (`data.problem: single-label`), any number of them (multi-label), or a number
+(regression).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base.interface import Sums
+from protocol.exact.samples import permutation
+from protocol.spec.manifest import Metric
+from protocol.spec.run_spec import ClassifyRun
+from worker.data import holdout
+from worker.data.disk_arrays import DiskArrays
+from worker.data.labeled_data import LabeledTexts, read_labeled_texts
+from worker.models import pretrained
+from worker.models.tokens import check_tokens, tokenizer_files
+from worker.models.trainable_model import TrainableModel
+from worker.tasks.base.transformer import (
+    Objective,
+    Rows,
+    Split,
+    TransformerTask,
+    in_parts,
+    logits_of,
+)
+from worker.tasks.labels.class_counts import (
+    PART_SAMPLES,
+    class_metrics,
+    confusion_sums,
+    label_metrics,
+    label_sums,
+)
+from worker.tasks.labels.result_info import FILE, result_info
+
+
+class Classify(TransformerTask):
+    """Batches are those of `LabeledSamples`."""
+
+    def __init__(self, spec: ClassifyRun) -> None:
+        data = read_labeled_texts(spec)
+        samples, problem = data.samples, spec.data.problem
+        names = data.names or (VALUE,)
+        loaded = pretrained.load_classifier(
+            spec.model, names, samples.padding, spec.seed, problem=problem
+        )
+        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
+        pretrained.check_length(loaded.model, spec.data.max_tokens)
+        check_tokens(max(samples.padding, samples.tokens.highest), loaded.vocabulary)
+        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = parts_of_like_length(samples.tokens, data.held_out[measured], spec.seed)
+        info = result_info(
+            spec,
+            names,
+            loaded.weights_digest,
+            problem=problem,
+            has_pairs=spec.data.text_pair is not None,
+        )
+        super().__init__(
+            spec,
+            tuned,
+            Split(
+                len(data.train),
+                lambda n: samples.batch(data.train[n]),
+                parts,
+                samples.batch,
+                data.sampling,
+            ),
+            _OBJECTIVES[problem](data, loaded.forward_options),
+            digests=data.digests,
+            notes=data.notes,
+            files={FILE: info.document(), **tokenizer_files(data.tokenizer)},
+        )
+
+
+VALUE: Final = "value"
+"""The name of a regression's only output."""
+
+
+def parts_of_like_length(tokens: DiskArrays, held_out: Rows, seed: int) -> list[Rows]:
+    """Cut held-out texts into parts of similar length: less padding.
+
+    The parts are shuffled, since neighboring parts go to the same worker.
+    """
+    lengths = tokens.lengths
+    ranked = sorted(held_out.tolist(), key=lambda number: (lengths[number], number))
+    parts = in_parts(np.array(ranked, np.int64), PART_SAMPLES)
+    return [parts[number] for number in permutation(seed, 0, len(parts))]
+
+
+def class_loss(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the cross-entropy, weighted if the batch says so, summed over samples."""
+    logits, labels = logits_of(module, arrays, options), arrays["labels"]
+    if "weights" not in arrays:
+        return nn.functional.cross_entropy(logits, labels, reduction="sum")
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    weights: torch.Tensor = arrays["weights"]
+    return (losses * weights).sum()
+
+
+def labels_loss(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the binary cross-entropy, its mean over classes summed over samples."""
+    logits = logits_of(module, arrays, options)
+    losses = nn.functional.binary_cross_entropy_with_logits(
+        logits, arrays["labels"], reduction="none"
+    )
+    return losses.mean(dim=1).sum()
+
+
+def value_loss(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the squared error, summed over samples."""
+    error: torch.Tensor = logits_of(module, arrays, options)[:, 0] - arrays["labels"]
+    return (error * error).sum()
+
+
+def _single_label(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
+    def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
+        chosen = logits_of(module, arrays, options).argmax(dim=1)
+        return confusion_sums(arrays["labels"].tolist(), chosen.tolist(), len(data.names))
+
+    # The class with the most training samples; the first one of equals.
+    majority = int(np.bincount(data.samples.targets[data.train]).argmax())
+    metrics = class_metrics(data.names, majority)
+    return Objective(partial(class_loss, options=options), evaluate, metrics)
+
+
+def _multi_label(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
+    def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
+        chosen = (logits_of(module, arrays, options) > 0).cpu().numpy()  # probability over a half
+        return label_sums(arrays["labels"].cpu().numpy() > 0, chosen)
+
+    metrics = label_metrics(data.names)
+    return Objective(partial(labels_loss, options=options), evaluate, metrics)
+
+
+def _regression(_data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
+    def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
+        x = logits_of(module, arrays, options)[:, 0].double()
+        y = arrays["labels"].double()
+        return {
+            "samples": len(y),
+            "squared_error": float(((x - y) ** 2).sum()),
+            "absolute_error": float((x - y).abs().sum()),
+            "x": float(x.sum()),
+            "y": float(y.sum()),
+            "xx": float((x * x).sum()),
+            "yy": float((y * y).sum()),
+            "xy": float((x * y).sum()),
+        }
+
+    return Objective(partial(value_loss, options=options), evaluate, _VALUE_METRICS)
+
+
+_VALUE_METRICS: Final = (
+    Metric(name="mse", numerator={"squared_error": 1}, denominator={"samples": 1}),
+    Metric(name="mae", numerator={"absolute_error": 1}, denominator={"samples": 1}),
+    Metric(name="pearson", pearson=True),
+)
+_OBJECTIVES: Final[Mapping[str, Callable[[LabeledTexts, Mapping[str, Any]], Objective]]] = {
+    "single-label": _single_label,
+    "multi-label": _multi_label,
+    "regression": _regression,
+}

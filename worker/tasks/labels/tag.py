@@ -1,0 +1,147 @@
+"""Task tag: an encoder learns a tag for each word, such as named entities or parts of speech.
+
+A word of several tokens is labeled at its first, as transformers' token classification does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from backends.base.interface import Sums
+from protocol.spec.manifest import Metric, Ratio
+from protocol.spec.run_spec import TagRun
+from worker.data import holdout
+from worker.data.sequence_data import read_tagged_data
+from worker.models import pretrained
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.models.trainable_model import TrainableModel
+from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts, logits_of
+from worker.tasks.labels.result_info import FILE, result_info
+
+_PART_SAMPLES: Final = 16
+KINDS_IN_FULL: Final = 7
+"""Of entities: three counts of each of so many, and two more, are the sums of one message."""
+
+
+class Tag(TransformerTask):
+    """Batches are those of `SequenceData`: input_ids, attention_mask and labels, one width."""
+
+    def __init__(self, spec: TagRun) -> None:
+        data = read_tagged_data(spec)
+        loaded = pretrained.load_tagger(spec.model, data.names, spec.seed)
+        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "TOKEN_CLS", spec.seed)
+        pretrained.check_length(loaded.model, spec.data.max_tokens)
+        check_tokens(data.highest, loaded.vocabulary)
+        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = in_parts(data.held_out[measured], _PART_SAMPLES)
+        options = loaded.forward_options
+        info = result_info(spec, data.names, loaded.weights_digest)
+        super().__init__(
+            spec,
+            tuned,
+            Split(len(data.train), lambda n: data.batch(data.train[n]), parts, data.batch),
+            Objective(
+                partial(tag_loss, options=options),
+                partial(_evaluate, options=options, names=data.names),
+                span_metrics(data.names),
+            ),
+            digests=data.digests,
+            notes=data.notes,
+            files={FILE: info.document(), **tokenizer_files(data.tokenizer)},
+        )
+
+
+def tag_loss(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the cross-entropy summed over labeled words."""
+    logits = logits_of(module, arrays, options)  # (samples, tokens, tags)
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), arrays["labels"].flatten(), ignore_index=NOTHING, reduction="sum"
+    )
+
+
+def _evaluate(
+    module: nn.Module,
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    names: Sequence[str],
+) -> Sums:
+    chosen = logits_of(module, arrays, options).argmax(dim=-1).cpu()
+    labels = arrays["labels"].cpu()
+    rows = [
+        (a[a != NOTHING].tolist(), b[a != NOTHING].tolist())
+        for a, b in zip(labels, chosen, strict=True)
+    ]
+    return span_sums([([names[n] for n in a], [names[n] for n in b]) for a, b in rows], names)
+
+
+def spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield the entities of a sentence: kind, first word, end.
+
+    B-x begins one, and so does I-x behind anything but x, as conlleval has it.
+    """
+    kind, start = "", 0
+    for at, tag in enumerate([*tags, "O"]):
+        mark, _, name = tag.partition("-")
+        goes_on = mark == "I" and name == kind
+        if kind and not goes_on:
+            yield kind, start, at
+            kind = ""
+        if mark in ("B", "I") and name and not goes_on:
+            kind, start = name, at
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """Return the kinds of entities; none where tags do not mark the beginning of any."""
+    marked = [name.partition("-") for name in names]
+    return sorted({kind for mark, _, kind in marked if mark in ("B", "I") and kind})
+
+
+def span_sums(pairs: Sequence[tuple[Sequence[str], Sequence[str]]], names: Sequence[str]) -> Sums:
+    """Return counts over sentences.
+
+    Args:
+        pairs: Of each sentence the true tags and those of the model.
+        names: Of all tags.
+    """
+    kinds = _kinds(names)
+    number = {kind: str(n) if len(kinds) <= KINDS_IN_FULL else "" for n, kind in enumerate(kinds)}
+    sums: dict[str, float] = {"words": 0, "correct": 0}
+    for true, chosen in pairs:
+        sums["words"] += len(true)
+        sums["correct"] += sum(a == b for a, b in zip(true, chosen, strict=True))
+        ours, theirs = {*spans(true)}, {*spans(chosen)}
+        for count, found in (
+            ("hit", ours & theirs),
+            ("missed", ours - theirs),
+            ("false", theirs - ours),
+        ):
+            for kind, _, _ in found:
+                key = f"{count}{number[kind]}"
+                sums[key] = sums.get(key, 0) + 1
+    return sums
+
+
+def span_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
+    """Return word accuracy, and the F1 of entities, by kind where there are few kinds."""
+    accuracy = Metric(name="accuracy", numerator={"correct": 1}, denominator={"words": 1})
+    kinds = _kinds(names)
+    if not kinds:
+        return (accuracy,)
+    if len(kinds) > KINDS_IN_FULL:
+        return (Metric(name="f1", **_f1([""])), accuracy)
+    whole = Metric(name="f1", **_f1([str(n) for n in range(len(kinds))]))
+    by_kind = [Metric(name=f"f1[{kind}]", **_f1([str(n)])) for n, kind in enumerate(kinds)]
+    return (whole, accuracy, *by_kind)
+
+
+def _f1(numbers: Sequence[str]) -> dict[str, Any]:
+    hits = {f"hit{each}": 2.0 for each in numbers}
+    others = {f"{kind}{each}": 1.0 for kind in ("missed", "false") for each in numbers}
+    return Ratio(numerator=hits, denominator=hits | others).model_dump()

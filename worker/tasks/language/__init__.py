@@ -1,0 +1,1 @@
+"""Tasks of models that generate text: language modeling, preferences, distillation."""

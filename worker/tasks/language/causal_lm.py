@@ -1,0 +1,100 @@
+"""Task causal-lm: a decoder learns to predict the next token of running text or conversations.
+
+A new small model is trained whole from its configuration, an existing one whole or with LoRA.
+`worker.data.language_data` makes the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from backends.base.interface import Sums
+from protocol.spec.manifest import Metric
+from protocol.spec.run_spec import CausalLmRun, ModelRun
+from worker.data import holdout
+from worker.data.language_data import read_language_data
+from worker.data.packing import check_packing
+from worker.models import pretrained
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.models.trainable_model import TrainableModel
+from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts
+
+PART_TOKENS: Final = 1_024
+"""Held-out tokens per evaluation part, unless one sample is longer: their logits must fit in
+memory."""
+
+
+class CausalLM(TransformerTask):
+    """Batches hold input_ids and labels, both (samples, tokens), int64: see `language_data`."""
+
+    def __init__(self, spec: CausalLmRun) -> None:
+        data = read_language_data(spec, spec.data.holdout)
+        loaded = load_model(spec, data.tokenizer)
+        check_tokens(data.highest, loaded.vocabulary)
+        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
+        options = loaded.forward_options
+        if spec.data.packing:
+            check_packing(tuned.module, loaded.vocabulary, options)
+        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = in_parts(measured, max(1, PART_TOKENS // spec.data.max_tokens))
+        super().__init__(
+            spec,
+            tuned,
+            Split(len(data.train), data.train.batch, parts, data.held_out.batch),
+            Objective(
+                partial(token_loss, options=options), partial(_evaluate, options=options), METRICS
+            ),
+            digests=data.digests,
+            notes=data.notes,
+            files=tokenizer_files(data.tokenizer),
+        )
+
+
+METRICS: Final = (
+    Metric(
+        name="perplexity",
+        numerator={"loss_sum": 1},
+        denominator={"tokens": 1},
+        exponential=True,
+    ),
+    Metric(name="loss_per_token", numerator={"loss_sum": 1}, denominator={"tokens": 1}),
+)
+
+
+def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
+    """The model that is named, or a new one for this tokenizer.
+
+    Raises:
+        DataError: It cannot be had, or has not the positions for a sample.
+    """
+    if spec.model.config is None:
+        loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)
+    else:
+        end = tokenizer.eos_token_id
+        loaded = pretrained.start_causal_lm(spec, len(tokenizer), end)
+    pretrained.check_length(loaded.model, spec.data.max_tokens)
+    return loaded
+
+
+def token_loss(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Cross-entropy in float32, summed over the tokens predicted."""
+    packed = {name: arrays[name] for name in ("position_ids",) if name in arrays}
+    logits = module(input_ids=arrays["input_ids"], **packed, **options).logits
+    return nn.functional.cross_entropy(
+        logits.float().flatten(0, 1),  # (samples * length, vocabulary)
+        arrays["labels"].flatten(),
+        ignore_index=NOTHING,
+        reduction="sum",
+    )
+
+
+def _evaluate(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Sums:
+    tokens = int((arrays["labels"] != NOTHING).sum())
+    return {"loss_sum": float(token_loss(module, arrays, options)), "tokens": tokens}

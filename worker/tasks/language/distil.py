@@ -1,0 +1,258 @@
+"""Task distil: a student learns the captured distribution of a teacher over each next token.
+
+The text is the capture's, as tokens. Its last samples, which the capture has shuffled, are held
+out, or another capture is used for evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base.interface import Array, Batch, Sums
+from protocol.base.errors import DataError
+from protocol.datasets.capture_check import (
+    TOKENIZER,
+    check_alike,
+    tokenizers_differ,
+    vocabulary_digest,
+)
+from protocol.datasets.data_check import trained_on
+from protocol.datasets.logits_file import Records, record_dtype
+from protocol.exact.digest import digest_arrays
+from protocol.spec.manifest import Manifest, Metric
+from protocol.spec.run_spec import DistilRun
+from worker.data import holdout
+from worker.distillation.captured_samples import CapturedSamples
+from worker.distillation.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
+from worker.models import pretrained
+from worker.models.tokens import load_tokenizer, tokenizer_files, tokenizer_in
+from worker.models.trainable_model import TrainableModel
+from worker.tasks.language.causal_lm import METRICS
+
+_PART_TOKENS: Final = 1_024
+"""Held-out tokens in a part, if a sample is not longer: their logits must fit in memory."""
+
+_METRICS: Final = (
+    *METRICS,
+    Metric(name="divergence_per_token", numerator={"divergence": 1}, denominator={"tokens": 1}),
+)
+
+
+class Distil:
+    """Batches hold input_ids and labels, both (samples, the capture's tokens), int64, and what
+    `distillation_loss.teacher_arrays` gives."""
+
+    def __init__(self, spec: DistilRun) -> None:
+        directory = Path(spec.data.train)
+        self._samples = CapturedSamples(directory)
+        facts = self._samples.index.facts
+        self._layout = layout = facts.layout
+        self._temperature = spec.distil.temperature
+        self._loss = DistillationLoss.of(spec.distil, layout)
+        tokenizer = _tokenizer(spec, directory, facts.tokenizer)
+        loaded = _student(spec, tokenizer, layout.vocabulary)
+        _check_length(spec, loaded, layout.tokens)
+        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
+        self._initial = tuned.initial_values()
+        files = {} if tokenizer is None else tokenizer_files(tokenizer)
+        samples = self._samples.index.samples
+        self._train = trained_on(samples, spec.data)
+        self._held_out = self._samples
+        if spec.data.validation is not None:
+            self._held_out = CapturedSamples(Path(spec.data.validation))
+            check_alike(self._samples.index, self._held_out.index, spec.data.validation)
+        own = self._held_out is not self._samples
+        first = 0 if own else self._train
+        self._measured = first + holdout.measured(
+            self._held_out.index.samples - first, spec.data.holdout_samples, spec.seed
+        )
+        self._part_samples = max(1, _PART_TOKENS // layout.tokens)
+        self.manifest = Manifest(
+            blocks=tuned.blocks,
+            train_samples=self._train,
+            evaluation_parts=-(-len(self._measured) // self._part_samples),
+            metrics=_METRICS,
+            digests={
+                **tuned.digests,
+                "teacher": facts.teacher,
+                "vocabulary": facts.tokenizer,
+                "data": _files_digest(self._samples),
+                **({"validation": _files_digest(self._held_out)} if own else {}),
+            },
+            notes={
+                "captured_samples": samples,
+                "logits_of_each_token": layout.top_k,
+                "student_padding_not_compared": max(0, loaded.vocabulary - layout.vocabulary),
+                **tuned.notes,
+            },
+            export=tuned.export(files),
+            row_groups=_row_groups(self._samples, self._train),
+        )
+        options = loaded.forward_options
+        self.trainable = tuned.trainable(
+            spec.seed,
+            spec.threads,
+            loss=partial(_total, loss=self._loss, options=options),
+            evaluate=partial(_evaluate, loss=self._loss, options=options),
+        )
+
+    def initial_parameters(self) -> list[Array]:
+        """Return the checkpoint's values, or those drawn from the seed."""
+        return [values.copy() for values in self._initial]
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """Make a batch of training samples, by their numbers in the capture.
+
+        Raises:
+            DataError: Their file is missing, damaged, or another capture's.
+        """
+        return self._batch(self._samples.read(samples))
+
+    def evaluation_batch(self, part: int) -> Batch:
+        """Make a batch of about `_PART_TOKENS` held-out tokens; errors as of `batch`."""
+        return self._batch(self._held_out.read(self._part(part)))
+
+    def missing(self, samples: Sequence[int]) -> tuple[str, ...]:
+        """See `worker.tasks.base.task.ReadsFiles`."""
+        return self._samples.missing(samples)
+
+    def missing_of_part(self, part: int) -> tuple[str, ...]:
+        """See `worker.tasks.base.task.ReadsFiles`."""
+        if self._held_out is not self._samples:
+            return ()  # a capture of its own is fetched before the run begins
+        return self._samples.missing(self._part(part))
+
+    def blank(self, samples: int) -> Batch:
+        """See `worker.tasks.base.task.ReadsFiles`."""
+        records = np.zeros(samples, record_dtype(self._layout))
+        records["rows"] = self._layout.tokens
+        records["loss_mask"] = 1
+        length, k, vocabulary = self._layout.tokens, self._layout.top_k, self._layout.vocabulary
+        records["input_ids"] = np.arange(length + 1) % vocabulary
+        records["topk_ids"] = np.arange(k) % vocabulary
+        records["lse_1"] = records["lse_T"] = np.log(2 * k)
+        return self._batch(records)
+
+    def blank_part(self, part: int) -> Batch:
+        """See `worker.tasks.base.task.ReadsFiles`."""
+        return self.blank(len(self._part(part)))
+
+    def _part(self, part: int) -> list[int]:
+        lo = part * self._part_samples
+        chosen: list[int] = self._measured[lo : lo + self._part_samples].tolist()
+        return chosen
+
+    def _batch(self, records: Records) -> Batch:
+        tokens = records["input_ids"].astype(np.int64)
+        labels = np.where(records["loss_mask"] != 0, tokens[:, 1:], NOTHING)
+        arrays = {"input_ids": tokens[:, :-1].copy(), "labels": labels}
+        arrays |= teacher_arrays(records, self._layout, self._temperature)
+        return Batch(arrays, float(np.count_nonzero(labels != NOTHING)))
+
+
+def _tokenizer(spec: DistilRun, directory: Path, digest: str) -> Any:
+    """Load the capture's tokenizer, else the student's own; None if there is neither.
+
+    Raises:
+        DataError: The student's tokenizer differs from the teacher's.
+    """
+    beside = tokenizer_in(directory) if (directory / TOKENIZER).is_file() else None
+    if spec.model.source is None:
+        return beside
+    own = load_tokenizer(spec.model.source)
+    if vocabulary_digest(own.get_vocab()) != digest:
+        raise tokenizers_differ(spec.model.name or spec.model.source)
+    return own
+
+
+def _student(spec: DistilRun, tokenizer: Any, vocabulary: int) -> pretrained.Pretrained:
+    """Load the student, with at least the teacher's vocabulary.
+
+    Raises:
+        DataError: Its vocabulary is smaller, or it cannot be loaded.
+    """
+    if spec.model.config is None:
+        loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)
+    else:
+        end = tokenizer.eos_token_id if tokenizer is not None else None
+        loaded = pretrained.start_causal_lm(spec, vocabulary, end or 0)
+    if loaded.vocabulary < vocabulary:
+        raise DataError(
+            f"expected a student with at least {vocabulary} tokens, the teacher's, got "
+            f"{loaded.vocabulary}"
+        )
+    return loaded
+
+
+def _check_length(spec: DistilRun, student: pretrained.Pretrained, tokens: int) -> None:
+    """Check that the student has a position for each token of a sample.
+
+    Raises:
+        DataError: It has fewer positions.
+    """
+    longest = pretrained.positions(student.model)
+    if tokens > longest:
+        anew = f"--set model.config.max_position_embeddings={tokens}"
+        remedy = "take one with more" if spec.model.config is None else anew
+        raise DataError(
+            f"expected a student of at least {tokens} positions, as samples of this capture have "
+            f"tokens, got {longest}: {remedy}, or capture with data.max_tokens={longest}"
+        )
+
+
+def _row_groups(samples: CapturedSamples, train: int) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes of the row groups of the training samples, by file."""
+    found, left = [], train
+    for file in samples.index.files:
+        groups = []
+        for group in file.row_groups:
+            if left > 0:
+                groups.append(min(group, left))
+            left -= group
+        if groups:
+            found.append(tuple(groups))
+    return tuple(found)
+
+
+def _files_digest(samples: CapturedSamples) -> str:
+    """Return the digest of the list of files, which holds their digests."""
+    return digest_arrays({"index": np.frombuffer(samples.index.to_bytes(), np.uint8)})
+
+
+def _logits(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    logits: torch.Tensor = module(input_ids=arrays["input_ids"], **options).logits
+    return logits.float()
+
+
+def _total(
+    module: nn.Module,
+    arrays: Mapping[str, Any],
+    *,
+    loss: DistillationLoss,
+    options: Mapping[str, Any],
+) -> torch.Tensor:
+    return loss.total(_logits(module, arrays, options), arrays)
+
+
+def _evaluate(
+    module: nn.Module,
+    arrays: Mapping[str, Any],
+    *,
+    loss: DistillationLoss,
+    options: Mapping[str, Any],
+) -> Sums:
+    logits = _logits(module, arrays, options)
+    return {
+        "loss_sum": float(loss.cross_entropy(logits, arrays)),
+        "divergence": float(loss.divergence(logits, arrays)),
+        "tokens": int((arrays["labels"] != NOTHING).sum()),
+    }

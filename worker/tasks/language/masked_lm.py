@@ -1,0 +1,156 @@
+"""Task masked-lm: an encoder (BERT, RoBERTa) learns to fill in masked tokens of running text.
+
+A share of the tokens of each sample is chosen; of those 80 % become the mask token, 10 % another
+token and 10 % stay (Devlin et al. 2018, arXiv:1810.04805). Masks of a microbatch are drawn by its
+own seed, so every worker that computes it draws the same; those of evaluation never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from backends.base import draws
+from backends.base.interface import Batch, Sums
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import MaskedLmRun
+from worker.data import holdout
+from worker.data.language_data import Samples, read_language_data
+from worker.models import pretrained
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.models.trainable_model import TrainableModel
+from worker.tasks.base.transformer import (
+    Objective,
+    Rows,
+    Split,
+    TransformerTask,
+    in_parts,
+    logits_of,
+)
+from worker.tasks.language.causal_lm import METRICS, PART_TOKENS
+
+_BECOME_MASKS: Final = 0.8
+_BECOME_OTHERS: Final = 0.1
+
+
+class MaskedLM(TransformerTask):
+    """Batches hold input_ids, attention_mask and labels, all (samples, tokens), int64."""
+
+    def __init__(self, spec: MaskedLmRun) -> None:
+        data = read_language_data(spec, spec.data.holdout)
+        loaded = pretrained.load_masked_lm(spec.model)
+        pretrained.refuse_drawn_weights(loaded, spec.model.source, "take one with its head")
+        pretrained.check_length(loaded.model, spec.data.max_tokens)
+        check_tokens(data.highest, loaded.vocabulary)
+        self._masks = masks = Masks.of(data.tokenizer, loaded.vocabulary, spec.data.mask_share)
+        self._train, self._length = data.train, spec.data.max_tokens
+        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "MASKED_LM", spec.seed)
+        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = in_parts(measured, max(1, PART_TOKENS // self._length))
+
+        def batch_of(samples: Samples, what: str, rows: Rows) -> Batch:
+            key = draws.key_of(spec.seed, what, *rows.tolist())
+            return masks.batch(samples, rows, self._length, key)
+
+        super().__init__(
+            spec,
+            tuned,
+            Split(
+                len(data.train),
+                partial(batch_of, data.train, "mask"),
+                parts,
+                partial(batch_of, data.held_out, "held-out mask"),
+            ),
+            Objective(
+                partial(masked_loss, options=loaded.forward_options),
+                partial(_evaluate, options=loaded.forward_options),
+                METRICS,
+            ),
+            digests=data.digests,
+            notes=data.notes,
+            files=tokenizer_files(data.tokenizer),
+        )
+
+    def drawn_batch(self, samples: Sequence[int], seed: int) -> Batch:
+        """See `worker.tasks.base.task.DrawsBatches`."""
+        rows = np.asarray(samples, np.int64)
+        return self._masks.batch(self._train, rows, self._length, draws.key_of(seed, "mask"))
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """How tokens are masked.
+
+    Attributes:
+        mask: The mask token.
+        padding: The padding token.
+        special: Tokens that are never masked.
+        vocabulary: Other tokens are drawn below it.
+        share: Of the tokens that are predicted.
+    """
+
+    mask: int
+    padding: int
+    special: NDArray[np.int64]
+    vocabulary: int
+    share: float
+
+    @staticmethod
+    def of(tokenizer: Any, vocabulary: int, share: float) -> Masks:
+        """Of a tokenizer.
+
+        Raises:
+            DataError: It has no mask token.
+        """
+        if tokenizer.mask_token_id is None:
+            raise DataError(
+                "expected a tokenizer with a mask token, got one without: take an encoder such as "
+                "BERT, or train a decoder by causal-lm"
+            )
+        special = np.array(tokenizer.all_special_ids, np.int64)
+        known = min(len(tokenizer), vocabulary)
+        padding = int(tokenizer.pad_token_id)
+        return Masks(int(tokenizer.mask_token_id), padding, special, known, share)
+
+    def batch(self, samples: Samples, rows: Rows, length: int, key: int) -> Batch:
+        """Mask these samples by draws of this key; at least one token of each."""
+        tokens = [samples.sample(row)[0][:length] for row in rows.tolist()]
+        width = max((len(each) for each in tokens), default=1)
+        ids = np.full((len(tokens), width), self.padding, np.int64)
+        attention = np.zeros_like(ids)
+        for row, each in enumerate(tokens):
+            ids[row, : len(each)] = each
+            attention[row, : len(each)] = 1
+        may = (attention == 1) & ~np.isin(ids, self.special)
+        chosen_by, become_by, other_by = draws.uniforms(key, 3 * ids.size).reshape(3, *ids.shape)
+        ranked = np.where(may, chosen_by, np.float32(2))
+        chosen = may & ((ranked < self.share) | (ranked == ranked.min(axis=1, keepdims=True)))
+        others = np.minimum(other_by.astype(np.float64) * self.vocabulary, self.vocabulary - 1)
+        read = np.where(chosen & (become_by < _BECOME_MASKS), self.mask, ids)
+        is_other = chosen & (become_by >= 1 - _BECOME_OTHERS)
+        read = np.where(is_other, others.astype(np.int64), read)
+        labels = np.where(chosen, ids, NOTHING)
+        arrays = {"input_ids": read, "attention_mask": attention, "labels": labels}
+        return Batch(arrays, float(np.count_nonzero(chosen)))
+
+
+def masked_loss(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the cross-entropy in float32, summed over the masked tokens."""
+    logits = logits_of(module, arrays, options)  # (samples, tokens, vocabulary)
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), arrays["labels"].flatten(), ignore_index=NOTHING, reduction="sum"
+    )
+
+
+def _evaluate(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Sums:
+    tokens = int((arrays["labels"] != NOTHING).sum())
+    return {"loss_sum": float(masked_loss(module, arrays, options)), "tokens": tokens}

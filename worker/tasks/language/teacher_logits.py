@@ -1,0 +1,236 @@
+"""Task teacher-logits: capture a causal model's logits of each next token of a text.
+
+Nothing is trained. All of the text is cut into samples as in task causal-lm; the student's run
+decides what is held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base import draws
+from backends.base.interface import Array, Batch, Captured, Trainable
+from protocol.base import limits
+from protocol.base.errors import DataError
+from protocol.base.limits import byte_size
+from protocol.datasets.capture_check import vocabulary_digest
+from protocol.datasets.logits_file import record_dtype
+from protocol.spec.manifest import Block, CaptureLayout, Export, Manifest, TensorSpec
+from protocol.spec.run_spec import TeacherLogitsRun
+from worker.data.language_data import read_language_data
+from worker.models import pretrained
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.tasks.language.causal_lm import load_model, token_loss
+
+_NOTHING_TRAINED = "nothing_trained"
+"""The only parameter of a capture, which no step changes: so a capture is a run like any other."""
+_NOTES: Final = {"train_tokens": "tokens", "train_tokens_with_loss": "tokens_with_loss"}
+"""Nothing is trained here."""
+
+
+_CACHED_BYTES: Final = 4 * limits.MIB
+"""Of logits that are reduced at a time on a CPU."""
+
+
+class TeacherLogits:
+    """Batches hold sample_ids (samples), input_ids and labels, both (samples, data.max_tokens),
+    int64."""
+
+    def __init__(self, spec: TeacherLogitsRun) -> None:
+        data = read_language_data(spec, 0.0, even=True)
+        tokenizer = data.tokenizer
+        loaded = load_model(spec, tokenizer)
+        pretrained.refuse_drawn_weights(
+            loaded, str(spec.model.source), "take a teacher with all of its weights"
+        )
+        vocabulary = min(loaded.vocabulary, len(tokenizer))
+        check_tokens(data.highest, vocabulary)
+        self._samples = data.train
+        self._layout = layout = _layout(spec, vocabulary)
+        module = loaded.model.requires_grad_(requires_grad=False)
+        module.register_parameter(_NOTHING_TRAINED, nn.Parameter(torch.zeros(1)))
+        tensor = TensorSpec(name=_NOTHING_TRAINED, shape=(1,))
+        self.manifest = Manifest(
+            blocks=(Block(name="nothing", kind="block", tensors=(tensor,)),),
+            train_samples=len(self._samples),
+            digests={
+                "base_weights": loaded.weights_digest,
+                "tokenizer": data.digests["tokenizer"],
+                "vocabulary": vocabulary_digest(tokenizer.get_vocab()),
+                **{name: value for name, value in data.digests.items() if name != "tokenizer"},
+            },
+            notes={
+                **{_NOTES.get(name, name): count for name, count in data.notes.items()},
+                "padding_of_the_vocabulary_cut": loaded.vocabulary - vocabulary,
+            },
+            export=Export(directory="logits", files=tokenizer_files(tokenizer)),
+            capture=layout,
+        )
+        self.trainable = Trainable(
+            blocks=self.manifest.blocks,
+            module=module,
+            loss=partial(token_loss, options=loaded.forward_options),
+            rows=partial(_captured, layout=layout, options=loaded.forward_options, seed=spec.seed),
+            seed=spec.seed,
+            threads=spec.threads,
+            precision=spec.model.precision,
+            base_dtype=spec.model.base_dtype,
+        )
+
+    def initial_parameters(self) -> list[Array]:
+        """Return one zero."""
+        return [np.zeros(1, np.float32)]
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """Make a batch of these samples."""
+        rows = np.asarray(samples, np.int64)
+        batch = self._samples.batch(rows)
+        return Batch({"sample_ids": rows, **batch.arrays}, batch.weight)
+
+    def evaluation_batch(self, part: int) -> Batch:
+        """Fail: nothing is held out."""
+        raise AssertionError(part)
+
+
+def _layout(spec: TeacherLogitsRun, vocabulary: int) -> CaptureLayout:
+    """Return the layout of a captured sample.
+
+    Raises:
+        DataError: It keeps more logits than the vocabulary has, or a step exceeds its limit.
+    """
+    asked, data = spec.capture, spec.data
+    if asked.drawn is None and asked.top_k > vocabulary:
+        raise DataError(
+            f"expected capture.top_k of at most {vocabulary}, the teacher's vocabulary, got "
+            f"{asked.top_k}: --set capture.top_k={vocabulary}"
+        )
+    layout = CaptureLayout(
+        tokens=data.max_tokens,
+        vocabulary=vocabulary,
+        top_k=asked.drawn or asked.top_k,
+        drawn=asked.drawn is not None,
+        temperature=asked.temperature,
+    )
+    step_bytes = spec.batch.samples * layout.sample_bytes
+    if step_bytes > limits.CAPTURED_STEP_BYTES:
+        fits = limits.CAPTURED_STEP_BYTES // layout.sample_bytes
+        raise DataError(
+            f"the logits of a step are {byte_size(step_bytes)}, over the limit of "
+            f"{byte_size(limits.CAPTURED_STEP_BYTES)}: --set batch.samples={fits}"
+        )
+    return layout
+
+
+def _captured(
+    module: nn.Module,
+    arrays: Mapping[str, Any],
+    *,
+    layout: CaptureLayout,
+    options: Mapping[str, Any],
+    seed: int,
+) -> Captured:
+    """Run one forward; return the samples' records and the cross-entropy summed over labels."""
+    labels = arrays["labels"]  # (samples, length)
+    full = module(input_ids=arrays["input_ids"], **options).logits.float()
+    logits = full[..., : layout.vocabulary].flatten(0, 1)  # (rows, vocabulary)
+    reduced = [
+        _reduced(rows, of.clamp(min=0), layout)
+        for rows, of in zip(
+            logits.split(_rows_at_once(logits)),
+            labels.flatten().split(_rows_at_once(logits)),
+            strict=True,
+        )
+    ]
+    losses, kept, ids, lse_1, lse_t = (
+        torch.cat(parts).view(*labels.shape, *parts[0].shape[1:])
+        for parts in zip(*reduced, strict=True)
+    )
+    if layout.drawn:
+        shifted = logits.view(*labels.shape, -1)
+        shifted = shifted - shifted.amax(-1, keepdim=True)
+        ids = _draw(shifted, lse_t, layout, seed, arrays["sample_ids"])
+        kept = shifted.gather(-1, ids)
+    counted = torch.where(labels != NOTHING, losses, 0)
+    return Captured(_records(arrays, layout, ids, kept, (lse_1, lse_t)), float(counted.sum()))
+
+
+def _rows_at_once(logits: torch.Tensor) -> int:
+    """Return how many rows to reduce at once: on a CPU as many as its cache holds."""
+    rows, vocabulary = logits.shape
+    return max(1, _CACHED_BYTES // (4 * vocabulary)) if logits.device.type == "cpu" else rows
+
+
+def _reduced(
+    logits: torch.Tensor, labels: torch.Tensor, layout: CaptureLayout
+) -> tuple[torch.Tensor, ...]:
+    """Reduce rows of logits, (rows, vocabulary), with their labels, (rows,).
+
+    Returns:
+        The cross-entropy of the label; the largest logits and their ids, (rows, k), minus the
+        row's maximum (none if they are drawn); the log-sum-exp of all, minus it, at temperature 1
+        and at the capture's temperature.
+    """
+    shifted = logits - logits.amax(-1, keepdim=True)
+    kept, ids = shifted.topk(0 if layout.drawn else layout.top_k, dim=-1)
+    lse_1 = shifted.exp().sum(-1).log()
+    losses = lse_1 - shifted.gather(-1, labels[:, None])[:, 0]
+    if layout.temperature == 1.0:
+        return losses, kept, ids, lse_1, lse_1
+    return losses, kept, ids, lse_1, shifted.div_(layout.temperature).exp_().sum(-1).log()
+
+
+def _records(
+    arrays: Mapping[str, Any],
+    layout: CaptureLayout,
+    ids: torch.Tensor,
+    kept: torch.Tensor,
+    lse: Sequence[torch.Tensor],
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the records as bytes, (samples, layout.sample_bytes); zeros after the last row."""
+    inputs, labels = (arrays[name].cpu().numpy() for name in ("input_ids", "labels"))
+    counts = labels != NOTHING
+    records = np.zeros(len(inputs), record_dtype(layout))
+    records["sample_id"] = arrays["sample_ids"].cpu().numpy()
+    # Up to the last token that counts; of those between that do not, all the same is kept.
+    places = np.arange(1, counts.shape[1] + 1)
+    records["rows"] = (places * counts).max(1)
+    there = places <= records["rows"][:, None]
+    records["input_ids"][:, :-1][there] = inputs[there]
+    records["input_ids"][:, 1:][counts] = labels[counts]
+    records["loss_mask"] = counts
+    half = kept.clamp(min=torch.finfo(torch.float16).min).half()
+    for name, tensor in (
+        ("topk_ids", ids), ("topk_logits", half), ("lse_1", lse[0]), ("lse_T", lse[1])
+    ):  # fmt: skip
+        records[name][there] = tensor.cpu().numpy()[there]
+    return records.view(np.uint8).reshape(len(records), layout.sample_bytes)
+
+
+def _draw(
+    shifted: torch.Tensor,
+    lse: torch.Tensor,
+    layout: CaptureLayout,
+    seed: int,
+    sample_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Draw tokens from the distribution at the capture's temperature, (samples, length, k).
+
+    Inverts the cumulative distribution in float64 on the host with our own draws, so that every
+    worker draws the same.
+    """
+    found = []
+    for number, rows, whole in zip(sample_ids.tolist(), shifted.cpu(), lse.cpu(), strict=True):
+        probabilities = torch.exp(rows.double() / layout.temperature - whole.double()[:, None])
+        cumulated = probabilities.cumsum(-1)  # (length, vocabulary)
+        key = draws.key_of(seed, "capture", number)
+        uniforms = draws.uniforms(key, len(rows) * layout.top_k).reshape(len(rows), -1)
+        points = torch.from_numpy(np.asarray(uniforms, np.float64)) * cumulated[:, -1:]
+        found.append(torch.searchsorted(cumulated, points, right=True))
+    drawn = torch.stack(found).clamp(max=layout.vocabulary - 1)
+    return drawn.sort(-1).values.to(shifted.device)

@@ -1,0 +1,1 @@
+"""Tasks without a transformer, for tests, benchmarks and first steps."""

@@ -1,0 +1,158 @@
+"""Communication between the ranks of a group: documents and arrays, between rank 0 and the others.
+
+Uses torch.distributed's gloo, as the arrays are in host memory. The collectives of a sharded base
+are separate (`backends.eager.sharded`) and use NCCL on CUDA cards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.rendezvous import rendezvous
+
+from backends.base.interface import Batch
+from protocol.base.address import format_address
+from protocol.base.errors import DeviceError, Unreachable
+
+RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=5)
+"""Time for all ranks to connect; torchrun starts them at once."""
+_PATIENCE: Final = timedelta(days=365)
+"""Ranks may wait very long for a run; a lost rank closes its connections."""
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class RankGroup:
+    """The processes of the group.
+
+    Attributes:
+        rank: Rank of this process.
+        size: Number of ranks.
+        cards: Whether each rank has a card.
+        local_rank: Rank among those on this machine, which is its device's number.
+    """
+
+    def __init__(self, *, cards: bool) -> None:
+        self.cards = cards and torch.accelerator.is_available()
+        store, self.rank, self.size = _rendezvous()
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.size, timeout=_PATIENCE
+        )
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+
+    def tell(self, order: Mapping[str, Any], arrays: Arrays | None = None) -> None:
+        """Send an order from rank 0 to all others."""
+        for data in _packed(order, arrays or {}):
+            with _rank_loss():
+                dist.broadcast(data, 0)
+
+    def hear(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Receive the next order of rank 0.
+
+        Raises:
+            DeviceError: Rank 0 is lost.
+        """
+        return _unpacked(lambda data: dist.broadcast(data, 0))
+
+    def send(self, rank: int, order: Mapping[str, Any], arrays: Arrays | None = None) -> None:
+        """Send to one rank."""
+        for data in _packed(order, arrays or {}):
+            with _rank_loss():
+                dist.send(data, rank)
+
+    def receive(self, rank: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Receive from one rank.
+
+        Raises:
+            DeviceError: That rank is lost.
+        """
+        return _unpacked(lambda data: dist.recv(data, rank))
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+
+def _rendezvous() -> tuple[Any, int, int]:
+    """Connect to where the ranks meet; the store there, this rank, and how many there are.
+
+    Raises:
+        Unreachable: Rank 0 does not answer.
+    """
+    at = format_address(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
+    except dist.DistError:
+        raise Unreachable(
+            f"no answer from {at}, where the ranks meet, within "
+            f"{RENDEZVOUS_TIMEOUT.total_seconds():.0f} s; "
+            "check --master-addr and --master-port (or --rdzv-endpoint) of torchrun, and the "
+            "firewall between the machines"
+        ) from None
+    store.set_timeout(_PATIENCE)
+    return store, rank, size
+
+
+@contextmanager
+def _rank_loss() -> Iterator[None]:
+    """Convert torch's error for a lost rank to a DeviceError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError("the group of ranks", "a rank was lost") from error
+
+
+def _packed(order: Mapping[str, Any], arrays: Arrays) -> list[torch.Tensor]:
+    """A length, a header, and the bytes of each array."""
+    described = [(name, a.dtype.str, list(a.shape)) for name, a in arrays.items()]
+    header = json.dumps({"order": order, "arrays": described}).encode()
+    flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays.values()]
+    return [
+        torch.tensor([len(header)], dtype=torch.int64),
+        torch.frombuffer(bytearray(header), dtype=torch.uint8),
+        *(
+            torch.from_numpy(each if each.flags.writeable else each.copy())
+            for each in flat
+            if len(each)
+        ),
+    ]
+
+
+def _unpacked(fill: Any) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    with _rank_loss():
+        length = torch.zeros(1, dtype=torch.int64)
+        fill(length)
+        header = torch.empty(int(length), dtype=torch.uint8)
+        fill(header)
+        document = json.loads(header.numpy().tobytes())
+        arrays = {}
+        for name, kind, shape in document["arrays"]:
+            array = np.empty(shape, np.dtype(kind))
+            if array.nbytes:
+                fill(torch.from_numpy(array.reshape(-1).view(np.uint8)))
+            arrays[name] = array
+    return document["order"], arrays
+
+
+def flatten_batches(batches: list[Batch]) -> tuple[list[float], dict[str, NDArray[Any]]]:
+    """The batches' weights, and all their arrays named by batch number and name."""
+    arrays = {f"{n} {name}": a for n, b in enumerate(batches) for name, a in b.arrays.items()}
+    return [batch.weight for batch in batches], arrays
+
+
+def rebuild_batches(weights: list[float], arrays: Arrays) -> list[Batch]:
+    """Inverse of `flatten_batches`."""
+    found: list[dict[str, NDArray[Any]]] = [{} for _ in weights]
+    for key, array in arrays.items():
+        number, _, name = key.partition(" ")
+        found[int(number)][name] = array
+    return [Batch(values, weight) for values, weight in zip(found, weights, strict=True)]
