@@ -62,7 +62,7 @@ async def _measure(path: Path, kept: int, rounds: int) -> Measured:
     directory = RunDirectory(path)
     directory.begin("reconnect", spec)
     storage = RunStorage(
-        directory, "reconnect", spec, epoch=1, guard=lambda: None, failed=_refused
+        directory, "reconnect", spec, term=1, guard=lambda: None, failed=_refused
     )  # fmt: skip
     storage.begin_log(manifest, 0)
     values = np.ones(BLOCK_ELEMENTS, np.float32)
@@ -95,7 +95,7 @@ def _refused(error: Exception) -> None:
 def _record(step: int) -> CommitRecord:
     scalars = step_scalars(Adamw(), step + 1, step, step + 1, 1.0)
     commit = Commit(
-        epoch=1, step=step, attempt=0, scalars=scalars, loss=1.0, averages_digest="0" * 64
+        term=1, step=step, attempt=0, scalars=scalars, loss=1.0, averages_digest="0" * 64
     )
     return CommitRecord(commit=commit, optimizer_step=step + 1, state_before="0" * 64)
 

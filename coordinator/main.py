@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from coordinator.members.announcement import Announcement
 
 DEFAULT_OUT = Path("runs")
-_BEFORE_A_RUN = ("lock", "epoch.json", "lost+found")
+_BEFORE_A_RUN = ("lock", "term.json", "epoch.json", "lost+found")
 """Files that may be in a run's directory before a run: of one that was not accepted."""
 
 

@@ -2,4 +2,4 @@
 
 __version__ = "0.1.0"
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13

@@ -106,13 +106,13 @@ def norm_of(step: int, attempt: int) -> float:
 
 
 def commit_of(
-    step: int, optimizer_step: int, *, epoch: int = 1, attempt: int = 0, skip: bool = False
+    step: int, optimizer_step: int, *, term: int = 1, attempt: int = 0, skip: bool = False
 ) -> Commit:
     values = averages(step, attempt)
     norm = norm_of(step, attempt)
     scalars = step_scalars(SPEC.optimizer, max(1, optimizer_step), step, SPEC.steps, norm)
     return Commit(
-        epoch=epoch,
+        term=term,
         step=step,
         attempt=attempt,
         scalars=None if skip else scalars,
@@ -125,28 +125,28 @@ def record_of(
     step: int,
     optimizer_step: int,
     *,
-    epoch: int = 1,
+    term: int = 1,
     attempt: int = 0,
     skip: bool = False,
     state_before: str | None = None,
 ) -> CommitRecord:
-    commit = commit_of(step, optimizer_step, epoch=epoch, attempt=attempt, skip=skip)
+    commit = commit_of(step, optimizer_step, term=term, attempt=attempt, skip=skip)
     return CommitRecord(
         commit=commit, optimizer_step=optimizer_step, state_before=state_before,
         norm=None if skip else norm_of(step, attempt),
     )  # fmt: skip
 
 
-def append_step(log: GradientLog, step: int, *, epoch: int = 1, attempt: int = 0) -> None:
+def append_step(log: GradientLog, step: int, *, term: int = 1, attempt: int = 0) -> None:
     for index, (block, values) in enumerate(zip(BLOCKS, averages(step, attempt), strict=True)):
         for chunk in range(block.chunks):
-            place = ChunkId(epoch, step, attempt, index, chunk)
+            place = ChunkId(term, step, attempt, index, chunk)
             log.append_chunk(place, values[block.chunk_slice(chunk)])
 
 
-def log_step(log: GradientLog, step: int, *, epoch: int = 1, attempt: int = 0) -> None:
-    append_step(log, step, epoch=epoch, attempt=attempt)
-    log.commit(record_of(step, step + 1, epoch=epoch, attempt=attempt))
+def log_step(log: GradientLog, step: int, *, term: int = 1, attempt: int = 0) -> None:
+    append_step(log, step, term=term, attempt=attempt)
+    log.commit(record_of(step, step + 1, term=term, attempt=attempt))
 
 
 def state_zero() -> Replica:
@@ -189,7 +189,7 @@ class WrittenRun:
         self.skip = skip
         self.replica = state_zero()
         self.losses: list[float] = []
-        self.epoch = 1
+        self.term = 1
         lock_directory(path).release()
         self.directory.begin(RUN_ID, SPEC)
         self.directory.keep_manifest(MANIFEST)
@@ -211,7 +211,7 @@ class WrittenRun:
         self.log = self.open_log()
 
     def tell_files(self) -> None:
-        self.journal.append(FileDigests(epoch=self.epoch, digests=present_digests(self.directory)))
+        self.journal.append(FileDigests(term=self.term, digests=present_digests(self.directory)))
 
     def open_journal(self) -> Journal:
         # A minute for each line.
@@ -220,7 +220,7 @@ class WrittenRun:
 
     def open_log(self) -> GradientLog:
         return GradientLog(
-            self.directory.log, RUN_ID, MANIFEST, epoch=self.epoch,
+            self.directory.log, RUN_ID, MANIFEST, term=self.term,
             next_step=self.replica.step, mode=self.mode,
         )  # fmt: skip
 
@@ -230,7 +230,7 @@ class WrittenRun:
         )
         self.journal.append(
             ViewChanged(
-                epoch=self.epoch, step=self.replica.step, view=1, change=change, worker=worker,
+                term=self.term, step=self.replica.step, view=1, change=change, worker=worker,
                 members=members,
             )
         )  # fmt: skip
@@ -240,11 +240,11 @@ class WrittenRun:
         step, skipped = self.replica.step, self.replica.step in self.skip
         updates = self.replica.optimizer_step + (not skipped)
         before = self.replica.state_digest()
-        record = record_of(step, updates, epoch=self.epoch, skip=skipped, state_before=before)
+        record = record_of(step, updates, term=self.term, skip=skipped, state_before=before)
         if journal:
             self.plan(step)
         if not skipped:
-            append_step(self.log, step, epoch=self.epoch)
+            append_step(self.log, step, term=self.term)
         self.log.commit(record)
         if journal:
             self.journal.append(Committed.of(record))
@@ -257,7 +257,7 @@ class WrittenRun:
         subtrees = {"a": ((0, 1),), "b": ((1, 2),)} if count == 2 else {"a": ((0, 1),)}
         self.journal.append(
             Planned(
-                epoch=self.epoch, step=step, attempt=0, view=1, microbatches=count, nodes=subtrees
+                term=self.term, step=step, attempt=0, view=1, microbatches=count, nodes=subtrees
             )
         )
 
@@ -265,12 +265,12 @@ class WrittenRun:
         if self.replica.step:
             self.log.roll()
         made = write_checkpoint(
-            self.directory.checkpoints, MANIFEST, self.replica, run_id=RUN_ID, epoch=self.epoch,
+            self.directory.checkpoints, MANIFEST, self.replica, run_id=RUN_ID, term=self.term,
             losses=self.losses,
         )  # fmt: skip
         self.journal.append(
             Checkpointed(
-                epoch=self.epoch, step=made.info.step, optimizer_step=made.info.optimizer_step,
+                term=self.term, step=made.info.step, optimizer_step=made.info.optimizer_step,
                 weights_digest=made.info.weights_digest, state_digest=made.info.state_digest,
                 directory=made.path.name,
             )
@@ -282,7 +282,7 @@ class WrittenRun:
         self.log.close()
         self.journal.close()
         lock = lock_directory(self.directory.path)
-        self.epoch = lock.epoch
+        self.term = lock.term
         lock.release()
         found = recover(self.directory)
         assert found is not None
@@ -291,7 +291,7 @@ class WrittenRun:
         self.journal = self.open_journal()
         self.journal.append(
             Resumed(
-                epoch=self.epoch, step=found.step, optimizer_step=found.optimizer_step,
+                term=self.term, step=found.step, optimizer_step=found.optimizer_step,
                 notes=found.notes,
             )
         )  # fmt: skip
@@ -302,7 +302,7 @@ class WrittenRun:
 
     def finish(self) -> Path:
         self.journal.append(
-            Evaluated(epoch=self.epoch, step=self.replica.step, metrics={"accuracy": 0.75})
+            Evaluated(term=self.term, step=self.replica.step, metrics={"accuracy": 0.75})
         )
         result = {
             "run_id": RUN_ID,
@@ -315,7 +315,7 @@ class WrittenRun:
         }
         result["journal_head"] = self.journal.append(
             Ended(
-                epoch=self.epoch, step=self.replica.step, outcome="finished", reason="all done",
+                term=self.term, step=self.replica.step, outcome="finished", reason="all done",
                 weights_digest=self.replica.weights_digest(),
                 state_digest=self.replica.state_digest(), result_digest=json_digest(result),
             )

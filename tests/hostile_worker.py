@@ -61,7 +61,7 @@ class HostileWorker:
         self._here = here
         self._host = host
         self.run_id = ""
-        self.epoch = 0
+        self.term = 0
         self.parameters: list[Any] = []
         self._port = port
         self._connection = Connection("worker")
@@ -149,7 +149,7 @@ class HostileWorker:
         shown = on_this_machine(token.fingerprint) if self._here else token.fingerprint
         self.send(answer(self.hello, challenge, shown, token.secret))
         welcome = await self.until(Welcome)
-        self.name, self.epoch = welcome.worker, welcome.epoch
+        self.name, self.term = welcome.worker, welcome.term
         return welcome
 
     async def prepare(self) -> Built:
@@ -217,7 +217,7 @@ def payload(plan: StepPlan, **changes: Any) -> BlockGradientPayload:
     """A payload that fits the plan, but for the changes."""
     lo, hi = plan.subtrees[0]
     fields = {
-        "epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt, "block": 2, "chunk": 0,
+        "term": plan.term, "step": plan.step, "attempt": plan.attempt, "block": 2, "chunk": 0,
         "lo": lo, "hi": hi, "weight": float(hi - lo),
     }  # fmt: skip
     return BlockGradientPayload(**{**fields, **changes})

@@ -28,7 +28,7 @@ BLOCKS = (
 )
 
 DIGEST = "0123456789abcdef" * 4
-PLACE = {"epoch": 1, "step": 2, "attempt": 0}
+PLACE = {"term": 1, "step": 2, "attempt": 0}
 PAYLOAD = {**PLACE, "chunk": 0, "lo": 0, "hi": 4, "weight": 4.0}
 SCALARS = StepScalars(
     learning_rate=0.5, clip=1.0, weight_decay=0.0, decay_factor=1.0, momentum=0.0, beta1=0.0,
@@ -47,9 +47,9 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Challenge(method="hmac-sha256", nonce=bytes(32), proof=bytes(32)),
         messages.Proof(proof=b""),
         messages.Welcome(
-            worker="w", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
+            worker="w", term=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
         ),
-        messages.StartRun(run_id="r", epoch=1, step=0, blobs=None),
+        messages.StartRun(run_id="r", term=1, step=0, blobs=None),
         messages.Ready(
             run_id="r", backend="cpu", device="d", initial_digest=DIGEST, step=2,
             state_digest=DIGEST, signature=DIGEST,
@@ -74,17 +74,17 @@ EXAMPLES: dict[type[Message], Message] = {
             **PLACE, lo=0, hi=4, loss_sum=2.5, weight=4.0, sums=b"", elapsed_ms=1.5
         ),
         messages.Commit(**PLACE, scalars=SCALARS, loss=0.25, averages_digest=DIGEST),
-        messages.StepApplied(epoch=1, step=3, state_digest=DIGEST),
+        messages.StepApplied(term=1, step=3, state_digest=DIGEST),
         messages.Assign(**PLACE, view=1, subtrees=((4, 6),)),
         messages.Cancel(**PLACE, subtrees=((4, 6),)),
-        messages.EvalPlan(epoch=1, step=2, lo=0, hi=3),
-        messages.EvalResult(epoch=1, step=2, part=0, sums={"correct": 3.0}),
+        messages.EvalPlan(term=1, step=2, lo=0, hi=3),
+        messages.EvalResult(term=1, step=2, part=0, sums={"correct": 3.0}),
         messages.OpenDoor(run_id="r"),
         messages.DoorOpen(run_id="r", port=7000, fingerprint=bytes(32)),
         messages.Peers(run_id="r"),
         messages.Linked(run_id="r", peer="w", mbit=940.0),
         messages.Unlinked(run_id="r", peer="w", reason="reset"),
-        messages.Owners(run_id="r", epoch=1, number=1),
+        messages.Owners(run_id="r", term=1, number=1),
         messages.ChunkReduced(**PLACE, owners=1, block=1, chunk=0, digest=bytes(16)),
         messages.SumsArrived(**PLACE, owners=1, worker="w", lo=0, hi=4),
         messages.AverageDigests(**PLACE),
@@ -154,7 +154,7 @@ _any_float = st.integers(0, 2**64 - 1).map(
 _weight = st.floats(0, allow_nan=False, allow_infinity=False)
 _float32 = st.floats(0, 1, width=32)
 _subtrees = st.lists(st.tuples(_number, _number), max_size=64).map(tuple)
-_in_step = {"epoch": _number, "step": _number, "attempt": _number}
+_in_step = {"term": _number, "step": _number, "attempt": _number}
 _of_chunk = {**_in_step, "block": _number, "chunk": _number, "owners": _number}
 _payload = {**_of_chunk, "lo": _number, "hi": _number, "weight": _weight, "worker": _small}
 _scalars = st.builds(
@@ -176,13 +176,13 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Challenge: {"method": _small, "nonce": _bytes32, "proof": _bytes32},
     messages.Proof: {"proof": st.binary(max_size=64)},
     messages.Welcome: {
-        "worker": _small, "epoch": _number,
+        "worker": _small, "term": _number,
         "heartbeat_interval_ms": st.integers(10, 60_000),
         "liveness_timeout_ms": st.integers(100, 600_000),
         "key": st.binary(max_size=32),
     },
     messages.StartRun: {
-        "run_id": _small, "epoch": _number, "step": _number, "blobs": st.none() | _digest,
+        "run_id": _small, "term": _number, "step": _number, "blobs": st.none() | _digest,
     },
     messages.Ready: {
         "run_id": _small, "backend": _small, "device": _small, "initial_digest": _digest,
@@ -222,7 +222,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         "averages_digest": _digest,
     },
     messages.StepApplied: {
-        "epoch": _number, "step": _number, "state_digest": _digest,
+        "term": _number, "step": _number, "state_digest": _digest,
     },
     messages.NonFiniteSum: {
         **_in_step, "lo": _number, "hi": _number, "worker": st.none() | _small,
@@ -231,9 +231,9 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.DeviceNote: {"device": _small, "text": _text},
     messages.Assign: {**_in_step, "view": _number, "subtrees": _subtrees},
     messages.Cancel: {**_in_step, "subtrees": _subtrees},
-    messages.EvalPlan: {"epoch": _number, "step": _number, "lo": _number, "hi": _number},
+    messages.EvalPlan: {"term": _number, "step": _number, "lo": _number, "hi": _number},
     messages.EvalResult: {
-        "epoch": _number, "step": _number, "part": _number,
+        "term": _number, "step": _number, "part": _number,
         "sums": st.dictionaries(_small, _any_float, max_size=24),
     },
     messages.Heartbeat: {},
@@ -270,7 +270,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         "run_id": _small, "peer": _small, "mbit": st.floats(1e-3, 1e9, allow_nan=False),
     },
     messages.Unlinked: {"run_id": _small, "peer": _small, "reason": _text},
-    messages.Owners: {"run_id": _small, "epoch": _number, "number": st.integers(1, 2**63 - 1)},
+    messages.Owners: {"run_id": _small, "term": _number, "number": st.integers(1, 2**63 - 1)},
     messages.ChunkReduced: {**_of_chunk, "digest": st.binary(min_size=16, max_size=16)},
     messages.SumsArrived: {
         **_in_step, "owners": _number, "worker": _small, "lo": _number, "hi": _number,

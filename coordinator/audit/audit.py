@@ -17,11 +17,11 @@ from coordinator.audit.recomputed import Recomputed, RecomputeRequest
 from coordinator.audit.state_proof import Progress, StateProof
 from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
-from coordinator.disk.directory_lock import EPOCH_FILE, stored_epoch
+from coordinator.disk.directory_lock import stored_term, term_file
 from coordinator.run.outputs.side_outputs import replica_state_sizes
 from coordinator.storage.directory.journal import Verified, verify_journal
 from coordinator.storage.directory.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
-from coordinator.storage.file_digests import changed_files, check_journal, file_digest, known_epoch
+from coordinator.storage.file_digests import changed_files, check_journal, file_digest, known_term
 from coordinator.storage.states.checkpoint import (
     Checkpoint,
     checkpoint_steps,
@@ -182,7 +182,7 @@ def _check_head(evidence: _Evidence) -> None:
 
 
 def _check_files(evidence: _Evidence) -> None:
-    """Check the small files that a restart reads, the epoch, and list other files."""
+    """Check the small files that a restart reads, the term, and list other files."""
     directory, recorded = evidence.directory, evidence.history.files
     if recorded is None and evidence.verified.bad_line is not None:
         return  # the journal's record of them is lost
@@ -205,11 +205,11 @@ def _check_files(evidence: _Evidence) -> None:
         older = "" if recorded is not None else " (an older release recorded no others)"
         evidence.note("files", ok=True, text=f"{file_names} are as recorded in the journal{older}")
     try:
-        epoch, newest_epoch = stored_epoch(directory.path), known_epoch(directory)
-        text = f"{EPOCH_FILE} has epoch {epoch}, journal and log {newest_epoch}"
-        if epoch < newest_epoch:
+        term, newest_term = stored_term(directory.path), known_term(directory)
+        text = f"{term_file(directory.path)} has term {term}, journal and log {newest_term}"
+        if term < newest_term:
             text += "; the next start writes it again"
-        evidence.note("files", ok=epoch >= newest_epoch, text=text)
+        evidence.note("files", ok=term >= newest_term, text=text)
     except SamestepError as error:
         evidence.note("files", ok=False, text=str(error))
     if directory.set_aside.exists():

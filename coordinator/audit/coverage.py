@@ -119,7 +119,7 @@ def _account_for(history: History, commit: Committed, microbatches: int) -> str 
     plans."""
     if commit.skipped:
         return ""
-    plans = history.plans.get(Attempt(commit.epoch, commit.step, commit.attempt), [])
+    plans = history.plans.get(Attempt(commit.term, commit.step, commit.attempt), [])
     if any(plan.microbatches != microbatches for plan in plans):
         return f"planned for another number of microbatches than {microbatches}"
     planned_subtrees = {subtree for plan in plans for subtree in plan.planned()}
@@ -152,7 +152,7 @@ def _account_for(history: History, commit: Committed, microbatches: int) -> str 
     if stray or commit.embedded is None:
         return stray
     # Embeddings are collected by the attempt before that of the gradients.
-    before = Attempt(commit.epoch, commit.step, commit.attempt - 1)
+    before = Attempt(commit.term, commit.step, commit.attempt - 1)
     stray = _strays((commit.embedded.of,), history.plans.get(before, []))
     return f"embeddings: {stray}" if stray else ""
 

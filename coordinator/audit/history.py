@@ -26,7 +26,7 @@ T = TypeVar("T", bound=Record)
 class Attempt(NamedTuple):
     """One attempt at a step, by one coordinator."""
 
-    epoch: int
+    term: int
     step: int
     attempt: int
 
@@ -78,7 +78,7 @@ def read_history(entries: Iterable[Entry]) -> History:
             case ManifestSettled() as record:
                 history.manifest = _only(history, history.manifest, record, entry.number)
             case Planned() as record:
-                attempt = Attempt(record.epoch, record.step, record.attempt)
+                attempt = Attempt(record.term, record.step, record.attempt)
                 history.plans.setdefault(attempt, []).append(record)
             case Resumed() as record:
                 _resume(history, record, entry.number)
@@ -122,6 +122,6 @@ def _commit(history: History, record: Committed, number: int) -> None:
             f"line {number}: expected the commit of step {expected}, got that of {record.step}"
         )
         return
-    if history.commits and record.epoch < history.commits[-1][1].epoch:
-        history.faults.append(f"line {number}: a commit of an older epoch than the one before")
+    if history.commits and record.term < history.commits[-1][1].term:
+        history.faults.append(f"line {number}: a commit of an older term than the one before")
     history.commits.append((number, record))

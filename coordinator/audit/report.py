@@ -198,7 +198,7 @@ def _step_times(entries: Sequence[Entry], history: History) -> list[Point]:
     return [
         (float(commit.step + 1), (at[number] - at[before]).total_seconds())
         for (before, earlier), (number, commit) in pairwise(history.commits)
-        if earlier.epoch == commit.epoch
+        if earlier.term == commit.term
     ]
 
 
@@ -311,7 +311,7 @@ def _fault_row(entry: Entry) -> tuple[object, ...] | None:
             return at, command.step, "command", "", f"{command.command} {command.source}"
         case Resumed() as resumed:
             notes = "; ".join(resumed.notes)
-            why = f"coordinator of epoch {resumed.epoch}; {notes}".strip("; ")
+            why = f"coordinator of term {resumed.term}; {notes}".strip("; ")
             return at, resumed.step, "resumed", "", why
         case ViewChanged(change="lost" | "joined" | "late" | "drained" | "reseeded") as view:
             who = f"{len(view.members)} workers from now on"

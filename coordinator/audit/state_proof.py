@@ -118,7 +118,7 @@ class StateProof:
         older = recorded.rate is None  # or a skipped step
         rate = None if older or commit.scalars is None else commit.scalars.learning_rate
         for name, logged_value, recorded_value in (
-            ("epoch", commit.epoch, recorded.epoch),
+            ("term", commit.term, recorded.term),
             ("attempt", commit.attempt, recorded.attempt),
             ("count of updates", record.optimizer_step, recorded.optimizer_step),
             ("skip", commit.scalars is None, recorded.skipped),

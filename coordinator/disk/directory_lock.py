@@ -1,6 +1,6 @@
-"""One coordinator for each directory: a lock that its process holds, and the epoch of its start.
+"""One coordinator for each directory: a lock that its process holds, and the term of its start.
 
-The lock (flock on DIR/lock) ends with the process, however it ends. The epoch in DIR/epoch.json is
+The lock (flock on DIR/lock) ends with the process, however it ends. The term in DIR/term.json is
 raised and synced before anything is read. A coordinator can lose its directory all the same: the
 lock file was replaced, or another directory was moved there. `check` finds that out; it is called
 after each sync and before any worker hears of the result. So either the record was durable before
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.disk.durable_file import is_same_file, make_directory, replace_file, storing
+from coordinator.disk.older_names import OLDER_TERM, OLDER_TERM_FILE
 from protocol.base.errors import (
     SamestepError,
     StorageDamaged,
@@ -30,7 +31,7 @@ from protocol.base.option_names import option
 from protocol.base.regular_file import open_regular, parse_json, read_regular
 
 LOCK_FILE: Final = "lock"
-EPOCH_FILE: Final = "epoch.json"
+TERM_FILE: Final = "term.json"
 
 
 class DirectoryLock:
@@ -38,28 +39,28 @@ class DirectoryLock:
 
     Attributes:
         directory: The locked directory.
-        epoch: Of this coordinator; greater than that of every earlier one here.
+        term: Of this coordinator; greater than that of every earlier one here.
     """
 
-    def __init__(self, directory: Path, lock: int, epoch: int) -> None:
+    def __init__(self, directory: Path, lock: int, term: int) -> None:
         self.directory = directory
-        self.epoch = epoch
+        self.term = term
         self._lock: int | None = lock
         self._lock_file = directory / LOCK_FILE
-        self._epoch_file = directory / EPOCH_FILE
+        self._term_file = directory / TERM_FILE
 
     @classmethod
     def acquire(cls, directory: Path, above: int = 0) -> DirectoryLock:
-        """Lock the directory, made if missing, and raise its epoch.
+        """Lock the directory, made if missing, and raise its term.
 
         Args:
             directory: The directory to lock.
-            above: An epoch known from elsewhere; the new one is greater.
+            above: A term known from elsewhere; the new one is greater.
 
         Raises:
             UsageError: Another coordinator holds it, or it cannot be written.
-            StorageDamaged: Its epoch file does not hold an epoch.
-            StorageFailed: The epoch file cannot be read.
+            StorageDamaged: Its term file does not hold a term.
+            StorageFailed: The term file cannot be read.
         """
         try:
             make_directory(directory)
@@ -70,15 +71,17 @@ class DirectoryLock:
         except OSError as error:
             raise _unusable(directory, error) from None
         try:
-            epoch = max(stored_epoch(directory), above) + 1
+            term = max(stored_term(directory), above) + 1
             try:
-                replace_file(directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
-            except StorageFailed as error:
+                replace_file(directory / TERM_FILE, json.dumps({"term": term}).encode())
+                # A coordinator of an older release that still runs here finds out that it has lost.
+                (directory / OLDER_TERM_FILE).unlink(missing_ok=True)
+            except (OSError, StorageFailed) as error:
                 raise _unusable(directory, error) from None
         except SamestepError:
             os.close(lock)
             raise
-        return cls(directory, lock, epoch)
+        return cls(directory, lock, term)
 
     def check(self) -> None:
         """Check that this coordinator still owns the directory.
@@ -87,18 +90,18 @@ class DirectoryLock:
             StorageFailed: The directory is missing or cannot be read.
             Superseded: Another coordinator owns it now; this one must end.
         """
-        has_lock = self._holds_lock()  # first: without the directory there is no epoch either
+        has_lock = self._holds_lock()  # first: without the directory there is no term either
         try:
-            newest = _epoch_in(self._epoch_file)
+            newest = _term_in(self._term_file)
         except StorageDamaged as error:
-            raise StorageFailed("use", str(self._epoch_file), error.reason) from None
+            raise StorageFailed("use", str(self._term_file), error.reason) from None
         if newest == 0:
-            reason = "its epoch file is gone; restore what is missing, then continue"
+            reason = "its term file is gone; restore what is missing, then continue"
             raise StorageFailed("use", str(self.directory), reason)
-        if newest != self.epoch:
+        if newest != self.term:
             raise Superseded(
-                f"{str(self.directory)!r} has another coordinator now, of epoch {newest}; "
-                f"this one, of epoch {self.epoch}, ends"
+                f"{str(self.directory)!r} has another coordinator now, of term {newest}; "
+                f"this one, of term {self.term}, ends"
             )
         if not has_lock and not self._holds_lock():
             raise Superseded(
@@ -109,19 +112,19 @@ class DirectoryLock:
     def _holds_lock(self) -> bool:
         return self._lock is not None and is_same_file(self._lock, self._lock_file)
 
-    def raise_to(self, epoch: int) -> None:
-        """Raise the epoch to at least one that was found below this directory.
+    def raise_to(self, term: int) -> None:
+        """Raise the term to at least one that was found below this directory.
 
         Raises:
-            UsageError: The epoch file cannot be written.
+            UsageError: The term file cannot be written.
         """
-        if epoch <= self.epoch:
+        if term <= self.term:
             return
         try:
-            replace_file(self.directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
+            replace_file(self.directory / TERM_FILE, json.dumps({"term": term}).encode())
         except StorageFailed as error:
             raise _unusable(self.directory, error) from None
-        self.epoch = epoch
+        self.term = term
 
     def release(self) -> None:
         """Unlock the directory."""
@@ -130,7 +133,7 @@ class DirectoryLock:
             self._lock = None
 
     def reacquire(self) -> None:
-        """Lock a released directory again, with the same epoch.
+        """Lock a released directory again, with the same term.
 
         Raises:
             Superseded: Another coordinator has owned it since.
@@ -152,9 +155,9 @@ class DirectoryLock:
 
 
 def forget(directory: Path) -> None:
-    """Remove a directory that holds nothing but lock and epoch."""
+    """Remove a directory that holds nothing but lock and term."""
     with contextlib.suppress(OSError):
-        if {path.name for path in directory.iterdir()} <= {LOCK_FILE, EPOCH_FILE}:
+        if {path.name for path in directory.iterdir()} <= {LOCK_FILE, TERM_FILE, OLDER_TERM_FILE}:
             for path in directory.iterdir():
                 path.unlink()
             directory.rmdir()
@@ -172,29 +175,35 @@ def is_locked(directory: Path) -> bool:
     return False
 
 
-def stored_epoch(directory: Path) -> int:
-    """Return the epoch of the last start in this directory; 0 before the first.
+def term_file(directory: Path) -> str:
+    """Return the name of the file that holds the term; an older release wrote another."""
+    is_older = (directory / OLDER_TERM_FILE).exists() and not (directory / TERM_FILE).exists()
+    return OLDER_TERM_FILE if is_older else TERM_FILE
+
+
+def stored_term(directory: Path) -> int:
+    """Return the term of the last start in this directory; 0 before the first.
 
     Raises:
-        StorageFailed: The epoch file cannot be read.
-        StorageDamaged: The epoch file does not hold an epoch.
+        StorageFailed: The term file cannot be read.
+        StorageDamaged: The term file does not hold a term.
     """
-    return _epoch_in(directory / EPOCH_FILE)
+    return max(_term_in(directory / TERM_FILE), _term_in(directory / OLDER_TERM_FILE, OLDER_TERM))
 
 
-def _epoch_in(file: Path) -> int:
+def _term_in(file: Path, key: str = "term") -> int:
     with storing("read", file):
         content = read_regular(file) if file.exists() else None
     if content is None:
         return 0
     try:
-        epoch = parse_json(content)["epoch"]
+        term = parse_json(content)[key]
     except (ValueError, KeyError, TypeError, IndexError):
-        epoch = None
-    if not isinstance(epoch, int) or epoch < 1:
-        reason = f"expected an epoch, got {content[:40]!r}; remove it: journal and log tell it too"
+        term = None
+    if not isinstance(term, int) or term < 1:
+        reason = f"expected a term, got {content[:40]!r}; remove it: journal and log have it too"
         raise StorageDamaged(str(file), "", reason)
-    return epoch
+    return term
 
 
 def _lock(directory: Path) -> int:

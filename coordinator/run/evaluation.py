@@ -97,7 +97,7 @@ class Evaluations:
         """Assign unassigned parts to idle workers, or to all if none is idle."""
         busy, active = self._evaluating.waiting_for(), self._members.names(MemberState.ACTIVE)
         idle = [name for name in active if name not in busy]
-        return self._evaluating.plan(self._progress.epoch, idle or active)
+        return self._evaluating.plan(self._progress.term, idle or active)
 
     def tick(self, now_ms: float) -> list[Action]:
         """Pass over workers that are late, or do not confirm the state that is evaluated."""
@@ -139,7 +139,7 @@ class Evaluations:
         if evaluation.step > self._measured_step:
             self.metrics, self._measured_step = metrics, evaluation.step
         event = Evaluated(
-            epoch=self._progress.epoch, step=evaluation.step, metrics=metrics,
+            term=self._progress.term, step=evaluation.step, metrics=metrics,
             state_digest=state_digest,
         )  # fmt: skip
         return [Report(event)]
@@ -150,7 +150,7 @@ class Evaluations:
         """Evaluate the newest state while training continues."""
         step, parts = self._progress.step, self._manifest.evaluation_parts
         digest = self._progress.agreement.digest(step)
-        return self.evaluators.begin(self._progress.epoch, step, parts, digest)
+        return self.evaluators.begin(self._progress.term, step, parts, digest)
 
     def begin_pending(self) -> list[Action]:
         """Begin a pending evaluation if possible; after the last step all workers evaluate."""
@@ -221,10 +221,10 @@ class Evaluation:
                 self._leases.sign(worker)
         return ranges
 
-    def plan(self, epoch: int, workers: Sequence[str]) -> list[Action]:
+    def plan(self, term: int, workers: Sequence[str]) -> list[Action]:
         """Assign the unassigned parts to these workers."""
         return [
-            Send(worker, EvalPlan(epoch=epoch, step=self.step, lo=lo, hi=hi))
+            Send(worker, EvalPlan(term=term, step=self.step, lo=lo, hi=hi))
             for worker, (lo, hi) in self.assign(workers).items()
         ]
 
@@ -326,11 +326,11 @@ class Evaluators:
         free = self._members.names(MemberState.FOLLOWING)
         return self.pending and self.evaluation is None and bool(free)
 
-    def begin(self, epoch: int, step: int, parts: int, state_digest: str | None) -> list[Action]:
+    def begin(self, term: int, step: int, parts: int, state_digest: str | None) -> list[Action]:
         """Assign the parts of an evaluation to free evaluators, or make it pending.
 
         Args:
-            epoch: Of the coordinator.
+            term: Of the coordinator.
             step: Steps committed.
             parts: How many parts there are.
             state_digest: Of the replica after `step` steps, if already known.
@@ -349,7 +349,7 @@ class Evaluators:
             assert member is not None
             member.state = MemberState.EVALUATING
             self._states[worker] = member.state_digest if member.step == step else None
-            plan = EvalPlan(epoch=epoch, step=step, lo=lo, hi=hi)
+            plan = EvalPlan(term=term, step=step, lo=lo, hi=hi)
             actions += [Send(worker, plan), Unsubscribe(worker)]
         return actions
 

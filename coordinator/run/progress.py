@@ -153,7 +153,7 @@ class Progress:
     """The steps of one run.
 
     Attributes:
-        epoch: The coordinator's.
+        term: The coordinator's.
         step: Steps committed, and so the number of the one in progress.
         attempt: Which try at it; where the loss couples all samples, a try is two attempts, for
             embeddings and for gradients.
@@ -169,7 +169,7 @@ class Progress:
 
     Args:
         spec: The run's.
-        epoch: The coordinator's.
+        term: The coordinator's.
         manifest: What was settled.
         members: Who takes part.
         resumption: Where a restart goes on from; None for a new run.
@@ -180,7 +180,7 @@ class Progress:
     def __init__(
         self,
         spec: RunSpec,
-        epoch: int,
+        term: int,
         manifest: Manifest,
         members: Membership,
         resumption: Resumption | None = None,
@@ -202,13 +202,13 @@ class Progress:
         self._committing: _Committing | None = None
         self._redone: Mapping[int, str | None] = {}
         self._spec = spec
-        self.epoch = epoch
+        self.term = term
         self._manifest = manifest
         self._members = members
         self._order = order_of_steps(
             spec, manifest.train_samples, manifest.row_groups, manifest.sampling
         )
-        self.mesh = mesh or Mesh("", epoch, spec.exchange, manifest.blocks, b"")
+        self.mesh = mesh or Mesh("", term, spec.exchange, manifest.blocks, b"")
         self._allocate = allocate
         self._owner_lease = OwnerLease()
         self._sent_again: dict[str, int] = {}
@@ -282,7 +282,7 @@ class Progress:
         sizes = self._order.microbatch_sizes(self.step)
         side_outputs = SideOutputs([samples * layout.sample_bytes for samples in sizes])
         self.round = Round(
-            (), len(sizes), self.epoch, self.step, self.attempt, kept=side_outputs, embeds=layout
+            (), len(sizes), self.term, self.step, self.attempt, kept=side_outputs, embeds=layout
         )
         return self._begin_round(self.round, [], "embeddings")
 
@@ -301,7 +301,7 @@ class Progress:
         self.round = Round(
             self._manifest.blocks,
             self._order.microbatch_count(self.step),
-            self.epoch,
+            self.term,
             self.step,
             self.attempt,
             kept=self._keeps(),
@@ -428,7 +428,7 @@ class Progress:
     def _owned(self) -> Owned:
         mesh = self.mesh
         return Owned(
-            epoch=self.epoch, step=self.step, number=mesh.number, reason=mesh.reason,
+            term=self.term, step=self.step, number=mesh.number, reason=mesh.reason,
             owners=mesh.owned(),
         )  # fmt: skip
 
@@ -595,11 +595,11 @@ class Progress:
         Raises:
             OutOfOrder: It belongs to no attempt that there has been.
         """
-        theirs = (message.epoch, message.step, message.attempt)
-        ours = (self.epoch, self.step, self.attempt)
-        if message.epoch != self.epoch or theirs > ours:
+        theirs = (message.term, message.step, message.attempt)
+        ours = (self.term, self.step, self.attempt)
+        if message.term != self.term or theirs > ours:
             raise OutOfOrder(
-                f"{type(message).__name__}: expected (epoch, step, attempt) {ours}, got {theirs}"
+                f"{type(message).__name__}: expected (term, step, attempt) {ours}, got {theirs}"
             )
         return self.round if theirs == ours and not self.persisting else None
 
@@ -620,7 +620,7 @@ class Progress:
 
     def averages_request(self, worker: str, message: AveragesRequest) -> list[Action]:
         """Owners were to send it what is committed, and are gone: it gets that here."""
-        is_committed = message.epoch == self.epoch and message.step < self.step
+        is_committed = message.term == self.term and message.step < self.step
         if not is_committed or self._sent_again.get(worker, -1) >= message.step:
             return []
         self._sent_again[worker] = message.step
@@ -632,10 +632,10 @@ class Progress:
         Raises:
             OutOfOrder: No such step was committed.
         """
-        if message.epoch != self.epoch or message.step > self.step:
+        if message.term != self.term or message.step > self.step:
             raise OutOfOrder(
-                f"StepApplied: expected epoch {self.epoch} and at most {self.step} steps, "
-                f"got {message.epoch} and {message.step}"
+                f"StepApplied: expected term {self.term} and at most {self.step} steps, "
+                f"got {message.term} and {message.step}"
             )
         if message.step == self.step:
             self._stragglers.answered(worker)
@@ -722,7 +722,7 @@ class Progress:
         if not round_.peers.number or commit.scalars is None:
             return []
         body = round_.peers.digests()
-        message = AverageDigests(epoch=commit.epoch, step=commit.step, attempt=commit.attempt)
+        message = AverageDigests(term=commit.term, step=commit.step, attempt=commit.attempt)
         return [Send(name, message, body) for name in round_.shares if name in self._members]
 
     def release(self) -> list[Action]:
@@ -740,8 +740,8 @@ class Progress:
         return {**place, "step": self.step + 1, "attempt": 0} if self.persisting else place
 
     def place(self) -> dict[str, int]:
-        """Epoch, step and attempt: where a message belongs."""
-        return {"epoch": self.epoch, "step": self.step, "attempt": self.attempt}
+        """Term, step and attempt: where a message belongs."""
+        return {"term": self.term, "step": self.step, "attempt": self.attempt}
 
     # What workers send of the step in progress, while the run is TRAINING. `Run` halts at a fault,
     # and else checks whether the step is complete. A message of an earlier attempt changes nothing.

@@ -206,7 +206,7 @@ class Run:
     Args:
         run_id: The run's ID.
         spec: The run spec.
-        epoch: Of the coordinator.
+        term: Of the coordinator.
         expect_workers: How many workers must be ready before the start.
         resumption: Where a restart continues; None for a new run.
         secret: Derives the keys of members that exchange chunks; empty if they do not.
@@ -217,7 +217,7 @@ class Run:
         self,
         run_id: str,
         spec: RunSpec,
-        epoch: int,
+        term: int,
         expect_workers: int,
         resumption: Resumption | None = None,
         *,
@@ -226,11 +226,11 @@ class Run:
     ) -> None:
         self.run_id = run_id
         self.spec = spec
-        self.epoch = epoch
+        self.term = term
         self.expect_workers = expect_workers
         self.phase = RunPhase.WAITING
         self.reason = "waiting for workers"
-        self.members = Membership(epoch)
+        self.members = Membership(term)
         self.settled: RunParts | None = None
         self.checkpoints = CheckpointSchedule(spec.checkpoint)
         self.blobs: str | None = None
@@ -255,9 +255,9 @@ class Run:
         spec, members = self.spec, self.members
         # Replicas and captures send messages that only the coordinator accepts.
         secret = self._secret if spec.replicas is None and manifest.capture is None else b""
-        mesh = Mesh(self.run_id, self.epoch, spec.exchange, manifest.blocks, secret)
+        mesh = Mesh(self.run_id, self.term, spec.exchange, manifest.blocks, secret)
         progress = Progress(
-            spec, self.epoch, manifest, members, resumption, mesh=mesh, allocate=self._allocate
+            spec, self.term, manifest, members, resumption, mesh=mesh, allocate=self._allocate
         )
         earlier = resumption.metrics if resumption is not None else {}
         self.settled = RunParts(
@@ -426,7 +426,7 @@ class Run:
         member.state = MemberState.PREPARING
         self._eligibility.unfit.pop(member.name, None)
         message = StartRun(
-            run_id=self.run_id, epoch=self.epoch, step=self.steps_committed, blobs=self.blobs
+            run_id=self.run_id, term=self.term, step=self.steps_committed, blobs=self.blobs
         )
         return [Send(member.name, message, self.spec.to_bytes())]
 

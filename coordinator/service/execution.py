@@ -282,7 +282,7 @@ class Execution:
     def command(self, command: Command) -> None:
         """Execute an operator's command."""
         name = _command_name(command)
-        record = CommandReceived(epoch=self.run.epoch, step=self.run.steps_committed, command=name)
+        record = CommandReceived(term=self.run.term, step=self.run.steps_committed, command=name)
         self._storage.record([record])
         self._step(command)
 
@@ -486,7 +486,7 @@ class Execution:
             self._wake_joiners()
         info = result.info
         record = Checkpointed(
-            epoch=self.run.epoch, step=step, optimizer_step=info.optimizer_step,
+            term=self.run.term, step=step, optimizer_step=info.optimizer_step,
             weights_digest=info.weights_digest, state_digest=info.state_digest,
             directory=result.path.name,
         )  # fmt: skip
@@ -595,7 +595,7 @@ class Execution:
     async def _replayed(self, session: MemberSession, missed: Replay) -> int | None:
         try:
             return await self._subscribers.replay(
-                session.channel, self._storage, self._replica.manifest, missed, self.run.epoch
+                session.channel, self._storage, self._replica.manifest, missed, self.run.term
             )
         except SamestepError as error:
             self._emit(LogUnreadable(str(error)))

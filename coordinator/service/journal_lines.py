@@ -79,7 +79,7 @@ def _fault(event: Event, run: Run) -> Fault:
     if reason is None:
         reason = ", ".join(f"{name} {_text_of(value)}" for name, value in fields.items())
     return Fault(
-        epoch=run.epoch,
+        term=run.term,
         step=run.steps_committed,
         what=what,
         worker=None if worker is None else str(worker),

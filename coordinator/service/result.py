@@ -76,7 +76,7 @@ async def write_result(
         "exported": exported,
     }
     record = Ended(
-        epoch=run.epoch, step=run.steps_committed, outcome=end.outcome, reason=end.reason,
+        term=run.term, step=run.steps_committed, outcome=end.outcome, reason=end.reason,
         weights_digest=weights, state_digest=state,
         result_digest=json_digest(document),
     )  # fmt: skip

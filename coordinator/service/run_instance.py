@@ -73,7 +73,7 @@ class RunInstance:
         if not journal.begun:
             lines.append(RunStarted.of(self.stored.run_id, self.stored.document, _versions()))
         if self.restart is not None:
-            lines += _lines_after_restart(self.restart.recovery, journal, self.lock.epoch)
+            lines += _lines_after_restart(self.restart.recovery, journal, self.lock.term)
         return lines
 
 
@@ -133,7 +133,7 @@ def load_run(
         return None
     blobs = read_or_build_index(directory.files_file, stored.spec, permitted)
     admission = directory.read_admission_record()
-    rollback_notes = () if from_step is None else (roll_back(directory, from_step, lock.epoch),)
+    rollback_notes = () if from_step is None else (roll_back(directory, from_step, lock.term),)
     recovery = recover(directory)
     if recovery is None:
         return RunInstance(stored, directory, lock, None, blobs)
@@ -223,13 +223,13 @@ def _loss_scale(directory: RunDirectory, recovery: Recovery) -> float:
     return scale
 
 
-def _lines_after_restart(recovery: Recovery, journal: JournalEnd, epoch: int) -> Iterator[Record]:
+def _lines_after_restart(recovery: Recovery, journal: JournalEnd, term: int) -> Iterator[Record]:
     """Return what the journal must say before the run goes on.
 
     Args:
         recovery: What was found on disk.
         journal: What the journal says so far.
-        epoch: Of the new coordinator.
+        term: Of the new coordinator.
     """
     info = recovery.checkpoint.info
     if not journal.settled:
@@ -238,14 +238,14 @@ def _lines_after_restart(recovery: Recovery, journal: JournalEnd, epoch: int) ->
     updates = {info.step: info.optimizer_step}
     updates |= {step.step + 1: step.record.optimizer_step for step in recovery.logged}
     yield Resumed(
-        epoch=epoch,
+        term=term,
         step=commits,
         optimizer_step=updates.get(commits, info.optimizer_step),
         notes=tuple(note[:2000] for note in recovery.notes),
     )
     if not journal.saved:
         yield Checkpointed(
-            epoch=info.epoch,
+            term=info.term,
             step=info.step,
             optimizer_step=info.optimizer_step,
             weights_digest=info.weights_digest,

@@ -231,8 +231,8 @@ class Service:
             self._lock = lock_directory(self.settings.directory)
         if directory is None or directory.resolve() == self.settings.directory.resolve():
             return self._lock
-        lock = lock_directory(directory, above=self._lock.epoch - 1)
-        self._lock.raise_to(lock.epoch)
+        lock = lock_directory(directory, above=self._lock.term - 1)
+        self._lock.raise_to(lock.term)
         return lock
 
     def submit(
@@ -371,7 +371,7 @@ class Service:
             name = f"{base[:60]}-{number}"
         return Welcome(
             worker=name,
-            epoch=self.lock().epoch,
+            term=self.lock().term,
             heartbeat_interval_ms=limits.HEARTBEAT_INTERVAL_MS,
             liveness_timeout_ms=limits.LIVENESS_TIMEOUT_MS,
             key=session.check.new_key(),
@@ -485,14 +485,14 @@ class Service:
         instance = self._next_run() if self.current is None else None
         if instance is None:
             return
-        stored, epoch, restart = instance.stored, instance.lock.epoch, instance.restart
+        stored, term, restart = instance.stored, instance.lock.term, instance.restart
         self._running = instance
         if self._lender is not None:
             self._lender.trim()
         run = Run(
             stored.run_id,
             stored.spec,
-            epoch,
+            term,
             self.settings.expect_workers,
             restart.resumption if restart is not None else None,
             secret=new_key(),
@@ -500,7 +500,7 @@ class Service:
         )
         run.blobs = instance.blobs.digest if instance.blobs is not None else None
         storage = RunStorage(
-            instance.directory, stored.run_id, stored.spec, epoch=epoch,
+            instance.directory, stored.run_id, stored.spec, term=term,
             guard=instance.lock.check, failed=self._storage_failed,
             thread=self._machine.thread,
         )  # fmt: skip

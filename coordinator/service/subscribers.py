@@ -159,7 +159,7 @@ class Subscribers:
         storage: RunStorage,
         manifest: Manifest,
         missed: Replay,
-        epoch: int,
+        term: int,
     ) -> int | None:
         """Send a worker committed steps from the log, as fast as it reads, up to those kept here.
 
@@ -168,7 +168,7 @@ class Subscribers:
             storage: Has the log.
             manifest: Has the kind of each block.
             missed: The first step, and the state before it.
-            epoch: Of the coordinator, for the messages, whichever epoch wrote the step.
+            term: Of the coordinator, for the messages, whichever term wrote the step.
 
         Returns:
             How many steps the worker has then, for `join`; None if the log does not lead there.
@@ -185,7 +185,7 @@ class Subscribers:
             for logged in row:
                 if logged.record.commit.scalars is not None and not logged.has_averages:
                     return None
-                await self._send_step(channel, storage, manifest, epoch, logged)
+                await self._send_step(channel, storage, manifest, term, logged)
                 step += 1
         return step
 
@@ -194,13 +194,13 @@ class Subscribers:
         channel: Channel,
         storage: RunStorage,
         manifest: Manifest,
-        epoch: int,
+        term: int,
         logged: LoggedStep,
     ) -> None:
         """Send a logged step, unless the run ends: the worker may be in the next run already."""
         commit = logged.record.commit
         if commit.scalars is not None:
-            place = {"epoch": epoch, "step": commit.step, "attempt": commit.attempt}
+            place = {"term": term, "step": commit.step, "attempt": commit.attempt}
             async for block, chunk, values in storage.chunks(logged):
                 await channel.room()
                 if channel.closed or self.over:
@@ -210,7 +210,7 @@ class Subscribers:
                 message = kind(**place, block=block, chunk=chunk)
                 channel.send(encode(message, packed(values, self._codec)))
         if not self.over:
-            channel.send(encode(commit.model_copy(update={"epoch": epoch})))
+            channel.send(encode(commit.model_copy(update={"term": term})))
 
     def clear(self) -> None:
         """Drop all kept broadcasts: the run is over."""

@@ -8,7 +8,7 @@ complete under its name or absent. The list of the run's files is left out: on a
 are elsewhere, so they are hashed again.
 
 A copy's journal is the run's as it was then, complete: so a copy knows its history. Of two copies,
-the one with the newer epoch is newer, then the one with more steps. If the run's journal continues
+the one with the newer term is newer, then the one with more steps. If the run's journal continues
 a copy's with a rollback (--from-step) before the copy's checkpoint, the copy is obsolete and is
 removed.
 
@@ -41,8 +41,8 @@ from coordinator.run.outputs.events import Committed
 from coordinator.storage.directory.journal import (
     Entry,
     Journal,
-    newest_epoch,
     newest_line,
+    newest_term,
     verify_journal,
 )
 from coordinator.storage.directory.journal_records import Resumed
@@ -99,14 +99,14 @@ class _Copy:
 
     Attributes:
         name: Of its directory.
-        epoch: Of the last lines of its journal.
+        term: Of the last lines of its journal.
         lines: Of its journal.
         head: Hash of the last line.
         branch: See `_branch`.
     """
 
     name: str
-    epoch: int
+    term: int
     lines: int
     head: str
     branch: str
@@ -243,7 +243,7 @@ def _describe(copy: Path) -> _Copy:
     except StorageDamaged as error:
         reason = f"this copy is damaged ({error.reason}); remove it, and it is made again"
         raise StorageDamaged(str(copy), "", reason) from None
-    return _Copy(copy.name, newest_epoch(journal), number, head, _branch(entries))
+    return _Copy(copy.name, newest_term(journal), number, head, _branch(entries))
 
 
 def _branch(entries: Sequence[Entry]) -> str:
@@ -281,8 +281,8 @@ def _check_rivals(copies: Iterable[_Copy], entries: Sequence[Entry], where: Path
 
 
 def _age(copy: _Copy) -> tuple[int, int]:
-    """Order copies: by epoch, then by steps."""
-    return copy.epoch, copy.step
+    """Order copies: by term, then by steps."""
+    return copy.term, copy.step
 
 
 def _is_current(copy: _Copy, entries: Sequence[Entry]) -> bool:
@@ -364,13 +364,13 @@ def _summary(copy: Path, verified: _VerifiedCopy) -> str:
 
 
 def _tell_journal(path: Path, info: CheckpointInfo, summary: str) -> None:
-    epoch = newest_epoch(path) + 1
+    term = newest_term(path) + 1
     journal = Journal(path)
     try:
         note = f"{_RESTORED_NOTE}{summary}"[:2000]
         journal.append(
             Resumed(
-                epoch=epoch, step=info.step, optimizer_step=info.optimizer_step, notes=(note,)
+                term=term, step=info.step, optimizer_step=info.optimizer_step, notes=(note,)
             )
         )  # fmt: skip
         journal.sync()
@@ -408,9 +408,9 @@ def _choices(copies: Iterable[Path]) -> str:
 
 
 def _copies(run: Path) -> list[Path]:
-    """Return the complete copies, oldest first: by the epoch of their journals, then by steps."""
+    """Return the complete copies, oldest first: by the term of their journals, then by steps."""
     paths = [path for path in run.glob(_PREFIX + "*") if _NAME.fullmatch(path.name)]
-    return sorted(paths, key=lambda copy: (newest_epoch(RunDirectory(copy).journal), copy.name))
+    return sorted(paths, key=lambda copy: (newest_term(RunDirectory(copy).journal), copy.name))
 
 
 def _verify(copy: RunDirectory) -> _VerifiedCopy:

@@ -2,8 +2,8 @@
 
 At each start, at each checkpoint and before a file is replaced, the journal records the BLAKE3 of
 each (`FileDigests`). Journals of older releases do not; they have the run spec and the manifest's
-digest, and the other files are covered from the next start on. `epoch.json` needs no digest: an
-epoch counts only if it is above all epochs in journal and log.
+digest, and the other files are covered from the next start on. `term.json` needs no digest: an
+term counts only if it is above all terms in journal and log.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from blake3 import blake3
 from coordinator.disk.directory_lock import DirectoryLock
 from coordinator.disk.durable_file import storing
 from coordinator.run.outputs.events import ManifestSettled
-from coordinator.storage.directory.journal import first_record, newest_epoch, newest_record
+from coordinator.storage.directory.journal import first_record, newest_record, newest_term
 from coordinator.storage.directory.journal_records import FileDigests, RunStarted
 from coordinator.storage.directory.run_directory import RunDirectory, is_intact
-from coordinator.storage.log.log_index import segment_epoch, segment_files
+from coordinator.storage.log.log_index import segment_files, segment_term
 from coordinator.storage.states.checkpoint import checkpoint_steps
 from protocol.base.errors import SamestepError, StorageDamaged
 from protocol.base.regular_file import read_json
@@ -31,11 +31,11 @@ Digests = dict[str, tuple[str | None, ...]]
 
 
 def lock_directory(path: Path, above: int = 0) -> DirectoryLock:
-    """Lock a directory, with an epoch above all in its files.
+    """Lock a directory, with a term above all in its files.
 
     Args:
         path: The directory; made if missing.
-        above: An epoch known from elsewhere.
+        above: A term known from elsewhere.
 
     Raises:
         UsageError: Another coordinator holds it, or it cannot be written.
@@ -44,22 +44,22 @@ def lock_directory(path: Path, above: int = 0) -> DirectoryLock:
     lock = DirectoryLock.acquire(path, above)
     directory = RunDirectory(path)
     try:
-        lock.raise_to(known_epoch(directory) + 1)
+        lock.raise_to(known_term(directory) + 1)
     except SamestepError:
         lock.release()
         raise
     return lock
 
 
-def known_epoch(directory: RunDirectory) -> int:
-    """Return the newest epoch in journal and log; 0 without any.
+def known_term(directory: RunDirectory) -> int:
+    """Return the newest term in journal and log; 0 without any.
 
     Raises:
         StorageFailed: They cannot be read.
     """
     with storing("read", directory.log):
         segments = segment_files(directory.log)
-    return max([newest_epoch(directory.journal), *map(segment_epoch, segments)])
+    return max([newest_term(directory.journal), *map(segment_term, segments)])
 
 
 def present_digests(directory: RunDirectory) -> Digests:

@@ -1,6 +1,6 @@
 """Roll a run back to an earlier checkpoint: what came after it is set aside.
 
-    set-aside/epoch-EEEEEE/    the files that the coordinator of that epoch set aside
+    set-aside/term-TTTTTT/    the files that the coordinator of that term set aside
 
 Every move leaves a directory that a plain restart can continue: the result goes first, then
 checkpoints and log segments, the newest first. Captured logits and per-replica states go last:
@@ -31,7 +31,7 @@ from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed, UsageE
 from protocol.spec.manifest import Manifest
 
 
-def roll_back(directory: RunDirectory, step: int, epoch: int) -> str:
+def roll_back(directory: RunDirectory, step: int, term: int) -> str:
     """Make the checkpoint after `step` steps the newest state of the run.
 
     Only the holder of the directory's lock may call this.
@@ -39,7 +39,7 @@ def roll_back(directory: RunDirectory, step: int, epoch: int) -> str:
     Args:
         directory: Of the run.
         step: Of an existing checkpoint.
-        epoch: Of the coordinator.
+        term: Of the coordinator.
 
     Returns:
         What was done, for people and for the journal.
@@ -69,7 +69,7 @@ def roll_back(directory: RunDirectory, step: int, epoch: int) -> str:
     remaining = [path for path in segments if segment_base(path) < step]
     ends = dict(cuts_before(remaining, step, run.run_id, manifest))
     captured = files_from(directory.path, manifest, run.spec, step) if manifest.capture else []
-    aside = directory.set_aside / f"epoch-{epoch:06d}"
+    aside = directory.set_aside / f"term-{term:06d}"
     with storing("set aside what follows in", directory.path):
         _move(directory.result_file, aside)
         if manifest.capture is None:

@@ -82,7 +82,7 @@ class RunStorage:
         directory: Of the run, begun, and locked by this process.
         run_id: The run's ID.
         spec: Decides the log's mode and which checkpoints are kept.
-        epoch: Of the coordinator.
+        term: Of the coordinator.
         guard: Raises if this coordinator does not own the directory any more.
         failed: Called in the event loop with errors of writes that nothing waits for.
         thread: Returns an executor with one thread of the given name.
@@ -94,7 +94,7 @@ class RunStorage:
         run_id: str,
         spec: RunSpec,
         *,
-        epoch: int,
+        term: int,
         guard: Callable[[], None],
         failed: Callable[[Exception], None],
         thread: Callable[[str], Executor] | None = None,
@@ -102,7 +102,7 @@ class RunStorage:
         self.directory = directory
         self._run_id = run_id
         self._spec = spec
-        self._epoch = epoch
+        self._term = term
         self._guard = guard
         self._failed = failed
         self._loop = asyncio.get_running_loop()
@@ -365,7 +365,7 @@ class RunStorage:
                 check_disk_space(self.directory.path, self._spec, manifest)
             self.directory.keep_manifest(manifest)
             self._log = GradientLog(
-                self.directory.log, self._run_id, manifest, epoch=self._epoch,
+                self.directory.log, self._run_id, manifest, term=self._term,
                 next_step=next_step, mode=self._spec.log, redo=redo, index=index,
                 guard=self._guard,
             )  # fmt: skip
@@ -420,7 +420,7 @@ class RunStorage:
             if made_before and not root.is_dir():  # made again, it could not be restored
                 raise StorageFailed("write to", str(root), MISSING)
             checkpoint = write_checkpoint(
-                root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses,
+                root, manifest, replica, run_id=self._run_id, term=self._term, losses=losses,
                 state_read=read,
             )  # fmt: skip
             self._guard()
@@ -548,7 +548,7 @@ class RunStorage:
         def work() -> str:
             journal = self._opened_journal()
             self._digests = present_digests(self.directory)  # no write is in progress any more
-            journal.append(FileDigests(epoch=self._epoch, digests=self._digests))
+            journal.append(FileDigests(term=self._term, digests=self._digests))
             head = journal.append(record)
             journal.sync()
             return head
@@ -568,7 +568,7 @@ class RunStorage:
                 self._journal.append(record)
             self._first_lines = None
             self._digests = present_digests(self.directory)
-            self._journal.append(FileDigests(epoch=self._epoch, digests=self._digests))
+            self._journal.append(FileDigests(term=self._term, digests=self._digests))
         while self._lines:
             self._journal.append(self._lines.popleft())
         return self._journal
@@ -583,7 +583,7 @@ class RunStorage:
         expected = (file_digest(self.directory.admission_file), new)
         if self._digests.get(name) != expected:
             self._digests[name] = expected
-            journal.append(FileDigests(epoch=self._epoch, digests=self._digests))
+            journal.append(FileDigests(term=self._term, digests=self._digests))
         self._sync_journal()
 
     def _note_admission_record(self, record: AdmissionRecord) -> None:
@@ -592,7 +592,7 @@ class RunStorage:
         expected = (blake3(admission_record_bytes(record)).hexdigest(),)
         if self._admission_record is None and self._digests.get(name) != expected:
             self._digests[name] = expected
-            self._opened_journal().append(FileDigests(epoch=self._epoch, digests=self._digests))
+            self._opened_journal().append(FileDigests(term=self._term, digests=self._digests))
 
     def _note_files(self) -> None:
         """Note the files' digests again, where a restart finds them after the newest checkpoint."""
@@ -601,7 +601,7 @@ class RunStorage:
             settled = file_digest(self.directory.manifest_file)
             if settled is not None:
                 self._digests[self.directory.manifest_file.name] = (settled,)
-            journal.append(FileDigests(epoch=self._epoch, digests=self._digests))
+            journal.append(FileDigests(term=self._term, digests=self._digests))
         self._sync_journal()
 
     def _sync_journal(self) -> None:

@@ -307,7 +307,7 @@ class MessageError(RemoteProtocolError):
 
 
 class OutOfOrder(RemoteProtocolError):
-    """A valid message that does not fit the current epoch, step, subtree, shape or phase."""
+    """A valid message that does not fit the current term, step, subtree, shape or phase."""
 
 
 def error_for(exit_code: int, text: str) -> SamestepError:

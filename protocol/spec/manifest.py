@@ -79,15 +79,15 @@ RESERVED: Final = frozenset(
         BEST,
         "capture",
         "checkpoints",
-        "epoch.json",
+        "epoch.json",  # the term file of older releases
         "files.json",
         "journal.jsonl",
         "lock",
         "log",
         "manifest.json",
     }
-    | {"replicas", "report.html", "result.json", "run.json", "set-aside", "terms.json"}
-    | {"trackers"}
+    | {"replicas", "report.html", "result.json", "run.json", "set-aside", "term.json"}
+    | {"terms.json", "trackers"}
 )
 """Names in a run's directory that an export may not use."""
 

@@ -1,8 +1,8 @@
 """Every message, as one tagged union of frozen models.
 
 A message is the header of a frame. Some carry a body beside it: raw float32 for gradients and
-state, a JSON document for the run spec and the manifest, a file's bytes for a blob. `epoch` is the
-coordinator's epoch, a worker refuses a lower one than it has seen; `step` counts from 0; `attempt`
+state, a JSON document for the run spec and the manifest, a file's bytes for a blob. `term` is the
+coordinator's term, a worker refuses a lower one than it has seen; `step` counts from 0; `attempt`
 tells a step that was started anew from its first try.
 """
 
@@ -46,7 +46,7 @@ class Message(BaseModel):
 class _InStep(Message):
     """What belongs to one attempt at one step."""
 
-    epoch: Number
+    term: Number
     step: Number
     attempt: Number
 
@@ -97,7 +97,7 @@ class Welcome(Message):
 
     tag = 4
     worker: Small
-    epoch: Number
+    term: Number
     key: Annotated[bytes, Field(max_length=32, repr=False)]
     heartbeat_interval_ms: Annotated[int, Field(ge=10, le=60_000)]
     liveness_timeout_ms: Annotated[int, Field(ge=100, le=600_000)]
@@ -113,7 +113,7 @@ class StartRun(Message):
     tag = 5
     body = "document"
     run_id: Small
-    epoch: Number
+    term: Number
     step: Number
     blobs: Digest | None
 
@@ -364,7 +364,7 @@ class StepApplied(Message):
     """Worker: my replica has taken `step` steps and has this digest."""
 
     tag = 17
-    epoch: Number
+    term: Number
     step: Number
     state_digest: Digest
 
@@ -443,7 +443,7 @@ class EvalPlan(Message):
     """Coordinator: evaluate these held-out parts, [lo, hi), with the weights after `step`."""
 
     tag = 20
-    epoch: Number
+    term: Number
     step: Number
     lo: Number
     hi: Number
@@ -453,7 +453,7 @@ class EvalResult(Message):
     """Worker: the sums over one held-out part."""
 
     tag = 21
-    epoch: Number
+    term: Number
     step: Number
     part: Number
     sums: Annotated[dict[Small, float], Field(max_length=limits.EVALUATION_SUMS)]
@@ -522,7 +522,7 @@ class Owners(Message):
     tag = 47
     body = "document"
     run_id: Small
-    epoch: Number
+    term: Number
     number: Annotated[int, Field(ge=1, lt=2**63)]
 
 

@@ -314,7 +314,7 @@ async def test_a_coordinator_that_restarts_goes_on_with_carried_states(tmp_path)
 def contents(directory):
     """Of a run's directory, but for what says who holds it."""
     found = (path for path in directory.rglob("*") if path.is_file())
-    return {p: p.read_bytes() for p in found if p.name not in {"lock", "epoch.json"}}
+    return {p: p.read_bytes() for p in found if p.name not in {"lock", "term.json"}}
 
 
 @on_uvloop

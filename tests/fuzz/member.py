@@ -97,7 +97,7 @@ class Member:
 
     def _gradients(self, plan: StepPlan | Assign) -> Iterator[bytes]:
         blocks = self._built.manifest.blocks
-        place = {"epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt}
+        place = {"term": plan.term, "step": plan.step, "attempt": plan.attempt}
         for lo, hi in plan.subtrees:
             subtree: dict[str, Any] = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}
             for number, block in reversed([*enumerate(blocks)]):
@@ -110,10 +110,10 @@ class Member:
             if any(isinstance(message, Commit) for message in self._heard):
                 return  # a step from the log: the state after a later one is asked for as well
             yield WAIT
-        yield flat(encode(StepApplied(epoch=1, step=step, state_digest=digest)))
+        yield flat(encode(StepApplied(term=1, step=step, state_digest=digest)))
 
     def _results(self, plan: EvalPlan) -> Iterator[bytes]:
         for part in range(plan.lo, plan.hi):
             sums = {"samples": 1.0, "parts": 1.0}
-            result = EvalResult(epoch=plan.epoch, step=plan.step, part=part, sums=sums)
+            result = EvalResult(term=plan.term, step=plan.step, part=part, sums=sums)
             yield flat(encode(result))

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from blake3 import blake3
 
-from coordinator.disk.directory_lock import stored_epoch
+from coordinator.disk.directory_lock import stored_term
 from coordinator.run.outputs.actions import Finish
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.service.run_instance import RunInstance
@@ -121,12 +121,12 @@ class Ledger:
         computed = {worker for way in record.counted or () for worker in way}
         computed |= set(() if record.embedded is None else record.embedded.of)
         if computed & self.excused:
-            place = (commit.epoch, commit.step, commit.attempt)
+            place = (commit.term, commit.step, commit.attempt)
             self._may_count[place] = OnTrust(commit, [values.copy() for values in averages])
 
     def _settle_trust(self, commit: Commit) -> None:
         """A commit counts: if not with the undisturbed run's sums, with a spoilt worker's."""
-        place = (commit.epoch, commit.step, commit.attempt)
+        place = (commit.term, commit.step, commit.attempt)
         if commit.step in self._on_trust or place not in self._may_count:
             return
         if commit.averages_digest != self.expected(commit.step + 1).averages_digest:
@@ -143,12 +143,12 @@ class Ledger:
 
     def synced(self, commit: Commit) -> None:
         """The log has it, and was still its coordinator's after that."""
-        if commit.epoch == stored_epoch(self.directory.path):
-            self._durable.add((commit.epoch, commit.step, commit.attempt))
+        if commit.term == stored_term(self.directory.path):
+            self._durable.add((commit.term, commit.step, commit.attempt))
 
     def told(self, commit: Commit) -> None:
         """A coordinator broadcasts a commit."""
-        place = (commit.epoch, commit.step, commit.attempt)
+        place = (commit.term, commit.step, commit.attempt)
         assert place in self._durable, "a commit is told before it is durable, or by a side cut off"
         phases = 2 if self.job.embeds else 1
         most = phases * (self.anew + 1) - 1

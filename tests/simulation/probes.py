@@ -260,7 +260,7 @@ class Probes:
         progress = run.progress
         if not isinstance(message, SubtreeLoss) or progress is None or progress.persisting:
             return
-        place = {"epoch": message.epoch, "step": message.step, "attempt": message.attempt}
+        place = {"term": message.term, "step": message.step, "attempt": message.attempt}
         round_ = progress.round
         if round_ is not None and run.phase is RunPhase.TRAINING and place == progress.place():
             # What two are to compute, to compare, is awaited of both.
@@ -287,18 +287,18 @@ class Probes:
         message, worker = received.message, self._worker
         if isinstance(message, StartRun):
             newest = worker.newest.get(message.run_id, 0)
-            worker.newest[message.run_id] = max(newest, message.epoch)
+            worker.newest[message.run_id] = max(newest, message.term)
             worker.cancelled.clear()
         elif isinstance(message, Cancel) and client._session is not None:
             # One that has overtaken the plan or an Assign comes too early for them.
             task, place = client._session._task, (message.step, message.attempt)
             known = task.subtrees if task.step_id == StepId(*place) else set()
             cancelled = known.intersection(Subtree(*subtree) for subtree in message.subtrees)
-            worker.cancelled.update((message.epoch, *place, subtree) for subtree in cancelled)
+            worker.cancelled.update((message.term, *place, subtree) for subtree in cancelled)
         elif isinstance(message, Owners):  # whoever has sums sends them to new owners
             worker.cancelled.clear()
         elif isinstance(message, Assign):  # again, where an owner was lost that had its sums
-            given = (message.epoch, message.step, message.attempt)
+            given = (message.term, message.step, message.attempt)
             worker.cancelled.difference_update(
                 (*given, Subtree(*subtree)) for subtree in message.subtrees
             )
@@ -308,7 +308,7 @@ class Probes:
         session = client._session
         self._cluster.transmitted += 1
         if isinstance(message, GradientPayload | SubtreeLoss):
-            place = (message.epoch, message.step, message.attempt, message.subtree)
+            place = (message.term, message.step, message.attempt, message.subtree)
             assert place not in worker.cancelled, "a cancelled subtree is sent"
             self._cluster.spoils(worker)
         if isinstance(message, StepApplied) and session is not None:
@@ -317,7 +317,7 @@ class Probes:
                 ledger.worker_is(message.step, message.state_digest)
         if session is not None and session.run_id:
             newest = worker.newest.get(session.run_id, 0)
-            assert session.epoch >= newest, "an older coordinator is obeyed"
+            assert session.term >= newest, "an older coordinator is obeyed"
 
     def _stored(self, _event: Any, _obtainer: FileFetcher, _action: Any, _cache: Any) -> None:
         self._cluster.disturbances.fetched(self._worker)

@@ -181,9 +181,9 @@ async def tells_first(self, action):
 
 
 def obeys_anyone(self, message, body):
-    """The newest epoch seen is forgotten."""
+    """The newest term seen is forgotten."""
     if isinstance(message, StartRun):
-        self._epochs.clear()
+        self._terms.clear()
     return RECEIVE(self, message, body)
 
 
@@ -254,9 +254,9 @@ def forgets_what_is_pending(self):
     return surplus
 
 
-def knows_no_epochs(self, epochs=None):
-    """The newest epoch is not kept from one connection to the next."""
-    del epochs
+def knows_no_terms(self, terms=None):
+    """The newest term is not kept from one connection to the next."""
+    del terms
     NEW_SESSION(self)
 
 
@@ -413,7 +413,7 @@ PLANTED = {
         often="split",
         seed=3,
     ),
-    "a stale epoch is obeyed": Planted(
+    "a stale term is obeyed": Planted(
         [(WorkerSession, "receive", obeys_anyone)],
         "an older coordinator is obeyed",
         often="split",
@@ -530,8 +530,8 @@ PLANTED = {
         often="stall",
         seed=38,
     ),
-    "an older epoch accepted": Planted(
-        [(WorkerSession, "__init__", knows_no_epochs)],
+    "an older term accepted": Planted(
+        [(WorkerSession, "__init__", knows_no_terms)],
         "an older coordinator is obeyed",
         often="split",
         seed=45,

@@ -81,7 +81,7 @@ from protocol.wire import messages as msg
 from protocol.wire.peers import OwnerTable, parse
 from tests.simulation.probes import check_invariant
 
-EPOCH = 1
+TERM = 1
 RUN_ID = "run-1"
 BLOCKS = {"embedding": 0, "layer": 1}
 _EMBEDDINGS = EmbeddingLayout(fields=(EmbeddingField(name="e", dtype="float32"),))
@@ -174,7 +174,7 @@ class Stage:
                     signatures=(digest(signature),),
                 ),
             )  # fmt: skip
-        self.run = Run(RUN_ID, spec, EPOCH, int(workers), resumption, secret=b"of the run")
+        self.run = Run(RUN_ID, spec, TERM, int(workers), resumption, secret=b"of the run")
         step = self.run.step
         self._commands: dict[str, Callable[..., Actions]] = {
             "invite": lambda name, duty="train", devices="1": step(
@@ -391,13 +391,13 @@ class Stage:
         return self._hear(name, message, values)
 
     def _applied(self, name: str, step: str, state: str = "") -> Actions:
-        message = msg.StepApplied(epoch=EPOCH, step=int(step), state_digest=digest(state or step))
+        message = msg.StepApplied(term=TERM, step=int(step), state_digest=digest(state or step))
         return self._hear(name, message, None)
 
     def _result(self, name: str, part: str, step: str = "") -> Actions:
         sums = {"sum": float(part), "count": 1.0}
         at = int(step or self.run.steps_committed)
-        message = msg.EvalResult(epoch=EPOCH, step=at, part=int(part), sums=sums)
+        message = msg.EvalResult(term=TERM, step=at, part=int(part), sums=sums)
         return self._hear(name, message, None)
 
     def _of_table(self, table: str, **where: str) -> dict[str, int]:
@@ -457,7 +457,7 @@ class Stage:
         progress = self.run.progress
         now = progress.attempt if progress is not None else 0
         return {
-            "epoch": EPOCH,
+            "term": TERM,
             "step": int(step or self.run.steps_committed),
             "attempt": int(attempt or now),
         }
@@ -531,7 +531,7 @@ def _table(document: bytes) -> str:
 
 
 def _message(message: msg.Message) -> str:
-    left_out = {"epoch", "view", "averages_digest", "run_id", "scalars", "blobs"}
+    left_out = {"term", "view", "averages_digest", "run_id", "scalars", "blobs"}
     fields = message.model_dump(exclude=left_out)
     place = ""
     if "attempt" in fields:

@@ -99,7 +99,7 @@ from worker.logic.actions import (
 from worker.logic.events import StepId
 from worker.logic.file_fetch import FileEvent, RunFiles, give_up
 
-_OF_THE_EPOCH: Final = (
+_OF_THE_TERM: Final = (
     StepPlan, Assign, Cancel, Credit, AveragedBlockGradient, AveragedNonBlockGradient, Commit,
     EvalPlan, StretchState, Owners, AverageDigests, StepEmbeddings,
 )  # fmt: skip
@@ -107,7 +107,7 @@ _AFTER_A_COMMIT: Final = (
     StepPlan, Assign, Cancel, Credit, Commit, EvalPlan, StateChunk, StateRequest, AverageDigests,
     Owners, StepEmbeddings,
 )  # fmt: skip
-"""A coordinator's of another epoch must not go on with the run."""
+"""A coordinator's of another term must not go on with the run."""
 
 
 class SessionPhase(Enum):
@@ -202,18 +202,18 @@ class WorkerSession:
 
     Attributes:
         name: The name the coordinator gave.
-        epoch: The coordinator's epoch.
+        term: The coordinator's term.
         files: Of the run.
 
     Args:
-        epochs: The newest epoch seen of each run, kept from one connection to the next.
+        terms: The newest term seen of each run, kept from one connection to the next.
     """
 
-    def __init__(self, epochs: dict[str, int] | None = None) -> None:
+    def __init__(self, terms: dict[str, int] | None = None) -> None:
         self.name = ""
-        self.epoch = 0
+        self.term = 0
         self.files = RunFiles()
-        self._epochs = {} if epochs is None else epochs
+        self._terms = {} if terms is None else terms
         self._run: _Run | None = None
         self._draining = False
 
@@ -248,7 +248,7 @@ class WorkerSession:
 
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
-        self.name, self.epoch = message.worker, message.epoch
+        self.name, self.term = message.worker, message.term
         return [Tell(f"joined as {self.name!r}; waiting for a run"), OpenDevice()]
 
     def receive(self, message: Message, body: Body | None) -> list[Action]:
@@ -260,8 +260,8 @@ class WorkerSession:
         row = self._MESSAGES.get(type(message))
         if row is None:
             raise OutOfOrder(f"{type(message).__name__} is not for a worker")
-        if isinstance(message, _OF_THE_EPOCH) and message.epoch != self.epoch:
-            raise OutOfOrder(f"expected epoch {self.epoch}, got {message.epoch}")
+        if isinstance(message, _OF_THE_TERM) and message.term != self.term:
+            raise OutOfOrder(f"expected term {self.term}, got {message.term}")
         if self._must_wait(message):
             self._task.waiting.append((message, body))
             return []
@@ -332,13 +332,13 @@ class WorkerSession:
     # A run's start and end.
 
     def _start_run(self, message: StartRun, body: Body) -> list[Action]:
-        newest = self._epochs.get(message.run_id, 0)
-        if message.epoch < newest:
+        newest = self._terms.get(message.run_id, 0)
+        if message.term < newest:
             raise OutOfOrder(
-                f"expected a coordinator of epoch {newest} or later for run {message.run_id}, got "
-                f"{message.epoch}: an older coordinator must not go on with it"
+                f"expected a coordinator of term {newest} or later for run {message.run_id}, got "
+                f"{message.term}: an older coordinator must not go on with it"
             )
-        self.epoch = self._epochs[message.run_id] = message.epoch
+        self.term = self._terms[message.run_id] = message.term
         spec = parse_run_spec_bytes(body.tobytes())
         self._run = _Run(message.run_id, spec)
         return [CancelWork(), *self.files.begin(message, spec)]
@@ -551,7 +551,7 @@ class WorkerSession:
         if event.step_id != self._task.step_id:
             return []
         message = NonFiniteSum(
-            epoch=self.epoch, step=event.step_id.step, attempt=event.step_id.attempt,
+            term=self.term, step=event.step_id.step, attempt=event.step_id.attempt,
             lo=event.subtree.lo, hi=event.subtree.hi, worker=self.name, block=event.found.block,
             device=event.found.device,
         )  # fmt: skip
@@ -565,7 +565,7 @@ class WorkerSession:
         return [
             Transmit(
                 CapturedRows(
-                    epoch=self.epoch, step=event.step_id.step, attempt=event.step_id.attempt,
+                    term=self.term, step=event.step_id.step, attempt=event.step_id.attempt,
                     lo=event.subtree.lo, hi=event.subtree.hi, microbatch=event.microbatch,
                     chunk=chunk,
                 ),
@@ -578,7 +578,7 @@ class WorkerSession:
         if not self._task.has(event.step_id, event.subtree):
             return []
         message = SubtreeLoss(
-            epoch=self.epoch, step=event.step_id.step, attempt=event.step_id.attempt,
+            term=self.term, step=event.step_id.step, attempt=event.step_id.attempt,
             lo=event.subtree.lo, hi=event.subtree.hi, loss_sum=event.loss.loss_sum,
             weight=event.loss.weight, elapsed_ms=event.elapsed_ms, sums=self._checksum(event),
             unlike=event.unlike[: limits.UNLIKE_MICROBATCHES],
@@ -635,7 +635,7 @@ class WorkerSession:
 
     def _of_replica(self, step_id: StepId, subtree: Subtree) -> dict[str, int]:
         return {
-            "epoch": self.epoch, "step": step_id.step, "attempt": step_id.attempt,
+            "term": self.term, "step": step_id.step, "attempt": step_id.attempt,
             "replica": subtree.lo,
         }  # fmt: skip
 
@@ -682,7 +682,7 @@ class WorkerSession:
 
     def _applied(self, event: events.Applied) -> list[Action]:
         step, digest = event.step, event.state_digest
-        return [Transmit(StepApplied(epoch=self.epoch, step=step, state_digest=digest))]
+        return [Transmit(StepApplied(term=self.term, step=step, state_digest=digest))]
 
     def _halted(self, message: Halt, body: None) -> list[Action]:
         del body
@@ -703,7 +703,7 @@ class WorkerSession:
 
     def _evaluated(self, event: events.PartEvaluated) -> list[Action]:
         step, part, sums = event.step, event.part, dict(event.sums)
-        return [Transmit(EvalResult(epoch=self.epoch, step=step, part=part, sums=sums))]
+        return [Transmit(EvalResult(term=self.term, step=step, part=part, sums=sums))]
 
     # Files that are fetched when they are needed.
 

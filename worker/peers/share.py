@@ -117,7 +117,7 @@ class _Attempt:
     """One attempt at a step that this worker computes a part of.
 
     Attributes:
-        id: Epoch, step and attempt, as messages carry them.
+        id: Term, step and attempt, as messages carry them.
         owners: The number of the plan's table; 0: only the coordinator averages.
         table: The table in force.
         allowed: How many chunks of each subtree the coordinator may be sent by now.
@@ -251,11 +251,11 @@ class GradientExchange:
         averages = self._averages.setdefault(key, Averages(self._grid))
         reducer = Reducer[int](plan.microbatches, self._exchange, (), averages.part)
         self._now = now = _Attempt(
-            {"epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt}, plan.owners,
+            {"term": plan.term, "step": plan.step, "attempt": plan.attempt}, plan.owners,
             self._table if plan.owners else self._star, plan.microbatches, averages, plan.uploads,
             reducer,
         )  # fmt: skip
-        self._newest = (plan.epoch, *key)
+        self._newest = (plan.term, *key)
         self._take_up(now)
         return self._again()
 
@@ -388,7 +388,7 @@ class GradientExchange:
         if sender == COORDINATOR and isinstance(message, AveragedGradient):
             return self._averaged(message, body)
         now = self._now
-        theirs = (message.epoch, message.step, message.attempt)
+        theirs = (message.term, message.step, message.attempt)
         if theirs > self._newest or message.owners > self._number:
             return self._keep_early(sender, message, body)
         if now is None or theirs < self._newest:

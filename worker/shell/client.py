@@ -157,7 +157,7 @@ class Client:
         self._trouble = f"connecting to {target.at}"
         self._channel: Channel | None = None
         self._boundary_turns = InnerCheckpointThrottle()
-        self._epochs: dict[str, int] = {}
+        self._terms: dict[str, int] = {}
         self._loss: asyncio.Future[str] = self._loop.create_future()
         self._leaving: act.Leave | None = None
         self._stop = asyncio.Event()
@@ -300,7 +300,7 @@ class Client:
         if channel is None:
             return "stopped"
         self._channel = channel
-        self._session = WorkerSession(self._epochs)
+        self._session = WorkerSession(self._terms)
         self._greet(channel)
         beating = self._loop.create_task(self._heartbeat(channel))
         stopping = self._loop.create_task(self._stop.wait())

@@ -52,14 +52,14 @@ class Mesh:
 
     Args:
         run_id: The run's.
-        epoch: The coordinator's.
+        term: The coordinator's.
         exchange: What the run spec says.
         blocks: The manifest's.
         secret: The run's, for the keys of pairs; empty: there are to be no links.
     """
 
     def __init__(
-        self, run_id: str, epoch: int, exchange: ExchangeSpec, blocks: tuple[Block, ...],
+        self, run_id: str, term: int, exchange: ExchangeSpec, blocks: tuple[Block, ...],
         secret: bytes,
     ) -> None:  # fmt: skip
         self.number = 0
@@ -73,7 +73,7 @@ class Mesh:
         self.links: dict[str, dict[str, float]] = {}
         self.traffic: dict[str, dict[str, tuple[int, int]]] = {}
         self._run_id = run_id
-        self._epoch = epoch
+        self._term = term
         self._way = exchange.topology if secret else "star"
         elements = sum(block.elements for block in blocks)
         self._volume = Volume(
@@ -218,7 +218,7 @@ class Mesh:
 
     def tell(self, workers: Collection[str]) -> list[Action]:
         """Tell the table to whoever of these has not been told."""
-        message = Owners(run_id=self._run_id, epoch=self._epoch, number=self.number)
+        message = Owners(run_id=self._run_id, term=self._term, number=self.number)
         document = self.table.to_bytes()
         new = [name for name in sorted(workers) if self._reported.get(name) != self.number]
         self._reported.update(dict.fromkeys(new, self.number))

@@ -117,7 +117,7 @@ class Round:
     """Collects one attempt at a step.
 
     Attributes:
-        place: Epoch, step and attempt, as messages carry them.
+        place: Term, step and attempt, as messages carry them.
         averages: One flat array per block; complete in the end.
         shares: Subtrees by worker, for workers that have not left.
         begun: Whether subtrees were given to anyone.
@@ -138,7 +138,7 @@ class Round:
         self,
         blocks: tuple[Block, ...],
         microbatches: int,
-        epoch: int,
+        term: int,
         step: int,
         attempt: int,
         *,
@@ -153,7 +153,7 @@ class Round:
         self.microbatches = microbatches
         self._exchange = exchange
         self.stretches = stretches
-        self.place = {"epoch": epoch, "step": step, "attempt": attempt}
+        self.place = {"term": term, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
         self.tainted = False
         self.kept = kept

@@ -178,13 +178,13 @@ class MemberInfo(BaseModel):
 
 
 class ViewChanged(Record):
-    """The set of computing workers changed. `view` starts over with each epoch."""
+    """The set of computing workers changed. `view` starts over with each term."""
 
     articles = (12, 15)
     serves = "which machines took part, when, with which numerics profile"
 
     kind: Literal["view"] = "view"
-    epoch: Number
+    term: Number
     step: Number
     view: Number
     change: Change
@@ -250,7 +250,7 @@ class Owned(Record):
     streamed = ("step", "number", "reason", "owners")
 
     kind: Literal["owners"] = "owners"
-    epoch: Number
+    term: Number
     step: Number
     number: Number
     reason: Words = ""
@@ -265,7 +265,7 @@ class Planned(Record):
     serves = "which worker was to use which samples, in which step"
 
     kind: Literal["plan"] = "plan"
-    epoch: Number
+    term: Number
     step: Number
     attempt: Number
     view: Number
@@ -302,7 +302,7 @@ class StepRestarted(Event):
     """A worker left before its state was verified: its results may be wrong."""
 
     name = "restarted"
-    epoch: int
+    term: int
     step: int
     attempt: int
 
@@ -315,7 +315,7 @@ class LossScaleHalved(Event):
     """
 
     name = "loss_scale_halved"
-    epoch: int
+    term: int
     step: int
     attempt: int
     loss_scale: float
@@ -354,7 +354,7 @@ class Committed(Record):
     name = "committed"
 
     kind: Literal["commit"] = "commit"
-    epoch: Number
+    term: Number
     step: Number
     attempt: Number
     optimizer_step: Number
@@ -376,7 +376,7 @@ class Committed(Record):
         """Make the event of a commit that is durable in the gradient log."""
         commit = record.commit
         return Committed(
-            epoch=commit.epoch,
+            term=commit.term,
             step=commit.step,
             attempt=commit.attempt,
             optimizer_step=record.optimizer_step,
@@ -413,7 +413,7 @@ class Checkpointed(Record):
     streamed = ("step",)
 
     kind: Literal["checkpoint"] = "checkpoint"
-    epoch: Number
+    term: Number
     step: Number
     optimizer_step: Number
     weights_digest: Digest
@@ -430,7 +430,7 @@ class Evaluated(Record):
     name = "evaluated"
 
     kind: Literal["evaluation"] = "evaluation"
-    epoch: Number
+    term: Number
     step: Number
     metrics: dict[Name, Figure]
     state_digest: Digest | None = None
@@ -466,10 +466,10 @@ class Halted(Record):
     serves = "faults that halted the run, with worker, block, step and microbatches"
 
     name = "halted"
-    streamed = ("epoch", "step", "attempt", "reason", "microbatches", "worker", "block")
+    streamed = ("term", "step", "attempt", "reason", "microbatches", "worker", "block")
 
     kind: Literal["halt"] = "halt"
-    epoch: Number
+    term: Number
     step: Number
     attempt: Number
     reason: Words
@@ -483,7 +483,7 @@ class RunContinued(Event):
     """A halt is over."""
 
     name = "continued"
-    epoch: int
+    term: int
     step: int
     attempt: int
     skip_step: bool

@@ -196,12 +196,12 @@ class Membership:
     """The members of a run by name.
 
     Attributes:
-        view: Counts changes of who is active, within the coordinator's epoch.
+        view: Counts changes of who is active, within the coordinator's term.
     """
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self, term: int = 0) -> None:
         self.view = 0
-        self._epoch = epoch
+        self._term = term
         self._reported_view = 0
         self._members: dict[str, Member] = {}  # sorted
         self._departed: dict[str, int] = {}
@@ -272,7 +272,7 @@ class Membership:
             if m.state in COMPUTING
         )
         event = ViewChanged(
-            epoch=self._epoch, step=step, view=self.view, change=change, worker=worker,
+            term=self._term, step=step, view=self.view, change=change, worker=worker,
             reason=reason[:2000], members=computing,
         )  # fmt: skip
         return [Report(event)]

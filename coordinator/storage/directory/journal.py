@@ -36,6 +36,7 @@ from pydantic import ValidationError
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.canonical_json import canonical_json
 from coordinator.disk.durable_file import open_to_read, storing, sync_directory, write_again
+from coordinator.disk.older_names import with_term
 from coordinator.run.outputs.events import Committed, Evaluated, Record
 from coordinator.storage.directory.journal_records import Resumed, kind_of, read_record
 from protocol.base import limits
@@ -395,16 +396,16 @@ def _intact_record(line: bytes) -> Record | None:
         return None
 
 
-def newest_epoch(path: Path) -> int:
-    """Return the epoch of the coordinator that wrote the last lines; 0 without any.
+def newest_term(path: Path) -> int:
+    """Return the term of the coordinator that wrote the last lines; 0 without any.
 
     Raises:
         StorageFailed: The journal cannot be read.
     """
     for record in _records_backwards(path):
-        epoch = record.get("epoch")
-        if isinstance(epoch, int):
-            return epoch
+        term = with_term(record).get("term")
+        if isinstance(term, int):
+            return term
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, Union
 from pydantic import Field, TypeAdapter
 
 from coordinator.disk.canonical_json import canonical_json, json_digest
+from coordinator.disk.older_names import with_term
 from coordinator.run.outputs.events import (
     Checkpointed,
     Committed,
@@ -58,7 +59,7 @@ class FileDigests(Record):
     serves = "that settings and admission of a resumed run are those that it began with"
 
     kind: Literal["files"] = "files"
-    epoch: Number
+    term: Number
     digests: dict[Name, tuple[Digest | None, ...]]
 
 
@@ -71,7 +72,7 @@ class Resumed(Record):
     older = ("state_digest",)
 
     kind: Literal["resumed"] = "resumed"
-    epoch: Number
+    term: Number
     step: Number
     optimizer_step: Number
     notes: tuple[Words, ...] = ()
@@ -84,7 +85,7 @@ class Fault(Record):
     serves = "robustness: faults, and the response to each"
 
     kind: Literal["fault"] = "fault"
-    epoch: Number
+    term: Number
     step: Number
     what: Name
     worker: Name | None = None
@@ -104,7 +105,7 @@ class CommandReceived(Record):
     serves = "human intervention: who asked for what, when"
 
     kind: Literal["command"] = "command"
-    epoch: Number
+    term: Number
     step: Number
     command: CommandName
     source: Words = ""
@@ -117,7 +118,7 @@ class Ended(Record):
     serves = "how the run ended, and the digest of what it made"
 
     kind: Literal["end"] = "end"
-    epoch: Number
+    term: Number
     step: Number
     outcome: Literal["finished", "drained", "failed"]
     reason: Words
@@ -144,7 +145,8 @@ def read_record(document: Any) -> Record:
     """
     if isinstance(document, dict):
         older = _OLDER.get(document.get("kind", ""), ())
-        document = {k: v for k, v in document.items() if k not in older or v is not None}
+        kept = {k: v for k, v in document.items() if k not in older or v is not None}
+        document = with_term(kept)
     return _READER.validate_json(canonical_json(document), strict=True)
 
 

@@ -1,6 +1,6 @@
 """The files of one run's directory.
 
-    lock, epoch.json          the coordinator that owns it (`directory_lock`)
+    lock, term.json          the coordinator that owns it (`directory_lock`)
     run.json                  the run's ID, its spec, and when it was accepted
     manifest.json             what the workers agreed on
     terms.json                what workers were admitted by (`AdmissionRecord`)
@@ -13,7 +13,7 @@
     adapter/ or model/        the trained tensors
     set-aside/                what a rollback removed from the run (`rollback`)
 
-The coordinator's own directory has lock and epoch too. If it executes one run alone, both
+The coordinator's own directory has lock and term too. If it executes one run alone, both
 directories are one.
 """
 

@@ -63,7 +63,7 @@ class GradientLog:
         directory: Of the segments; made if missing.
         run_id: The run's ID.
         manifest: Says which chunks a step has.
-        epoch: Of the coordinator, above that of all existing segments.
+        term: Of the coordinator, above that of all existing segments.
         next_step: Steps committed so far. Later steps in older segments are overridden.
         mode: See the module's docstring.
         redo: Commits of later steps that will be done again; they stay known.
@@ -81,7 +81,7 @@ class GradientLog:
         run_id: str,
         manifest: Manifest,
         *,
-        epoch: int,
+        term: int,
         next_step: int,
         mode: LogMode = "full",
         redo: Sequence[CommitRecord] = (),
@@ -91,7 +91,7 @@ class GradientLog:
         self.next_step = next_step
         self.index = index if index is not None else LogIndex()
         self._directory = directory
-        self._epoch = epoch
+        self._term = term
         self._mode = mode
         self._redo = tuple(redo)
         self._guard = guard
@@ -139,7 +139,7 @@ class GradientLog:
         assert (place.block, place.chunk) in self._chunks
         if place in self._pending:
             return
-        attempt = (place.epoch, place.attempt)
+        attempt = (place.term, place.attempt)
         if attempt != self._attempt:
             self._pending.clear()
             self._attempt = attempt
@@ -163,7 +163,7 @@ class GradientLog:
         commit = record.commit
         assert commit.step == self.next_step
         if commit.scalars is not None and self._mode == "full":
-            assert self._attempt == (commit.epoch, commit.attempt)
+            assert self._attempt == (commit.term, commit.attempt)
             appended = {(place.block, place.chunk) for place in self._pending}
             assert appended == self._chunks, "a step is committed only with all of its gradients"
         self._check_before_mending()
@@ -240,12 +240,12 @@ class GradientLog:
         header = SegmentHeader(
             run_id=self._run_id,
             manifest_digest=self._manifest_digest,
-            epoch=self._epoch,
+            term=self._term,
             base_step=self.next_step,
             mode=self._mode,
             redo=tuple(record for record in self._redo if record.commit.step >= self.next_step),
         )
-        path = self._directory / segment_name(self._epoch, self.next_step)
+        path = self._directory / segment_name(self._term, self.next_step)
         temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         buffers = record_buffers(RecordKind.HEADER, [memoryview(header.to_bytes())], 0)
         with storing("make", path):

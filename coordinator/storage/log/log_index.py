@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from coordinator.disk.durable_file import storing
+from coordinator.disk.older_names import OLDER_TERM
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.storage.log.log_records import (
     PLACE,
@@ -39,7 +40,7 @@ from protocol.spec.manifest import Block
 
 SEGMENT_SUFFIX: Final = ".log"
 
-_NAME: Final = re.compile(r"epoch-(\d{6,})-step-(\d{10,})\.log")
+_NAME: Final = re.compile(rf"(?:term|{OLDER_TERM})-(\d{{6,}})-step-(\d{{10,}})\.log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,7 @@ def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple
             if record is None:
                 raise damaged(logged.path, head.offset, "a chunk does not match its checksum")
             place, values = record
-            if (place.epoch, place.attempt) != (commit.epoch, commit.attempt):
+            if (place.term, place.attempt) != (commit.term, commit.attempt):
                 continue
             number, chunk = place.block, place.chunk
             if place.step != commit.step or (number, chunk) not in missing:
@@ -289,9 +290,9 @@ def _chunk_lengths(fd: int, logged: LoggedStep, blocks: tuple[Block, ...]) -> li
     return lengths
 
 
-def segment_name(epoch: int, base_step: int) -> str:
+def segment_name(term: int, base_step: int) -> str:
     """Return a segment's file name; names sort in the order of the segments."""
-    return f"epoch-{epoch:06d}-step-{base_step:010d}{SEGMENT_SUFFIX}"
+    return f"term-{term:06d}-step-{base_step:010d}{SEGMENT_SUFFIX}"
 
 
 def segment_files(directory: Path) -> list[Path]:
@@ -306,8 +307,8 @@ def segment_files(directory: Path) -> list[Path]:
     return sorted(names, key=_numbers)
 
 
-def segment_epoch(path: Path) -> int:
-    """Return the epoch in a segment's name, of the coordinator that made it."""
+def segment_term(path: Path) -> int:
+    """Return the term in a segment's name, of the coordinator that made it."""
     return _numbers(path)[0]
 
 

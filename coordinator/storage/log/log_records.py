@@ -6,7 +6,7 @@
               u64      XXH3 of the payload
               u32      low half of XXH3 of the 20 bytes before
     payload   HEADER   msgpack of `SegmentHeader`
-              CHUNK    u64 epoch, u64 step, u64 attempt, u32 block, u32 chunk, then float32 values
+              CHUNK    u64 term, u64 step, u64 attempt, u32 block, u32 chunk, then float32 values
               COMMIT   msgpack of `CommitRecord`
 
 Little-endian throughout. Both hashes are seeded with the record's offset in its file, so a record
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Annotated, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgpack
 import numpy as np
@@ -28,6 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
+from coordinator.disk.older_names import with_term
 from coordinator.run.outputs.restart import CommitRecord, Packed
 from protocol.base import limits
 from protocol.base.fields import Digest, Number, Small
@@ -68,7 +69,7 @@ class SegmentHeader(Packed):
     format: Annotated[int, Field(ge=1)] = FORMAT
     run_id: Small
     manifest_digest: Digest
-    epoch: Number
+    term: Number
     base_step: Number
     mode: Annotated[str, Field(pattern="^(full|checkpoint)$")]
     redo: tuple[CommitRecord, ...] = ()
@@ -77,7 +78,7 @@ class SegmentHeader(Packed):
 class ChunkId(NamedTuple):
     """Identifies the chunk of averaged gradients in a record."""
 
-    epoch: int
+    term: int
     step: int
     attempt: int
     block: int
@@ -86,7 +87,7 @@ class ChunkId(NamedTuple):
 
 def chunk_id(message: AveragedGradient) -> ChunkId:
     """Return the identity of a chunk that is broadcast."""
-    return ChunkId(message.epoch, message.step, message.attempt, message.block, message.chunk)
+    return ChunkId(message.term, message.step, message.attempt, message.block, message.chunk)
 
 
 class Head(NamedTuple):
@@ -175,7 +176,7 @@ def split_chunk(payload: bytes) -> tuple[ChunkId, Array] | None:
 
 def read_commit(payload: bytes) -> CommitRecord | None:
     """Decode a commit record; None if it is invalid."""
-    return _validated(CommitRecord, payload)
+    return _validated(CommitRecord, payload, _commit_with_term)
 
 
 def step_of_commit(payload: bytes) -> int | None:
@@ -189,7 +190,7 @@ def step_of_commit(payload: bytes) -> int | None:
 
 def read_header(payload: bytes) -> SegmentHeader | None:
     """Decode a segment's header; None if it is invalid."""
-    return _validated(SegmentHeader, payload)
+    return _validated(SegmentHeader, payload, _header_with_term)
 
 
 def steps_after(fd: int, offset: int, size: int) -> Iterator[int]:
@@ -219,11 +220,29 @@ def steps_after(fd: int, offset: int, size: int) -> Iterator[int]:
             yield record.commit.step
 
 
-def _validated(kind: type[T], payload: bytes) -> T | None:
+def _commit_with_term(fields: dict[str, Any]) -> dict[str, Any]:
+    return {**fields, "commit": with_term(fields["commit"])}
+
+
+def _header_with_term(fields: dict[str, Any]) -> dict[str, Any]:
+    redo = tuple(_commit_with_term(each) for each in fields.get("redo", ()))
+    return {**with_term(fields), "redo": redo}
+
+
+def _validated(
+    kind: type[T], payload: bytes, translate: Callable[[dict[str, Any]], dict[str, Any]]
+) -> T | None:
     try:
         fields = msgpack.unpackb(payload, raw=False, strict_map_key=True, use_list=False)
-        return kind.model_validate(fields, strict=True)
-    except (ValueError, TypeError, msgpack.UnpackException, ValidationError):
+        return kind.model_validate(translate(fields), strict=True)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        msgpack.UnpackException,
+        ValidationError,
+    ):
         return None
 
 

@@ -41,6 +41,7 @@ from coordinator.disk.durable_file import (
     storing,
     sync_directory,
 )
+from coordinator.disk.older_names import with_term
 from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
 from protocol.base.fields import Digest, Number, Small
@@ -70,7 +71,7 @@ class CheckpointInfo(BaseModel):
 
     format: Annotated[int, Field(ge=1, le=FORMAT)] = FORMAT
     run_id: Small
-    epoch: Number
+    term: Number
     step: Number
     optimizer_step: Number
     manifest_digest: Digest
@@ -122,7 +123,7 @@ def write_checkpoint(
     replica: Replica,
     *,
     run_id: str,
-    epoch: int,
+    term: int,
     losses: Sequence[float],
     state_read: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
@@ -133,7 +134,7 @@ def write_checkpoint(
         manifest: The run's manifest; decides the layout.
         replica: The state. It must not change until `state_read` is called, or this returns.
         run_id: The run's ID.
-        epoch: Of the coordinator.
+        term: Of the coordinator.
         losses: The mean loss of each step so far; not finite for a skipped one.
         state_read: Called once the state is written, and not yet durable.
 
@@ -148,7 +149,7 @@ def write_checkpoint(
     info = CheckpointInfo(
         format=FORMAT,
         run_id=run_id,
-        epoch=epoch,
+        term=term,
         step=replica.step,
         optimizer_step=replica.optimizer_step,
         manifest_digest=manifest.digest(),
@@ -214,7 +215,7 @@ def _read_sealed(file: Path, key: str, kind: type[Sealed], remedy: str) -> Seale
     try:
         with storing("read", file):
             document = read_json(file)
-        content = kind.model_validate_json(json.dumps(document[key]), strict=True)
+        content = kind.model_validate_json(json.dumps(with_term(document[key])), strict=True)
         whole = document["blake3"] == json_digest(document[key])
     except (ValueError, TypeError, KeyError):
         whole = False

@@ -90,11 +90,11 @@ def test_the_coordinator_is_told_that_this_device_cannot_and_why(toolbox, refuse
     session = WorkerSession()
     session.welcome(
         msg.Welcome(
-            worker="ann", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
+            worker="ann", term=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
         )
     )
     session.receive(
-        msg.StartRun(run_id="run", epoch=1, step=0, blobs=None),
+        msg.StartRun(run_id="run", term=1, step=0, blobs=None),
         np.frombuffer(SPEC.to_bytes(), np.uint8),
     )
     (sent,) = (each.message for each in session.result(event) if isinstance(each, Transmit))

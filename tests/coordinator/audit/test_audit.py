@@ -161,7 +161,7 @@ def test_a_run_with_crashes_is_sound(tmp_path, mode):
         run.step()
         if run.replica.step % 3 == 0:
             run.checkpoint()
-        if run.epoch < 4 and run.replica.step % 2 == 0:
+        if run.term < 4 and run.replica.step % 2 == 0:
             found = run.crash_and_resume()
             if mode == "checkpoint" and found.redo:
                 run.step()
@@ -205,7 +205,7 @@ def test_a_journal_with_its_end_cut_off_is_found(run):
 
 def test_a_journal_that_goes_on_after_its_end_is_found(run):
     journal = Journal(run / "journal.jsonl")
-    journal.append(Resumed(epoch=9, step=9, optimizer_step=9))
+    journal.append(Resumed(term=9, step=9, optimizer_step=9))
     journal.sync()
     assert "continues after" in str([f for f in bad(run) if f.check == "head"])
 
@@ -245,8 +245,8 @@ def test_a_changed_small_file_is_found(tmp_path, name):
     assert audit(tmp_path / "run").ok
 
 
-def test_an_epoch_below_what_is_known_is_found(run):
-    (run / "epoch.json").unlink()
+def test_a_term_below_what_is_known_is_found(run):
+    (run / "term.json").unlink()
     assert only_bad(run) == {"files"}
 
 
@@ -461,19 +461,19 @@ def test_coverage_is_what_a_naive_count_says(data):
     order = SampleOrder(spec.seed, samples, batch)
     entries: list[Record] = []
     taken: list[bool] = []
-    epoch = 1
+    term = 1
     for _ in range(data.draw(st.integers(0, 14))):
         step = len(taken)
         event = data.draw(st.sampled_from(["step", "step", "step", "skip", "resume", "retry"]))
         if event == "resume":
-            epoch += 1
+            term += 1
             back = data.draw(st.integers(0, step))
             del taken[back:]
-            entries.append(Resumed(epoch=epoch, step=back, optimizer_step=0))
+            entries.append(Resumed(term=term, step=back, optimizer_step=0))
             continue
         count = order.microbatch_count(step)
         plan = Planned(
-            epoch=epoch, step=step, attempt=0, view=1, microbatches=count,
+            term=term, step=step, attempt=0, view=1, microbatches=count,
             nodes={"a": (tuple(root(count)),)},
         )  # fmt: skip
         entries.append(plan)
@@ -481,7 +481,7 @@ def test_coverage_is_what_a_naive_count_says(data):
             continue
         entries.append(
             Committed(
-                epoch=epoch, step=step, attempt=0, optimizer_step=0, loss=0.0,
+                term=term, step=step, attempt=0, optimizer_step=0, loss=0.0,
                 skipped=event == "skip", averages_digest="0" * 64,
             )
         )  # fmt: skip

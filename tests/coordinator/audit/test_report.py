@@ -69,13 +69,13 @@ def eventful(path):
     run.step()
     run.view("lost", "a", worker="b")
     run.journal.append(
-        Fault(epoch=1, step=2, what="straggler", worker="a", reason=EVIL, response="subtrees moved")
+        Fault(term=1, step=2, what="straggler", worker="a", reason=EVIL, response="subtrees moved")
     )
     run.step()
     run.checkpoint()
     run.crash_and_resume()
-    run.journal.append(Halted(epoch=2, step=3, attempt=0, reason="NaN in block 'head'", worker="a"))
-    run.journal.append(CommandReceived(epoch=2, step=3, command="continue", source="control port"))
+    run.journal.append(Halted(term=2, step=3, attempt=0, reason="NaN in block 'head'", worker="a"))
+    run.journal.append(CommandReceived(term=2, step=3, command="continue", source="control port"))
     run.view("joined", "a", "b", worker="b")
     while run.replica.step < SPEC.steps:
         run.step()
@@ -87,7 +87,7 @@ def test_the_page_tells_the_story(tmp_path):
     page = Page(report(path, audit(path)))
     for part in (
         RUN_ID, "finished: all done", "straggler", "subtrees moved", "NaN in block 'head'",
-        "continue control port", "coordinator of epoch 2", "lost", "joined", "accuracy", "0.75",
+        "continue control port", "coordinator of term 2", "lost", "joined", "accuracy", "0.75",
         "a" * 64, "b" * 64, "optimizer.lr", "samestep", "Sound.", "covered exactly once",
     ):  # fmt: skip
         assert part in page.text, part
@@ -113,7 +113,7 @@ def test_a_confusion_is_a_grid(tmp_path):
     counts = {("ham", "ham"): 90.0, ("ham", EVIL): 10.0, (EVIL, "ham"): 3.0, (EVIL, EVIL): 7.0}
     figures = {f"confusion[{true}][{said}]": count for (true, said), count in counts.items()}
     metrics = {"accuracy": 97 / 110, **figures}
-    run.journal.append(Evaluated(epoch=1, step=1, metrics=metrics))
+    run.journal.append(Evaluated(term=1, step=1, metrics=metrics))
     run.journal.sync()
     text = report(tmp_path / "run")
     page = Page(text)
@@ -147,7 +147,7 @@ def test_a_bad_line_is_told_and_what_comes_before_it_shown(tmp_path):
     path = written_run(tmp_path / "run")
     content = (path / "journal.jsonl").read_bytes()
     lines = content.splitlines(keepends=True)
-    lines[9] = lines[9].replace(b'"epoch":1', b'"epoch":2')
+    lines[9] = lines[9].replace(b'"term":1', b'"term":2')
     (path / "journal.jsonl").write_bytes(b"".join(lines))
     page = Page(report(path, audit(path)))
     assert "line 10 of the journal is bad" in page.text
@@ -223,9 +223,9 @@ def test_figures_of_steps_that_were_taken_back_are_not_shown(tmp_path):
     run = WrittenRun(tmp_path / "run")
     run.step()
     for step, accuracy in ((1, 0.25), (5, 0.625)):
-        run.journal.append(Evaluated(epoch=1, step=step, metrics={"accuracy": accuracy}))
-    run.journal.append(Resumed(epoch=2, step=1, optimizer_step=1))
-    run.journal.append(Evaluated(epoch=2, step=2, metrics={"accuracy": 0.875}))
+        run.journal.append(Evaluated(term=1, step=step, metrics={"accuracy": accuracy}))
+    run.journal.append(Resumed(term=2, step=1, optimizer_step=1))
+    run.journal.append(Evaluated(term=2, step=2, metrics={"accuracy": 0.875}))
     run.journal.sync()
     text = Page(report(tmp_path / "run")).text
     assert "0.25" in text

@@ -63,7 +63,7 @@ def test_a_file_is_synced_before_it_has_its_name_and_its_directory_after(tmp_pat
 
 
 def test_all_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, order):
-    write_checkpoint(tmp_path / "c", MANIFEST, state_zero(), run_id=RUN_ID, epoch=1, losses=[])
+    write_checkpoint(tmp_path / "c", MANIFEST, state_zero(), run_id=RUN_ID, term=1, losses=[])
     assert [name for name in order if ".part" not in name] == []
 
 

@@ -229,11 +229,11 @@ async def test_who_was_let_go_left_for_that(tmp_path):
 
 
 @on_uvloop
-async def test_a_welcome_says_the_epoch_and_the_rhythm(tmp_path):
-    for epoch in (1, 2):
+async def test_a_welcome_says_the_term_and_the_rhythm(tmp_path):
+    for term in (1, 2):
         async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
             welcome = await worker.join()
-            assert welcome.epoch == epoch
+            assert welcome.term == term
             assert welcome.heartbeat_interval_ms == limits.HEARTBEAT_INTERVAL_MS
             assert welcome.liveness_timeout_ms == limits.LIVENESS_TIMEOUT_MS
 

@@ -51,11 +51,11 @@ def progress(journal=None, *, once=False):
     return ProgressConsole(service(once=once), Console(file=screen), journal), screen
 
 
-HALTED = Halted(epoch=1, step=3, attempt=0, reason="a NaN", worker="ann", block="layer")
+HALTED = Halted(term=1, step=3, attempt=0, reason="a NaN", worker="ann", block="layer")
 
 
 def committed(step):
-    commit = Commit(epoch=1, step=step, attempt=0, scalars=None, loss=1.0, averages_digest="0" * 64)
+    commit = Commit(term=1, step=step, attempt=0, scalars=None, loss=1.0, averages_digest="0" * 64)
     return Committed.of(CommitRecord(commit=commit, optimizer_step=step))
 
 

@@ -120,7 +120,7 @@ def test_while_the_replica_alone_is_late_it_is_named():
 def storage(run):
     """Never used: nothing is asked of its disk."""
     return RunStorage(
-        RunDirectory(Path()), run.run_id, run.spec, epoch=1, guard=lambda: None, failed=print
+        RunDirectory(Path()), run.run_id, run.spec, term=1, guard=lambda: None, failed=print
     )
 
 

@@ -12,7 +12,7 @@ MEAN = Metric(name="mean", numerator={"sum": 1.0}, denominator={"count": 1.0})
 
 def answer(part, step=3, value=None):
     sums = {"sum": 0.1 * (part + 1) ** 3 if value is None else value, "count": 1.0}
-    return EvalResult(epoch=1, step=step, part=part, sums=sums)
+    return EvalResult(term=1, step=step, part=part, sums=sums)
 
 
 def expected(parts):
@@ -62,7 +62,7 @@ def test_parts_are_divided_once_among_all():
 
 def test_plans_carry_step_and_range():
     (action,) = Evaluation(3, 2).plan(9, ["a"])
-    assert action.message == EvalPlan(epoch=9, step=3, lo=0, hi=2)  # type: ignore[union-attr]
+    assert action.message == EvalPlan(term=9, step=3, lo=0, hi=2)  # type: ignore[union-attr]
 
 
 def test_without_workers_nothing_is_planned():

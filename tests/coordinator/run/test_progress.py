@@ -43,12 +43,12 @@ def started(*names, samples=4):
 
 
 def payload(lo, hi, **where):
-    place = {"epoch": 5, "step": 0, "attempt": 0, **where}
+    place = {"term": 5, "step": 0, "attempt": 0, **where}
     return NonBlockGradientPayload(**place, block=0, chunk=0, lo=lo, hi=hi, weight=hi - lo)
 
 
 def loss(lo, hi, **where):
-    place = {"epoch": 5, "step": 0, "attempt": 0, **where}
+    place = {"term": 5, "step": 0, "attempt": 0, **where}
     return SubtreeLoss(
         **place, lo=lo, hi=hi, loss_sum=1.0, weight=hi - lo, sums=b"", elapsed_ms=6.0 * (hi - lo)
     )
@@ -136,7 +136,7 @@ def test_older_attempts_are_late_and_newer_ones_out_of_place():
     progress.attempt = 1
     progress.begin()
     assert not progress.present(payload(0, 4))
-    for where in ({"attempt": 2}, {"step": 1}, {"epoch": 4, "attempt": 1}, {"epoch": 6}):
+    for where in ({"attempt": 2}, {"step": 1}, {"term": 4, "attempt": 1}, {"term": 6}):
         with pytest.raises(OutOfOrder, match="expected"):
             progress.present(payload(0, 4, **where))
     progress.round = None
@@ -185,9 +185,9 @@ def test_a_skipped_step_updates_nothing():
 
 def test_an_answer_to_a_step_that_was_never_committed_is_out_of_place():
     progress, _ = started("ann")
-    for epoch, step in ((5, 1), (4, 0)):
-        with pytest.raises(OutOfOrder, match="expected epoch 5 and at most 0 steps"):
-            progress.applied("ann", StepApplied(epoch=epoch, step=step, state_digest="0" * 64))
+    for term, step in ((5, 1), (4, 0)):
+        with pytest.raises(OutOfOrder, match="expected term 5 and at most 0 steps"):
+            progress.applied("ann", StepApplied(term=term, step=step, state_digest="0" * 64))
 
 
 def test_a_draining_worker_goes_when_its_subtrees_are_there():

@@ -108,7 +108,7 @@ def test_a_group_that_matches_no_tensor_ends_the_run_before_it_starts():
 
 def test_an_invitation_carries_the_run_spec():
     (action,) = Run("run", SPEC, 4, 1).step(WorkerAvailable("ann"))
-    message = StartRun(run_id="run", epoch=4, step=0, blobs=None)
+    message = StartRun(run_id="run", term=4, step=0, blobs=None)
     assert action == Send("ann", message, SPEC.to_bytes())
 
 

@@ -48,9 +48,9 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 OF_THE_END = (
     "result.json", "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
 )  # fmt: skip
-OF_ANY_RUN = ("journal.jsonl", f"log/epoch-000001-step-{SAVED:010}.log")
+OF_ANY_RUN = ("journal.jsonl", f"log/term-000001-step-{SAVED:010}.log")
 FILES = (
-    "lock", "epoch.json", "run.json", "manifest.json", "terms.json", "files.json",
+    "lock", "term.json", "run.json", "manifest.json", "terms.json", "files.json",
     *OF_ANY_RUN,
     *(f"checkpoints/step-{SAVED:010}/{name}" for name in (
         "checkpoint.json", "metrics.json", "optimizer.safetensors",
@@ -66,7 +66,7 @@ OF_NO_MATTER = {
     # Figures come after a checkpoint, if they come.
     (f"checkpoints/step-{SAVED:010}/metrics.json", "missing"),
     # What a crash may leave of the newest step.
-    (f"log/epoch-000001-step-{SAVED:010}.log", "truncated"),
+    (f"log/term-000001-step-{SAVED:010}.log", "truncated"),
     ("journal.jsonl", "truncated"),
 }
 NOBODY = 65534
@@ -98,7 +98,7 @@ def made(path: Path, seed: int, *, ended: bool) -> Path:
             if run.replica.step == SAVED:
                 run.checkpoint()
                 state, figures = run.replica.state_digest(), {"accuracy": 0.5}
-                told = Evaluated(epoch=1, step=SAVED, metrics=figures, state_digest=state)
+                told = Evaluated(term=1, step=SAVED, metrics=figures, state_digest=state)
                 run.journal.append(told)
                 write_metrics(run.directory.checkpoints, SAVED, state, figures)
         if ended:

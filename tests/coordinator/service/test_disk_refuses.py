@@ -262,15 +262,15 @@ async def test_an_export_that_is_not_permitted_waits_for_the_operator(tmp_path, 
 
 
 async def test_a_coordinator_that_has_lost_its_directory_ends_and_commits_nothing_more(tmp_path):
-    """Another one has raised the epoch: what the old one commits counts for nobody."""
+    """Another one has raised the term: what the old one commits counts for nobody."""
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(LONG)
         live.worker("w0")
         await live.wait_for("committed", step=1)
-        (directory_of(live, run_id) / "epoch.json").write_text('{"epoch": 99}')
+        (directory_of(live, run_id) / "term.json").write_text('{"term": 99}')
         ended = await live.wait_for("run_ended")
         assert ended["outcome"] == "failed"
-        assert "has another coordinator now, of epoch 99" in ended["reason"]
+        assert "has another coordinator now, of term 99" in ended["reason"]
         # Its workers are not sent home when it ends: the other one will want them.
         assert live.service.finished is not None
         assert live.service.finished.superseded

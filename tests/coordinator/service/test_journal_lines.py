@@ -94,7 +94,7 @@ def test_a_worker_that_is_refused_is_a_fault():
 @pytest.mark.parametrize(
     ("event", "kind"),
     [
-        (Evaluated(epoch=1, step=2, metrics={"mean": 0.5}), Evaluated),
+        (Evaluated(term=1, step=2, metrics={"mean": 0.5}), Evaluated),
         (events.EvaluationMissed(2, "worker 'eva' left"), Fault),
         (events.StepRestarted(1, 0, 1), Fault),
         (events.RedoneOtherwise(1, "a", "b"), Fault),

@@ -136,7 +136,7 @@ async def test_a_crash_on_the_way_back_leaves_a_run_that_goes_on(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(rollback, "_move", killed)
         with pytest.raises(KilledError):
-            roll_back(directory, 10, lock.epoch)
+            roll_back(directory, 10, lock.term)
     lock.release()
     if moves:
         result = await gone_on(directory.path)
@@ -150,7 +150,7 @@ def test_a_segment_that_goes_on_after_the_checkpoint_is_cut_and_kept_whole_aside
     for _ in range(3):
         run.step()
     write_checkpoint(
-        run.directory.checkpoints, MANIFEST, run.replica, run_id=RUN_ID, epoch=1, losses=run.losses
+        run.directory.checkpoints, MANIFEST, run.replica, run_id=RUN_ID, term=1, losses=run.losses
     )
     kept = run.replica.state_digest()
     for _ in range(2):
@@ -159,13 +159,13 @@ def test_a_segment_that_goes_on_after_the_checkpoint_is_cut_and_kept_whole_aside
     [segment] = segment_files(run.directory.log)
     whole = segment.read_bytes()
     roll_back(run.directory, 3, 2)
-    assert (run.directory.set_aside / "epoch-000002" / "log" / segment.name).read_bytes() == whole
+    assert (run.directory.set_aside / "term-000002" / "log" / segment.name).read_bytes() == whole
     found = recover(run.directory)
     assert found is not None
     assert (found.step, found.index.last, found.notes) == (3, 2, ())
     assert found.replica().state_digest() == kept
     # The rest of it would count again if only the newer segment were set aside.
-    run.epoch, run.replica = 2, found.replica()
+    run.term, run.replica = 2, found.replica()
     run.log = run.open_log()
     run.step()
     run.log.close()

@@ -153,7 +153,7 @@ def first_leaf(plan: StepPlan) -> dict[str, int]:
 def loss(plan: StepPlan, **changes: Any) -> SubtreeLoss:
     lo, hi = plan.subtrees[0]
     fields = {
-        "epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt, "lo": lo, "hi": hi,
+        "term": plan.term, "step": plan.step, "attempt": plan.attempt, "lo": lo, "hi": hi,
         "loss_sum": 1.0, "weight": 4.0, "elapsed_ms": 1.0, "sums": b"",
     }  # fmt: skip
     return SubtreeLoss(**{**fields, **changes})
@@ -167,10 +167,10 @@ def with_field(message: Message, body: Any, **changes: Any) -> bytes:
 
 
 BREACHES: dict[str, tuple[Any, str]] = {
-    "a later epoch": (lambda p: (payload(p, epoch=p.epoch + 1), zeros()), "expected (epoch"),
-    "an older epoch": (lambda p: (payload(p, epoch=p.epoch - 1), zeros()), "expected (epoch"),
-    "a future step": (lambda p: (payload(p, step=p.step + 1), zeros()), "expected (epoch"),
-    "a future attempt": (lambda p: (payload(p, attempt=1), zeros()), "expected (epoch"),
+    "a later term": (lambda p: (payload(p, term=p.term + 1), zeros()), "expected (term"),
+    "an older term": (lambda p: (payload(p, term=p.term - 1), zeros()), "expected (term"),
+    "a future step": (lambda p: (payload(p, step=p.step + 1), zeros()), "expected (term"),
+    "a future attempt": (lambda p: (payload(p, attempt=1), zeros()), "expected (term"),
     "another's subtree": (
         lambda p: (payload(p, **subtree_of_another(p)), zeros()),
         "was not given to worker 'hostile'",
@@ -207,14 +207,14 @@ BREACHES: dict[str, tuple[Any, str]] = {
         lambda p: (loss(p, **subtree_of_another(p)), None),
         "was not given to worker 'hostile'",
     ),
-    "a loss of a future step": (lambda p: (loss(p, step=9), None), "expected (epoch"),
+    "a loss of a future step": (lambda p: (loss(p, step=9), None), "expected (term"),
     "an answer to a step to come": (
-        lambda p: (StepApplied(epoch=p.epoch, step=7, state_digest=DIGEST), None),
+        lambda p: (StepApplied(term=p.term, step=7, state_digest=DIGEST), None),
         "at most 0",
     ),
-    "an answer in another epoch": (
-        lambda p: (StepApplied(epoch=p.epoch + 1, step=0, state_digest=DIGEST), None),
-        "epoch",
+    "an answer in another term": (
+        lambda p: (StepApplied(term=p.term + 1, step=0, state_digest=DIGEST), None),
+        "term",
     ),
     "a second Hello": (lambda _: (EXAMPLES[messages.Hello], None), "Hello is not expected"),
     "a coordinator's word": (lambda p: (p, None), "StepPlan is not expected"),
@@ -416,7 +416,7 @@ async def test_an_answer_that_nobody_waits_for(tmp_path, reference):
         run_id = await with_one_good_worker(live)
         async with HostileWorker(live.port) as hostile:
             await hostile.join()
-            hostile.send(StepApplied(epoch=hostile.epoch, step=0, state_digest=DIGEST))
+            hostile.send(StepApplied(term=hostile.term, step=0, state_digest=DIGEST))
         live.worker("w1")
         assert alike(await live.result(run_id), reference)
         assert not live.every("halted")
@@ -433,7 +433,7 @@ OF_ANOTHER_RUN = {
         messages.BlobRequest(run_id="another", digest=DIGEST, offset=0),
         None,
     ),
-    "StepApplied": lambda h: (StepApplied(epoch=h.epoch, step=0, state_digest=DIGEST), None),
+    "StepApplied": lambda h: (StepApplied(term=h.term, step=0, state_digest=DIGEST), None),
 }
 
 
@@ -502,11 +502,11 @@ def test_real_daemons_go_on(tmp_path, reference):
                 hostile.send(payload(plan, step=plan.step + 1), zeros())
                 goodbye = await hostile.farewell()
                 assert goodbye is not None
-                assert "expected (epoch, step, attempt)" in goodbye.reason
+                assert "expected (term, step, attempt)" in goodbye.reason
 
         uvloop.run(disturb())
         result = cluster.result()
         lost = cluster.wait_for("worker_lost", worker="hostile")
-        assert "expected (epoch" in lost["reason"]
+        assert "expected (term" in lost["reason"]
     assert alike(result, reference)
     assert Path(tmp_path / "out" / "result.json").exists()

@@ -9,10 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.audit.audit import audit
+from coordinator.audit.report import report
 from coordinator.cli import app
+from coordinator.disk.directory_lock import stored_term
 from coordinator.service.run_instance import unfinished_runs
 from coordinator.service.service import Service, Settings
 from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.log.log_index import segment_files, segment_term
 from coordinator.storage.states import checkpoint
 from coordinator.storage.states.checkpoint import checkpoint_path, checkpoint_steps
 from protocol.base.errors import ExitCode, Mismatch, StorageDamaged, UsageError
@@ -223,10 +226,10 @@ async def test_a_result_that_is_none_is_no_finished_run(tmp_path):
             live.service.resume(tmp_path / run_id)
 
 
-async def test_without_its_epoch_a_run_loses_no_step(tmp_path):
+async def test_without_its_term_a_run_loses_no_step(tmp_path):
     reference = await undisturbed(tmp_path / "alone", SPEC)
     (run_id,) = await interrupted(tmp_path / "runs", SPEC)
-    for path in (tmp_path / "runs").rglob("epoch.json"):
+    for path in (tmp_path / "runs").rglob("term.json"):
         path.unlink()
     async with live_service(tmp_path / "runs", 1) as live:
         live.service.resume(tmp_path / "runs" / run_id)
@@ -238,12 +241,14 @@ async def test_without_its_epoch_a_run_loses_no_step(tmp_path):
 
 
 async def test_a_run_of_an_older_release_goes_on_with_the_same_bits(tmp_path):
-    """Interrupted after step 14 by a release whose journal told no digests of its files."""
+    """Interrupted after step 14, when terms were called epochs and files had no digests."""
     reference = await undisturbed(tmp_path / "alone", SPEC)
     [kept] = (ROOT / "tests" / "older_release").iterdir()
     run = shutil.copytree(kept, tmp_path / "runs" / kept.name)
     before = audit(run)
     assert before.ok, before.lines()
+    assert "epoch.json has term 1" in "\n".join(before.lines())
+    assert "0.56332" in report(run)
     async with live_service(tmp_path / "runs", 1) as live:
         live.service.resume(run)
         live.worker("w0")
@@ -252,6 +257,10 @@ async def test_a_run_of_an_older_release_goes_on_with_the_same_bits(tmp_path):
     assert result["losses"] == reference["losses"]
     after = audit(run)
     assert after.ok, after.lines()
+    assert "coordinator of term 2" in report(run)
+    assert stored_term(run) == 2
+    assert not (run / "epoch.json").exists()
+    assert [segment_term(each) for each in segment_files(run / "log")] == [2]
 
 
 async def test_a_later_checkpoint_that_could_not_be_used_is_left_behind(tmp_path):

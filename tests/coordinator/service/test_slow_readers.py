@@ -50,7 +50,7 @@ def deliver(hostile: HostileWorker, plan: StepPlan) -> None:
     tensor = TensorSpec(name="w", shape=(BLOCK_BYTES // 4,))
     block = Block(name="b", kind="block", tensors=(tensor,))
     values = np.zeros(block.elements, np.float32)
-    place = {"epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt}
+    place = {"term": plan.term, "step": plan.step, "attempt": plan.attempt}
     for lo, hi in plan.subtrees:
         subtree = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}
         for number, chunk in itertools.product(reversed(range(BLOCKS)), range(block.chunks)):
@@ -67,7 +67,7 @@ async def answer_rightly(live: LiveService, hostile: HostileWorker) -> None:
         while current.applied is None or current.applied.step < 1:  # noqa: ASYNC110 -- untold
             await asyncio.sleep(0.001)
     digest = current.applied.state_digest
-    hostile.send(StepApplied(epoch=hostile.epoch, step=1, state_digest=digest))
+    hostile.send(StepApplied(term=hostile.term, step=1, state_digest=digest))
 
 
 async def beat(hostile: HostileWorker) -> None:

@@ -20,7 +20,7 @@ async def test_a_payload_in_the_earlier_run_s_precision_is_passed_over(tmp_path)
         assert run is not None
         connection = session.channel.connection
         earlier = BlockGradientPayload(
-            epoch=run.run.epoch, step=0, attempt=0, block=0, chunk=0, lo=0, hi=1, weight=1.0
+            term=run.run.term, step=0, attempt=0, block=0, chunk=0, lo=0, hi=1, weight=1.0
         )
         blocks, connection.blocks = connection.blocks, None  # as before it was ready for this run
         run.receive(session, Received(earlier, np.zeros(10, np.uint8)))  # no float32 values

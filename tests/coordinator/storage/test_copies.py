@@ -79,7 +79,7 @@ def steps_of(run: WrittenRun, count: int, copies: Path | None = None) -> None:
 
 
 def from_step(run: WrittenRun, step: int) -> None:
-    roll_back(run.directory, step, run.epoch + 1)
+    roll_back(run.directory, step, run.term + 1)
     run.crash_and_resume()
     run.journal.sync()
 
@@ -120,7 +120,7 @@ def test_a_restart_that_goes_back_takes_the_copies_along(tmp_path):
     restored(run, copies, tmp_path / "again")
 
 
-def test_the_newer_epoch_is_newer_also_beside_copies_of_more_steps(tmp_path):
+def test_the_newer_term_is_newer_also_beside_copies_of_more_steps(tmp_path):
     before, copies = tmp_path / "before", tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
     steps_of(run, 3)

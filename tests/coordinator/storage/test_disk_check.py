@@ -38,13 +38,11 @@ def test_what_is_needed_follows_from_the_spec():
 
 
 def test_no_less_is_needed_than_what_is_written(tmp_path):
-    log = GradientLog(tmp_path / "log", RUN_ID, MANIFEST, epoch=1, next_step=0)
+    log = GradientLog(tmp_path / "log", RUN_ID, MANIFEST, term=1, next_step=0)
     for step in range(4):
         log_step(log, step)
     assert log.segment.stat().st_size > 4 * DiskBudget.of(spec_of(), MANIFEST).step_bytes
-    made = write_checkpoint(
-        tmp_path, MANIFEST, state_zero(), run_id=RUN_ID, epoch=1, losses=[]
-    ).path
+    made = write_checkpoint(tmp_path, MANIFEST, state_zero(), run_id=RUN_ID, term=1, losses=[]).path
     written = sum(file.stat().st_size for file in made.rglob("*.safetensors"))
     assert written > DiskBudget.of(spec_of(), MANIFEST).state_bytes
 

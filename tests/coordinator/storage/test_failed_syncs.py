@@ -48,8 +48,8 @@ def disk(tmp_path):
         yield made
 
 
-def opened(directory, *, epoch=1, next_step=0, **how):
-    return GradientLog(directory, RUN_ID, MANIFEST, epoch=epoch, next_step=next_step, **how)
+def opened(directory, *, term=1, next_step=0, **how):
+    return GradientLog(directory, RUN_ID, MANIFEST, term=term, next_step=next_step, **how)
 
 
 def refused(disk, where, work):
@@ -74,7 +74,7 @@ def test_a_commit_that_a_restart_finds_outlasts_it(disk, tmp_path, earlier):
     log.close()
     found = scan_log(directory, RUN_ID, MANIFEST, repair=True)
     assert found.index.last == earlier
-    opened(directory, epoch=2, next_step=earlier + 1, index=found.index).close()
+    opened(directory, term=2, next_step=earlier + 1, index=found.index).close()
     disk.lose_power(Worst())
     assert kept_steps(directory) == list(range(earlier + 1))
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_a_restart_finds_outlasts_it(disk, tmp_path):
     apply_logged_step(replica, record_of(0, 1), averages(0))
 
     def write():
-        return write_checkpoint(root, MANIFEST, replica, run_id=RUN_ID, epoch=1, losses=[1.0])
+        return write_checkpoint(root, MANIFEST, replica, run_id=RUN_ID, term=1, losses=[1.0])
 
     refused(disk, "*/checkpoints", write)
     made = write()

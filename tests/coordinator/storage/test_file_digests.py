@@ -1,10 +1,11 @@
-"""A file that a restart reads and that was changed is refused by name; an epoch is never reused."""
+"""A file that a restart reads and that was changed is refused by name; a term is never reused."""
 
 import json
 
 import pytest
 
-from coordinator.disk.directory_lock import EPOCH_FILE, stored_epoch
+from coordinator.disk.directory_lock import TERM_FILE, stored_term
+from coordinator.disk.older_names import OLDER_TERM_FILE
 from coordinator.run.outputs.restart import AdmissionRecord
 from coordinator.storage.directory.journal import Journal
 from coordinator.storage.directory.journal_records import FileDigests
@@ -95,12 +96,12 @@ def test_a_run_without_its_first_file_is_no_new_run(run):
 
 
 async def test_terms_are_told_before_they_are_written_and_a_crash_may_leave_either(run):
-    storage = RunStorage(run, RUN_ID, SPEC, epoch=2, guard=lambda: None, failed=print)
+    storage = RunStorage(run, RUN_ID, SPEC, term=2, guard=lambda: None, failed=print)
     storage.begin_journal(list)
     storage.begin_log(MANIFEST, 2)
     before = run.admission_file.read_bytes()
     storage.save_admission_record(TERMS.model_copy(update={"mixed": True}))
-    await storage.commit(record_of(2, 2, skip=True, epoch=2))
+    await storage.commit(record_of(2, 2, skip=True, term=2))
     await storage.close()
     check_files(run)
     run.admission_file.write_bytes(before)
@@ -115,32 +116,42 @@ def test_only_those_that_are_there_are_told(tmp_path):
     assert sorted(present_digests(run.directory)) == ["manifest.json", "run.json"]
 
 
-# The epoch.
+# The term.
 
 
-@pytest.mark.parametrize("content", [None, '{"epoch": 1}'])
-def test_an_epoch_is_above_all_that_journal_and_log_tell_of(run, content):
+@pytest.mark.parametrize("content", [None, '{"term": 1}'])
+def test_a_term_is_above_all_that_journal_and_log_tell_of(run, content):
     lock_directory(run.path).release()
-    run.path.joinpath(EPOCH_FILE).unlink()
+    run.path.joinpath(TERM_FILE).unlink()
     if content is not None:
-        run.path.joinpath(EPOCH_FILE).write_text(content)
+        run.path.joinpath(TERM_FILE).write_text(content)
     journal = Journal(run.journal)
-    journal.append(FileDigests(epoch=7, digests={}))
+    journal.append(FileDigests(term=7, digests={}))
     journal.sync()
     lock = lock_directory(run.path)
-    assert lock.epoch == 8
-    assert stored_epoch(run.path) == 8
+    assert lock.term == 8
+    assert stored_term(run.path) == 8
     lock.check()
     lock.release()
-    (run.log / "epoch-000011-step-0000000002.log").touch()
+    (run.log / "term-000011-step-0000000002.log").touch()
     lock = lock_directory(run.path)
-    assert lock.epoch == 12
+    assert lock.term == 12
     lock.release()
 
 
-def test_an_epoch_that_is_none_is_refused_with_what_to_do(run):
-    run.path.joinpath(EPOCH_FILE).write_text('{"epoch": 1')
-    with pytest.raises(StorageDamaged, match=r"epoch\.json.* remove it"):
+def test_the_term_of_an_older_release_counts_and_ends_its_coordinator(tmp_path):
+    (tmp_path / OLDER_TERM_FILE).write_text('{"epoch": 6}')
+    assert stored_term(tmp_path) == 6
+    lock = lock_directory(tmp_path)
+    assert (lock.term, stored_term(tmp_path)) == (7, 7)
+    assert not (tmp_path / OLDER_TERM_FILE).exists()
+    lock.check()
+    lock.release()
+
+
+def test_a_term_that_is_none_is_refused_with_what_to_do(run):
+    run.path.joinpath(TERM_FILE).write_text('{"term": 1')
+    with pytest.raises(StorageDamaged, match=r"term\.json.* remove it"):
         lock_directory(run.path)
-    run.path.joinpath(EPOCH_FILE).unlink()
+    run.path.joinpath(TERM_FILE).unlink()
     lock_directory(run.path).release()

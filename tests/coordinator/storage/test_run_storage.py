@@ -30,7 +30,7 @@ def directory(tmp_path):
 def begin(directory, spec=SPEC):
     failures: list[Exception] = []
     storage = RunStorage(
-        directory, RUN_ID, spec, epoch=1, guard=lambda: None, failed=failures.append
+        directory, RUN_ID, spec, term=1, guard=lambda: None, failed=failures.append
     )
     storage.begin_log(MANIFEST, 0)
     return storage, failures
@@ -42,7 +42,7 @@ async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the
     """Else a restart from the checkpoint would not know what the journal lacks."""
     storage, failures = begin(directory)
     monkeypatch.setattr(storage, "_unsynced", True)  # its turn has not come yet
-    storage.record([CommandReceived(epoch=1, step=0, command="halt")])
+    storage.record([CommandReceived(term=1, step=0, command="halt")])
     seen: list[Record] = []
 
     def spied(*given, **named):
@@ -52,7 +52,7 @@ async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the
     monkeypatch.setattr(run_storage, "write_checkpoint", spied)
     await storage.save(state_zero(), ())
     await storage.close()
-    assert seen == [CommandReceived(epoch=1, step=0, command="halt")]
+    assert seen == [CommandReceived(term=1, step=0, command="halt")]
     assert failures == []
     assert Journal(directory.journal).lines == 1
 
@@ -97,7 +97,7 @@ async def test_terms_that_the_disk_refused_are_written_before_the_next_commit(
 ):
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
-    storage = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
+    storage = RunStorage(directory, RUN_ID, SPEC, term=1, guard=lambda: None, failed=print)
     storage.begin_log(MANIFEST, 0)
     terms = AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
     storage.save_admission_record(terms)
@@ -117,7 +117,7 @@ async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
 
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
-    held = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
+    held = RunStorage(directory, RUN_ID, SPEC, term=1, guard=lambda: None, failed=print)
     held.begin_log(MANIFEST, 0)
     await held.commit(record_of(0, 0, skip=True))
     held._guard = lost
@@ -130,7 +130,7 @@ async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
 
 async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeypatch):
     storage, failures = begin(directory)
-    first, later = (CommandReceived(epoch=1, step=0, command=word) for word in ("halt", "drain"))
+    first, later = (CommandReceived(term=1, step=0, command=word) for word in ("halt", "drain"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", _refuses)
         storage.begin_journal(lambda: [first])
@@ -138,7 +138,7 @@ async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeyp
         await storage._do("journal", lambda: None)
     assert [type(failure) for failure in failures] == [StorageFailed] * len(failures)
     assert failures
-    end = CommandReceived(epoch=1, step=0, command="continue")
+    end = CommandReceived(term=1, step=0, command="continue")
     await storage.end_journal(end)
     storage.record([later])  # after the last line there is none
     await storage.close()
@@ -149,7 +149,7 @@ async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeyp
 async def test_figures_are_kept_with_a_checkpoint_that_comes_after_them(directory):
     storage, _ = begin(directory)
     storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})
-    storage.record([CommandReceived(epoch=1, step=0, command="checkpoint")])
+    storage.record([CommandReceived(term=1, step=0, command="checkpoint")])
     await storage.save(state_zero(), ())
     await storage.close()
     kept = read_metrics(directory.checkpoints, 0)

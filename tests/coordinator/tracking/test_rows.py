@@ -14,17 +14,17 @@ NOTHING = "0" * 64
 
 def commit(step: int, loss: float | None) -> Record:
     return Committed(
-        epoch=1, step=step, attempt=0, optimizer_step=step, loss=loss, skipped=loss is None,
+        term=1, step=step, attempt=0, optimizer_step=step, loss=loss, skipped=loss is None,
         averages_digest=NOTHING,
     )  # fmt: skip
 
 
 def measured(step: int, value: float) -> Record:
-    return Evaluated(epoch=1, step=step, metrics={"accuracy": value, "f1": float("nan")})
+    return Evaluated(term=1, step=step, metrics={"accuracy": value, "f1": float("nan")})
 
 
 def ended(step: int, outcome: str) -> Record:
-    return Ended(epoch=1, step=step, outcome=outcome, reason="")
+    return Ended(term=1, step=step, outcome=outcome, reason="")
 
 
 class Written:
@@ -63,7 +63,7 @@ def test_steps_that_are_done_again_are_told_once(tmp_path):
     written = Written(tmp_path)
     before = written.read(commit(0, 3.0), commit(1, 2.0), commit(2, 1.0))
     assert [step for step, _ in before] == [1, 2]
-    resumed = Resumed(epoch=2, step=1, optimizer_step=1)
+    resumed = Resumed(term=2, step=1, optimizer_step=1)
     after = written.read(resumed, commit(1, 2.0), commit(2, 1.0), ended(3, "finished"))
     assert after == [(3, {"loss": 1.0})]
     again = Rows(tmp_path / "journal.jsonl")

@@ -42,7 +42,7 @@ def run_in(directory: Path, steps: int, *, ends: bool = False) -> Path:
     for step in range(journal.lines, steps):
         journal.append(
             Committed(
-                epoch=1,
+                term=1,
                 step=step,
                 attempt=0,
                 optimizer_step=step,
@@ -52,7 +52,7 @@ def run_in(directory: Path, steps: int, *, ends: bool = False) -> Path:
             )
         )
     if ends:
-        journal.append(Ended(epoch=1, step=steps, outcome="finished", reason=""))
+        journal.append(Ended(term=1, step=steps, outcome="finished", reason=""))
     journal.sync()
     journal.close()
     return directory

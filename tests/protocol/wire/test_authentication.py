@@ -38,8 +38,8 @@ def test_each_side_accepts_the_other():
 
 def test_a_proof_has_these_bits():
     """Another implementation must come to the same; a change is one of the protocol's version."""
-    assert PROTOCOL_VERSION == 12
-    assert EXCHANGE.prove("worker", KEY).hex().startswith("a778772517797176")
+    assert PROTOCOL_VERSION == 13
+    assert EXCHANGE.prove("worker", KEY).hex().startswith("d6b33427a41cf1ca")
 
 
 OTHERS = {

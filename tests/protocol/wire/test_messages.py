@@ -164,7 +164,7 @@ def test_what_is_merely_like_the_type_is_not_taken(kind, field, value):
 @pytest.mark.parametrize(
     ("kind", "field", "value"),
     [
-        (messages.StepPlan, "epoch", -1),
+        (messages.StepPlan, "term", -1),
         (messages.StepPlan, "step", 2**63),
         (messages.StepPlan, "microbatches", 0),
         (messages.StepPlan, "microbatches", 4097),
@@ -236,11 +236,11 @@ def test_a_text_is_made_fit_to_be_sent():
     cut = fields.cut_text("no such file\n\x1b[31m'\u00fcber'\u2028", 30)
     assert cut == "no such file  [31m'\u00fcber' "
     assert fields.cut_text("\u00fc" * 10, 5) == "\u00fc" * 2
-    messages.Halt(epoch=1, step=0, attempt=0, reason=cut)
+    messages.Halt(term=1, step=0, attempt=0, reason=cut)
 
 
 def test_messages_cannot_be_changed():
     with pytest.raises(ValidationError):
-        EXAMPLES[messages.Heartbeat].epoch = 3  # type: ignore[attr-defined]
+        EXAMPLES[messages.Heartbeat].term = 3  # type: ignore[attr-defined]
     with pytest.raises(ValidationError):
         EXAMPLES[messages.StepPlan].step = 3  # type: ignore[attr-defined]

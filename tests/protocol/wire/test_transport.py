@@ -267,7 +267,7 @@ async def test_what_is_urgent_from_a_coordinator(kind):
         channel.send(Heartbeat())
         await served.owner.until_messages(1)
         reading = paused(channel)
-        average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
+        average = messages.AveragedBlockGradient(term=1, step=2, attempt=0, block=2, chunk=0)
         for _ in range(16):
             served.channels[0].send(encode(average, VALUES))
         served.channels[0].send(EXAMPLES[kind])
@@ -286,7 +286,7 @@ async def test_a_broadcast_is_one_buffer_for_all_and_stays_as_it_is():
             channel.send(Heartbeat())
         await served.owner.until_messages(3)
         values = VALUES.copy()
-        average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
+        average = messages.AveragedBlockGradient(term=1, step=2, attempt=0, block=2, chunk=0)
         encoded = encode(average, values)
         assert np.shares_memory(np.frombuffer(encoded.buffers[1], np.uint8), values)
         before = flat(encoded)
@@ -320,7 +320,7 @@ async def test_bytes_are_counted_on_both_sides():
 
 def average(step: int) -> Encoded:
     """A broadcast."""
-    place = {"epoch": 1, "step": step, "attempt": 0, "block": 2, "chunk": 0}
+    place = {"term": 1, "step": step, "attempt": 0, "block": 2, "chunk": 0}
     return encode(messages.AveragedBlockGradient(**place), VALUES)
 
 
@@ -376,7 +376,7 @@ async def test_gradients_that_wait_for_a_slow_reader_drop_nobody_and_can_be_with
 async def test_a_state_in_pieces_that_is_sent_at_once_drops_nobody(monkeypatch):
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", MIB)
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    place = {"epoch": 1, "step": 0, "attempt": 0}
+    place = {"term": 1, "step": 0, "attempt": 0}
     pieces = (
         messages.Boundary(**place, replica=0, inner=1, chunk=0, last=False),
         messages.CapturedRows(**place, lo=0, hi=1, microbatch=0, chunk=0),
@@ -436,7 +436,7 @@ async def test_goodbye_drops_the_gradients_that_wait_and_still_arrives(monkeypat
         channel.send(Heartbeat())
         await served.owner.until_messages(1)
         reading = paused(channel)
-        average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
+        average = messages.AveragedBlockGradient(term=1, step=2, attempt=0, block=2, chunk=0)
         for _ in range(32):
             served.channels[0].send(encode(average, VALUES))
         served.channels[0].goodbye("enough", retry=False)

@@ -37,7 +37,7 @@ from worker.logic import events
 from worker.logic.events import StepId
 from worker.logic.session import SessionPhase
 
-EPOCH = 7
+TERM = 7
 SPEC = ScriptedRun(task="scripted", steps=3, optimizer=Sgd(name="sgd", lr=0.1))
 MANIFEST = Manifest(
     blocks=(
@@ -48,7 +48,7 @@ MANIFEST = Manifest(
     evaluation_parts=4,
 )
 DIGEST = "0" * 64
-WHERE = {"epoch": EPOCH, "step": 0, "attempt": 0}
+WHERE = {"term": TERM, "step": 0, "attempt": 0}
 SCALARS = step_scalars(SPEC.optimizer, 1, 0, 3, 1.0)
 
 
@@ -60,8 +60,8 @@ def end_run(reason):
     return msg.EndRun(run_id="run", outcome="finished", reason=reason, weights=None, metrics={})
 
 
-def start_run(run_id="run", epoch=EPOCH, step=0, blobs=None, spec=SPEC):
-    message = msg.StartRun(run_id=run_id, epoch=epoch, step=step, blobs=blobs)
+def start_run(run_id="run", term=TERM, step=0, blobs=None, spec=SPEC):
+    message = msg.StartRun(run_id=run_id, term=term, step=step, blobs=blobs)
     return message, np.frombuffer(spec.to_bytes(), np.uint8)
 
 
@@ -74,12 +74,12 @@ def built(run_id="run", step=0):
 
 
 WELCOME = msg.Welcome(
-    worker="ann", epoch=EPOCH, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
+    worker="ann", term=TERM, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
 )
 
 
-def welcomed(epochs=None):
-    session = ExchangingSession(epochs)
+def welcomed(terms=None):
+    session = ExchangingSession(terms)
     session.welcome(WELCOME)
     return session
 
@@ -210,14 +210,14 @@ def test_what_it_is_doing_is_one_line():
     assert session.status() == "ann: waiting for a run, draining"
 
 
-def test_a_coordinator_of_an_earlier_epoch_is_refused():
-    epochs = {"run": 8}
-    with pytest.raises(OutOfOrder, match="epoch 8 or later for run run, got 7"):
-        welcomed(epochs).receive(*start_run())
-    session = welcomed(epochs)
-    session.receive(*start_run(epoch=9))
-    session.receive(*start_run("another", epoch=1))
-    assert epochs == {"run": 9, "another": 1}
+def test_a_coordinator_of_an_earlier_term_is_refused():
+    terms = {"run": 8}
+    with pytest.raises(OutOfOrder, match="term 8 or later for run run, got 7"):
+        welcomed(terms).receive(*start_run())
+    session = welcomed(terms)
+    session.receive(*start_run(term=9))
+    session.receive(*start_run("another", term=1))
+    assert terms == {"run": 9, "another": 1}
 
 
 def test_a_worker_that_was_away_keeps_its_state_and_says_so():
@@ -346,15 +346,15 @@ def test_every_message_and_result_has_an_answer_in_every_phase():
 @pytest.mark.parametrize(
     ("message", "values"),
     [
-        (plan((0, 2), epoch=6), None),
-        (msg.Assign(**{**WHERE, "epoch": 8}, view=1, subtrees=()), None),
-        (commit(epoch=6), None),
-        (msg.AveragedBlockGradient(**{**WHERE, "epoch": 6}, block=1, chunk=0), body([1, 2, 3])),
-        (msg.EvalPlan(epoch=6, step=0, lo=0, hi=1), None),
+        (plan((0, 2), term=6), None),
+        (msg.Assign(**{**WHERE, "term": 8}, view=1, subtrees=()), None),
+        (commit(term=6), None),
+        (msg.AveragedBlockGradient(**{**WHERE, "term": 6}, block=1, chunk=0), body([1, 2, 3])),
+        (msg.EvalPlan(term=6, step=0, lo=0, hi=1), None),
     ],
 )
-def test_another_epoch_is_out_of_place(message, values):
-    with pytest.raises(OutOfOrder, match="expected epoch 7"):
+def test_another_term_is_out_of_place(message, values):
+    with pytest.raises(OutOfOrder, match="expected term 7"):
         working().receive(message, values)
 
 
@@ -377,9 +377,9 @@ def test_another_epoch_is_out_of_place(message, values):
         plan((3, 2)),
         commit(step=2),
         commit(),
-        msg.EvalPlan(epoch=EPOCH, step=1, lo=0, hi=1),
-        msg.EvalPlan(epoch=EPOCH, step=0, lo=0, hi=5),
-        msg.EvalPlan(epoch=EPOCH, step=0, lo=0, hi=2**62),
+        msg.EvalPlan(term=TERM, step=1, lo=0, hi=1),
+        msg.EvalPlan(term=TERM, step=0, lo=0, hi=5),
+        msg.EvalPlan(term=TERM, step=0, lo=0, hi=2**62),
     ],
 )
 def test_what_does_not_fit_ends_the_connection(message):
@@ -389,7 +389,7 @@ def test_what_does_not_fit_ends_the_connection(message):
 
 @pytest.mark.parametrize(
     "message",
-    [plan((0, 1)), msg.StateRequest(run_id="run"), msg.EvalPlan(epoch=7, step=0, lo=0, hi=1)],
+    [plan((0, 1)), msg.StateRequest(run_id="run"), msg.EvalPlan(term=7, step=0, lo=0, hi=1)],
 )
 def test_work_before_the_task_is_built_is_out_of_place(message):
     session = welcomed()
@@ -478,7 +478,7 @@ def test_a_commit_cancels_then_applies_the_averages():
     assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
     assert session.receive(commit(), None) == []
     (applied,) = sent(session.result(events.Applied(1, DIGEST)))
-    assert applied == msg.StepApplied(epoch=EPOCH, step=1, state_digest=DIGEST)
+    assert applied == msg.StepApplied(term=TERM, step=1, state_digest=DIGEST)
 
 
 def test_a_commit_takes_the_averages_of_its_own_attempt():
@@ -554,10 +554,10 @@ def test_state_0_is_sent_as_parameters_alone():
 
 def test_held_out_parts_are_evaluated_and_answered():
     session = ready()
-    actions = session.receive(msg.EvalPlan(epoch=EPOCH, step=0, lo=2, hi=4), None)
+    actions = session.receive(msg.EvalPlan(term=TERM, step=0, lo=2, hi=4), None)
     assert actions == [act.Evaluate(0, 2), act.Evaluate(0, 3)]
     (result,) = sent(session.result(events.PartEvaluated(0, 2, {"correct": 3.0})))
-    assert result == msg.EvalResult(epoch=EPOCH, step=0, part=2, sums={"correct": 3.0})
+    assert result == msg.EvalResult(term=TERM, step=0, part=2, sums={"correct": 3.0})
 
 
 def test_a_halt_abandons_everything():
@@ -704,7 +704,7 @@ def test_sums_that_went_to_owners_are_compared_but_for_those_that_are_not_finite
     session = ready()
     table = OwnerTable(members=("ann", "bob"), owners=(0, 1), scribe=None)
     session.receive(
-        msg.Owners(run_id="run", epoch=EPOCH, number=1), np.frombuffer(table.to_bytes(), np.uint8)
+        msg.Owners(run_id="run", term=TERM, number=1), np.frombuffer(table.to_bytes(), np.uint8)
     )
     session.receive(plan((0, 2), owners=1), None)
     step_id, subtree = StepId(0, 0), Subtree(0, 2)

@@ -35,7 +35,7 @@ BLOCKS = (
     Block(name="head", kind="non_block", tensors=(TensorSpec(name="h", shape=(10,)),)),
 )
 GRID = ChunkGrid(BLOCKS)
-PLACE = {"epoch": 1, "step": 0, "attempt": 0}
+PLACE = {"term": 1, "step": 0, "attempt": 0}
 ONE, OTHER = Subtree(0, 1), Subtree(1, 2)
 
 

@@ -7,7 +7,7 @@ from worker.shell.client import InnerCheckpointThrottle
 def pieces(inner, replica=0, count=3):
     return [
         Boundary(
-            epoch=1, step=2, attempt=0, replica=replica, inner=inner, chunk=chunk,
+            term=1, step=2, attempt=0, replica=replica, inner=inner, chunk=chunk,
             last=chunk == count - 1,
         )
         for chunk in range(count)

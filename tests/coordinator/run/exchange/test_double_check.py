@@ -18,7 +18,7 @@ from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
 
 BLOCKS = (Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(3,)),)),)
-PLACE = {"epoch": 1, "step": 0, "attempt": 0}
+PLACE = {"term": 1, "step": 0, "attempt": 0}
 SUBTREES = {
     "ann": [Subtree(0, 4), Subtree(4, 6)],
     "bob": [Subtree(6, 7), Subtree(7, 8)],

@@ -71,7 +71,7 @@ def along_tree(lo, hi, leaf, rounding=same):
 def payload(subtree, block, chunk, *, weight_=None):
     total = along_tree(subtree.lo, subtree.hi, weight) if weight_ is None else weight_
     return BlockGradientPayload(
-        epoch=1,
+        term=1,
         step=0,
         attempt=0,
         block=block,
@@ -88,7 +88,7 @@ def subtree_loss(subtree, loss_sum=None):
     )
     weight_ = along_tree(subtree.lo, subtree.hi, weight)
     return SubtreeLoss(
-        epoch=1, step=0, attempt=0, lo=subtree.lo, hi=subtree.hi, loss_sum=total, weight=weight_,
+        term=1, step=0, attempt=0, lo=subtree.lo, hi=subtree.hi, loss_sum=total, weight=weight_,
         sums=b"", elapsed_ms=1.0,
     )  # fmt: skip
 
@@ -294,7 +294,7 @@ def test_what_was_not_given_is_refused(subtree):
         round_.payload("ann", payload(subtree, 0, 0, weight_=1), np.zeros(4, np.float32))
     valid = subtree.lo < subtree.hi <= 4
     loss = subtree_loss(subtree, 1.0) if valid else SubtreeLoss(
-        epoch=1, step=0, attempt=0, lo=subtree.lo, hi=subtree.hi, loss_sum=1, weight=1,
+        term=1, step=0, attempt=0, lo=subtree.lo, hi=subtree.hi, loss_sum=1, weight=1,
         sums=b"", elapsed_ms=1,
     )  # fmt: skip
     with pytest.raises(OutOfOrder):

@@ -18,7 +18,7 @@ from protocol.spec.manifest import Block, EmbeddingField, EmbeddingLayout, Tenso
 from protocol.wire.messages import BlockGradientPayload, CapturedRows, SubtreeLoss
 
 BLOCKS = (Block(name="nothing", kind="block", tensors=(TensorSpec(name="n", shape=(1,)),)),)
-PLACE = {"epoch": 1, "step": 0, "attempt": 0}
+PLACE = {"term": 1, "step": 0, "attempt": 0}
 SIZES = (10, 10, 10, 3)
 PIECE = 4
 

@@ -97,7 +97,7 @@ def test_what_comes_before_ready_belongs_to_an_earlier_run():
     _, members = admission(ann="0")
     fresh, old = members.add("fresh"), members.get("ann")
     assert old is not None
-    applied = StepApplied(epoch=1, step=3, state_digest="0" * 64)
+    applied = StepApplied(term=1, step=3, state_digest="0" * 64)
     assert is_stale(fresh, applied, "run")
     assert not is_stale(old, applied, "run")
     assert not is_stale(fresh, Drain(), "run")

@@ -49,7 +49,7 @@ class Race:
 
     def finish(self, name: str, subtree: Subtree) -> None:
         self.stragglers.delivered(name)
-        where: Any = {"epoch": 1, "step": 0, "attempt": 0, "lo": subtree.lo, "hi": subtree.hi}
+        where: Any = {"term": 1, "step": 0, "attempt": 0, "lo": subtree.lo, "hi": subtree.hi}
         loss = SubtreeLoss(**where, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0)
         self.round.subtree_loss(name, loss)
 

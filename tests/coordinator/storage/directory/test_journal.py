@@ -45,23 +45,23 @@ EXAMPLES = [
     RunStarted.of("r-1", {"task": "regress", "seed": 3, "lr": 1e-3}, {"samestep": "0.1"}),
     ManifestSettled(manifest_digest=D, digests={"data": D}, train_samples=9, evaluation_parts=1),
     Checkpointed(
-        epoch=1, step=0, optimizer_step=0, weights_digest=D, state_digest=D, directory="step-0"
+        term=1, step=0, optimizer_step=0, weights_digest=D, state_digest=D, directory="step-0"
     ),
-    FileDigests(epoch=1, digests={"run.json": (D,), "terms.json": (None, D)}),
-    ViewChanged(epoch=1, step=0, view=1, change="joined", worker="w1", members=(MEMBER,)),
-    Owned(epoch=1, step=0, number=1, reason="sharded", owners={"w1": 0.5, "w2": 0.5}),
-    Planned(epoch=1, step=0, attempt=0, view=1, microbatches=3, nodes={"w1": ((0, 2), (2, 3))}),
+    FileDigests(term=1, digests={"run.json": (D,), "terms.json": (None, D)}),
+    ViewChanged(term=1, step=0, view=1, change="joined", worker="w1", members=(MEMBER,)),
+    Owned(term=1, step=0, number=1, reason="sharded", owners={"w1": 0.5, "w2": 0.5}),
+    Planned(term=1, step=0, attempt=0, view=1, microbatches=3, nodes={"w1": ((0, 2), (2, 3))}),
     Committed(
-        epoch=1, step=0, attempt=0, optimizer_step=1, loss=float("inf"), norm=2.5, rate=1e-3,
+        term=1, step=0, attempt=0, optimizer_step=1, loss=float("inf"), norm=2.5, rate=1e-3,
         skipped=False,
         averages_digest=D, counted=({"w1": ((0, 2), (2, 3))},),
     ),
-    Halted(epoch=1, step=1, attempt=0, reason="NaN", worker="w1", microbatches=(0, 2)),
-    CommandReceived(epoch=1, step=1, command="continue", source="control port"),
-    Fault(epoch=1, step=1, what="straggler", worker="w1", response="subtrees given to w2"),
-    Resumed(epoch=2, step=1, optimizer_step=1, notes=("a torn tail was cut",)),
-    Evaluated(epoch=2, step=1, metrics={"accuracy": 0.5, "odd": float("nan")}),
-    Ended(epoch=2, step=1, outcome="finished", reason="é \u2028 \U0001f600 </script>"),
+    Halted(term=1, step=1, attempt=0, reason="NaN", worker="w1", microbatches=(0, 2)),
+    CommandReceived(term=1, step=1, command="continue", source="control port"),
+    Fault(term=1, step=1, what="straggler", worker="w1", response="subtrees given to w2"),
+    Resumed(term=2, step=1, optimizer_step=1, notes=("a torn tail was cut",)),
+    Evaluated(term=2, step=1, metrics={"accuracy": 0.5, "odd": float("nan")}),
+    Ended(term=2, step=1, outcome="finished", reason="é \u2028 \U0001f600 </script>"),
 ]  # fmt: skip
 
 
@@ -119,9 +119,12 @@ def test_records_of_an_older_release_are_read():
     [commit] = [each for each in EXAMPLES if isinstance(each, Committed)]
     older = commit.model_dump(mode="json") | {"norm": None, "weights_before": None}
     del older["rate"]
+    older["epoch"] = older.pop("term")
     assert read_record(older) == commit.model_copy(update={"norm": None, "rate": None})
     with pytest.raises(ValidationError):
         read_record(older | {"weights_before": D})
+    with pytest.raises(ValidationError):
+        read_record(older | {"term": 1})
 
 
 def test_records_are_read_as_they_were_written(tmp_path):
@@ -189,7 +192,7 @@ def test_a_flipped_byte_anywhere_is_found_and_its_line_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [(b"\\u00e9", b"\\u00E9"), (b'":', b'": '), (b'"epoch":2', b'"epoch":2.0')]
+    ("old", "new"), [(b"\\u00e9", b"\\u00E9"), (b'":', b'": '), (b'"term":2', b'"term":2.0')]
 )
 def test_a_line_that_says_the_same_in_other_bytes_is_found(tmp_path, old, new):
     path = tmp_path / "j"

@@ -18,21 +18,21 @@ BEGIN = [
 ]
 
 
-def committed(step, epoch=1):
+def committed(step, term=1):
     return Committed(
-        epoch=epoch, step=step, attempt=0, optimizer_step=step + 1, loss=0.1,
+        term=term, step=step, attempt=0, optimizer_step=step + 1, loss=0.1,
         skipped=False, averages_digest=D, counted=({"w1": ((0, 2),)},),
     )  # fmt: skip
 
 
 def checkpointed(step):
     return Checkpointed(
-        epoch=1, step=step, optimizer_step=step, weights_digest=D, state_digest=D, directory="c"
+        term=1, step=step, optimizer_step=step, weights_digest=D, state_digest=D, directory="c"
     )
 
 
 def resumed(step):
-    return Resumed(epoch=2, step=step, optimizer_step=step, notes=())
+    return Resumed(term=2, step=step, optimizer_step=step, notes=())
 
 
 def write(path, records):
@@ -72,7 +72,7 @@ def histories(draw):
             if draw(st.booleans()):
                 records.append(checkpointed(step))
         elif what == "noted":
-            records.append(Fault(epoch=1, step=step, what="straggler", response="none"))
+            records.append(Fault(term=1, step=step, what="straggler", response="none"))
         else:
             step = draw(st.integers(saved, step))
             records.append(resumed(step))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from coordinator.disk import directory_lock
 from coordinator.disk.artifacts import write_model
-from coordinator.disk.directory_lock import DirectoryLock, stored_epoch
+from coordinator.disk.directory_lock import DirectoryLock, stored_term
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.recovery import recover
@@ -37,7 +37,7 @@ import sys
 from pathlib import Path
 from coordinator.disk.directory_lock import DirectoryLock
 lock = DirectoryLock.acquire(Path(sys.argv[1]))
-print(lock.epoch, flush=True)
+print(lock.term, flush=True)
 sys.stdin.read()
 """
 
@@ -53,17 +53,17 @@ def holder(directory):
 
 
 def test_only_one_process_can_hold_a_directory_and_a_killed_one_lets_go(tmp_path):
-    process, epoch = holder(tmp_path)
-    assert epoch == 1
+    process, term = holder(tmp_path)
+    assert term == 1
     try:
         with pytest.raises(UsageError, match=f"another coordinator \\(process {process.pid}\\)"):
             DirectoryLock.acquire(tmp_path)
-        assert stored_epoch(tmp_path) == 1
+        assert stored_term(tmp_path) == 1
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     lock = DirectoryLock.acquire(tmp_path)
-    assert lock.epoch == 2
+    assert lock.term == 2
     lock.check()
     lock.release()
 
@@ -78,21 +78,21 @@ def test_a_lock_is_not_left_to_child_processes(tmp_path):
         child.communicate()
 
 
-def test_the_epoch_rises_at_each_start_and_above_what_is_known_elsewhere(tmp_path):
-    epochs = []
+def test_the_term_rises_at_each_start_and_above_what_is_known_elsewhere(tmp_path):
+    terms = []
     for above in (0, 0, 7, 3):
         lock = DirectoryLock.acquire(tmp_path, above)
-        epochs.append(lock.epoch)
+        terms.append(lock.term)
         lock.release()
-    assert epochs == [1, 2, 8, 9]
+    assert terms == [1, 2, 8, 9]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"epoch": "1"}', '{"epoch": 0}'])
-def test_an_epoch_that_cannot_be_read_is_not_guessed(tmp_path, content):
-    (tmp_path / "epoch.json").write_text(content)
+@pytest.mark.parametrize("content", ["", "[]", '{"term": "1"}', '{"term": 0}'])
+def test_a_term_that_cannot_be_read_is_not_guessed(tmp_path, content):
+    (tmp_path / "term.json").write_text(content)
     with pytest.raises(StorageDamaged, match="remove it"):
         DirectoryLock.acquire(tmp_path)
-    (tmp_path / "epoch.json").unlink()
+    (tmp_path / "term.json").unlink()
     DirectoryLock.acquire(tmp_path)
 
 
@@ -108,12 +108,12 @@ def test_a_lock_sees_that_it_is_lost(tmp_path):
     with pytest.raises(RunFailed, match="removed or replaced"):
         lock.check()
     second = DirectoryLock.acquire(tmp_path)
-    with pytest.raises(RunFailed, match="of epoch 2"):
+    with pytest.raises(RunFailed, match="of term 2"):
         lock.check()
     second.check()
 
 
-@pytest.mark.parametrize("look", ["is_same_file", "_epoch_in"])
+@pytest.mark.parametrize("look", ["is_same_file", "_term_in"])
 def test_a_directory_that_vanishes_while_it_is_looked_at_is_gone_not_another_s(
     tmp_path, monkeypatch, look
 ):
@@ -159,12 +159,12 @@ def begun(path, *, checkpoint=True):
 def keep(directory, replica):
     losses = [1.0 / (1 + step) for step in range(replica.step)]
     return write_checkpoint(
-        directory.checkpoints, MANIFEST, replica, run_id=RUN_ID, epoch=1, losses=losses
+        directory.checkpoints, MANIFEST, replica, run_id=RUN_ID, term=1, losses=losses
     )
 
 
 def opened(directory, **how):
-    how = {"epoch": 1, "next_step": 0, **how}
+    how = {"term": 1, "next_step": 0, **how}
     return GradientLog(directory.log, RUN_ID, MANIFEST, **how)
 
 
@@ -207,7 +207,7 @@ def test_nothing_that_a_run_keeps_can_be_the_name_of_an_export(tmp_path):
     kept = [value for name in dir(directory) if isinstance(value := getattr(directory, name), Path)]
     names = {path.name for path in kept if path != tmp_path}
     assert names
-    for name in names | {directory_lock.LOCK_FILE, directory_lock.EPOCH_FILE, "report.html"}:
+    for name in names | {directory_lock.LOCK_FILE, directory_lock.TERM_FILE, "report.html"}:
         with pytest.raises(ValidationError, match="that a run does not use"):
             Export(directory=name)
 
@@ -305,7 +305,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_its_log(tmp_
     assert "checkpoint skipped" in found.notes[0]
     assert found.replica().state_digest() == trained(5).state_digest()
     # With the log cut, what is left of it follows nothing.
-    opened(directory, epoch=2, next_step=5).cut(4)
+    opened(directory, term=2, next_step=5).cut(4)
     found = recover(directory)
     assert found is not None
     assert found.step == 0

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from coordinator.disk.directory_lock import DirectoryLock
 from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.log.log_index import read_averages, read_chunks, segment_files
 from coordinator.storage.log.log_reader import scan_log
-from coordinator.storage.log.log_records import ChunkId
+from coordinator.storage.log.log_records import ChunkId, SegmentHeader, read_commit, read_header
 from protocol.base import limits
 from protocol.base.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed
 from protocol.spec.manifest import Block, Manifest, TensorSpec
@@ -32,8 +33,8 @@ from tests.durable_run import (
 )
 
 
-def opened(directory, *, epoch=1, next_step=0, **how):
-    return GradientLog(directory, RUN_ID, MANIFEST, epoch=epoch, next_step=next_step, **how)
+def opened(directory, *, term=1, next_step=0, **how):
+    return GradientLog(directory, RUN_ID, MANIFEST, term=term, next_step=next_step, **how)
 
 
 def scan(directory, **how):
@@ -51,11 +52,11 @@ def numbers(directory, step=0, **how):
 
 
 def contents(directory, step=0):
-    """(epoch, step, attempt) and the averages' bytes of each committed step."""
+    """(term, step, attempt) and the averages' bytes of each committed step."""
     found = []
     for logged in steps(directory, step)[0]:
         commit, arrays = logged.record.commit, read_averages(logged, BLOCKS)
-        place = (commit.epoch, commit.step, commit.attempt)
+        place = (commit.term, commit.step, commit.attempt)
         found.append((place, None if arrays is None else [a.tobytes() for a in arrays]))
     return found
 
@@ -108,7 +109,7 @@ def test_a_block_of_many_chunks_is_put_together_whatever_their_order(tmp_path):
     )
     block = manifest.blocks[0]
     values = np.arange(block.elements, dtype=np.float32)
-    log = GradientLog(tmp_path, RUN_ID, manifest, epoch=1, next_step=0)
+    log = GradientLog(tmp_path, RUN_ID, manifest, term=1, next_step=0)
     for chunk in (2, 0, 3, 1):
         log.append_chunk(ChunkId(1, 0, 0, 0, chunk), values[block.chunk_slice(chunk)])
     log.commit(record_of(0, 1))
@@ -133,7 +134,7 @@ def test_a_log_whose_writer_cut_blocks_otherwise_is_read_in_the_chunks_of_today(
     values = [np.arange(block.elements, dtype=np.float32) + n for n, block in enumerate(blocks)]
     with monkeypatch.context() as earlier:
         earlier.setattr(limits, "SMALL_CHUNK_ELEMENTS", 2 * limits.SMALL_CHUNK_ELEMENTS)
-        log = GradientLog(tmp_path, RUN_ID, manifest, epoch=1, next_step=0)
+        log = GradientLog(tmp_path, RUN_ID, manifest, term=1, next_step=0)
         chunks = [(n, chunk) for n, block in enumerate(blocks) for chunk in range(block.chunks)]
         for n, chunk in chunks[::order]:
             part = values[n][blocks[n].chunk_slice(chunk)]
@@ -182,12 +183,12 @@ def test_mode_checkpoint_keeps_commits_alone(tmp_path):
 
 def test_commits_that_are_done_again_stay_known_over_restarts_and_checkpoints(tmp_path):
     written(tmp_path, 4, mode="checkpoint")
-    for epoch in (2, 3):
+    for term in (2, 3):
         redo = [step.record for step in steps(tmp_path, repair=True)[0]]
         assert [record.commit.step for record in redo] == [0, 1, 2, 3]
-        log = opened(tmp_path, epoch=epoch, mode="checkpoint", redo=redo)
-    log_step(log, 0, epoch=3)
-    log_step(log, 1, epoch=3)
+        log = opened(tmp_path, term=term, mode="checkpoint", redo=redo)
+    log_step(log, 0, term=3)
+    log_step(log, 1, term=3)
     log.roll()
     log.cut(2)
     log.close()
@@ -212,7 +213,7 @@ def test_what_a_killed_coordinator_wrote_is_synced_before_it_counts(tmp_path, mo
 
 def test_one_that_has_lost_the_directory_does_not_mend_its_segment(tmp_path, monkeypatch):
     lock = DirectoryLock.acquire(tmp_path)
-    log = opened(tmp_path / "log", epoch=lock.epoch, guard=lock.check)
+    log = opened(tmp_path / "log", term=lock.term, guard=lock.check)
     append_step(log, 0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", _refuses)
@@ -236,7 +237,7 @@ class Naive:
 
     def __init__(self):
         self.committed = {}
-        self.epoch = 1
+        self.term = 1
         self.attempt = 0
 
     @property
@@ -257,18 +258,18 @@ def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, dat
     log, naive, base = opened(directory), Naive(), 0
     for event in history:
         step = naive.next_step
-        epoch, attempt = naive.epoch, naive.attempt
+        term, attempt = naive.term, naive.attempt
         match event:
             case "step":
-                log_step(log, step, epoch=epoch, attempt=attempt)
-                naive.committed[step] = (naive.epoch, step, naive.attempt)
+                log_step(log, step, term=term, attempt=attempt)
+                naive.committed[step] = (naive.term, step, naive.attempt)
                 naive.attempt = 0
             case "skip":
-                log.commit(record_of(step, step, skip=True, epoch=epoch, attempt=attempt))
+                log.commit(record_of(step, step, skip=True, term=term, attempt=attempt))
                 naive.committed[step] = None
                 naive.attempt = 0
             case "retry":
-                append_step(log, step, epoch=epoch, attempt=attempt)
+                append_step(log, step, term=term, attempt=attempt)
                 naive.attempt += 1
             case "roll":
                 log.roll()
@@ -281,8 +282,8 @@ def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, dat
                     with log.segment.open("ab") as file:
                         file.write(data.draw(st.binary(max_size=60)))
                 assert numbers(directory, base, repair=True) == list(range(base, step))
-                naive.epoch, naive.attempt = naive.epoch + 1, 0
-                log = opened(directory, epoch=naive.epoch, next_step=step)
+                naive.term, naive.attempt = naive.term + 1, 0
+                log = opened(directory, term=naive.term, next_step=step)
     log.close()
     wanted = [naive.committed[step] for step in range(base, naive.next_step)]
     found = contents(directory, base)
@@ -306,8 +307,8 @@ def test_a_tail_torn_at_any_byte_of_the_last_step_is_cut(tmp_path):
         assert bool(cuts) == (path.stat().st_size < length)
         # Cut once, it is whole: the next start finds nothing to do, and the log goes on.
         assert scan(tmp_path / "log").cuts == ()
-    log = opened(tmp_path / "log", epoch=2, next_step=2)
-    log_step(log, 2, epoch=2)
+    log = opened(tmp_path / "log", term=2, next_step=2)
+    log_step(log, 2, term=2)
     assert contents(tmp_path / "log") == expected((1, 0, 0), (1, 1, 0), (2, 2, 0))
 
 
@@ -369,7 +370,7 @@ def test_a_log_of_another_run_or_manifest_is_refused(tmp_path):
 
 def test_a_half_made_segment_is_cleared_away(tmp_path):
     path = written(tmp_path, 1)
-    leftover = path.with_name("epoch-000002-step-0000000001.log.part")
+    leftover = path.with_name("term-000002-step-0000000001.log.part")
     leftover.write_bytes(b"half")
     assert numbers(tmp_path, repair=True) == [0]
     assert not leftover.exists()
@@ -381,17 +382,17 @@ def test_a_half_made_segment_is_cleared_away(tmp_path):
 def test_what_a_replaced_coordinator_still_writes_does_not_count(tmp_path):
     stale = opened(tmp_path)
     log_step(stale, 0)
-    fresh = opened(tmp_path, epoch=2, next_step=1)
+    fresh = opened(tmp_path, term=2, next_step=1)
     log_step(stale, 1, attempt=7)
     log_step(stale, 2)
-    log_step(fresh, 1, epoch=2)
+    log_step(fresh, 1, term=2)
     append_step(stale, 3)
     assert contents(tmp_path) == expected((1, 0, 0), (2, 1, 0))
 
 
 def test_a_replaced_coordinator_learns_it_before_it_tells_anyone(tmp_path):
     lock = DirectoryLock.acquire(tmp_path)
-    log = opened(tmp_path / "log", epoch=lock.epoch, guard=lock.check)
+    log = opened(tmp_path / "log", term=lock.term, guard=lock.check)
     log_step(log, 0)
     # The lock cannot be taken while it is held: another machine's view of the same directory.
     (tmp_path / "lock").unlink()
@@ -476,12 +477,12 @@ def test_the_index_that_a_log_keeps_up_is_the_one_that_opening_it_finds(tmp_path
     kept = [(s.step, s.record, s.chunks, s.end) for s in log.index.following(0)]
     assert kept == index_of(tmp_path)
     log.close()
-    fresh = opened(tmp_path, epoch=2, next_step=3, index=scan(tmp_path).index)
+    fresh = opened(tmp_path, term=2, next_step=3, index=scan(tmp_path).index)
     assert [s.step for s in fresh.index.following(0)] == [0, 1, 2]  # step 3 is void
-    log_step(fresh, 3, epoch=2)
+    log_step(fresh, 3, term=2)
     fresh.roll()
     fresh.cut(3)
-    assert [s.record.commit.epoch for s in fresh.index.following(3)] == [2]
+    assert [s.record.commit.term for s in fresh.index.following(3)] == [2]
     assert list(fresh.index.following(0)) == []
 
 
@@ -643,3 +644,20 @@ def test_a_read_only_disk_is_told_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(append_file, "write_all", refuse)
     with pytest.raises(StorageFailed, match="mount it writable"):
         log_step(log, 0)
+
+
+def test_records_of_an_older_release_name_the_term_an_epoch():
+    commit = record_of(0, 1, term=3)
+    older_commit = {**commit.model_dump(), "commit": with_epoch(commit.commit.model_dump())}
+    header = SegmentHeader(
+        run_id=RUN_ID, manifest_digest="0" * 64, term=4, base_step=0, mode="full", redo=(commit,)
+    )
+    older_header = with_epoch(header.model_dump()) | {"redo": (older_commit,)}
+    assert read_commit(msgpack.packb(older_commit)) == commit
+    assert read_header(msgpack.packb(older_header)) == header
+    assert read_commit(msgpack.packb({"commit": 1})) is None
+    assert read_header(msgpack.packb([])) is None
+
+
+def with_epoch(fields):
+    return {"epoch" if key == "term" else key: value for key, value in fields.items()}

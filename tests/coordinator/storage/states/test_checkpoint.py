@@ -50,7 +50,7 @@ def trained(steps, optimizer=SPEC.optimizer):
 
 def write(root, steps, *, run_id=RUN_ID):
     losses = [1.0] * steps
-    return write_checkpoint(root, MANIFEST, trained(steps), run_id=run_id, epoch=2, losses=losses)
+    return write_checkpoint(root, MANIFEST, trained(steps), run_id=run_id, term=2, losses=losses)
 
 
 def latest(root):
@@ -63,11 +63,11 @@ def test_a_state_comes_back_bit_for_bit(tmp_path, name):
     replica = trained(3, optimizer)
     replica.skip()
     losses = [0.5, 0.25, 0.125, float("nan")]
-    made = write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, epoch=7, losses=losses)
+    made = write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, term=7, losses=losses)
     found, passed = latest(tmp_path)
     assert (found, passed) == (made, ())
     assert found.info.losses == (0.5, 0.25, 0.125, None)
-    assert (found.info.epoch, found.info.step, found.info.optimizer_step) == (7, 4, 3)
+    assert (found.info.term, found.info.step, found.info.optimizer_step) == (7, 4, 3)
     loaded = load_replica(found, MANIFEST, optimizer)
     assert loaded.state_digest() == replica.state_digest()
     for mine, theirs in zip(replica.parts(), loaded.parts(), strict=True):
@@ -80,7 +80,7 @@ def test_missed_updates_come_back_and_a_worker_is_sent_them(tmp_path):
     mark_absent(BLOCKS[0], gradients[0], {"layer.0.bias"})
     replica.apply(gradients, commit_of(2, 3).scalars)
     assert replica.has_missed
-    write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, epoch=7, losses=[1.0] * 3)
+    write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, term=7, losses=[1.0] * 3)
     found, _ = latest(tmp_path)
     names = set(load_file(found.path / "optimizer.safetensors"))
     assert {"missed_updates/layer.0.bias", "missed_updates/head"} <= names
@@ -312,7 +312,7 @@ def test_figures_of_another_state_are_not_kept_with_a_checkpoint(tmp_path):
     shutil.rmtree(made.path)
     other = trained(3)
     other.parameters[0][0] += 1
-    write_checkpoint(tmp_path, MANIFEST, other, run_id=RUN_ID, epoch=1, losses=[1.0] * 3)
+    write_checkpoint(tmp_path, MANIFEST, other, run_id=RUN_ID, term=1, losses=[1.0] * 3)
     file.write_bytes(whole)
     with pytest.raises(StorageDamaged, match="of another state"):
         read_metrics(tmp_path, 3)
@@ -340,6 +340,6 @@ def test_figures_of_an_older_release_are_read(tmp_path):
 def test_values_that_are_not_finite_survive(tmp_path):
     replica = state_zero()
     replica.parameters[0][:2] = np.array([0x7FC00001, 0x80000000], np.uint32).view(np.float32)
-    write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, epoch=1, losses=[])
+    write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, term=1, losses=[])
     loaded = load_replica(latest(tmp_path)[0], MANIFEST, SPEC.optimizer)
     assert loaded.parameters[0].tobytes() == replica.parameters[0].tobytes()
