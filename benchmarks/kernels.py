@@ -11,9 +11,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.exact import bfloat16, codecs, tree_sum, update
-from protocol.exact.digest import state_digest, state_digest_1
+from protocol.exact.digest import pieces_of, state_digest, state_digest_1
 from protocol.exact.kernels.library import (
     Library,
     native_name,
@@ -41,22 +42,20 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
     def check(arrays: list[Array]) -> None:
         assert all(update.is_finite(array) for array in arrays)
 
-    def step(name: str) -> None:
+    def step(name: str, hashes: NDArray[np.uint8] | None = None) -> None:
         spec = OptimizerSpec(name=name, lr=1e-6, weight_decay=0.01, clip_norm=0.5)
         scalars = update.step_scalars(spec, 10, 9, 100, 1.0)
         count = 1 + update.moment_count(spec)
         moments = tuple(state[1:count])
-        assert update.apply_update(spec, scalars, state[0], gradient, moments, decay=True)
+        assert update.apply_update(
+            spec, scalars, state[0], gradient, moments, decay=True, hashes=hashes
+        )
 
     def digest(*, newest: bool) -> None:
         if newest:
             state_digest(1, 1, [(str(kind), [array]) for kind, array in enumerate(state)])
         else:
             state_digest_1(1, 1, [(str(kind), {"x": array}) for kind, array in enumerate(state)])
-
-    def step_and_digest() -> None:
-        step("adamw")
-        digest(newest=bool(native_name()))
 
     def add(addition: Callable[[Array, Array], Array]) -> None:
         np.copyto(out[:1], 0)
@@ -76,7 +75,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         **{f"update and check, {name}": partial(step, name) for name in RULES},
         "state digest, format 1": partial(digest, newest=False),
         "state digest": partial(digest, newest=True),
-        "adamw, check and digest": step_and_digest,
+        "adamw, check and digest": partial(step_and_digest, step, state),
         "add, bfloat16, and check": partial(add, tree_sum.add_rounded),
         "average, check, sum of squares": average,
         "round to bfloat16": lambda: bfloat16.rounded(rounded),
@@ -88,6 +87,19 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         },
     }
     return works, state[1:]
+
+
+def step_and_digest(step: Callable[..., None], state: list[Array]) -> None:
+    """Update, check and hash: in one pass if native, one after another in numpy."""
+    kinds = [(str(kind), [array]) for kind, array in enumerate(state)]
+    if not native_name():
+        step("adamw")
+        state_digest_1(1, 1, [(kind, {"x": array}) for kind, (array,) in kinds])
+        return
+    hashes = np.empty((len(state), pieces_of(state[0].size), 16), np.uint8)
+    step("adamw", hashes)
+    pairs = zip(kinds, hashes, strict=True)
+    state_digest(1, 1, kinds, {(kind, 0): pieces.tobytes() for (kind, _), pieces in pairs})
 
 
 RULES = (

@@ -1,16 +1,18 @@
 """A worker whose memory flips one bit: `python -m tests.corrupted_worker STEP ARGUMENTS...`.
 
-After STEP steps, one bit of one parameter flips, as in failing memory: once, not again when the
-worker returns and applies that step from the log. Everything else is the product's worker.
+Before STEP is applied, one bit of one parameter flips, as in failing memory: once, not again when
+the worker returns and applies that step from the log. Everything else is the product's worker.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
 from protocol.exact.replica import Replica
+from protocol.exact.update import Array, StepScalars
 from worker.cli import main
 
 
@@ -18,14 +20,16 @@ def break_replica(at_step: int) -> None:
     apply = Replica.apply
     flipped = False
 
-    def apply_and_flip(self: Replica, averages, scalars) -> None:
+    def flip_and_apply(
+        self: Replica, averages: Sequence[Array], scalars: StepScalars, *, hashing: bool = False
+    ) -> None:
         nonlocal flipped
-        apply(self, averages, scalars)
-        if self.step == at_step and not flipped:
+        if self.step + 1 == at_step and not flipped:
             flipped = True
-            self.parameters[0].view(np.uint32)[0] ^= 1
+            self.parameters[0].view(np.uint32)[0] ^= 1 << 20
+        apply(self, averages, scalars, hashing=hashing)
 
-    Replica.apply = apply_and_flip  # type: ignore[method-assign]
+    Replica.apply = flip_and_apply  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class CoordinatorReplica:
             if scalars is None:
                 self._replica.skip()
             else:
-                self._replica.apply(averages, scalars)
+                self._replica.apply(averages, scalars, hashing=True)
             return self._present_state()
 
         return await self._in_thread(work)

@@ -12,8 +12,8 @@ and little-endian, values are float32 and little-endian.
     tensors   label, u64 count, then by sorted name: u32 name bytes, name in UTF-8,
               u32 dimensions, u64 each dimension, the values in C order
     state     label, u64 step, u64 optimizer step, u32 kinds, then for each kind in order:
-              u32 name bytes, name, u32 blocks, 16 bytes XXH3-128 of each block's values
-              (in xxHash's canonical, big-endian form)
+              u32 name bytes, name, u32 blocks, then for each block: u64 count of values, and
+              16 bytes XXH3-128 of each 256 KiB of them (in xxHash's canonical, big-endian form)
     state 1   label, u64 step, u64 optimizer step, u32 kinds, then for each kind in order:
               u32 name bytes, name, 32 bytes digest of its tensors
 
@@ -34,7 +34,11 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from protocol.exact.kernels.library import threads_for
+from protocol.exact.kernels.library import (
+    HASHED_BYTES,
+    library_for,
+    threads_for,
+)
 from protocol.spec.manifest import Block
 
 Named = Mapping[str, NDArray[np.float32]]
@@ -42,8 +46,6 @@ Named = Mapping[str, NDArray[np.float32]]
 _TENSORS_LABEL: Final = b"samestep tensors 1\n"
 _STATE_LABEL: Final = b"samestep state 2\n"
 _STATE_1_LABEL: Final = b"samestep state 1\n"
-_XXH3_PIECE_BYTES: Final = 8 << 20
-"""Between two pieces another thread may have the interpreter: xxhash keeps it."""
 
 
 def weights_digest(named: Named) -> str:
@@ -52,7 +54,10 @@ def weights_digest(named: Named) -> str:
 
 
 def state_digest(
-    step: int, optimizer_step: int, kinds: Collection[tuple[str, Sequence[NDArray[np.float32]]]]
+    step: int,
+    optimizer_step: int,
+    kinds: Collection[tuple[str, Sequence[NDArray[np.float32]]]],
+    hashes: Mapping[tuple[str, int], bytes] | None = None,
 ) -> str:
     """Digest everything that determines the next step, in 64 hex digits.
 
@@ -61,14 +66,40 @@ def state_digest(
         optimizer_step: Steps applied.
         kinds: Kinds with one flat float32 array per block each, in a fixed order: parameters, then
             each moment.
+        hashes: The `piece_hashes` that are known, by kind and number of block.
     """
+    hashes = hashes or {}
     hasher = blake3(_STATE_LABEL + struct.pack("<QQI", step, optimizer_step, len(kinds)))
     for kind, arrays in kinds:
         name = kind.encode()
         hasher.update(struct.pack("<I", len(name)) + name + struct.pack("<I", len(arrays)))
-        for array in arrays:
-            hasher.update(_xxh3(_little_endian(array)))
+        for block, array in enumerate(arrays):
+            pieces = hashes.get((kind, block)) or piece_hashes(array)
+            hasher.update(struct.pack("<Q", array.size) + pieces)
     return hasher.hexdigest()
+
+
+def piece_hashes(array: NDArray[np.float32]) -> bytes:
+    """Return the XXH3-128 hash of each `HASHED_BYTES` of a float32 array, joined."""
+    hashes = np.empty((pieces_of(array.size), 16), np.uint8)
+    write_piece_hashes(array, hashes)
+    return hashes.tobytes()
+
+
+def pieces_of(elements: int) -> int:
+    """Return into how many pieces `piece_hashes` cuts an array."""
+    return -(-elements * 4 // HASHED_BYTES)
+
+
+def write_piece_hashes(array: NDArray[np.float32], hashes: NDArray[np.uint8]) -> None:
+    """Hash each piece of a float32 array in C order; `hashes` has shape (pieces, 16)."""
+    if (library := library_for(array)) is not None:
+        library.hash_pieces(array, hashes)
+        return
+    data = _little_endian(array)
+    for piece, out in enumerate(hashes):
+        start = piece * HASHED_BYTES
+        out[:] = np.frombuffer(xxh3_128(data[start : start + HASHED_BYTES]).digest(), np.uint8)
 
 
 def state_digest_1(step: int, optimizer_step: int, kinds: Collection[tuple[str, Named]]) -> str:
@@ -135,13 +166,6 @@ def _tensors(named: Named) -> bytes:
         hasher.update(struct.pack("<I", len(text)) + text)
         hasher.update(struct.pack(f"<I{array.ndim}Q", array.ndim, *array.shape))
         hasher.update(_little_endian(array))
-    return hasher.digest()
-
-
-def _xxh3(values: memoryview) -> bytes:
-    hasher = xxh3_128()
-    for start in range(0, len(values), _XXH3_PIECE_BYTES):
-        hasher.update(values[start : start + _XXH3_PIECE_BYTES])
     return hasher.digest()
 
 

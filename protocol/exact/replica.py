@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.exact.absent import is_absent
-from protocol.exact.digest import state_digest, state_digest_1, weights_digest
+from protocol.exact.digest import pieces_of, state_digest, state_digest_1, weights_digest
 from protocol.exact.parameter_groups import TensorRule, tensor_rule
 from protocol.exact.subnormals import check_subnormals
 from protocol.exact.update import (
@@ -110,6 +111,7 @@ class Replica:
             self._state = {kind: [memory(kind, n) for n in range(len(blocks))] for kind in kinds}
         self.missed = [np.zeros(len(block.tensors), np.float32) for block in blocks]
         self._is_finite = False  # True if the last update checked all values and none changed since
+        self._hashes: dict[tuple[str, int], bytes] = {}  # likewise, for one digest
 
     @property
     def parameters(self) -> list[Array]:
@@ -134,7 +136,7 @@ class Replica:
     def load_parameters(self, values: Sequence[Array]) -> None:
         """Copy in one flat array per block; moments and counters do not change."""
         self._check(values)
-        self._is_finite = False
+        self._changed()
         for mine, given in zip(self.parameters, values, strict=True):
             np.copyto(mine, given)
 
@@ -146,6 +148,7 @@ class Replica:
 
     def clear_moments(self) -> None:
         """Reset the moments to their state before the first update."""
+        self._hashes = {}
         for kind, arrays in self._state.items():
             if kind != "parameters":
                 for array in arrays:
@@ -157,19 +160,23 @@ class Replica:
         for counts in self.missed:
             counts.fill(0)
 
-    def apply(self, averages: Sequence[Array], scalars: StepScalars) -> None:
+    def apply(
+        self, averages: Sequence[Array], scalars: StepScalars, *, hashing: bool = False
+    ) -> None:
         """Apply one step.
 
         Args:
             averages: Averaged gradients, one flat float32 array per block; not changed. Tensors
                 whose gradient is absent are not updated. Of buffers it is the mean change.
             scalars: The step's scalars.
+            hashing: Hash the new state while the processor's cache has it: `state_digest` follows.
 
         Raises:
             SubnormalsFlushed: This thread would compute different bits; nothing is changed.
         """
         check_subnormals("the thread that applies updates")
         self._check(averages)
+        self._hashes = {}
         moments = [arrays for kind, arrays in self._state.items() if kind != "parameters"]
         finite, updated = True, 0
         for index, gradient in enumerate(averages):
@@ -178,7 +185,9 @@ class Replica:
                 updated += gradient.size
                 continue
             for part, rule, own_scalars in self._updates(index, gradient, scalars):
-                updated += part.stop - part.start
+                size = part.stop - part.start
+                updated += size
+                hashes = self._hashes_for(index) if hashing and size == gradient.size else None
                 finite &= apply_update(
                     self._optimizer,
                     rule.scalars(own_scalars),
@@ -186,11 +195,20 @@ class Replica:
                     gradient[part],
                     tuple(arrays[index][part] for arrays in moments),
                     decay=rule.decays,
+                    hashes=hashes,
                 )
+                if hashes is not None:
+                    for kind, pieces in zip(self._state, hashes, strict=True):
+                        self._hashes[kind, index] = pieces.tobytes()
         everything = updated == sum(block.elements for block in self._blocks)
         self._is_finite = finite and (everything or self._is_finite)
         self.step += 1
         self.optimizer_step += 1
+
+    def _hashes_for(self, index: int) -> NDArray[np.uint8]:
+        """Return room for the hashes of a block's parameters and moments."""
+        pieces = pieces_of(self._blocks[index].elements)
+        return np.empty((len(self._state), pieces, 16), np.uint8)
 
     def _updates(
         self, index: int, gradient: Array, scalars: StepScalars
@@ -230,7 +248,9 @@ class Replica:
 
     def state_digest(self) -> str:
         """Return the digest of parameters, moments and counters, which replicas compare."""
-        return state_digest(self.step, self.optimizer_step, self._kinds().items())
+        # Once: after that, values are read from memory again.
+        hashes, self._hashes = self._hashes, {}
+        return state_digest(self.step, self.optimizer_step, self._kinds().items(), hashes)
 
     def initial_digest(self) -> str:
         """Return the state's digest in format 1: admission records keep it from step 0 on."""
@@ -260,7 +280,7 @@ class Replica:
 
     def parts(self) -> list[StatePart]:
         """Return all arrays in a fixed order, for sending; missed updates only if not zero."""
-        self._is_finite = False
+        self._changed()
         return [
             StatePart(kind, block, values)
             for kind, arrays in self._kinds().items()
@@ -269,7 +289,7 @@ class Replica:
 
     def arrays(self, kind: PartKind) -> list[Array]:
         """Return the replica's own arrays of a kind, by block; none if the optimizer lacks it."""
-        self._is_finite = False
+        self._changed()
         return self.missed if kind == MISSED else self._state.get(kind, [])
 
     def load_piece(self, kind: PartKind, block: int, piece: int, values: Array) -> None:
@@ -295,6 +315,10 @@ class Replica:
             np.copyto(other.arrays(part.kind)[part.block], part.values)
         other.restore(self.step, self.optimizer_step)
         return other
+
+    def _changed(self) -> None:
+        """Forget what the last update found out about the values."""
+        self._is_finite, self._hashes = False, {}
 
     def _kinds(self) -> dict[PartKind, list[Array]]:
         kinds: dict[PartKind, list[Array]] = dict(self._state)

@@ -30,6 +30,7 @@ from pydantic import (
 )
 
 from protocol.exact.absent import keep_absent
+from protocol.exact.digest import write_piece_hashes
 from protocol.exact.kernels.library import library_for
 from protocol.exact.schedule import learning_rate
 from protocol.spec.sections.optimizer import OptimizerSpec
@@ -217,6 +218,7 @@ def apply_update(
     *,
     decay: bool,
     chunk_elements: int = UPDATE_CHUNK_ELEMENTS,
+    hashes: NDArray[np.uint8] | None = None,
 ) -> bool:
     """Apply one step in place to a flat array of parameters.
 
@@ -251,20 +253,32 @@ def apply_update(
         moments: `moment_count(spec)` arrays of shape (n,); changed.
         decay: Whether weight decay applies to these parameters.
         chunk_elements: Elements computed at a time; no bit depends on it.
+        hashes: Receives `digest.write_piece_hashes` of the new parameters and of each moment, shape
+            (1 + moments, `digest.pieces_of(n)`, 16).
 
     Returns:
         Whether all new values of parameters and moments are finite.
     """
     assert len(moments) == moment_count(spec)
-    for array in (parameters, gradient, *moments):
-        assert array.dtype == np.float32
-        assert array.shape == parameters.shape
-        assert array.ndim == 1
+    _check_flat(parameters, gradient, *moments)
     constants = _Constants(scalars, decay=decay)
     if (library := library_for(gradient, writes=(parameters, *moments))) is not None:
-        return library.update(spec.name, constants.array(), parameters, gradient, moments)
+        return library.update(
+            spec.name, constants.array(), parameters, gradient, moments, hashes=hashes
+        )
     rule = partial(_RULES[spec.name], constants)
-    return _in_chunks(rule, parameters, gradient, moments, chunk_elements)
+    finite = _in_chunks(rule, parameters, gradient, moments, chunk_elements)
+    if hashes is not None:
+        for array, pieces in zip((parameters, *moments), hashes, strict=True):
+            write_piece_hashes(array, pieces)
+    return finite
+
+
+def _check_flat(*arrays: Array) -> None:
+    for array in arrays:
+        assert array.dtype == np.float32
+        assert array.shape == arrays[0].shape
+        assert array.ndim == 1
 
 
 def _in_chunks(

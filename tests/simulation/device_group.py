@@ -92,11 +92,13 @@ class _FlippingReplica(Replica):
         super().__init__(blocks, optimizer)
         self._flips, self._flip = flips, flip
 
-    def apply(self, averages: Sequence[Array], scalars: StepScalars) -> None:
-        super().apply(averages, scalars)
-        if self.step in self._flips:
-            self._flips.discard(self.step)
+    def apply(
+        self, averages: Sequence[Array], scalars: StepScalars, *, hashing: bool = False
+    ) -> None:
+        if self.step + 1 in self._flips:
+            self._flips.discard(self.step + 1)
             self.parameters[1].view(np.uint32)[0] ^= self._flip()
+        super().apply(averages, scalars, hashing=hashing)
 
 
 class _Link:

@@ -39,7 +39,7 @@ class HashedReplica:
                 replica.skip()
             case act.Apply():
                 assert action.scalars is not None
-                replica.apply(action.averages, action.scalars)
+                replica.apply(action.averages, action.scalars, hashing=True)
             case act.LoadChunk():
                 replica.load_piece(action.kind, action.block, action.chunk, action.values)
             case act.Restore():

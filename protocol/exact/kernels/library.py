@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_128
 
 from protocol.exact.kernels.targets import TARGETS, BuildTarget, library_path
 
@@ -27,6 +28,9 @@ RULES: Final = (
 )  # fmt: skip
 """Update rules in the order of update.c."""
 SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
+HASHED_BYTES: Final = 262_144
+_SHORTEST_HASHED_BYTES: Final = 241
+"""XXH3 has other functions for shorter inputs; they are left to the package `xxhash`."""
 THREAD_ELEMENTS: Final = 262_144
 """Fewest elements per thread: 1 MiB takes several times as long as starting a thread."""
 
@@ -34,7 +38,8 @@ _POINTER, _SIZE, _U32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
 _ELEMENTWISE: Final = (_POINTER, _POINTER, _SIZE, _U32)
 _GROUPED: Final = (_POINTER, _POINTER, _POINTER, _SIZE, _U32)
 _PROTOTYPES: Final[dict[str, tuple[tuple[Any, ...], Any]]] = {
-    "apply_update": ((_U32, *(_POINTER,) * 5, _SIZE, _U32), _U32),
+    "apply_update": ((_U32, *(_POINTER,) * 6, _SIZE, _U32), _U32),
+    "piece_hashes": ((_POINTER, _POINTER, _SIZE, _U32), None),
     "add_rounded": (_ELEMENTWISE, None),
     "scale": ((_POINTER, ctypes.c_float, _POINTER, _SIZE, _U32), _U32),
     "has_not_finite": ((_POINTER, _SIZE, _U32), _U32),
@@ -79,15 +84,40 @@ class Library:
         parameters: Array,
         gradient: Array,
         moments: Sequence[Array],
+        *,
+        hashes: Bytes | None = None,
     ) -> bool:
-        """Apply an update in place, with `scalars` in update.c's order; return whether all values
-        are finite."""
+        """Apply an update in place, with `scalars` in update.c's order.
+
+        Args:
+            rule: One of `RULES`.
+            scalars: Of the step.
+            parameters: Flat, shape (n,); changed.
+            gradient: Shape (n,).
+            moments: Shape (n,) each; changed.
+            hashes: Receives `hash_pieces` of the new parameters and of each moment, shape
+                (1 + moments, pieces, 16).
+
+        Returns:
+            Whether all new values are finite.
+        """
         first, second = (*(_address(moment) for moment in moments), None, None)[:2]
         elements = parameters.size
-        return not self._c.apply_update(
+        not_finite = self._c.apply_update(
             RULES.index(rule), _address(scalars), _address(parameters), _address(gradient), first,
-            second, elements, threads_for(elements),
+            second, None if hashes is None else _address(hashes), elements, threads_for(elements),
         )  # fmt: skip
+        if hashes is not None:
+            for values, pieces in zip((parameters, *moments), hashes, strict=True):
+                _hash_short_piece(values, pieces)
+        return not not_finite
+
+    def hash_pieces(self, values: Array, hashes: Bytes) -> None:
+        """Write the XXH3-128 hash of each `HASHED_BYTES` of the values to shape (pieces, 16)."""
+        self._c.piece_hashes(
+            _address(values), _address(hashes), values.nbytes, threads_for(values.size)
+        )
+        _hash_short_piece(values, hashes)
 
     def add_rounded(self, left: Array, right: Array) -> None:
         """Add `right` to `left` in place, and round to bfloat16."""
@@ -192,6 +222,14 @@ class _Current:
 def threads_for(elements: int) -> int:
     """Return the number of threads to use for a number of float32 values."""
     return min(_Current.threads, max(1, elements // THREAD_ELEMENTS))
+
+
+def _hash_short_piece(values: Array, hashes: Bytes) -> None:
+    """Write the hash of a last piece that is too short for the kernels."""
+    short_bytes = values.nbytes % HASHED_BYTES
+    if 0 < short_bytes < _SHORTEST_HASHED_BYTES:
+        last = values[-short_bytes // 4 :].tobytes()
+        hashes[-1] = np.frombuffer(xxh3_128(last).digest(), np.uint8)
 
 
 def library_for(*reads: Array, writes: tuple[Array, ...] = ()) -> Library | None:

@@ -2,7 +2,7 @@
    same float32 operations in the same order. Multiplying by a clip or decay factor of 1 changes no
    value, so it needs no case; adding a product with a decay of 0 would change zeros, so it does. */
 
-#include "kernels.h"
+#include "hash.h"
 
 typedef struct {
   float learning_rate, clip, weight_decay, decay_factor, momentum, beta1, one_minus_beta1, beta2,
@@ -142,11 +142,43 @@ static void update_range(void *call, usize lo, usize hi) {
   }
 }
 
-/* Take one step in place. Returns 0 if all new values are finite; else bit 0 if a parameter is not,
-   bits 1 and 2 likewise for the moments. */
+#define STATES 3 /* arrays that an update changes: p, m and v, some of which a rule lacks */
+#define PIECE (PIECE_BYTES / sizeof(f32))
+#define CACHED 1024 /* values of each array that are hashed while the cache still has them */
+typedef struct { Update update; u8 *hashes; usize count; } HashedUpdate;
+
+/* `lo` begins a piece. */
+static void hashed_update_range(void *call, usize lo, usize hi) {
+  HashedUpdate *h = call;
+  Update *u = &h->update;
+  const u8 *states[STATES] = {(const u8 *)u->p, (const u8 *)u->m, (const u8 *)u->v};
+  const usize pieces = (h->count + PIECE - 1) / PIECE;
+  for (usize from = lo; from < hi; from += PIECE) {
+    const usize to = hi - from < PIECE ? hi : from + PIECE, bytes = (to - from) * sizeof(f32);
+    Hash hashes[STATES];
+    for (int n = 0; n < STATES; n++) begin_hash(hashes + n);
+    for (usize at = from; at < to; at += CACHED) {
+      const usize end = to - at < CACHED ? to : at + CACHED;
+      update_range(u, at, end);
+      for (int n = 0; n < STATES; n++)
+        if (states[n])
+          hash_blocks(hashes + n, states[n] + from * sizeof(f32), (end - from) * sizeof(f32), bytes);
+    }
+    if (bytes < SHORTEST_HASHED) return;
+    for (int n = 0; n < STATES; n++)
+      if (states[n])
+        end_hash(hashes + n, states[n] + from * sizeof(f32), bytes,
+                 h->hashes + (n * pieces + from / PIECE) * 16);
+  }
+}
+
+/* Take one step in place, and hash the new values like `piece_hashes`: `hashes` has 16 bytes for
+   each piece of p, then of m, then of v; null if not wanted. Returns 0 if all new values are
+   finite; else bit 0 if a parameter is not, bits 1 and 2 likewise for the moments. */
 u32 apply_update(u32 rule, const Scalars *scalars, f32 *p, const f32 *g, f32 *m, f32 *v,
-                 usize count, u32 threads) {
-  Update call = {p, g, m, v, scalars, rule, 0};
-  in_parallel(update_range, &call, count, 4096, threads);
-  return call.not_finite;
+                 u8 *hashes, usize count, u32 threads) {
+  HashedUpdate call = {{p, g, m, v, scalars, rule, 0}, hashes, count};
+  if (hashes) in_parallel(hashed_update_range, &call, count, PIECE, threads);
+  else in_parallel(update_range, &call.update, count, 4096, threads);
+  return call.update.not_finite;
 }

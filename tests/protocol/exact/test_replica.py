@@ -187,6 +187,20 @@ def test_a_flipped_bit_anywhere_changes_the_state_digest(spec):
 
 
 @each_spec
+def test_a_digest_of_hashes_made_by_the_update_is_that_of_the_memory(spec):
+    replica = trained(spec)
+    for hashing in (True, False):
+        replica.apply(values(5), scalars(replica, spec), hashing=hashing)
+        first = replica.state_digest()
+        assert replica.state_digest() == replica.copy().state_digest() == first
+    replica.apply(values(6), scalars(replica, spec), hashing=True)
+    before = replica.copy().state_digest()
+    replica.apply(values(6), scalars(replica, spec), hashing=True)
+    replica.clear_moments()
+    assert replica.state_digest() == replica.copy().state_digest() != before
+
+
+@each_spec
 def test_a_state_moves_through_its_parts_and_both_go_on_alike(spec):
     first = trained(spec)
     first.skip()

@@ -64,8 +64,8 @@ class EmulatedLibrary(Library):
         for given, kind in zip(arguments, library._PROTOTYPES[name][0], strict=True):
             if kind is ctypes.c_float:
                 words.append(f"n{struct.unpack('<I', struct.pack('<f', given))[0]}")
-            elif kind is not ctypes.c_void_p:
-                words.append(f"n{int(given)}")
+            elif given is None or kind is not ctypes.c_void_p:
+                words.append(f"n{int(given or 0)}")
             else:
                 words.append(f"p{_offset(given, places)}")
         assert self._process.stdin is not None
@@ -75,7 +75,7 @@ class EmulatedLibrary(Library):
         for place, array in places.items():
             if array.flags.writeable:
                 raw = np.frombuffer(self._arena, np.uint8, array.nbytes, place)
-                array.view(np.uint8)[:] = raw
+                array.reshape(-1).view(np.uint8)[:] = raw
         return result
 
     def end(self) -> None:
@@ -84,10 +84,10 @@ class EmulatedLibrary(Library):
         assert self._process.returncode == 0
 
 
-def _offset(address: int | None, places: dict[int, np.ndarray]) -> int:
+def _offset(address: int, places: dict[int, np.ndarray]) -> int:
     """Where in the file what lies at this address is."""
     starts = {array.__array_interface__["data"][0]: place for place, array in places.items()}
-    if address is None or address in starts:
-        return starts.get(address, 0)
+    if address in starts:
+        return starts[address]
     start = max(start for start in starts if start < address)
     return starts[start] + address - start

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.exact import absent, bfloat16, codecs, tree_sum, update
+from protocol.exact.digest import piece_hashes, pieces_of
 from protocol.exact.kernels import library
 from protocol.exact.kernels.library import Library, library_for, runnable_targets, using
 from protocol.exact.kernels.targets import TARGETS, library_path
@@ -132,6 +133,26 @@ def test_updates(kernels, case, spec, decay, step):
     assert found[0][0] == found[1][0]
     for expected, got in zip(found[0][1:], found[1][1:], strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@given(CASES, st.sampled_from(RULES))
+def test_hashes(kernels, case, spec):
+    """xxHash's own, of each piece, alone and while the values are updated."""
+    seed, elements, offset = prepared(kernels, case)
+    scalars = update.step_scalars(spec, 3, 2, 100, gradient_norm=1.7)
+    count = 1 + update.moment_count(spec)
+    state = [values(seed + i, elements, (offset + 7 * i) % 64) for i in range(count)]
+    hashes = np.empty((count, pieces_of(elements), 16), np.uint8)
+    with using(kernels):
+        update.apply_update(
+            spec, scalars, state[0], values(seed, elements), tuple(state[1:]), decay=True,
+            hashes=hashes,
+        )  # fmt: skip
+        alone = [piece_hashes(array) for array in state]
+    with using(None):
+        defined = [piece_hashes(array) for array in state]
+    assert alone == defined
+    assert [pieces.tobytes() for pieces in hashes] == defined
 
 
 @given(case=CASES)
