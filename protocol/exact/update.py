@@ -253,8 +253,7 @@ def apply_update(
         moments: `moment_count(spec)` arrays of shape (n,); changed.
         decay: Whether weight decay applies to these parameters.
         chunk_elements: Elements computed at a time; no bit depends on it.
-        hashes: Receives `digest.write_piece_hashes` of the new parameters and of each moment, shape
-            (1 + moments, `digest.pieces_of(n)`, 16).
+        hashes: Receives the `digest.piece_hashes` of parameters and moments, shape (k, pieces, 16).
 
     Returns:
         Whether all new values of parameters and moments are finite.
@@ -263,14 +262,13 @@ def apply_update(
     _check_flat(parameters, gradient, *moments)
     constants = _Constants(scalars, decay=decay)
     if (library := library_for(gradient, writes=(parameters, *moments))) is not None:
-        return library.update(
-            spec.name, constants.array(), parameters, gradient, moments, hashes=hashes
-        )
+        state = (parameters, gradient, moments)
+        return library.update(spec.name, constants.array(), *state, hashes=hashes)
     rule = partial(_RULES[spec.name], constants)
     finite = _in_chunks(rule, parameters, gradient, moments, chunk_elements)
     if hashes is not None:
-        for array, pieces in zip((parameters, *moments), hashes, strict=True):
-            write_piece_hashes(array, pieces)
+        for number, array in enumerate((parameters, *moments)):
+            write_piece_hashes(array, hashes[number])
     return finite
 
 
