@@ -258,12 +258,11 @@ def apply_update(
     Returns:
         Whether all new values of parameters and moments are finite.
     """
-    assert len(moments) == moment_count(spec)
-    _check_flat(parameters, gradient, *moments)
+    _check_flat(moment_count(spec), parameters, gradient, *moments)
     constants = _Constants(scalars, decay=decay)
     if (library := library_for(gradient, writes=(parameters, *moments))) is not None:
-        state = (parameters, gradient, moments)
-        return library.update(spec.name, constants.array(), *state, hashes=hashes)
+        values = (constants.array(), parameters, gradient, moments)
+        return library.update(spec.name, *values, hashes=hashes)
     rule = partial(_RULES[spec.name], constants)
     finite = _in_chunks(rule, parameters, gradient, moments, chunk_elements)
     if hashes is not None:
@@ -272,7 +271,8 @@ def apply_update(
     return finite
 
 
-def _check_flat(*arrays: Array) -> None:
+def _check_flat(moments: int, *arrays: Array) -> None:
+    assert len(arrays) == 2 + moments
     for array in arrays:
         assert array.dtype == np.float32
         assert array.shape == arrays[0].shape
