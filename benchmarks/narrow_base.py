@@ -1,48 +1,84 @@
-"""Main memory of LoRA on the CPU by storage format of the frozen base.
+"""Main memory of LoRA by storage format of the frozen base, from reading the model to training.
 
     python -m benchmarks.narrow_base
+    python -m benchmarks.narrow_base --model qwen3-4b --layers 9 --kinds int4 --backends cpu vulkan
 
-A Llama of 155 million parameters in a bfloat16 file, most of them in its layers; loading, compiling
-and two microbatches, each format in its own process. It measures anonymous memory beyond that of
-the libraries, because the system can drop mapped files.
+Each format and backend in its own process, all resident memory beyond that of the libraries, mapped
+files included, at its peak and by phase. Beside it the narrow base by `device_memory.estimate`, and
+the largest tensor. Weights are random, written shard by shard.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
-import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import safetensors.torch
 import torch
 import transformers
 
+from backends.base.interface import Program
 from backends.registry import choose
 from protocol.cli.command_line import child_environment
 from protocol.spec.files.run_spec_file import load_run_spec
+from protocol.spec.run_spec import ModelRun
+from tests.resident_memory import MIB, measured_growth
+from worker.models.device_memory import estimate
+from worker.models.main_memory import stored_tensors
 from worker.results.gguf_file import write_gguf
 from worker.tasks.registry import build
 
 ROOT: Final = Path(__file__).parents[1]
 KINDS: Final = ("float32", "bfloat16", "int8", "int4", "nf4", "q8_0", "q4_0")
 FROM_GGUF: Final = "int4 of a GGUF file"
-_MIB: Final = 1 << 20
+MODELS: Final[dict[str, dict[str, Any]]] = {
+    "llama-155m": {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2816,
+        "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "max_position_embeddings": 160, "tie_word_embeddings": False,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 2560,
+        "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 
 def main() -> None:
-    """Print a line for each kind."""
-    with tempfile.TemporaryDirectory() as directory:
-        run = write_run(Path(directory))
-        peaks = {kind: peak_bytes(run, kind) for kind in (*KINDS, FROM_GGUF)}
-    for kind, peak in peaks.items():
-        print(f"{kind:19} {peak / _MIB:6.0f} MiB  {peak / peaks['float32']:.2f} of float32's")
+    """Print a line for each backend and kind."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="llama-155m")
+    parser.add_argument("--layers", type=int, default=0, help="instead of the model's")
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS, FROM_GGUF])
+    parser.add_argument("--backends", nargs="+", default=["cpu"])
+    parser.add_argument("--set", nargs="+", default=[], dest="settings", help="of the run spec")
+    parser.add_argument("--directory", type=Path, help="of the model; kept")
+    given = parser.parse_args()
+    config = MODELS[given.model] | ({"num_hidden_layers": given.layers} if given.layers else {})
+    with contextlib.ExitStack() as stack:
+        own = given.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        own = own.resolve()
+        run = own / "run.json"
+        if not run.is_file():
+            write_run(own, config, with_gguf=FROM_GGUF in given.kinds)
+        for backend in given.backends:
+            for kind in given.kinds:
+                print(peak(run, backend, kind, given.settings), flush=True)
 
 
-def write_run(directory: Path) -> Path:
+def write_run(directory: Path, config: dict[str, Any], *, with_gguf: bool) -> Path:
     """A run spec with its model and data."""
     spec = load_run_spec(
         ROOT / "deploy" / "runs" / "small-chat.yaml",
@@ -50,72 +86,109 @@ def write_run(directory: Path) -> Path:
     )
     task = build(spec)
     model = directory / "model"
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=12,
-        num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=160,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    start: Any = transformers.LlamaForCausalLM(config)
-    start.to(torch.bfloat16).save_pretrained(model)
+    write_model(model, config)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (model / name).write_text(task.manifest.export.files[name])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    write_gguf(start, tokenizer, directory / "model.gguf", "f16", "model")
+    if with_gguf:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        start = transformers.AutoModelForCausalLM.from_pretrained(model)
+        write_gguf(start, tokenizer, directory / "model.gguf", "f16", "model")
     document = json.loads(spec.model_dump_json())
     document |= {"model": {"source": str(model)}, "tokenizer": None, "lora": {"r": 8}}
     document["data"]["max_tokens"] = 64
+    document["batch"] = {"samples": 4, "microbatch": 2}
     path = directory / "run.json"
     path.write_text(json.dumps(document))
     return path
 
 
-def peak_bytes(run: Path, kind: str) -> int:
+def write_model(directory: Path, config: dict[str, Any]) -> None:
+    """A decoder in bfloat16 with random weights, one file for each layer."""
+    keys = dict(config)
+    made = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    with torch.device("meta"):
+        kind: Any = transformers.AutoModelForCausalLM
+        model = kind.from_config(made)
+    made.architectures = [type(model).__name__]
+    made.save_pretrained(directory)
+    generator = torch.Generator().manual_seed(0)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    weight_map = {}
+    for name, parameter in model.named_parameters():
+        layer = name.split(".")[2] if ".layers." in name else "others"
+        weight_map[name] = f"model-{layer}.safetensors"
+        files.setdefault(weight_map[name], {})[name] = parameter
+    for file, tensors in files.items():
+        values = {name: _drawn(each, generator) for name, each in tensors.items()}
+        safetensors.torch.save_file(values, directory / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if like.dim() == 1:
+        return torch.ones(like.shape, dtype=torch.bfloat16)
+    return (torch.randn(like.shape, generator=generator) * 0.02).bfloat16()
+
+
+_MEASURE: Final = """
+import sys
+from benchmarks.narrow_base import measure
+print(measure(*sys.argv[1:]))
+"""
+
+
+def peak(run: Path, backend: str, kind: str, settings: list[str]) -> str:
     """Measured in a process of its own."""
     done = subprocess.run(  # noqa: S603 -- this very file
-        [sys.executable, "-m", "benchmarks.narrow_base", str(run), kind],
-        env=child_environment(), capture_output=True, text=True, check=True, cwd=ROOT,
+        [sys.executable, "-c", _MEASURE, str(run), backend, kind, *settings],
+        env=child_environment(), stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    return int(done.stdout.split()[-1])
+    return done.stdout.splitlines()[-1]
 
 
-def measure(run: Path, kind: str) -> int:
-    """Train two microbatches; the most anonymous memory above that at the beginning."""
-    kind, _, of_gguf = kind.partition(" ")
-    source = [f"model.source={run.parent / 'model.gguf'}"] if of_gguf else []
-    spec = load_run_spec(run, [f"model.base_dtype={kind}", *source])
-    backend = choose("cpu").backend
+def measure(run: str, device: str, kind: str, *settings: str) -> str:
+    """Train two microbatches; the most resident memory above that at the beginning, by phase."""
+    base_dtype, _, of_gguf = kind.partition(" ")
+    source = [f"model.source={Path(run).parent / 'model.gguf'}"] if of_gguf else []
+    spec = load_run_spec(Path(run), [f"model.base_dtype={base_dtype}", *source, *settings])
+    assert isinstance(spec, ModelRun)
+    backend = choose(device).backend
     importlib.import_module("peft")
-    before, most, over = anonymous_bytes(), [0], threading.Event()
+    phases = dict[str, tuple[float, float]]()
 
-    def watch() -> None:
-        while not over.wait(0.001):
-            most[0] = max(most[0], anonymous_bytes())
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        before = sum(kept for _, kept in phases.values())
+        with measured_growth() as growth:
+            yield
+        phases[name] = (before + growth.peak_bytes / MIB, growth.kept_bytes / MIB)
+        print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
 
-    watching = threading.Thread(target=watch)
-    watching.start()
-    task = build(spec)
-    batches = [task.batch([0]), task.batch([1])]
-    program = backend.compile(task.trainable, batches[0])
-    program.load(task.initial_parameters())
-    for _ in program.gradients([(batch, n) for n, batch in enumerate(batches)]):
-        pass
+    with phase("read"):
+        task = build(spec)
+    batches = [task.batch([0, 1]), task.batch([2, 3])]
+    with phase("compile"):
+        program: Program = backend.compile(task.trainable, batches[0])
+        program.load(task.initial_parameters())
+    with phase("train"):
+        for _ in program.gradients([(batch, n) for n, batch in enumerate(batches)]):
+            pass
     program.close()
-    over.set()
-    watching.join()
-    return most[0] - before
+    shown = ", ".join(f"{name} {most:.0f}" for name, (most, _) in phases.items())
+    most = max(most for most, _ in phases.values())
+    return f"{device:7} {kind:19} {most:6.0f} MiB ({shown}); {_expected(spec)}"
 
 
-def anonymous_bytes() -> int:
-    """As proc(5) counts it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "RssAnon":
-            return int(value.split()[0]) * 1024
-    raise AssertionError
+def _expected(spec: ModelRun) -> str:
+    needed = estimate(spec)
+    if needed is None or spec.model.source is None:
+        return "from GGUF"
+    shapes = [shape for _, shape, _ in stored_tensors(Path(spec.model.source))]
+    largest = max(4 * math.prod(shape) for shape in shapes)
+    return f"narrow base {needed.weights / MIB:.0f}, largest tensor {largest / MIB:.0f}"
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        print(measure(Path(sys.argv[1]), sys.argv[2]))
-    else:
-        main()
+    main()

@@ -115,7 +115,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "worker.shell",
     ),
     "worker": ("*",),
-    "backends.base": _LOGIC,
+    "backends.base": (*_LOGIC, "protocol.machine"),
     "backends.eager": (*_LOGIC, "protocol.machine", "backends.base"),
     "backends.wgpu.graph": ("protocol.base",),
     "backends.wgpu.shaders": ("protocol.base", "backends.base", "backends.wgpu.graph"),

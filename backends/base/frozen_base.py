@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from backends.base.narrowing import release_pages
 from backends.base.quantise import STORAGE, dequantise, group_of, quantise
 from protocol.spec.sections.model import BaseDtype
 
@@ -35,7 +36,9 @@ def widen(module: torch.nn.Module) -> None:
     """Convert weights that are still in their file's 16-bit type to float32."""
     for parameter in module.parameters():
         if parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
+            half = parameter.data
+            parameter.data = half.float()
+            release_pages(half)
 
 
 def round_frozen_base(module: torch.nn.Module, base_dtype: BaseDtype) -> None:

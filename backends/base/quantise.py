@@ -86,18 +86,6 @@ class Quantised:
         """Return words and scales in one buffer."""
         return np.concatenate([self.words, self.scales.view(np.uint32)])
 
-    def part(self, first: int, end: int) -> Quantised:
-        """Return rows `first` to `end` (exclusive)."""
-        words, scales = len(self.words) // self.rows, len(self.scales) // self.rows
-        return Quantised(
-            self.storage,
-            end - first,
-            self.columns,
-            self.words[first * words : end * words],
-            self.scales[first * scales : end * scales],
-            self.group,
-        )
-
     @property
     def nbytes(self) -> int:
         """Size of words and scales."""

@@ -14,21 +14,12 @@ import torch
 from torch import nn
 
 from backends.base.frozen_base import frozen_base, widen
+from backends.base.narrowing import quantise_tensor
 from backends.base.progress import Meter
-from backends.base.quantise import (
-    NF4,
-    STORAGE,
-    Quantised,
-    Storage,
-    dequantise,
-    group_of,
-    quantise,
-    stored_bytes,
-)
+from backends.base.quantise import NF4, STORAGE, Quantised, dequantise
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.sections.model import BaseDtype
 
-_ELEMENTS_AT_ONCE: Final = 1 << 18
 _PLACES_AT_ONCE: Final = 1 << 16
 """Of nf4, as indices: few enough to leave no hole in memory; see `Bench`."""
 _PAIRS_OF_NF4: Final = torch.from_numpy(NF4[np.arange(256)[:, None] >> np.array([0, 4]) & 15])
@@ -147,16 +138,16 @@ def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.d
     storage = STORAGE[base_dtype]
     if storage == "f32":
         return
-    base = frozen_base(module).values()
+    base = [*frozen_base(module).values()]
     bench = Bench(max((parameter.numel() for parameter in base), default=0), device)
     meter = Meter(f"stored in {base_dtype}", sum(each.nbytes for each in base))
-    for parameter in base:
-        meter.add(parameter.nbytes)
+    while base:
+        parameter = base.pop()  # the last reference to it, once its layers have let go
         layers = [layer for layer in module.modules() if _reads(layer, parameter)]
-        stored = _quantised(parameter.detach(), storage)
+        stored = quantise_tensor(parameter.detach(), storage)
+        meter.add(parameter.nbytes)
         if not all(_is_plain(layer) for layer in layers):
-            with torch.no_grad():
-                parameter.copy_(torch.from_numpy(dequantise(stored)))
+            parameter.data = torch.from_numpy(dequantise(stored)).to(parameter.device)
             continue
         weight = NarrowWeight(stored, device)
         for layer in layers:
@@ -165,23 +156,6 @@ def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.d
             layer.narrow, layer.bench = weight, bench  # type: ignore[assignment]
     widen(module)
     give_back_freed_memory()
-
-
-def _quantised(weight: torch.Tensor, storage: Storage) -> Quantised:
-    """In parts, so that little of it is wide at a time: no group reaches beyond a row."""
-    rows, columns = weight.shape
-    at_once = max(1, _ELEMENTS_AT_ONCE // columns)
-    group = 0 if storage in ("bf16", "f16") else group_of(columns, storage)
-    held = storage
-    scales = np.empty(rows * columns // group if group else 0, np.float32)
-    words = np.empty(stored_bytes(rows, columns, storage) // 4 - len(scales), np.uint32)
-    for first in range(0, rows, at_once):
-        some = weight[first : first + at_once]
-        part = quantise(some.cpu().float().numpy(), storage)
-        held = part.storage
-        words[first * len(words) // rows :][: len(part.words)] = part.words
-        scales[first * len(scales) // rows :][: len(part.scales)] = part.scales
-    return Quantised(held, rows, columns, words, scales, group)
 
 
 def _reads(layer: nn.Module, parameter: nn.Parameter) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from backends.base.frozen_base import widen
 from backends.base.interface import Batch, Trainable
 from backends.wgpu.device.target import ComputeTarget
 from backends.wgpu.lowering.lowering import Templates
@@ -50,8 +49,6 @@ def compiled_program(
         )
     _refuse_precision(trainable.precision, no_halves)
     template = replace(template, halves=trainable.precision == "float16")
-    if trainable.module is not None:
-        widen(trainable.module)
     program = VulkanProgram(target, trainable, template, adds=adds)
     if trainable.rows is not None:
         for batch in batches:

@@ -46,7 +46,7 @@ from protocol.spec.sections.data import Problem
 from protocol.spec.sections.model import ModelSpec
 from protocol.wire import dial
 from protocol.wire.dial import DialError
-from worker.models import gguf_config, gguf_weights, main_memory, stored_dtypes
+from worker.models import disk_weights, gguf_config, main_memory, stored_dtypes
 from worker.models.causality import check_causality
 from worker.models.initial_weights import draw_initial_weights
 
@@ -177,11 +177,13 @@ def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
         seed: Of a head that the source lacks. Beside an adapter it is 0, whatever the run's: so
             the adapter finds its base again.
     """
-    return _decoder(_load(transformers.AutoModelForCausalLM, spec, seed, {}))
+    return _decoder(_load(transformers.AutoModelForCausalLM, spec, seed, {}), spec)
 
 
-def _decoder(loaded: Pretrained) -> Pretrained:
-    check_causality(loaded.model, loaded.vocabulary, loaded.forward_options)
+def _decoder(loaded: Pretrained, spec: ModelSpec) -> Pretrained:
+    is_narrow = spec.base_dtype != "float32"
+    with stored_dtypes.pages_released_after_use(loaded.model) if is_narrow else nullcontext():
+        check_causality(loaded.model, loaded.vocabulary, loaded.forward_options)
     return loaded
 
 
@@ -245,7 +247,7 @@ def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
             f"cannot make a {model_type} from model.config: {describe_error(error)}; "
             "check its sizes"
         ) from None
-    return _decoder(_ready(model, spec, {}))
+    return _decoder(_ready(model, spec, {}), spec)
 
 
 def _copies(run: RunSpec) -> int:
@@ -362,7 +364,7 @@ def quiet() -> None:
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    gguf_weights.hide_progress_bar()
+    disk_weights.hide_progress_bar()
 
 
 def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pretrained:
@@ -421,7 +423,7 @@ def _read(
             labels = {key: keywords[key] for key in ("id2label", "label2id") if key in keywords}
             config = gguf_config.read_config(place, keywords["gguf_file"], labels)
             keywords = {k: v for k, v in keywords.items() if k not in labels} | {"config": config}
-        with gguf_weights.weights_on_disk() if of_gguf and narrow else nullcontext():
+        with disk_weights.weights_on_disk(Path(place)) if narrow else nullcontext():
             return tuple(
                 kind.from_pretrained(
                     place,
@@ -472,7 +474,8 @@ def _ready(model: Any, spec: ModelSpec, drawn: Mapping[str, int]) -> Pretrained:
                 f"no gradient checkpointing for this model: {describe_error(error)}"
             ) from None
     # Not buffers that are computed anew at each start: their last bits depend on the machine.
-    arrays = stored_dtypes.Float32View(model.state_dict())
+    is_narrow = spec.base_dtype != "float32"
+    arrays = stored_dtypes.Float32View(model.state_dict(), releases=is_narrow)
     cached = "use_cache" in inspect.signature(model.forward).parameters
     options = {"use_cache": False} if cached else {}
     return Pretrained(model, model.config, digest_arrays(arrays), options, drawn)

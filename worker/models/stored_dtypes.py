@@ -1,23 +1,28 @@
 """Loads a base that will be stored narrow without widening it: weights keep their files' dtype.
 
-Safetensors files are memory-mapped, so weights that are not converted occupy only pages that the
-system can drop. The device narrows one weight at a time; see `backends.base.frozen_base`.
+Safetensors files are memory-mapped, so weights that are not converted occupy only pages, which are
+dropped once they have been read. The device narrows one weight at a time; see
+`backends.base.narrowing`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from backends.base.frozen_base import frozen_base
+from backends.base.narrowing import release_pages
 from backends.base.progress import Meter
+from protocol.exact.digest import Streamed
 
+_ELEMENTS_AT_ONCE: Final = 1 << 20
 _HALVES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -54,25 +59,60 @@ def widen_but_the_base(model: Any, drawn: Collection[str]) -> bool:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(flags[name])
         if name not in base:
-            parameter.data = parameter.data.float()
+            stored = parameter.data
+            parameter.data = stored.float()
+            release_pages(stored)
     return True
 
 
-class Float32View(Mapping[str, NDArray[Any]]):
-    """Tensors as arrays, 16-bit ones converted to float32 on access, one at a time.
+@contextmanager
+def pages_released_after_use(model: nn.Module) -> Iterator[None]:
+    """While entered, the pages of a layer's weights leave memory when its forward has ended."""
+
+    def release(layer: nn.Module, *_: object) -> None:
+        for parameter in layer.parameters(recurse=False):
+            release_pages(parameter.data)
+
+    hooks = [
+        layer.register_forward_hook(release)
+        for layer in model.modules()
+        if any(True for _ in layer.parameters(recurse=False))
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Float32View(Mapping[str, Streamed]):
+    """Tensors as arrays in parts, 16-bit ones converted to float32 on access.
 
     Mapped files are read here first, so it says how far it is.
+
+    Args:
+        tensors: By name.
+        releases: Whether the pages of mapped files leave memory once they have been read.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, releases: bool) -> None:
         self._tensors = tensors
+        self._releases = releases
         self._meter = Meter("read", sum(tensor.nbytes for tensor in tensors.values()))
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
+    def __getitem__(self, name: str) -> Streamed:
         tensor = self._tensors[name]
-        self._meter.add(tensor.nbytes)
-        converted = tensor.float() if tensor.dtype in _HALVES.values() else tensor
-        return np.asarray(converted.numpy())
+        dtype = torch.float32 if tensor.dtype in _HALVES.values() else tensor.dtype
+        like = torch.empty(0, dtype=dtype).numpy().dtype
+        return Streamed(like, tuple(tensor.shape), self._parts(tensor.reshape(-1), dtype))
+
+    def _parts(self, flat: torch.Tensor, dtype: torch.dtype) -> Iterator[NDArray[Any]]:
+        for first in range(0, len(flat), _ELEMENTS_AT_ONCE):
+            part = flat[first : first + _ELEMENTS_AT_ONCE]
+            yield part.to(dtype).numpy()
+            self._meter.add(part.nbytes)
+        if self._releases:
+            release_pages(flat)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from backends.base.frozen_base import widen
 from backends.base.interface import Array, Trainable
 from backends.base.subtree_gradients import check_sizes
 from backends.wgpu.capture.substitution import named_tensors
@@ -49,6 +50,7 @@ class Weights:
         first: dict[int, str] = {}
         self._first = {name: first.setdefault(id(t), name) for name, t in self._held.items()}
         self.base = NarrowBase(self.module, trainable.base_dtype)
+        widen(self.module)  # what is not in it
         self.tables: Tables = self._cut(largest_bytes)
         self._parts = {str(part): part for parts in self.tables.values() for part in parts}
         self.base.cut(self.tables)

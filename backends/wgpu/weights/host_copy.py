@@ -12,14 +12,13 @@ from protocol.base.errors import SamestepError
 
 
 def release(parameter: torch.Tensor) -> None:
-    """Let go of the values; shape and type stay, and whatever reads it after all gets NaN.
+    """Let go of the values; the shape stays, and whatever reads it after all gets float32 NaN.
 
     Whole numbers, which have no NaN, are few, and stay.
     """
     if not parameter.is_floating_point():
         return
-    nothing = torch.full((), torch.nan, dtype=parameter.dtype)
-    parameter.data = nothing.expand(parameter.shape)
+    parameter.data = torch.full((), torch.nan).expand(parameter.shape)
 
 
 def refuse_released(module: torch.nn.Module) -> None:

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from backends.base.frozen_base import frozen_base
-from backends.base.quantise import STORAGE, Quantised, dequantise, quantise, stored_bytes
+from backends.base.narrowing import quantise_tensor
+from backends.base.quantise import STORAGE, dequantise, stored_bytes
 from backends.wgpu.capture.capture import Capture, Kind
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables
@@ -61,34 +62,36 @@ class BaseLayout:
 
 
 class NarrowBase(BaseLayout):
-    """Stored weights by name; empty where they stay float32.
+    """The frozen base by name; empty where it stays float32.
 
-    The module's own copy of each goes at once, and the stored one when it is fetched for upload.
+    Each weight is narrowed when it is fetched for upload, so the host never holds a narrow base.
+    Until then it is held as it was read, which for a mapped file takes no memory; the module itself
+    lets go of it at once.
     """
 
     def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
         super().__init__(module, base_dtype)
         held = dict(module.named_parameters())
-        self._stored: dict[str, Quantised] = {}
+        self._sources: dict[str, torch.Tensor] = {}
         for name in self._shapes:
-            values = held[name].detach().cpu().float().numpy()
-            self._stored[name] = quantise(values, self._storage)
-            del values
+            self._sources[name] = held[name].detach()
             release(held[name])
 
     def cut(self, tables: Tables) -> None:
         """Know the parts of these tables by their own names."""
         super().cut(tables)
-        for name in tables.keys() & self._stored.keys():
-            whole = self._stored.pop(name)
-            self._stored |= {str(part): whole.part(part.first, part.end) for part in tables[name]}
+        for name in tables.keys() & self._sources.keys():
+            whole = self._sources.pop(name)
+            self._sources |= {str(part): whole[part.first : part.end] for part in tables[name]}
 
     def value(self, name: str) -> torch.Tensor | None:
         """What a stored weight stands for; None for what stays float32 or is on the device."""
-        stored = self._stored.get(name)
-        return None if stored is None else torch.from_numpy(dequantise(stored))
+        source = self._sources.get(name)
+        if source is None:
+            return None
+        return torch.from_numpy(dequantise(quantise_tensor(source, self._storage)))
 
     def take_words(self, name: str) -> NDArray[np.uint32] | None:
         """A stored weight as it is uploaded, which is once; None for what stays float32."""
-        stored = self._stored.pop(name, None)
-        return None if stored is None else stored.packed()
+        source = self._sources.pop(name, None)
+        return None if source is None else quantise_tensor(source, self._storage).packed()

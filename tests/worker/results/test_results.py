@@ -19,7 +19,7 @@ from protocol.spec.sections.model import ModelSpec
 from tests.commands import called
 from tests.finished_run import finished_run
 from tests.small_chat import CHATML, chat_run
-from worker.models import gguf_weights
+from worker.models import disk_weights
 from worker.models.pretrained import load_causal_lm
 from worker.results.generate import Sampling, choose, end_tokens
 from worker.results.gguf_export import export_gguf
@@ -209,7 +209,7 @@ def test_a_base_from_gguf_is_never_wide_in_memory(run, tmp_path, capfd):
     (tmp_path / "model.safetensors").write_bytes(b"of another model, and no business of this one")
     spec = ModelSpec(source=str(tmp_path / "m.gguf"), base_dtype="int4")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf_weights, "_SMALL_BYTES", 0)
+        patch.setattr(disk_weights, "_SMALL_BYTES", 0)
         aside = load_causal_lm(spec, 0)
     beside = load_causal_lm(spec, 0)
     assert aside.weights_digest == beside.weights_digest

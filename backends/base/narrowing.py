@@ -1,0 +1,61 @@
+"""Narrow the weights of a frozen base one at a time, as they are read from a model's mapped file.
+
+A weight is read in parts, by several threads, and its pages of the file leave memory at once. So
+memory holds the narrow base, one weight as it was, and a few parts, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import torch
+
+from backends.base.quantise import Quantised, Storage, group_of, quantise, stored_bytes
+from protocol.machine.mapped_pages import release_mapped_pages
+from protocol.machine.processor import usable_cores
+
+_ELEMENTS_AT_ONCE: Final = 1 << 18
+_MOST_THREADS: Final = 4
+
+
+def quantise_tensor(weight: torch.Tensor, storage: Storage) -> Quantised:
+    """Store a matrix in fewer bits, and let go of its pages if it is mapped from a file.
+
+    Args:
+        weight: Of any float dtype, shape (rows, columns), with a multiple of 8 columns.
+        storage: Any storage type except f32.
+
+    Raises:
+        DataError: A value is not finite, or out of range for f16 or bf16.
+    """
+    rows, columns = weight.shape
+    group = 0 if storage in ("bf16", "f16") else group_of(columns, storage)
+    scales = np.empty(rows * columns // group if group else 0, np.float32)
+    words = np.empty(stored_bytes(rows, columns, storage) // 4 - len(scales), np.uint32)
+    # No group reaches beyond a row, so parts of rows have the bits of the whole.
+    at_once = max(1, _ELEMENTS_AT_ONCE // columns)
+
+    def store(first: int) -> Storage:
+        some = weight[first : first + at_once]
+        part = quantise(some.cpu().float().numpy(), storage)
+        words[first * len(words) // rows :][: len(part.words)] = part.words
+        scales[first * len(scales) // rows :][: len(part.scales)] = part.scales
+        return part.storage
+
+    firsts = range(0, rows, at_once)
+    threads = min(_MOST_THREADS, usable_cores(), len(firsts))
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            held = [*pool.map(store, firsts)]
+    else:
+        held = [store(first) for first in firsts]
+    release_pages(weight)
+    return Quantised(held[0] if held else storage, rows, columns, words, scales, group)
+
+
+def release_pages(tensor: torch.Tensor) -> None:
+    """Let go of a tensor's pages if it is mapped from a file; it keeps its values."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        release_mapped_pages(tensor.data_ptr(), tensor.nbytes)

@@ -1,0 +1,99 @@
+"""Pages of mapped files in this process's memory: found, and let go of once they have been read.
+
+A model's file is mapped and read once, weight by weight. Its pages stay resident, and count as the
+process's memory, until the system needs them for something else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PAGEMAP: Final = Path("/proc/self/pagemap")
+_MAPS: Final = Path("/proc/self/maps")
+_ENTRY_BYTES: Final = 8
+_RESIDENT_OF_A_FILE: Final = 1 << 63 | 1 << 61
+"""Of an entry of proc_pid_pagemap(5): resident, and a file's or shared, not a private copy."""
+
+
+def release_mapped_pages(address: int, nbytes: int) -> int:
+    """Let go of the pages of mapped files in a range; they are read anew when next accessed.
+
+    Memory that is no file's, and private copies of changed pages, stay. So does everything where
+    the system does not say which is which.
+
+    Args:
+        address: Of the first byte.
+        nbytes: Length of the range.
+
+    Returns:
+        How many bytes were released.
+    """
+    page = mmap.PAGESIZE
+    first, end = -(-address // page), (address + nbytes) // page
+    released = 0
+    for lo, hi in _runs(_entries(first, end)):
+        if _advise_unneeded((first + lo) * page, (hi - lo) * page):
+            released += (hi - lo) * page
+    return released
+
+
+def release_mapped_files(directory: Path) -> None:
+    """Let go of the pages of all mapped files below a directory, as `release_mapped_pages` does."""
+    within = f"{directory.resolve()}{os.sep}"
+    for lo, hi, _, path in _mappings():
+        if path.startswith(within):
+            release_mapped_pages(lo, hi - lo)
+
+
+def is_mapped_file(address: int) -> bool:
+    """Whether memory at an address is mapped from a file; False where the system does not say."""
+    return any(lo <= address < hi and inode for lo, hi, inode, _ in _mappings())
+
+
+def _mappings() -> Iterator[tuple[int, int, int, str]]:
+    """Yield the first address, the end, the inode (0 without a file) and the path of each."""
+    try:
+        lines = _MAPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        area, _, _, _, inode, *path = line.split(maxsplit=5)
+        lo, _, hi = area.partition("-")
+        yield int(lo, 16), int(hi, 16), int(inode), "".join(path)
+
+
+def _entries(first: int, end: int) -> NDArray[np.uint64]:
+    """Return the entries of pages [first, end); fewer where the system gives none."""
+    nothing = np.zeros(0, np.uint64)
+    if end <= first:
+        return nothing
+    try:
+        with _PAGEMAP.open("rb", buffering=0) as file:
+            content = os.pread(file.fileno(), (end - first) * _ENTRY_BYTES, first * _ENTRY_BYTES)
+    except OSError:
+        return nothing
+    return np.frombuffer(content, np.uint64, len(content) // _ENTRY_BYTES)
+
+
+def _runs(entries: NDArray[np.uint64]) -> list[tuple[int, int]]:
+    """Return the runs [lo, hi) of neighboring pages that are resident and a file's."""
+    clean = (entries & np.uint64(_RESIDENT_OF_A_FILE)) == np.uint64(_RESIDENT_OF_A_FILE)
+    edges = np.flatnonzero(np.diff(clean, prepend=False, append=False))
+    return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
+
+
+def _advise_unneeded(address: int, nbytes: int) -> bool:
+    try:
+        advise = ctypes.CDLL(None, use_errno=True).madvise
+    except (AttributeError, OSError, TypeError):
+        return False
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return bool(advise(address, nbytes, mmap.MADV_DONTNEED) == 0)

@@ -1,0 +1,49 @@
+"""Pages of mapped files leave memory when they are told to; what is no file's stays as it is."""
+
+import mmap
+
+import numpy as np
+import pytest
+
+from protocol.machine.mapped_pages import is_mapped_file, release_mapped_pages
+from tests.resident_memory import MIB, measured_growth
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    """A private mapping of a file of 16 MiB, as an array, none of it read."""
+    path = tmp_path / "weights"
+    np.arange(2 * MIB, dtype=np.uint64).tofile(path)
+    with path.open("rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint64)
+
+
+def test_pages_that_were_read_leave_memory_and_are_read_anew(mapped):
+    expected = 2 * MIB * (2 * MIB - 1) // 2
+    with measured_growth() as growth:
+        assert int(mapped.sum()) == expected
+        released = release_mapped_pages(mapped.ctypes.data, mapped.nbytes)
+    assert released == 16 * MIB
+    assert growth.kept_bytes < 2 * MIB < growth.peak_bytes
+    assert int(mapped.sum()) == expected
+
+
+def test_changed_pages_and_memory_that_is_no_file_s_stay(mapped):
+    mapped.sum()
+    mapped[:: mmap.PAGESIZE // 4] += 1  # every other page
+    own = np.ones(MIB, np.uint64)
+    assert release_mapped_pages(mapped.ctypes.data, mapped.nbytes) == 8 * MIB
+    assert release_mapped_pages(own.ctypes.data, own.nbytes) == 0
+    assert int(own.sum()) == MIB
+    assert (mapped[:: mmap.PAGESIZE // 4] % (mmap.PAGESIZE // 4) == 1).all()
+
+
+def test_pages_at_the_edges_of_a_range_stay(mapped):
+    mapped.sum()
+    inner = release_mapped_pages(mapped.ctypes.data + 1, 3 * mmap.PAGESIZE - 2)
+    assert inner == mmap.PAGESIZE
+
+
+def test_a_mapped_file_is_told_from_other_memory(mapped):
+    assert is_mapped_file(mapped.ctypes.data)
+    assert not is_mapped_file(np.ones(MIB).ctypes.data)

@@ -1,0 +1,81 @@
+"""A base in few bits is narrowed while it is read: memory holds it, one weight and little more.
+
+`python -m benchmarks.narrow_base` measures it at the size of real models, on Vulkan too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from backends.base.frozen_base import frozen_base
+from backends.eager.narrow_linear import narrow_frozen_base
+from protocol.spec.sections.model import ModelSpec
+from tests.resident_memory import MIB, measured_growth
+from worker.models import disk_weights
+from worker.models.main_memory import bytes_in
+from worker.models.pretrained import load_causal_lm
+
+ROOM_BYTES = 12 * MIB
+"""For what Python, torch and four parts of a weight take."""
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "mixed"])
+def source(request, tmp_path_factory) -> Path:
+    """A decoder of 15 million parameters, most of them in its layers."""
+    directory: Path = tmp_path_factory.mktemp("model")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=640, intermediate_size=1920, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4,
+    )  # fmt: skip
+    config.save_pretrained(directory)
+    kind: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        shapes = {name: each.shape for name, each in kind.from_config(config).named_parameters()}
+    values = {}
+    for name, shape in shapes.items():
+        row = torch.randn(shape[-1], dtype=torch.bfloat16)
+        is_wide = request.param == "float32" or (request.param == "mixed" and "norm" in name)
+        values[name] = (row.float() if is_wide else row).expand(shape).contiguous()
+    safetensors.torch.save_file(values, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def narrowed(source: Path) -> Any:
+    """Read and narrowed, as a worker with LoRA does."""
+    model: Any = load_causal_lm(ModelSpec(source=str(source), base_dtype="int4"), 0).model
+    model.requires_grad_(requires_grad=False)
+    narrow_frozen_base(model, "int4", torch.device("cpu"))
+    return model
+
+
+def test_the_peak_is_the_narrow_base_and_one_weight(source, monkeypatch):
+    monkeypatch.setattr(disk_weights, "_RELEASED_AT_ONCE_BYTES", MIB)
+    narrowed(source)  # what is imported and allocated once
+    with safetensors.safe_open(source / "model.safetensors", "np") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    narrow = sum(bytes_in(name, shape, "int4") for name, shape in shapes.items())
+    largest = 4 * max(shape[0] * shape[-1] for shape in shapes.values())
+    with measured_growth() as growth:
+        model = narrowed(source)
+    assert growth.peak_bytes < narrow + largest + ROOM_BYTES
+    assert growth.peak_bytes < (source / "model.safetensors").stat().st_size
+    assert not frozen_base(model)
+
+
+def test_files_of_several_dtypes_keep_their_values(source, tmp_path):
+    index = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(index))
+    values = safetensors.torch.load_file(source / "model.safetensors")
+    wide = {name: value.float() for name, value in values.items()}
+    safetensors.torch.save_file(wide, tmp_path / "model.safetensors", {"format": "pt"})
+    spec = ModelSpec(source=str(source), base_dtype="int4")
+    digest = load_causal_lm(spec, 0).weights_digest
+    as_float32 = ModelSpec(source=str(tmp_path), base_dtype="float32")
+    assert digest == load_causal_lm(as_float32, 0).weights_digest
