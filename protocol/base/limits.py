@@ -121,8 +121,9 @@ SAMPLES: Final = 2**40
 WEIGHTS_BYTES: Final = 256 * MIB
 """Of the weights by which samples are drawn, uncompressed."""
 EVALUATION_PARTS: Final = 2**24
-EVALUATION_SUMS: Final = 24
-"""Sums of an evaluation, from which metrics are computed: two for each mean."""
+EVALUATION_SUMS: Final = 64
+"""Sums of an evaluation, from which metrics are computed: two for each mean, and two for each of 24
+samples where a metric is of their ranks."""
 END_METRICS_BYTES: Final = 320
 """Evaluation metrics, with their names, in the message that ends a run."""
 ROW_LOGITS_ELEMENTS: Final = 65_536

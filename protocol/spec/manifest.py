@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from protocol.base import limits
@@ -201,8 +203,9 @@ class Metric(Ratio):
 
     `exponential` applies exp to the value (perplexity). With `mean_of` the metric is the mean of
     those ratios (macro F1) and has no ratio of its own. With `pearson` it is Pearson's correlation
-    of x and y, from the sums samples, x, y, xx, yy and xy; NaN if one of them does not vary.
-    `detail` marks metrics that are written to files and not shown on consoles (confusion counts).
+    of x and y, with `spearman` that of their ranks, NaN if one of them does not vary; each sample
+    has two sums of its own (`pair_sums`). `detail` marks metrics that are written to files and not
+    shown on consoles (confusion counts).
     """
 
     name: Name
@@ -210,17 +213,20 @@ class Metric(Ratio):
     mean_of: tuple[Ratio, ...] = ()
     detail: bool = False
     pearson: bool = False
+    spearman: bool = False
 
     @model_validator(mode="after")
     def _one_rule(self) -> Metric:
-        if bool(self.numerator) + bool(self.mean_of) + self.pearson != 1:
-            raise ValueError("expected a numerator, mean_of or pearson")
+        if bool(self.numerator) + bool(self.mean_of) + self.pearson + self.spearman != 1:
+            raise ValueError("expected a numerator, mean_of, pearson or spearman")
         return self
 
     def value(self, sums: dict[str, float]) -> float:
         """Evaluate the metric."""
         if self.pearson:
-            return _pearson(sums)
+            return _pearson(*_pairs(sums))
+        if self.spearman:
+            return _pearson(*map(_ranks, _pairs(sums)))
         if self.mean_of:
             ratios = [ratio.value(sums) for ratio in self.mean_of]
             # fsum raises if the sum is not finite.
@@ -231,16 +237,44 @@ class Metric(Ratio):
         return math.exp(min(value, 700.0)) if self.exponential else value
 
 
-_PEARSON_SUMS: Final = ("samples", "x", "y", "xx", "yy", "xy")
+_X, _Y = "x:", "y:"
+Values = NDArray[np.float64]
 
 
-def _pearson(sums: dict[str, float]) -> float:
-    """Return the correlation of x and y, in [-1, 1], from their sums."""
-    samples, x, y, xx, yy, xy = (sums.get(name, 0.0) for name in _PEARSON_SUMS)
-    spread = (samples * xx - x * x) * (samples * yy - y * y)
-    if not spread > 0:
+def pair_sums(numbers: Sequence[int], x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
+    """Return the sums of a correlation.
+
+    Args:
+        numbers: Of the samples, distinct in an evaluation.
+        x: One value of each.
+        y: The other value.
+    """
+    ours = {f"{_X}{number}": float(value) for number, value in zip(numbers, x, strict=True)}
+    return ours | {f"{_Y}{number}": float(value) for number, value in zip(numbers, y, strict=True)}
+
+
+def _pairs(sums: dict[str, float]) -> tuple[Values, Values]:
+    numbers = [name.removeprefix(_X) for name in sums if name.startswith(_X)]
+    x, y = (np.array([sums[f"{each}{number}"] for number in numbers]) for each in (_X, _Y))
+    return x, y
+
+
+def _pearson(x: Values, y: Values) -> float:
+    """Return the correlation of x and y, (samples,), in [-1, 1]."""
+    if not (len(x) and np.isfinite(x).all() and np.isfinite(y).all()):
         return math.nan
-    return max(-1.0, min(1.0, (samples * xy - x * y) / math.sqrt(spread)))
+    x, y = x - x.mean(), y - y.mean()
+    spread = math.sqrt(float(x @ x)) * math.sqrt(float(y @ y))
+    return max(-1.0, min(1.0, float(x @ y) / spread)) if spread > 0 else math.nan
+
+
+def _ranks(values: Values) -> Values:
+    """Return ranks from 1, equal values at their mean rank; NaN where a value is not finite."""
+    if not np.isfinite(values).all():
+        return np.full_like(values, math.nan)
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    means: Values = np.cumsum(counts) - (counts - 1) / 2
+    return means[group]
 
 
 class EmbeddingField(_Frozen):
@@ -383,8 +417,13 @@ class Manifest(_Frozen):
             for name in ("capture", "embeddings", "row_groups", "sampling")
             if not getattr(self, name)
         }
-        if not any(metric.pearson for metric in self.metrics):
-            unset["metrics"] = {"__all__": {"pearson"}}
+        idle = {
+            kind
+            for kind in ("pearson", "spearman")
+            if not any(getattr(metric, kind) for metric in self.metrics)
+        }
+        if idle:
+            unset["metrics"] = {"__all__": idle}
         return self.model_dump_json(exclude=unset).encode()
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -74,6 +75,21 @@ class SequenceData(holdout.DividedData):
         return max(self.padding, self.inputs.highest)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairData(SequenceData):
+    """Texts with the texts they become.
+
+    Attributes:
+        pairs: As they were read, by number.
+    """
+
+    pairs: Callable[[int], TextPair]
+
+    def target(self, row: int) -> str:
+        """Return the text of a target, whole."""
+        return self.pairs(row).target
+
+
 def _padded(arrays: Sequence[Tokens], width: int, filler: int) -> NDArray[np.int64]:
     made = np.full((len(arrays), width), filler, np.int64)
     for row, values in enumerate(arrays):
@@ -138,7 +154,7 @@ def encode_words(
     return np.array(made["input_ids"], np.int64), numbers, is_cut
 
 
-def read_pair_data(spec: Seq2SeqRun) -> SequenceData:
+def read_pair_data(spec: Seq2SeqRun) -> PairData:
     """Read, encode and divide texts with the texts they become.
 
     Raises:
@@ -157,7 +173,15 @@ def read_pair_data(spec: Seq2SeqRun) -> SequenceData:
         return next(ids), next(ids), is_cut
 
     texts = (text for row in found for text in (row.source, row.target))
-    return _divided(spec, tokenizer, found, valid, encoded, texts=texts)
+    data = _divided(spec, tokenizer, found, valid, encoded, texts=texts)
+
+    def pair(row: int) -> TextPair:
+        if valid is None or row < len(found):
+            return found[row]
+        return valid[row - len(found)]
+
+    fields = {each.name: getattr(data, each.name) for each in dataclasses.fields(data)}
+    return PairData(**fields, pairs=pair)
 
 
 def _divided(

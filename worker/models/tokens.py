@@ -240,6 +240,13 @@ def answer_ends(tokenizer: Any) -> frozenset[int]:
     return frozenset(behind[:1] if mark is None else [*behind[:1], mark])
 
 
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """What ends a text that a model writes: the model's own tokens and those of training."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {*answer_ends(tokenizer), *(named if isinstance(named, list) else [named])}
+    return frozenset(each for each in ends if each is not None)
+
+
 def _mark_after_an_answer(tokenizer: Any) -> int | None:
     """The first token behind what the assistant says, if it is one of the tokenizer's marks."""
     said = "unlikely words"

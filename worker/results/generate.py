@@ -19,8 +19,8 @@ from backends.base import draws
 from protocol.base.errors import DataError, describe_error
 from worker.models.pretrained import positions
 from worker.models.tokens import (
-    answer_ends,
     check_tokens,
+    end_tokens,
     marks_around_text,
     where_said,
     without_spaces,
@@ -125,13 +125,6 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
             f"got {len(prompt)} and {sampling.max_tokens}; lower --max-tokens"
         )
     return _pieces(tokenizer, _tokens(model, prompt, sampling, end_tokens(model, tokenizer)))
-
-
-def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer: the model's own and those of training (`answer_ends`)."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = {*answer_ends(tokenizer), *(named if isinstance(named, list) else [named])}
-    return frozenset(each for each in ends if each is not None)
 
 
 def _tokens(

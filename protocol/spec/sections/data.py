@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from protocol.base.fields import Bounded, Count, Fraction, sort_keys
-from protocol.spec.sections.section import KeyFault, Needs, Section, Tagged
+from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Section, Tagged
 
 LOGITS_SUFFIX: Final = ".parquet"
 """Suffix of files with captured logits."""
@@ -111,6 +111,11 @@ class DataSpec(Section):
     mask_share: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.15, description="of masked-lm: the share of tokens that are predicted"
     )
+    generate_tokens: Annotated[Count | None, OmittedByDefault()] = Field(
+        None,
+        description="evaluate also by targets that the model writes, of at most so many tokens: "
+        "ROUGE and exact match",
+    )
     skip_bad_rows: bool = Field(
         default=False, description="count and skip rows that cannot be used"
     )
@@ -180,7 +185,8 @@ class TaggedData(
 
 
 class TextPairs(
-    DataSpec, lacks=_KEYS - _HELD_OUT - {"text", "label", "max_tokens", "skip_bad_rows"}
+    DataSpec,
+    lacks=_KEYS - _HELD_OUT - {"text", "label", "max_tokens", "skip_bad_rows", "generate_tokens"},
 ):
     """Texts and the texts they become, for seq2seq."""
 

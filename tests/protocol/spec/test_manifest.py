@@ -105,7 +105,7 @@ def test_the_mean_of_ratios():
     opposite = Ratio(numerator={"a": -1}, denominator={"b": 1})
     assert math.isnan(Metric(name="m", mean_of=(half, opposite)).value({"a": math.inf, "b": 1}))
     for rule in ({}, {"numerator": {"a": 1}, "mean_of": (half,)}):
-        with pytest.raises(ValidationError, match="a numerator, mean_of or pearson"):
+        with pytest.raises(ValidationError, match="a numerator, mean_of, pearson or spearman"):
             Metric.model_validate({"name": "mean"} | rule)
 
 

@@ -21,7 +21,8 @@ from tests.finished_run import finished_run
 from tests.small_chat import CHATML, chat_run
 from worker.models import disk_weights
 from worker.models.pretrained import load_causal_lm
-from worker.results.generate import Sampling, choose, end_tokens
+from worker.models.tokens import end_tokens
+from worker.results.generate import Sampling, choose
 from worker.results.gguf_export import export_gguf
 from worker.results.gguf_file import STORAGES, write_gguf
 from worker.results.load import load, probe

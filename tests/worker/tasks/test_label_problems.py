@@ -12,7 +12,7 @@ import pytest
 from backends.registry import choose
 from protocol.base.errors import DataError, RunSpecError
 from protocol.datasets.data_check import check_data
-from protocol.spec.manifest import Metric
+from protocol.spec.manifest import Metric, pair_sums
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import called
 from tests.worker.tasks.test_classify import export, moved
@@ -70,8 +70,19 @@ def test_loss_and_scores_are_those_of_transformers(tiny, rows, tmp_path, data):
         loss = float(task.trainable.loss(model, given)) / batch.weight
     assert given["labels"].shape[0] == 5
     assert loss == pytest.approx(float(expected.loss), rel=1e-6)
-    texts = [task.batch([n]) for n in range(3)]
+    parts = task.manifest.evaluation_parts
+    texts = [task.evaluation_batch(n) for n in range(parts)]
     assert all(np.isfinite(list(program.evaluate(each).values())).all() for each in texts)
+    if data.get("problem") == "regression":
+        part = task.evaluation_batch(0)
+        measured = program.evaluate(part)
+        metrics = {metric.name: metric.value(dict(measured)) for metric in task.manifest.metrics}
+        inputs = {"input_ids", "attention_mask", "token_type_ids"} & part.arrays.keys()
+        arrays = {name: torch.tensor(part.arrays[name]) for name in inputs}
+        with torch.no_grad():
+            said = model(**arrays).logits[:, 0].numpy()
+        assert metrics["mse"] == pytest.approx(((said - part.arrays["labels"]) ** 2).mean())
+        assert metrics["pearson"] == pytest.approx(np.corrcoef(said, part.arrays["labels"])[0, 1])
     program.close()
 
 
@@ -91,12 +102,12 @@ def test_label_metrics_are_those_of_sklearn():
     from sklearn.metrics import accuracy_score, f1_score
 
     rng = np.random.default_rng(0)
-    for classes in (3, 20):
+    for classes in (3, 21):
         true, chosen = rng.random((2, 40, classes)) < 0.4
         sums: dict[str, float] = {}
         for lo in range(0, 40, 8):
             part = label_sums(true[lo : lo + 8], chosen[lo : lo + 8])
-            assert len(part) <= 24
+            assert len(part) <= 64
             for name, count in part.items():
                 sums[name] = sums.get(name, 0) + count
         found = {m.name: m.value(sums) for m in label_metrics([f"c{n}" for n in range(classes)])}
@@ -108,13 +119,21 @@ def test_label_metrics_are_those_of_sklearn():
             assert [found[f"f1[c{n}]"] for n in range(3)] == pytest.approx(by_class)
 
 
-def test_pearson_is_that_of_numpy():
-    x, y = np.random.default_rng(0).standard_normal((2, 50)) + 3
-    sums = {"samples": 50.0, "x": x.sum(), "y": y.sum(), "xx": (x * x).sum(), "yy": (y * y).sum()}
-    metric = Metric(name="pearson", pearson=True)
-    expected = np.corrcoef(x, y)[0, 1]
-    assert metric.value({**sums, "xy": float((x * y).sum())}) == pytest.approx(expected)
-    assert np.isnan(metric.value({"samples": 2.0, "x": 2.0, "y": 2.0, "xx": 2.0, "yy": 2.0}))
+def test_correlations_are_those_of_scipy():
+    from scipy.stats import pearsonr, spearmanr  # type: ignore[import-untyped]
+
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 50)).round(1)
+    pearson, spearman = (Metric(name=n, **{n: True}) for n in ("pearson", "spearman"))
+    for level in (0.0, 1.7e9):  # such as times in seconds: sums of squares would lose the digits
+        ours, theirs = x + level, y + x + level
+        sums = pair_sums(range(50), ours, theirs)
+        assert len({*y.tolist()}) < 50
+        assert pearson.value(sums) == pytest.approx(pearsonr(x, y + x).statistic, rel=1e-6)
+        assert spearman.value(sums) == pytest.approx(spearmanr(ours, theirs).statistic, rel=1e-6)
+    for odd in (pair_sums([0, 1], [1, 1], [1, 2]), pair_sums([0, 1], [1, np.nan], [1, 2]), {}):
+        assert np.isnan(pearson.value(odd))
+        assert np.isnan(spearman.value(odd))
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from backends.wgpu.capture.stand_in import StandIn
 from protocol.base.errors import DataError
 from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
@@ -16,6 +17,7 @@ from tests.small_sequences import PAIRS, TAGGED, save_encoder_decoders
 from tests.worker.tasks.test_classify import export, moved
 from worker.data.sequence_data import encode_words
 from worker.tasks.labels.tag import span_metrics, span_sums, spans
+from worker.tasks.language.rouge import NAMES, rouge
 from worker.tasks.registry import build, view
 
 
@@ -90,6 +92,47 @@ def test_seq2seq_has_the_loss_and_the_answers_of_transformers(
         assert merged.returncode == 0, merged.stderr
 
 
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_seq2seq_measures_the_targets_that_transformers_writes(
+    encoder_decoders, tmp_path, family, lora
+):
+    import torch
+    import transformers
+
+    rows = written(tmp_path / "pairs.jsonl", PAIRS)
+    data = {"holdout": 0.4, "max_tokens": 64, "generate_tokens": 6}
+    task = build(spec_of("seq2seq", encoder_decoders[family], rows, lora=lora, data=data))
+    module = with_values(task, moved(task))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder_decoders[family])
+    part = task.evaluation_batch(0)
+    given = {name: torch.tensor(array) for name, array in part.arrays.items()}
+    inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
+    answers = module.generate(**inputs, max_new_tokens=6, do_sample=False, num_beams=1)
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    labels = torch.where(given["labels"] == -100, 0, given["labels"])
+    right = tokenizer.batch_decode(labels, skip_special_tokens=True)
+    assert task.trainable.evaluate is not None
+    with torch.no_grad():
+        sums = dict(task.trainable.evaluate(module, given))
+        # A device that computes whole calls, as Vulkan does, writes the same.
+        apart = dict(task.trainable.evaluate(StandIn(module, lambda a, k: module(*a, **k)), given))
+    found = {metric.name: metric.value(sums) for metric in task.manifest.metrics}
+    scores = [rouge(one, other) for one, other in zip(right, texts, strict=True)]
+    for name in NAMES:
+        assert found[name] == pytest.approx(sum(score[name] for score in scores) / len(scores))
+        assert apart[name] == pytest.approx(sums[name])
+    same = [one.split() == other.split() for one, other in zip(right, texts, strict=True)]
+    assert found["exact_match"] == pytest.approx(sum(same) / len(same))
+    assert task.manifest.notes["references_without_words_for_rouge"] == 0
+
+
+def test_targets_longer_than_the_model_are_refused(encoder_decoders, tmp_path):
+    rows = written(tmp_path / "pairs.jsonl", PAIRS)
+    with pytest.raises(DataError, match=r"data\.generate_tokens of at most 64"):
+        build(spec_of("seq2seq", encoder_decoders["bart"], rows, data={"generate_tokens": 65}))
+
+
 def test_words_have_the_tokens_and_labels_of_transformers(tiny):
     import transformers
 
@@ -152,6 +195,11 @@ def test_spans_are_counted_whole():
     said = ["B-PER", "I-PER", "O", "I-LOC", "I-LOC", "O"]
     assert [*spans(true)] == [("PER", 0, 2), ("LOC", 3, 4), ("LOC", 4, 5), ("PER", 5, 6)]
     assert [*spans(said)] == [("PER", 0, 2), ("LOC", 3, 5)]
+    # One word is S-x or U-x, the last word of several E-x or L-x; as seqeval has it.
+    several = ["S-PER", "B-LOC", "I-LOC", "E-LOC", "U-LOC", "I-PER", "L-PER", "E-LOC", "O", "S-"]
+    assert [*spans(several)] == [
+        ("PER", 0, 1), ("LOC", 1, 4), ("LOC", 4, 5), ("PER", 5, 7), ("LOC", 7, 8),
+    ]  # fmt: skip
     names = sorted({*true, *said})
     sums = span_sums([(true, said)], names)
     figures = {metric.name: metric.value(dict(sums)) for metric in span_metrics(names)}

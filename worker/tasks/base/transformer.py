@@ -79,6 +79,20 @@ def in_parts(rows: Rows, samples: int) -> list[Rows]:
     return [rows[lo : lo + samples] for lo in range(0, len(rows), samples)]
 
 
+ROWS: Final = "rows"
+"""In an evaluation batch: the numbers of its samples, (samples,) int64."""
+
+
+def numbered(batch: Callable[[Rows], Batch]) -> Callable[[Rows], Batch]:
+    """Return what makes the same batches with the numbers of their samples."""
+
+    def batch_with_rows(rows: Rows) -> Batch:
+        made = batch(rows)
+        return replace(made, arrays={**made.arrays, ROWS: np.array(rows, np.int64)})
+
+    return batch_with_rows
+
+
 def logits_of(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:

@@ -19,11 +19,11 @@ from protocol.base.fields import cut_text
 from protocol.spec.manifest import Metric, Ratio
 
 PART_SAMPLES: Final = 24
-"""Held-out samples in a part; `EvalResult` holds so many sums."""
+"""Held-out samples in a part; `EvalResult` holds so many sums, and two of each sample."""
 CLASSES_IN_FULL: Final = 32
 """With more classes there are no metrics by class: each would need two cells per class."""
-LABELS_IN_FULL: Final = 7
-"""With several labels a text: three counts of each of so many, and two more, are 23 sums."""
+LABELS_IN_FULL: Final = 20
+"""With several labels a text: three counts of each of so many, and two more, are 62 sums."""
 _SHOWN_BYTES: Final = 80
 """Limit on a class's name."""
 CONFUSION_CLASSES: Final = 8

@@ -16,7 +16,7 @@ from torch import nn
 
 from backends.base.interface import Sums
 from protocol.exact.samples import permutation
-from protocol.spec.manifest import Metric
+from protocol.spec.manifest import Metric, pair_sums
 from protocol.spec.run_spec import ClassifyRun
 from worker.data import holdout
 from worker.data.disk_arrays import DiskArrays
@@ -25,12 +25,14 @@ from worker.models import pretrained
 from worker.models.tokens import check_tokens, tokenizer_files
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
+    ROWS,
     Objective,
     Rows,
     Split,
     TransformerTask,
     in_parts,
     logits_of,
+    numbered,
 )
 from worker.tasks.labels.class_counts import (
     PART_SAMPLES,
@@ -71,7 +73,7 @@ class Classify(TransformerTask):
                 len(data.train),
                 lambda n: samples.batch(data.train[n]),
                 parts,
-                samples.batch,
+                numbered(samples.batch),
                 data.sampling,
             ),
             _OBJECTIVES[problem](data, loaded.forward_options),
@@ -155,11 +157,7 @@ def _regression(_data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
             "samples": len(y),
             "squared_error": float(((x - y) ** 2).sum()),
             "absolute_error": float((x - y).abs().sum()),
-            "x": float(x.sum()),
-            "y": float(y.sum()),
-            "xx": float((x * x).sum()),
-            "yy": float((y * y).sum()),
-            "xy": float((x * y).sum()),
+            **pair_sums(arrays[ROWS].tolist(), x.tolist(), y.tolist()),
         }
 
     return Objective(partial(value_loss, options=options), evaluate, _VALUE_METRICS)
@@ -169,6 +167,7 @@ _VALUE_METRICS: Final = (
     Metric(name="mse", numerator={"squared_error": 1}, denominator={"samples": 1}),
     Metric(name="mae", numerator={"absolute_error": 1}, denominator={"samples": 1}),
     Metric(name="pearson", pearson=True),
+    Metric(name="spearman", spearman=True),
 )
 _OBJECTIVES: Final[Mapping[str, Callable[[LabeledTexts, Mapping[str, Any]], Objective]]] = {
     "single-label": _single_label,

@@ -24,7 +24,7 @@ from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_
 from worker.tasks.labels.result_info import FILE, result_info
 
 _PART_SAMPLES: Final = 16
-KINDS_IN_FULL: Final = 7
+KINDS_IN_FULL: Final = 20
 """Of entities: three counts of each of so many, and two more, are the sums of one message."""
 
 
@@ -84,23 +84,35 @@ def _evaluate(
 def spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
     """Yield the entities of a sentence: kind, first word, end.
 
-    B-x begins one, and so does I-x behind anything but x, as conlleval has it.
+    B-x begins one, and so does I-x or E-x behind anything but x; E-x (or L-x) is its last word, and
+    S-x (or U-x) an entity of one word. So conlleval has it, and seqeval.
     """
     kind, start = "", 0
     for at, tag in enumerate([*tags, "O"]):
-        mark, _, name = tag.partition("-")
-        goes_on = mark == "I" and name == kind
-        if kind and not goes_on:
+        mark, name = _mark_and_kind(tag)
+        continues = mark in _INSIDE and name == kind
+        if kind and not continues:
             yield kind, start, at
             kind = ""
-        if mark in ("B", "I") and name and not goes_on:
+        if mark and not continues:
             kind, start = name, at
+        if kind and mark in _LAST:
+            yield kind, start, at + 1
+            kind = ""
+
+
+_FIRST, _INSIDE, _LAST = frozenset("BSU"), frozenset("IEL"), frozenset("ELSU")
+
+
+def _mark_and_kind(tag: str) -> tuple[str, str]:
+    """Split a tag such as B-PER; both are empty of a tag that marks no entity."""
+    mark, _, kind = tag.partition("-")
+    return (mark, kind) if mark in _FIRST | _INSIDE and kind else ("", "")
 
 
 def _kinds(names: Sequence[str]) -> list[str]:
     """Return the kinds of entities; none where tags do not mark the beginning of any."""
-    marked = [name.partition("-") for name in names]
-    return sorted({kind for mark, _, kind in marked if mark in ("B", "I") and kind})
+    return sorted({kind for _, kind in map(_mark_and_kind, names) if kind})
 
 
 def span_sums(pairs: Sequence[tuple[Sequence[str], Sequence[str]]], names: Sequence[str]) -> Sums:

@@ -1,28 +1,42 @@
 """Task seq2seq: an encoder-decoder (T5, BART) learns to make one text of another.
 
 Summaries, translations, corrections: the decoder predicts each token of the target from those
-before it and from the encoded source.
+before it and from the encoded source. With `data.generate_tokens` the model also writes a target of
+each held-out source, which is compared with the text of the right one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
-from backends.base.interface import Sums
+from backends.base.interface import Batch, Sums
 from protocol.base.errors import DataError
+from protocol.spec.manifest import Metric
 from protocol.spec.run_spec import Seq2SeqRun
 from worker.data import holdout
-from worker.data.sequence_data import read_pair_data
+from worker.data.sequence_data import PairData, read_pair_data
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.models.tokens import NOTHING, check_tokens, end_tokens, tokenizer_files
 from worker.models.trainable_model import TrainableModel
-from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts
+from worker.tasks.base.transformer import (
+    ROWS,
+    Objective,
+    Rows,
+    Split,
+    TransformerTask,
+    in_parts,
+    numbered,
+)
 from worker.tasks.language.causal_lm import METRICS, PART_TOKENS
+from worker.tasks.language.greedy_targets import GreedyDecoding
+from worker.tasks.language.rouge import NAMES, rouge, words_of
 
 _PROBE: Final = torch.tensor([[7, 5, 9, 3, NOTHING]])
 
@@ -44,15 +58,93 @@ class Seq2Seq(TransformerTask):
         how: dict[str, Any] = {
             "start": start, "padding": data.padding, "options": loaded.forward_options,
         }  # fmt: skip
+        loss = partial(target_loss, **how)
+        objective = Objective(loss, partial(_evaluate, **how), METRICS)
+        batch: Callable[[Rows], Batch] = data.batch
+        notes: dict[str, int] = {}
+        if spec.data.generate_tokens is not None:
+            written = WrittenTargets.of(data, loaded, start, spec.data.generate_tokens)
+            objective, batch = written.added_to(objective), numbered(data.batch)
+            notes[NOTE] = written.without_words(np.concatenate([*parts, np.zeros(0, np.int64)]))
         super().__init__(
             spec,
             tuned,
-            Split(len(data.train), lambda n: data.batch(data.train[n]), parts, data.batch),
-            Objective(partial(target_loss, **how), partial(_evaluate, **how), METRICS),
+            Split(len(data.train), lambda n: data.batch(data.train[n]), parts, batch),
+            objective,
             digests=data.digests,
-            notes=data.notes,
+            notes={**data.notes, **notes},
             files=tokenizer_files(data.tokenizer),
         )
+
+
+NOTE: Final = "references_without_words_for_rouge"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTargets:
+    """Compares the targets that the model writes with the right ones.
+
+    Attributes:
+        data: The samples.
+        decoding: How the model writes.
+        tokenizer: The model's.
+    """
+
+    data: PairData
+    decoding: GreedyDecoding
+    tokenizer: Any
+
+    @staticmethod
+    def of(
+        data: PairData, loaded: pretrained.Pretrained, start: int, max_tokens: int
+    ) -> WrittenTargets:
+        """Evaluate a model by targets of at most `max_tokens` tokens.
+
+        Raises:
+            DataError: The model has not so many positions.
+        """
+        longest = pretrained.positions(loaded.model)
+        if max_tokens > longest:
+            raise DataError(
+                f"expected data.generate_tokens of at most {longest}, the model's positions, got "
+                f"{max_tokens}; --set data.generate_tokens={longest}"
+            )
+        ends = end_tokens(loaded.model, data.tokenizer)
+        return WrittenTargets(
+            data, GreedyDecoding(start, data.padding, ends, max_tokens), data.tokenizer
+        )
+
+    def added_to(self, objective: Objective) -> Objective:
+        """Return the objective with the metrics of written targets."""
+
+        def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
+            return {**objective.evaluate(module, arrays), **self._sums(module, arrays)}
+
+        return replace(objective, evaluate=evaluate, metrics=(*objective.metrics, *WRITTEN_METRICS))
+
+    def without_words(self, rows: Rows) -> int:
+        """Return how many targets have no word that ROUGE counts."""
+        return sum(not words_of(self.data.target(row)) for row in rows.tolist())
+
+    def _sums(self, module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
+        sums = dict.fromkeys(("samples", "exact", *NAMES), 0.0)
+        targets = self.decoding.targets(module, arrays)
+        for row, ids in zip(arrays[ROWS].tolist(), targets, strict=True):
+            written = self.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            reference = self.data.target(row)
+            sums["samples"] += 1
+            sums["exact"] += written.split() == reference.split()
+            for name, value in rouge(reference, written).items():
+                sums[name] += value
+        return sums
+
+
+WRITTEN_METRICS: Final = (
+    *(Metric(name=n, numerator={n: 1}, denominator={"samples": 1}) for n in NAMES),
+    Metric(name="exact_match", numerator={"exact": 1}, denominator={"samples": 1}),
+)
 
 
 def shifted(labels: torch.Tensor, start: int, padding: int) -> torch.Tensor:
