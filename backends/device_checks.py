@@ -77,7 +77,7 @@ def device_findings(
     if closed:
         yield warning(
             "device files", f"this user may not open {', '.join(closed)}",
-            "usermod -aG render,video USER, then log in anew",
+            "usermod -aG render,video USER, then log in again",
         )  # fmt: skip
     # As the registry does, auto passes software over that only looks like a card.
     rows = [
@@ -122,7 +122,7 @@ def _tried(row: DeviceInfo) -> Finding:
         right = gradient_is_right(row.backend, row.index)
     except Exception as error:  # noqa: BLE001 -- whatever a driver raises is what was found
         reason = " ".join(str(error).split())[:300]
-        advice = "is another program using all its memory? else install its driver anew"
+        advice = "is another program using all its memory? otherwise reinstall its driver"
         return failure("device", f"{found} cannot compute: {reason}", advice)
     if not right:
         return failure("device", f"{found} computes wrongly", "do not use it, or update its driver")

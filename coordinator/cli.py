@@ -42,7 +42,7 @@ app = typer.Typer(
     no_args_is_help=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Assigns each step's work, sums the gradients, and commits the same step on all workers.",
+    help="Assign the work of each step, sum the gradients, and commit the step on all workers.",
 )
 
 app.add_typer(token_cli.app, name="token")
@@ -67,7 +67,7 @@ ExpectWorkers = Annotated[
     typer.Option(
         min=1,
         envvar="SAMESTEP_EXPECT_WORKERS",
-        help="Start a run once so many workers are ready.",
+        help="Start a run once this many workers are ready.",
     ),
 ]
 Bind = Annotated[
@@ -77,12 +77,14 @@ Plaintext = Annotated[
     bool,
     typer.Option("--plaintext", help="No TLS: anyone on the path can read and change everything."),
 ]
-Name = Annotated[str, typer.Option(help="Its name for workers on the network [host name].")]
+Name = Annotated[
+    str, typer.Option(help="Name under which workers find it on the network [host name].")
+]
 Announce = Annotated[
     bool,
     typer.Option(
         "--announce/--no-announce",
-        help="Announce it on the network, if others can reach --bind.",
+        help="Announce the coordinator on the network, if --bind is reachable from there.",
     ),
 ]
 Out = Annotated[
@@ -109,7 +111,7 @@ From = Annotated[
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory.")]
 RunFile = Annotated[
-    Path | None, typer.Option(metavar="RUN.yaml", help="Execute this one run, then end.")
+    Path | None, typer.Option(metavar="RUN.yaml", help="Execute this run, then exit.")
 ]
 Task = Annotated[str | None, typer.Option(help="Execute one run of this task; see also --set.")]
 Model = Annotated[
@@ -120,7 +122,7 @@ NumClasses = Annotated[int | None, typer.Option(min=2, help="Short for --set dat
 Steps = Annotated[int | None, typer.Option(min=1, help="Short for --set steps=...")]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Short for --set epochs=...")]
 LocalWorkers = Annotated[
-    int, typer.Option(min=0, help="Also start so many workers on this machine.")
+    int, typer.Option(min=0, help="Also start this many workers on this machine.")
 ]
 Backend = Annotated[str, typer.Option(help="Backend of the local workers.")]
 Gpus = Annotated[
@@ -148,8 +150,8 @@ DataRoot = Annotated[
     typer.Option(
         "--data-root",
         metavar="DIR",
-        help="Submitted runs may only read files below it; repeat it for more. Default: all files "
-        "but secrets.",
+        help="Submitted runs may read only files below this directory; repeatable. Default: all "
+        "files except secrets.",
     ),
 ]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log as JSON lines on standard error.")]
@@ -259,7 +261,9 @@ def submit(run: Path, overrides: Overrides = [], control: Control = DEFAULT_CONT
 
 @app.command()
 def status(
-    as_json: Annotated[bool, typer.Option("--json", help="The whole document.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole document as JSON.")
+    ] = False,
     control: Control = DEFAULT_CONTROL,
 ) -> None:
     """Show the run, the workers, and what the run waits for."""
@@ -306,7 +310,7 @@ def checkpoint(control: Control = DEFAULT_CONTROL) -> None:
 @app.command()
 def track(
     run: RunPath,
-    to: Annotated[str, typer.Option(metavar="TRACKER", help="As for --track.")],
+    to: Annotated[str, typer.Option(metavar="TRACKER", help="Same values as --track.")],
     follow: Annotated[bool, typer.Option("--follow", hidden=True)] = False,
 ) -> None:
     """Send a tracker every step of a run that it lacks."""
@@ -331,10 +335,11 @@ def give_up(control: Control = DEFAULT_CONTROL) -> None:
 @app.command()
 def resume(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Its ID, as status or submit print it.")
+        str, typer.Argument(metavar="RUN", help="ID of the run, as printed by status or submit.")
     ],
     from_step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Roll back to its checkpoint of step N.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="First roll back to the checkpoint of step N."),
     ] = None,
     control: Control = DEFAULT_CONTROL,
 ) -> None:
@@ -353,7 +358,7 @@ def audit(
             min=0,
             metavar="N",
             help="Recompute N random steps on this CPU and compare bits; for runs with canonical "
-            "arithmetic whose model and data are here.",
+            "arithmetic whose model and data are on this machine.",
         ),
     ] = 0,
 ) -> None:
@@ -450,8 +455,10 @@ def embedded() -> None:
 
 @app.command()
 def schema(
-    like: Annotated[str, typer.Argument(metavar="[KEY]", help="With --text: keys like it.")] = "",
-    as_text: Annotated[bool, typer.Option("--text", help="A line for each key.")] = False,
+    like: Annotated[
+        str, typer.Argument(metavar="[KEY]", help="With --text: only keys that resemble this one.")
+    ] = "",
+    as_text: Annotated[bool, typer.Option("--text", help="Print one line per key.")] = False,
 ) -> None:
     """Print every key of a run spec, as JSON schema or as text."""
     from protocol.spec.run_spec import run_spec_schema

@@ -69,7 +69,7 @@ def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> 
         return load_run_spec(run, every)
     if short.task is None:
         if every:
-            raise UsageError("expected --run RUN.yaml or --task beside the options of a run")
+            raise UsageError("expected --run RUN.yaml or --task with the options of a run")
         return None
     document: dict[str, object] = {"name": _name_of(short.task)}
     if not any(each.startswith(("steps=", "epochs=")) for each in every):

@@ -27,12 +27,14 @@ def show() -> None:
 def rotate(
     everyone: Annotated[
         bool,
-        typer.Option("--everyone", help="Also revoke the keys of all workers, which must rejoin."),
+        typer.Option(
+            "--everyone", help="Also revoke the keys of all workers, which must then rejoin."
+        ),
     ] = False,
 ) -> None:
     """Make a new join token; workers that have joined before keep their own keys."""
     _opened().rotate(everyone=everyone)
-    typer.echo("the join token is new; the old one is void")
+    typer.echo("the join token was replaced; the old one is no longer valid")
     if everyone:
         typer.echo("every worker needs it to rejoin")
 
@@ -55,9 +57,9 @@ def workers() -> None:
 
 @app.command()
 def reader(
-    new: Annotated[bool, typer.Option("--new", help="Make a new one; the old one is void.")] = (
-        False
-    ),
+    new: Annotated[
+        bool, typer.Option("--new", help="Make a new token; the old one becomes invalid.")
+    ] = False,
 ) -> None:
     """Print the token that can only read: status, metrics, events. For Prometheus."""
     credentials = _opened()

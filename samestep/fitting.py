@@ -290,7 +290,8 @@ def _report_sampled_digests(task: ScriptTask) -> None:
         if digest.read < digest.samples:
             show(Line(
                 f"samestep: workers compare only {digest.read} of {digest.samples} samples of "
-                f"{name}, as reading took {SECONDS:.0f} s; see that all machines have the same data"
+                f"{name}, as reading took {SECONDS:.0f} s; make sure that all machines have the "
+                "same data"
             ))  # fmt: skip
 
 
@@ -737,7 +738,8 @@ def _joined_result(call: script.Call, worker: WorkerThread) -> FitResult:
     if digest != ended.weights:
         raise RunFailed(
             f"the run is over ({ended.reason}): expected weights {ended.weights or 'none'}, this "
-            f"worker has {digest}, as it was behind; take the weights from the run's directory"
+            f"worker has {digest}, as it had missed steps; take the weights from the run's "
+            "directory"
         )
     task.load(tensors)
     history = tuple(row for _, row in sorted(worker.rows.items()))

@@ -181,9 +181,7 @@ def called(script: Script, build: Build) -> Iterator[Call]:
             )
         raise _ReachedError(build)
     if not _STATE.lock.acquire(blocking=False):
-        raise DataError(
-            "expected one fit at a time, got one within another: call one after the other"
-        )
+        raise DataError("expected one fit at a time, got one within another: call them in sequence")
     try:
         _STATE.calls += 1
         _STATE.call = Call(script, _STATE.calls, build)

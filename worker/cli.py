@@ -62,7 +62,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Computes its part of every step on one device or several, the same step as everyone's.",
+    help="Compute a share of every step on one or more devices.",
 )
 
 app.add_typer(results_cli.logits, name="logits")
@@ -123,7 +123,7 @@ BackendName = Annotated[
 ]
 Gpus = Annotated[
     str,
-    typer.Option(help="Devices, such as 0,1, or parts of names: several are one worker."),
+    typer.Option(help="Devices, such as 0,1, or parts of names; several devices form one worker."),
 ]
 Name = Annotated[
     str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
@@ -133,7 +133,8 @@ AddressFile = Annotated[
     typer.Option(
         envvar="SAMESTEP_ADDRESS_FILE",
         metavar="FILE",
-        help="Read the coordinator's address from its --address-file, each time it is looked for.",
+        help="Read the coordinator's address from its --address-file, again at each attempt to "
+        "connect.",
     ),
 ]
 RetryFor = Annotated[
@@ -142,7 +143,7 @@ RetryFor = Annotated[
         min=0,
         envvar="SAMESTEP_RETRY_FOR",
         metavar="SECONDS",
-        help="Give up after so long without coordinator, or without a step.",
+        help="Give up after this long without a coordinator or without a step.",
     ),
 ]
 DutyName = Annotated[
@@ -150,21 +151,26 @@ DutyName = Annotated[
     typer.Option(
         envvar="SAMESTEP_DUTY",
         metavar="train|evaluate",
-        help="evaluate: measure held-out data while the others train, and train nothing.",
+        help="evaluate: only evaluate held-out data, while other workers train.",
     ),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        envvar="SAMESTEP_TOKEN_FILE", metavar="FILE", help="Holds the join token; mode 0600."
+        envvar="SAMESTEP_TOKEN_FILE",
+        metavar="FILE",
+        help="File that contains the join token; mode 0600.",
     ),
 ]
 Plaintext = Annotated[
-    bool, typer.Option("--plaintext", help="No TLS, as the coordinator's --plaintext.")
+    bool,
+    typer.Option(
+        "--plaintext", help="No TLS; for a coordinator that was started with --plaintext."
+    ),
 ]
 Shard = Annotated[
     bool,
-    typer.Option("--shard", help="Under torchrun: a frozen base lies across the ranks (FSDP2)."),
+    typer.Option("--shard", help="Under torchrun: shard the frozen base over the ranks (FSDP2)."),
 ]
 AcceptScripts = Annotated[
     bool,
@@ -192,7 +198,7 @@ def serve(
         Path | None, typer.Option(help="Write a Chrome trace of this worker to this file.")
     ] = None,
     duty: DutyName = "train",
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say only what went wrong.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only problems.")] = False,
     processes: Annotated[int, typer.Option("--processes", min=0, hidden=True)] = 0,
     shard: Shard = False,
     accept_scripts: AcceptScripts = False,
@@ -268,18 +274,20 @@ def _warn_of_own_options(context: typer.Context, arguments: Sequence[str]) -> No
     option = next((a.partition("=")[0] for a in arguments if a.partition("=")[0] in own), None)
     if option is not None:
         text = (
-            f"worker: {option} stands after the script and so goes to the script; options of the "
-            f"worker go before it: worker {option} ... SCRIPT.py"
+            f"worker: {option} comes after the script, so the script receives it; put options of "
+            f"the worker before the script: worker {option} ... SCRIPT.py"
         )
         print(text, file=sys.stderr, flush=True)
 
 
 @app.command()
 def devices(
-    as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document, for scripts.")
+    ] = False,
     canonical: Annotated[
         bool,
-        typer.Option("--canonical", help="Try which canonical arithmetic each device follows."),
+        typer.Option("--canonical", help="Test which canonical arithmetic each device supports."),
     ] = False,
 ) -> None:
     """Show what is here, what fits, and why a device is not usable."""
@@ -321,7 +329,9 @@ def doctor(
     name: Name = "",
     token_file: TokenFile = None,
     plaintext: Plaintext = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document, for scripts.")
+    ] = False,
 ) -> None:
     """Check this machine, and the way to the coordinator, for what usually goes wrong."""
     from protocol.cli.doctor import report
@@ -348,7 +358,7 @@ def data(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="How many samples.")] = 5,
+    samples: Annotated[int, typer.Option(min=0, help="Number of samples to show.")] = 5,
 ) -> None:
     """Show what a model will read of a run's data, and how much of it."""
     from protocol.spec.files.run_spec_file import load_run_spec

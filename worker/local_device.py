@@ -73,7 +73,7 @@ class LocalDevice:
         }
         if slow:
             faster = " ".join(f"--set {key}={better}" for key, better in slow.items())
-            self._tell(f"a card computes several times as fast, with other bits, with {faster}")
+            self._tell(f"a card computes several times as fast, with different bits, with {faster}")
 
 
 def _sharded(info: DeviceInfo) -> Backend:
@@ -90,6 +90,6 @@ def _end_in_order(device: str) -> None:
 
     reason = (
         "a library ended the process; wgpu does when the driver loses the device or has no memory "
-        "left for a submission, and its own words stand above"
+        "left for a submission, and its own message is above"
     )
     on_abort(lambda: write_error("worker", DeviceError(device, reason)), ExitCode.FAILED)

@@ -205,7 +205,7 @@ def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
         client.drain()
 
     def stop() -> None:
-        text = "worker: stopped at once; others compute what it had begun"
+        text = "worker: stopped at once; others compute what it had started"
         print(text, file=sys.stderr, flush=True)
         os._exit(ExitCode.FAILED)  # an orderly end would wait for the device
 

@@ -61,8 +61,8 @@ class StepRecomputer:
         self._manifest: Manifest = self._next(Built).manifest
         if self._manifest.digest() != manifest_digest:
             raise Mismatch(
-                "expected the model and data that the run was trained with, found others here; "
-                "bring them to where its run spec says"
+                "expected the model and data that the run was trained with, found different ones "
+                "here; put them where its run spec names them"
             )
 
     @property
@@ -128,8 +128,8 @@ class StepRecomputer:
             raise error if isinstance(error, SamestepError) else RunFailed(str(error))
         if isinstance(event, FilesNeeded):
             raise DataError(
-                f"the step reads files that lie elsewhere, {event.names[0]} among them: such a "
-                "run cannot be recomputed"
+                f"the step reads files in other places, {event.names[0]} among them: such a run "
+                "cannot be recomputed"
             )
         assert isinstance(event, kind), event
         return event

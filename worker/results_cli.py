@@ -17,12 +17,13 @@ _STORAGES: Final[tuple[Literal["f32", "f16", "bf16", "q8_0"], ...]] = ("f32", "f
 _DTYPES: Final[tuple[Literal["float32", "bfloat16"], ...]] = ("float32", "bfloat16")
 
 Result = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A run's directory, an adapter's, or a model's.")
+    Path, typer.Argument(metavar="DIR", help="Directory of a run, an adapter or a model.")
 ]
 Base = Annotated[
-    str | None, typer.Option(metavar="DIR", help="The adapter's base model [where it says].")
+    str | None,
+    typer.Option(metavar="DIR", help="Base model of the adapter [the one that it names]."),
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="A new directory.")]
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="New directory to write to.")]
 
 
 def merge(
@@ -30,7 +31,7 @@ def merge(
     out: Out,
     base: Base = None,
     dtype: Annotated[
-        str, typer.Option(metavar="float32|bfloat16", help="What the new weights are stored in.")
+        str, typer.Option(metavar="float32|bfloat16", help="Type in which the weights are stored.")
     ] = "float32",
 ) -> None:
     """Add an adapter to its base model for good, and check that it computes the same."""
@@ -69,7 +70,7 @@ def export(
     typer.echo(f"read back: {made.written.tensors} tensors, all as written")
     if made.written.stored_as_f16:
         typer.echo(
-            f"stored as f16, as their rows are no multiple of 32: {made.written.stored_as_f16}"
+            f"stored as f16, as their rows are not a multiple of 32: {made.written.stored_as_f16}"
         )
     if made.written.left_out:
         typer.echo(f"left out: {made.written.left_out} tokens that the model has no row for")
@@ -82,15 +83,20 @@ def export(
 
 def generate(
     directory: Result,
-    prompt: Annotated[str, typer.Argument(help="What the model goes on with, or answers.")],
+    prompt: Annotated[str, typer.Argument(help="Text that the model continues or answers.")],
     temperature: Annotated[
-        float, typer.Option(min=0, help="Draw tokens, the flatter the higher; 0: the likeliest.")
+        float, typer.Option(min=0, help="Sampling temperature; 0: always take the likeliest token.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(help="Draw among the likeliest with this share together.")
+        float,
+        typer.Option(
+            help="Draw only from the likeliest tokens that together have this probability."
+        ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same draws again.")] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="No more than these.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Generate at most this many tokens.")
+    ] = 256,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="A system message before the prompt.")
     ] = None,
@@ -129,17 +135,21 @@ def generate(
 
 def classify(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A classify run's directory, or its result's.")
+        Path, typer.Argument(metavar="DIR", help="Directory of a classify run, or of its result.")
     ],
     texts: Annotated[
         list[str],
-        typer.Argument(metavar="TEXT...|FILE", help="Or one file: of rows, or a text a line."),
+        typer.Argument(
+            metavar="TEXT...|FILE", help="Instead of TEXT: a file of rows, or of one text per line."
+        ),
     ],
-    column: Annotated[str, typer.Option(help="Of a table, or key, that holds the text.")] = "text",
+    column: Annotated[str, typer.Option(help="Column or key of the text.")] = "text",
     pair_column: Annotated[
-        str | None, typer.Option(help="Of a file: the column of the second text of a pair.")
+        str | None, typer.Option(help="Column of the second text of a pair.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON document a line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document per line.")
+    ] = False,
 ) -> None:
     """Classify texts with a trained classifier."""
     from backends.registry import choose
@@ -185,10 +195,12 @@ logits = typer.Typer(
 
 @logits.command()
 def show(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of logits (.parquet).")],
-    samples: Annotated[int, typer.Option(min=1, help="How many samples.")] = 1,
-    rows: Annotated[int, typer.Option(min=1, help="How many rows of each.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens of each row.")] = 4,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="File of captured logits (.parquet).")
+    ],
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples to show.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows of each sample.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens of each row.")] = 4,
 ) -> None:
     """Print a readable sample of a file of captured logits."""
     from worker.distillation.logits_sample import sample_lines

@@ -65,7 +65,7 @@ class UnlikeCounters(DataError):
 
     def __init__(self, name: str, one: int, other: int) -> None:
         super().__init__(
-            f"expected all microbatches of a step to change the counter {name!r} alike, got "
+            f"expected all microbatches of a step to change the counter {name!r} equally, got "
             f"changes by {one} and by {other}; count microbatches, not samples, or keep it out of "
             "the module"
         )

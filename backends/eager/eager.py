@@ -607,7 +607,7 @@ class EagerProgram(HostSummedProgram):
         if len(unused) == len(self._parameters) and example.weight:
             raise SamestepError(
                 "expected a loss that depends on what is trained, got one that reaches no trained "
-                "tensor; compute it from the module that is passed to it"
+                "tensor; compute it from the module that the loss receives"
             )
         self._try_backward(loss)
         for name, weights in self._parameters.items():

@@ -195,7 +195,7 @@ class Parity:
         if difference(case.expected, self._again(case))[1]:
             return "in torch, too, it gives other numbers each time"
         if self._halves:
-            return "which operator cannot be told in float16 (try model.precision: float32)"
+            return "the operator cannot be determined in float16 (try model.precision: float32)"
         try:
             opened = self._program.capture(case.batch, closes=False)
             seeds = _seeds(case.seed, opened)
@@ -207,9 +207,9 @@ class Parity:
             opened = self._program.capture(case.batch, closes=False)
             got = self._program.computed_once(opened, case.batch, case.seed)
         except (SamestepError, RuntimeError) as error:
-            return f"the operator cannot be told ({' '.join(str(error).split())[:200]})"
+            return f"the operator cannot be determined ({' '.join(str(error).split())[:200]})"
         if self._draws_alike(case) and difference(case.expected, got)[1] <= self._within:
-            return "it takes layers for alike that are not"
+            return "it treats different layers as equal"
         return "no operator by itself, but several in one kernel"
 
     def _draws_alike(self, case: _Case) -> bool:

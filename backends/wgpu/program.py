@@ -295,7 +295,7 @@ class VulkanProgram:
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise SamestepError(
-                "expected held-out figures that take the model's outputs alone, got a derivative "
+                "expected evaluation metrics that take the model's outputs alone, got a derivative "
                 "by its inputs, which the vulkan backend computes in training only; leave it out "
                 "of what is measured, or have it computed by cpu or cuda"
             )

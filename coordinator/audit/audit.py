@@ -166,7 +166,7 @@ def _check_head(evidence: _Evidence) -> None:
         has_ended = history.end is not None
         text = "the run has not ended: nothing proves yet that the journal's end is complete"
         if has_ended:
-            text = "the journal says the run ended, and there is no result.json; "
+            text = "the journal says that the run ended, but there is no result.json; "
             text += "restore it from a copy, or --resume: it is written again"
         evidence.note("head", ok=not has_ended, text=text)
         return
@@ -271,7 +271,7 @@ def _check_coverage(evidence: _Evidence, manifest: Manifest) -> None:
         text = f"epoch {number}: {used_once} of {samples} samples covered exactly once"
         if sampling is not None:
             text = f"epoch {number}: {used_once} of {samples} draws {sampling} used exactly once, "
-            text += "as repeated from the seed"
+            text += "as redrawn from the seed"
         if skipped:
             text += f", {skipped} of them in steps that were skipped"
         ok = used_once == samples or number == len(coverage.epochs) - 1
@@ -303,7 +303,7 @@ def _check_states(
     for fault in proof.faults:
         evidence.note("digests", ok=False, text=fault)
     total = len(evidence.history.commits)
-    text = f"{proof.steps} of {total} steps repeated from the log, every digest compared"
+    text = f"{proof.steps} of {total} steps replayed from the log, every digest compared"
     if proof.steps < total:
         text += "; the gradients of the others are not kept"
     evidence.note("digests", ok=not proof.faults, text=text)

@@ -121,7 +121,7 @@ def _account_for(history: History, commit: Committed, microbatches: int) -> str 
         return ""
     plans = history.plans.get(Attempt(commit.term, commit.step, commit.attempt), [])
     if any(plan.microbatches != microbatches for plan in plans):
-        return f"planned for another number of microbatches than {microbatches}"
+        return f"planned for a different number of microbatches than {microbatches}"
     planned_subtrees = {subtree for plan in plans for subtree in plan.planned()}
     counted_subtrees = {
         subtree for combination in commit.counted or () for subtree in _subtrees(combination)

@@ -93,7 +93,7 @@ class StateProof:
             self.since = 0
         elif not self.replica.has_state(info.state_digest):
             self.faults.append(
-                f"repeating the steps does not lead to the checkpoint of step {info.step}"
+                f"replaying the steps does not lead to the checkpoint of step {info.step}"
             )
         for logged in index.following(self.replica.step):
             if logged.step >= until:
@@ -139,7 +139,7 @@ class StateProof:
         ):
             if digest is not None and not replica.has_state(digest):
                 yield (
-                    f"the {name} that the state before had digest {digest}, repeating the steps "
+                    f"the {name} that the state before had digest {digest}, replaying the steps "
                     f"gives {replica.state_digest()}"
                 )
 
@@ -201,4 +201,4 @@ class StateProof:
             ("the last metrics are of", figures.state_digest if figures else None),
         ):
             if recorded is not None and not self.replica.has_state(recorded):
-                self.faults.append(f"{what} state {recorded}, repeating the steps gives another")
+                self.faults.append(f"{what} state {recorded}, replaying the steps gives another")

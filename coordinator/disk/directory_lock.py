@@ -240,8 +240,9 @@ def _unusable(directory: Path, error: Exception) -> UsageError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
         return UsageError(
-            f"the run directory {str(directory)!r} cannot be held: no more files may be open "
-            f"({reason}); end connections, or raise the limit (ulimit -n, LimitNOFILE in its unit)"
+            f"the run directory {str(directory)!r} cannot be locked: too many files are open "
+            f"({reason}); close connections, or raise the limit (ulimit -n, LimitNOFILE in its "
+            "unit)"
         )
     if isinstance(error, FileExistsError | NotADirectoryError):
         reason = "a file is in its place"

@@ -133,7 +133,9 @@ class CoordinatorCredentials:
         directory = self.token_file.parent
         if not _is_there(directory):
             # Not created: the old directory may be moved back.
-            advice = "bring it back; its keys and token count until then, and nobody gets a new key"
+            advice = (
+                "restore it; until then its keys and token stay valid, and no new keys are issued"
+            )
             return [f"{str(directory)!r} is gone: {advice}"]
         troubles: list[str] = []
         for look_at in (
@@ -162,16 +164,17 @@ class CoordinatorCredentials:
             yield from _written_again(self.token_file, self._token.reveal() + "\n")
         if self._read_token() is None:
             yield (
-                f"{str(self.token_file)!r} holds no join token, the last one counts; make a new "
-                "one: coordinator token rotate (workers that have a key of their own keep it)"
+                f"{str(self.token_file)!r} contains no join token, so the last one stays valid; "
+                "make a new one: coordinator token rotate (workers that have a key of their own "
+                "keep it)"
             )
 
     def _reader_troubles(self, directory: Path) -> Iterator[str]:
         yield from _written_again(directory / _READER, self.reader_token + "\n")
         if not self._read_reader_token():
             yield (
-                f"{str(directory / _READER)!r} holds no token, the last one counts; make a new "
-                "one: coordinator token reader --new"
+                f"{str(directory / _READER)!r} contains no token, so the last one stays valid; "
+                "make a new one: coordinator token reader --new"
             )
 
     def _key_troubles(self, directory: Path) -> Iterator[str]:
@@ -179,9 +182,9 @@ class CoordinatorCredentials:
         if self.keys.trouble and not os.path.lexists(directory / _WORKERS):
             with _locked(directory):
                 self.keys.write_again()
-            yield f"{str(directory / _WORKERS)!r} was gone and is written again"
+            yield f"{str(directory / _WORKERS)!r} was missing and has been written again"
         elif self.keys.trouble:
-            yield f"{self.keys.trouble}; the keys that it held last count until then"
+            yield f"{self.keys.trouble}; until then the last keys read from it stay valid"
 
     def _read_token(self) -> JoinToken | None:
         """Return the token in the file; None if the file is missing or damaged.
@@ -323,7 +326,7 @@ def _written_again(path: Path, text: str) -> Iterator[str]:
         with _locked(path.parent):
             if not os.path.lexists(path):
                 write_secret(path, text)
-        yield f"{str(path)!r} was gone and is written again"
+        yield f"{str(path)!r} was missing and has been written again"
 
 
 @contextlib.contextmanager

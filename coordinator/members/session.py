@@ -92,7 +92,7 @@ class MemberSession:
         loop = asyncio.get_running_loop()
         seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
         self._timer = loop.call_later(
-            seconds, channel.abort, f"no member after {seconds:g} s of handshake"
+            seconds, channel.abort, f"the handshake took longer than {seconds:g} s"
         )
 
     def on_message(self, channel: Channel, received: Received) -> None:
@@ -197,9 +197,8 @@ class JoinCheck:
             self._secret = self._credentials.join_token().secret
         if not self._secret:
             raise NotAuthorised(
-                f"the key of {self.name!r} does not count (any more): it was revoked, or the "
-                "coordinator has lost its workers.json; who may join again needs the present join "
-                "token"
+                f"the key of {self.name!r} is not valid (any more): it was revoked, or the "
+                "coordinator has lost its workers.json; to rejoin, use the current join token"
             )
         return self._exchange.challenge(self._secret)
 

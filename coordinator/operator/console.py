@@ -83,7 +83,7 @@ _SENTENCES: Final[dict[type[Event], str]] = {
     WorkerPutAside: "step {step}: {worker} was late too often; set aside until step {until}",
     EvaluationMissed: "step {step}: not evaluated: {reason}",
     SubtreesSpeculated: "step {step}: idle workers take microbatches {nodes} as well",
-    RedoneOtherwise: "step {step} was done again with other bits than before the restart",
+    RedoneOtherwise: "step {step} was repeated with different bits than before the restart",
     LogUnreadable: "the log cannot be read: {error}",
     LossScaleHalved: "step {step}: overflow in float16; repeated with loss scale {loss_scale:g}",
     StepRestarted: "step {step} starts over: a worker left before its state was verified",
@@ -91,7 +91,7 @@ _SENTENCES: Final[dict[type[Event], str]] = {
     RunContinued: "continued at step {step}",
     CopyRecovered: "the checkpoint after step {step} is copied to {to}: copies work again",
     CopyFailed: "the checkpoint after step {step} is not copied to {to}: {error}",
-    WorkerFlapping: "worker {worker} comes and goes: lost {count} times in a row while "
+    WorkerFlapping: "worker {worker} keeps disconnecting: lost {count} times in a row while "
     "{phase}: {reason}; {cause}",
     StrayConnection: "something at {address} that is not a worker connects to the workers' port "
     f"({{count}} so far): {{reason}}; {CONTROL_PORT}",

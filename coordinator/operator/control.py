@@ -156,7 +156,10 @@ class ControlPort:
 
     async def _submit(self, request: web.Request) -> web.Response:
         if self._service.settings.once:
-            return _conflict("this coordinator does one run and ends; start one without --run")
+            return _conflict(
+                "this coordinator executes one run and then exits; to submit runs, start one "
+                "without --run"
+            )
         submission = await _body(request, _Submission)
         # In a thread: YAML of the largest permitted size takes seconds.
         spec = await asyncio.to_thread(
@@ -190,7 +193,7 @@ class ControlPort:
         del request
         current = self._service.current
         if current is None or not current.run.has_state:
-            return _conflict("no run has a state to save")
+            return _conflict("no run has state to save yet")
         current.command(SaveState())
         return web.json_response({"step": current.run.steps_committed})
 
@@ -218,7 +221,10 @@ class ControlPort:
 
     async def _resume(self, request: web.Request) -> web.Response:
         if self._service.settings.once:
-            return _conflict("this coordinator does one run and ends; start one without --run")
+            return _conflict(
+                "this coordinator executes one run and then exits; to submit runs, start one "
+                "without --run"
+            )
         resumption = await _body(request, _Resumption)
         run_id = await self._service.resume_by_name(resumption.run_id, resumption.from_step)
         if run_id is None:

@@ -34,7 +34,7 @@ def control_token(control: str) -> str:
     path = Path(token_file) if token_file else control_token_file(state_home(), address)
     token = read_secret(path)
     if token_file and not (token or "").strip():
-        what = "is not there" if token is None else "is empty"
+        what = "does not exist" if token is None else "is empty"
         raise UsageError(f"SAMESTEP_CONTROL_TOKEN_FILE: the token file {token_file!r} {what}")
     return (token or "").strip()
 

@@ -62,7 +62,8 @@ class EventStream:
             following = int(last_id) + 1
         except ValueError:
             raise UsageError(
-                f"Last-Event-ID: expected an event's number, or 0 for all kept, got {last_id!r}"
+                "Last-Event-ID: expected the number of an event, or 0 for all stored events, got "
+                f"{last_id!r}"
             ) from None
         return min(max(following, self._oldest), self._next)
 

@@ -95,7 +95,7 @@ def _worker_lines(document: dict[str, Any], worker: dict[str, Any]) -> Iterator[
 def _stretch(worker: dict[str, Any], share: int) -> str:
     """Say what a worker does for a run with replicas."""
     if not share:
-        return ", stands by: other workers have all replicas"
+        return ", standing by: other workers have all replicas"
     at = worker.get("stretch")
     if at is None:
         return f", has computed its {share} of the replicas"

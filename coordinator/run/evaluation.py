@@ -479,8 +479,8 @@ class Stopping:
             return ""
         value = self._values.get(best, math.nan)
         return (
-            f"stopped early: {self._spec.figure} was best after {best} steps ({value:.6g}), and "
-            f"no better in {since} evaluations since"
+            f"stopped early: {self._spec.figure} was best after {best} steps ({value:.6g}), with "
+            f"no improvement in {since} evaluations since"
         )
 
     def is_best(self, step: int) -> bool:

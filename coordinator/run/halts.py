@@ -35,8 +35,8 @@ class Failures:
         for other, earlier in self._microbatches:
             if common := sorted(leaves & earlier):
                 return (
-                    f"workers {other!r} and {worker!r} failed one after the other, each while it "
-                    f"had microbatches {common[0]} to {common[-1]}"
+                    f"workers {other!r} and {worker!r} failed in turn, each while computing "
+                    f"microbatches {common[0]} to {common[-1]}"
                 )
         self._microbatches.append((worker, leaves))
         return ""

@@ -1004,7 +1004,9 @@ class Run:
 
     def _not_written(self, result: ResultNotWritten) -> list[Action]:
         self._enter(RunPhase.TRAINING)  # the run is not over after all
-        return self._halt(f"all steps are committed, but not the result: {result.reason}")
+        return self._halt(
+            f"all steps are committed, but the result could not be written: {result.reason}"
+        )
 
     # The table.
 

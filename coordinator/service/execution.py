@@ -387,7 +387,10 @@ class Execution:
     def _send_averages(self, action: SendAverages) -> None:
         session = self._sessions.get(action.worker)
         if session is not None and not self._subscribers.send_again(session, action.step):
-            reason = "the averages that other workers failed to send are gone here too: join again"
+            reason = (
+                "the averages that other workers failed to send are no longer available here "
+                "either: join again"
+            )
             session.channel.goodbye(reason, retry=True)
 
     async def _summarise(self, action: Summarize) -> None:
@@ -652,7 +655,9 @@ class Execution:
             return
         except Exception as error:  # noqa: BLE001 -- any error must end the run
             self.superseded = isinstance(error, Superseded)
-            reason = f"all steps are committed, but not the result: {text_of(error)}"
+            reason = (
+                f"all steps are committed, but the result could not be written: {text_of(error)}"
+            )
             self.outcome = Finish("failed", reason, ExitCode.FAILED)
         if self.outcome.outcome == "failed":
             self._emit(RunFailing(self.outcome.reason))

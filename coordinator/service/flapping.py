@@ -43,7 +43,7 @@ class WorkerFlapping(Event):
 
     def __str__(self) -> str:
         return (
-            f"worker {self.worker} comes and goes: lost {self.count} times in a row while "
+            f"worker {self.worker} keeps disconnecting: lost {self.count} times in a row while "
             f"{self.phase}: {self.reason}; {self.cause}"
         )
 

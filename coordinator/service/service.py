@@ -358,7 +358,7 @@ class Service:
     def admit(self, session: MemberSession) -> Welcome:
         """Give a worker its name; see `SessionOwner`."""
         if len(self.sessions) >= limits.WORKERS:
-            raise OutOfOrder(f"expected at most {limits.WORKERS} workers, this is one more")
+            raise OutOfOrder(f"expected at most {limits.WORKERS} workers, got one more")
         base = session.hello.name or "worker"
         for other in list(self.sessions.values()):
             if other.hello.instance == session.hello.instance:

@@ -61,7 +61,7 @@ from protocol.base.regular_file import open_regular
 
 _PREFIX: Final = "after-"
 _NAME: Final = re.compile(_PREFIX + r"(\d{10,})")
-_RESTORED_NOTE: Final = "brought back from a copy: "
+_RESTORED_NOTE: Final = "restored from a copy: "
 """Begins the note in the journal of a restored run; on disk, so it stays as it is."""
 _ATTEMPTS: Final = 5
 """How often small files are read while they are being written."""
@@ -319,7 +319,7 @@ def restore_copy(source: Path, to: Path) -> RestoredCopy:
     copy = RunDirectory(_newest(source))
     verified = _verify(copy)
     summary = _summary(copy.path, verified)
-    with storing("bring a run back to", to):
+    with storing("restore a run to", to):
         make_directory(to)
     _copy_tree(copy.checkpoints, RunDirectory(to).checkpoints)
     names = [path.name for path in (*copy.small_files, copy.journal) if path.exists()]
@@ -352,7 +352,9 @@ def _summary(copy: Path, verified: _VerifiedCopy) -> str:
             f"steps {later[0].step} to {later[-1].step} were committed: they are done again"
         )
     if skipped := [str(commit.step) for commit in later if commit.skipped]:
-        notes.append(f"of these, {', '.join(skipped)} were skipped: that is decided again")
+        notes.append(
+            f"of these, {', '.join(skipped)} were skipped: whether to skip them is decided again"
+        )
     notes.append(
         f"the copy knows the run up to {verified.entries[-1].time}: no later command, such as "
         "--from-step"

@@ -135,8 +135,9 @@ def packages(extras: Sequence[str] = (), optional: Sequence[str] = ()) -> Iterat
         wrong += [text for text in unmet if not text.endswith("is missing")]
     if wrong:
         also = f"[{','.join(extras)}]" if extras else ""
-        yield failure("packages", ", ".join(wrong), f"pip install 'samestep{also}', or make the "
-                      "environment anew with deploy/environment.sh")  # fmt: skip
+        yield failure("packages", ", ".join(wrong), f"pip install 'samestep{also}', or recreate "
+                                                    "the environment with "
+                                                    "deploy/environment.sh")  # fmt: skip
     else:
         yield ok("packages", "all there")
 
@@ -242,7 +243,7 @@ def killed(proc: Path = PROC, groups: Path = GROUPS) -> Finding:
             "raise the memory limit of the unit or container, or give it less to do",
         )  # fmt: skip
     since = f"{counts.get('machine')} processes since this machine's start"
-    return ok("killed for memory", since if counts.get("machine") else "nobody, as far as is told")
+    return ok("killed for memory", since if counts.get("machine") else "none reported")
 
 
 def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Iterator[Finding]:

@@ -87,7 +87,7 @@ def keep_reporting(command: str) -> None:
             reported.add(descriptor)
             line = f"{command}: standard output cannot be written: {error.strerror}; lines are lost"
             with contextlib.suppress(OSError):
-                os.write(2, f"{line}, and the work goes on\n".encode())
+                os.write(2, f"{line}; the work continues\n".encode())
 
     for descriptor, name in _STREAMS.items():
         stream = getattr(sys, name)

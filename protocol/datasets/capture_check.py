@@ -56,8 +56,9 @@ def check_alike(trained_on: CaptureIndex, measured_on: CaptureIndex, place: str)
         other = getattr(measured_on.facts, name)
         if other != own:
             raise DataError(
-                f"the capture in {place!r}, data.validation, is unlike the one that is trained on: "
-                f"its {name} is {_shown(other)} and not {_shown(own)}; capture both in one way"
+                f"the capture in {place!r}, data.validation, differs from the one that is trained "
+                f"on: its {name} is {_shown(other)} instead of {_shown(own)}; capture both in the "
+                "same way"
             )
 
 
@@ -82,14 +83,14 @@ def _whole(source: str) -> CaptureIndex:
         path = directory / file.name
         if not path.is_file():
             raise DataError(
-                f"the capture in {source!r} lacks {file.name!r}, one of its "
-                f"{len(index.files)} files; restore it from a copy, or capture anew"
+                f"the capture in {source!r} lacks {file.name!r}, one of its {len(index.files)} "
+                "files; restore it from a copy, or capture again"
             )
         size = path.stat().st_size
         if size != file.size:
             raise DataError(
-                f"{str(path)!r} has {size} bytes, the capture lists it with {file.size}; bring it "
-                "back from a copy, or capture anew"
+                f"{str(path)!r} has {size} bytes, the capture lists it with {file.size}; restore "
+                "it from a copy, or capture again"
             )
     return index
 
@@ -113,8 +114,8 @@ def check_digests(source: str, found: tuple[BlobFile, ...]) -> None:
 def changed(name: str, directory: str) -> DataError:
     """Return the error for a file whose digest is not the capture's."""
     return DataError(
-        f"{name!r} in {directory!r} is not what the capture has written: restore it from a "
-        "copy, or capture anew"
+        f"{name!r} in {directory!r} is not what the capture wrote: restore it from a copy, or "
+        "capture again"
     )
 
 

@@ -73,9 +73,11 @@ def read_index(directory: Path) -> CaptureIndex:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the document"
         raise DataError(
-            f"{str(path)!r} is no index of a capture: {where}: {first['msg']}"
+            f"{str(path)!r} is not the index of a capture: {where}: {first['msg']}"
         ) from None
     for file in index.files:
         if name_fault(file.name) or "/" in file.name or not file.name.endswith(SUFFIX):
-            raise DataError(f"{str(path)!r} names a file {file.name!r}, which is no file of logits")
+            raise DataError(
+                f"{str(path)!r} names a file {file.name!r}, which is not a file of logits"
+            )
     return index

@@ -187,8 +187,8 @@ class _Conflicts:
         more = self.count - len(self._shown)
         others = f" and {more} more" if more else ""
         raise DataError(
-            f"{self._train!r}: expected one label for each text, got another for the same text "
-            f"in {', '.join(self._shown)}{others}; mend them, or keep the first label of each: "
+            f"{self._train!r}: expected one label for each text, got another for the same text in "
+            f"{', '.join(self._shown)}{others}; correct them, or keep the first label of each: "
             "--set data.conflicts=keep_first"
         )
 
@@ -210,9 +210,9 @@ def _label_names(found: set[str], samples: int, spec: DataSpec) -> tuple[str, ..
         and len(found) > max(_MANY, samples // 2)
     ):
         raise DataError(
-            f"expected labels that come again and again in {spec.train!r}, found {len(found)} for "
-            f"{samples} samples; is {spec.label!r} the label's column? --set data.label=COLUMN; if "
-            f"it is: --set data.num_classes={len(found)}, or to predict numbers: --set "
+            f"expected labels that repeat in {spec.train!r}, found {len(found)} for {samples} "
+            f"samples; is {spec.label!r} the label's column? --set data.label=COLUMN; if it is: "
+            f"--set data.num_classes={len(found)}, or to predict numbers: --set "
             "data.problem=regression"
         )
     if spec.num_classes is not None and spec.num_classes != len(found):

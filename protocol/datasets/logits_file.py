@@ -165,7 +165,7 @@ class LogitsFile:
             words = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(
                 f"the logits in {str(self._path)!r} are damaged (row group {group}): {words}; "
-                "bring the file back from a copy"
+                "restore the file from a copy"
             ) from None
 
     def _read_facts(self) -> CaptureFacts:

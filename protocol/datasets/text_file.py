@@ -209,8 +209,8 @@ def checked_object(
     """
     if may_hold_half and _holds_surrogates(value):
         return DataError(
-            f"{where}: expected Unicode text, got half a surrogate pair (\\ud800 to \\udfff); mend "
-            "or remove that character"
+            f"{where}: expected Unicode text, got half a surrogate pair (\\ud800 to \\udfff); "
+            "correct or remove that character"
         )
     return value if isinstance(value, dict) else DataError(f"{where}: expected a JSON object")
 
@@ -240,7 +240,7 @@ def json_values(path: Path, pieces: Iterator[str]) -> Iterator[Any]:
                     break
                 if next_character != expected:
                     raise DataError(
-                        f"{str(path)!r} is not JSON: expected {expected!r} behind row {count}, got "
+                        f"{str(path)!r} is not JSON: expected {expected!r} after row {count}, got "
                         f"{next_character!r}"
                     )
                 at, expected = at + 1, ""
@@ -253,7 +253,7 @@ def json_values(path: Path, pieces: Iterator[str]) -> Iterator[Any]:
                 raise DataError(f"{str(path)!r} row {count + 1} is not JSON: {error}") from None
             count, expected = count + 1, ","
             yield value
-    raise DataError(f"{str(path)!r} is not JSON: expected ']' behind row {count}")
+    raise DataError(f"{str(path)!r} is not JSON: expected ']' after row {count}")
 
 
 def shown(value: object) -> str:

@@ -91,7 +91,7 @@ class Exchange:
                 f"the proof is wrong: worker {self.hello.name!r} does not know the key of this link"
             )
         raise NotAuthorised(
-            "the proof is wrong: this worker has another join token or key; get the present one "
+            "the proof is wrong: this worker has another join token or key; get the current one "
             "with: coordinator token show"
         )
 
@@ -109,8 +109,8 @@ class Exchange:
             )
         raise NotAuthorised(
             "the coordinator does not know this worker's join token or key: it is outdated "
-            "(changed by token rotate or revoke) or another coordinator's; print the present "
-            "token on its machine: coordinator token show"
+            "(changed by token rotate or revoke) or another coordinator's; print the current token "
+            "on its machine: coordinator token show"
         )
 
 

@@ -46,7 +46,7 @@ def test_two_epochs_are_every_sample_twice_and_one_model(tmp_path, name):
     assert audit.returncode == 0, audit.stdout
     for epoch in (0, 1):
         assert f"epoch {epoch}: 50 of 50 samples covered exactly once" in audit.stdout
-    assert "8 of 8 steps repeated" in audit.stdout
+    assert "8 of 8 steps replayed" in audit.stdout
     page = called("coordinator", "report", str(out))
     assert page.returncode == 0
     assert "2 of 2" in (out / "report.html").read_text()

@@ -39,4 +39,4 @@ def test_one_worker_and_two_halve_the_scale_alike_and_lose_no_batch(tmp_path, ba
     assert {step for step, _ in scales} == {0, 1, 2, 3}  # it grows after each
     audit = called("coordinator", "audit", str(tmp_path / "2" / "out"))
     assert audit.returncode == 0, audit.stdout
-    assert "4 of 4 steps repeated" in audit.stdout
+    assert "4 of 4 steps replayed" in audit.stdout

@@ -94,7 +94,7 @@ async def test_any_number_of_workers(tmp_path, codec, inner_state):
     (run,) = (path for path in (tmp_path / "two").iterdir() if path.is_dir())
     told = audit(run)
     assert told.ok, told.lines()
-    assert "3 of 3 steps repeated" in "\n".join(told.lines())
+    assert "3 of 3 steps replayed" in "\n".join(told.lines())
 
 
 SMALL = {"count": 2, "inner_steps": 2, "codec": "int8", "inner_state": "carry"}

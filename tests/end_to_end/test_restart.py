@@ -182,4 +182,4 @@ def test_a_killed_coordinator_goes_on_with_the_same_worker(job, tmp_path, finish
     audited = run("audit", str(tmp_path / "out"))
     assert audited.returncode == 0, audited.stdout
     if mode == "full":
-        assert f"{STEPS} of {STEPS} steps repeated" in audited.stdout
+        assert f"{STEPS} of {STEPS} steps replayed" in audited.stdout

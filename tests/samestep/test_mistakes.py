@@ -205,7 +205,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
          r'a mean \(\S+ of 8 samples and .* write reduction="sum" or \.sum\(\)'),
         (loss_of(lambda e: e**2), {}, r"one sum, got shape \(2, 1\): add \.sum\(\)"),
         (loss_of(lambda e: e.sum().item()), {}, r"got float: leave out \.item\(\)"),
-        (loss_of(lambda _: None), {}, r"as loss, got NoneType: its last line is to be `return"),
+        (loss_of(lambda _: None), {}, r"as loss, got NoneType: its last line must be `return"),
         (loss_of(lambda e: (e.sum(), e)), {}, r"as loss, got tuple: return the loss alone"),
         (loss_of(lambda e: e.detach().sum()), {}, r"no trainable.*: leave out.*inference_mode\(\)"),
         (task(loss=contrastive), {}, "a loss across samples"),
@@ -255,7 +255,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (task(), {"microbatch": 64}, "microbatch <= samples, got 64 > 4"),
         (task(), {"settings": {"seed": 1}}, "'seed': use the argument of fit"),
         (task(), {"settings": {"checkpont": {}}}, "did you mean 'checkpoint'"),
-        (lambda: samestep.fit(task(), steps=1), {}, "one within another: call one after the other"),
+        (lambda: samestep.fit(task(), steps=1), {}, "one within another: call them in sequence"),
     ],
 )  # fmt: skip
 def test_is_told_in_one_line_what_to_write(build, arguments, told):

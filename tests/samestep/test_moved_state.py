@@ -25,7 +25,7 @@ FEW: dict[str, Any] = {
     "optimizer": {"name": "sgd", "lr": 0.1},
 }
 
-UNEVEN = r"adds? up.* what a call leaves to the next \(a moving average, a memory bank\)"
+UNEVEN = r"adds? up.* state that one call leaves to the next \(a moving average, a memory bank\)"
 """Where the samples that are tried together and alone show it first."""
 
 

@@ -83,7 +83,7 @@ def test_an_epoch_has_the_draws_of_the_sampler(tmp_path, sampler, sampling, word
     assert checked.ok, checked.lines()
     covered = [finding.text for finding in checked.findings if finding.check == "coverage"]
     assert [text.partition(": ")[2] for text in covered] == [
-        f"{words} used exactly once, as repeated from the seed"
+        f"{words} used exactly once, as redrawn from the seed"
     ] * 2
 
 

@@ -77,7 +77,10 @@ def test_who_has_joined_has_the_outcome_and_the_weights_of_the_run():
     [
         (None, "this worker left before the run was over"),
         (end(outcome="failed", weights=None), "^why$"),
-        (end(weights="a" * 64), "expected weights a{64}, this worker has .* as it was behind"),
+        (
+            end(weights="a" * 64),
+            "expected weights a{64}, this worker has .* as it had missed steps",
+        ),
         (end(weights=None), "expected weights none"),
     ],
 )

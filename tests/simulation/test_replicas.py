@@ -24,7 +24,7 @@ pytestmark = pytest.mark.simulation
 _SEEDS = Seeds("SAMESTEP_REPLICA_SEEDS", "6")
 _ENOUGH_SEEDS = 300
 _CHECKS = (
-    "other averages", "another loss", "one numerics profile and gave unlike",
+    "other averages", "another loss", "same numerics profile but computed different",
     "expected counts of missed updates",
 )  # fmt: skip
 """Two that computed the same replica compare what it keeps, too; and a worker sees where a replica

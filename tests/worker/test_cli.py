@@ -101,7 +101,9 @@ def test_an_option_of_the_worker_after_the_script_is_noticed(tmp_path):
     script = str(tmp_path / "plain.py")
     given = ("--retry-for", "0", script, "--lr", "1", "--coordinator=box:9000")
     first, *_ = processes.ended("worker", *given).stderr.splitlines()  # scripts join from then on
-    assert first.endswith("options of the worker go before it: worker --coordinator ... SCRIPT.py")
+    assert first.endswith(
+        "put options of the worker before the script: worker --coordinator ... SCRIPT.py"
+    )
 
 
 def test_the_address_may_come_from_torchrun_s_variables():

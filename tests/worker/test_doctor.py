@@ -120,11 +120,11 @@ def test_a_key_that_is_damaged(own_home, text):
 
 def test_a_token_file_that_cannot_be_used(tmp_path):
     path = tmp_path / "token"
-    for said in ("is not there", "expected a join token", "chmod 600"):
+    for said in ("does not exist", "expected a join token", "chmod 600"):
         wrong = checks(plan(token_file=path))["token"]
         assert (wrong.outcome, said in wrong.found) == ("failure", True)
         path.write_text("nothing of the kind\n")
-        path.chmod(0o644 if said != "is not there" else 0o600)
+        path.chmod(0o644 if said != "does not exist" else 0o600)
 
 
 # The way to the coordinator.
@@ -149,7 +149,10 @@ def test_a_name_that_means_this_very_machine(monkeypatch):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     first = joining("box", 9)[0]
-    assert (first.outcome, "127.0.1.1 here: this very machine" in first.found) == ("warning", True)
+    assert (first.outcome, "127.0.1.1 here, which is this machine" in first.found) == (
+        "warning",
+        True,
+    )
 
 
 def test_nothing_listens():
@@ -186,7 +189,7 @@ def test_a_large_message_that_does_not_arrive(monkeypatch):
     with here, there:
         silent = _large_message(here, "192.0.2.1:9000")
     assert (silent.check, silent.outcome) == ("large messages", "failure")
-    assert "the path drops packets above its MTU" in silent.found
+    assert "the path silently drops packets above its MTU" in silent.found
     here, there = socket.socketpair()
     with here:
         there.close()
@@ -212,7 +215,9 @@ def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
                 found = {each.check: each for each in hosts.run_on("b", join)}
                 assert found["token"].outcome == "ok"
                 assert found["large messages"].outcome == "failure"
-                assert "the path drops packets above its MTU" in found["large messages"].found
+                assert (
+                    "the path silently drops packets above its MTU" in found["large messages"].found
+                )
                 assert "mtu 1280" in found["large messages"].advice
 
         hosts.run_on("a", there)
@@ -231,7 +236,7 @@ def test_another_service_with_tls(tmp_path):
     with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, credentials.server_context()) as port:
         line = joining("127.0.0.1", port, token)[-1]
     assert line.outcome == "failure"
-    assert "what answers is no coordinator" in line.found
+    assert "what answers is not a coordinator" in line.found
 
 
 def test_a_door_that_is_shut_at_once():
@@ -285,7 +290,7 @@ async def test_a_key_of_its_own_and_after_it_is_revoked(tmp_path, own_home):
         coordinator.revoke("w")
         refused = (await asyncio.to_thread(joining, *at))[-1]
         assert (refused.check, refused.outcome) == ("token", "failure")
-        assert "does not count" in refused.found
+        assert "is not valid" in refused.found
         assert (await asyncio.to_thread(joining, *at, token))[-1].outcome == "failure"
         present = coordinator.join_token().reveal()
         back = (await asyncio.to_thread(joining, *at, present))[-1]

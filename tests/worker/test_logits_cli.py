@@ -43,7 +43,7 @@ def test_a_file_that_has_changed_is_not_shown(tmp_path):
     shown = CliRunner().invoke(app, ["logits", "show", str(file)])
     assert isinstance(shown.exception, DataError)
     assert "'00000.parquet'" in str(shown.exception)
-    assert "is not what the capture has written" in str(shown.exception)
+    assert "is not what the capture wrote" in str(shown.exception)
     assert not shown.output
     (logits / "capture.json").unlink()
     assert CliRunner().invoke(app, ["logits", "show", str(file)]).exit_code == 0

@@ -122,7 +122,7 @@ class ChatTemplate:
             raise DataError(
                 f"{conversation.location}: expected one pair of marks {{% generation %}} around "
                 f"each answer where some are not learned, got {len(spans)} pairs for "
-                f"{len(answers)} answers; mend them: --set data.chat_template=JINJA"
+                f"{len(answers)} answers; correct them: --set data.chat_template=JINJA"
             )
         kept = zip(spans, trained, strict=True)
         return Rendered(full, tuple(span for span, is_trained in kept if is_trained))
@@ -234,7 +234,7 @@ class ChatTemplate:
         if marked.replace(_BEGIN, "").replace(_END, "") != full or len(spans) < answers:
             raise DataError(
                 f"{conversation.location}: the template's marks {{% generation %}} do not enclose "
-                "each answer of the assistant; mend them: --set data.chat_template=JINJA"
+                "each answer of the assistant; correct them: --set data.chat_template=JINJA"
             )
         return spans
 
@@ -258,10 +258,11 @@ class ChatTemplate:
                 span = self._by_replacement(conversation, full, number)
                 if span is None or span[0] < end:
                     raise DataError(
-                        f"{conversation.location} message {number + 1}: what the tokenizer's "
-                        "template makes of a conversation up to here is not how the whole one "
-                        "begins, so the assistant's words cannot be told apart; give a template "
-                        "with {% generation %} around them (data.chat_template)" + self._or_all
+                        f"{conversation.location} message {number + 1}: the template's text of the "
+                        "conversation up to here is not a prefix of its text of the whole "
+                        "conversation, so the assistant's tokens cannot be located; give a "
+                        "template with {% generation %} around them "
+                        "(data.chat_template)" + self._or_all
                     )
                 start, end = span
             yield start, end

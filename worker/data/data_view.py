@@ -151,7 +151,7 @@ def _language(spec: ModelRun, samples: int) -> Iterator[str]:
         yield from marked(data.tokenizer, tokens, counted).splitlines()
         yield ""
     if isinstance(spec, MaskedLmRun):
-        yield f"of these a share of {spec.data.mask_share:g} is masked anew in each step"
+        yield f"of these a share of {spec.data.mask_share:g} is masked again in each step"
     yield from _legend(samples)
     yield from _lengths("training samples", _all(data.train))
     yield from _lengths("held-out samples", _all(data.held_out))

@@ -179,9 +179,10 @@ def encode_text(
             here = encoded(lo, hi)
             if first and not here.cut(0, first + 1).equals(known):
                 raise DataError(
-                    f"expected tokens that depend on what is near, got others at character "
-                    f"{known.starts[-1]} of a document by what stands thousands behind; divide "
-                    f"the document into several of at most {window} characters"
+                    "expected tokens that depend only on nearby text, got tokens at character "
+                    f"{known.starts[-1]} of a document that change with text thousands of "
+                    f"characters later; divide the document into several of at most {window} "
+                    "characters"
                 )
             continue
         yield here.ids[first : joint[0]], here.starts[first : joint[0]]

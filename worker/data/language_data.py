@@ -312,10 +312,10 @@ def _refuse_answers_without_end(tokenizer: Any, trained: Turns, ends: frozenset[
         return
     names = ", ".join(repr(tokenizer.decode([each])) for each in sorted(ends)) or "no token"
     raise DataError(
-        f"expected answers whose end is learned, got {len(trained)} conversations without: "
-        f"generation stops at {names}, and no such token counts; write it behind each answer in "
-        "the chat template, inside of {% generation %} where that is used: "
-        "--set data.chat_template=JINJA"
+        f"expected answers that end with a stop token, got {len(trained)} conversations without: "
+        f"generation stops at {names}, and no answer trains that token; write it after each answer "
+        "in the chat template, inside {% generation %} where that is used: --set "
+        "data.chat_template=JINJA"
     )
 
 

@@ -136,7 +136,9 @@ def encode_words(
         DataError: The tokenizer does not say where its tokens stand in a text.
     """
     if not tokenizer.is_fast:
-        raise DataError("expected a tokenizer that says where its tokens stand: a tokenizer.json")
+        raise DataError(
+            "expected a tokenizer that reports the offsets of its tokens (a tokenizer.json)"
+        )
     text = " ".join(words)
     made = tokenizer(
         text, truncation=True, max_length=max_tokens, return_offsets_mapping=True, verbose=False

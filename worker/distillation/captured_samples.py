@@ -91,7 +91,7 @@ class CapturedSamples:
             if logits.facts != self.index.facts or logits.row_groups != listed.row_groups:
                 raise DataError(
                     f"{str(path)!r} is not the file that the capture lists; restore it from a "
-                    "copy, or capture anew"
+                    "copy, or capture again"
                 )
             self._open = number, logits
         return self._open[1]

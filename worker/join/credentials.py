@@ -26,7 +26,7 @@ from protocol.wire.join_token import JoinToken
 
 _CREDENTIAL: Final = "join.token"
 _HOW: Final = (
-    "print the present token on its machine with `coordinator token show`, and give it to the "
+    "print the current token on its machine with `coordinator token show`, and give it to the "
     "worker as --token-file FILE or SAMESTEP_TOKEN"
 )
 
@@ -91,17 +91,18 @@ class WorkerCredentials:
             if fault := key_fault(path := self._key_file(certificate, name)):
                 raise NotAuthorised(
                     f"this worker has no join token, and its key in {str(path)!r} {fault}; restore "
-                    f"that file from a backup, or join with a token, which mends it: {_HOW}"
+                    f"that file from a backup, or join with a token, which replaces it: {_HOW}"
                 )
             raise NotAuthorised(
-                f"this worker has no join token, and under the name {name!r} no key; keys are kept "
-                f"by name, so one that has joined before comes back under its old one (--name), or "
-                f"with a token: {_HOW}"
+                f"this worker has no join token, and under the name {name!r} no key; keys are "
+                "stored by name: use the name under which it joined before (--name), or a token: "
+                f"{_HOW}"
             )
         raise NotAuthorised(
             f"expected the certificate {_short(token.fingerprint)} that the join token names, got "
-            f"{_short(certificate)}: the token is outdated (the coordinator's certificate was made "
-            f"anew), or of another coordinator, or someone is in between; {_HOW}"
+            f"{_short(certificate)}: the token is outdated (the coordinator has a new "
+            "certificate), belongs to another coordinator, or someone intercepts the connection; "
+            f"{_HOW}"
         )
 
     def is_for(self, certificate: bytes, name: str) -> bool:
@@ -130,7 +131,7 @@ class WorkerCredentials:
         try:
             write_secret(path, key.hex() + "\n")
         except UsageError as error:
-            return f"the key for the next time is not kept, the token will do: {error}"
+            return f"the key for the next start could not be stored; the token will do: {error}"
         return ""
 
     def try_token_next(self) -> bool:
@@ -221,7 +222,7 @@ def _from_file(path: Path, *, must_exist: bool) -> JoinToken | None:
     text = read_secret(path)
     if text is None:
         if must_exist:
-            raise UsageError(f"the token file {str(path)!r} is not there")
+            raise UsageError(f"the token file {str(path)!r} does not exist")
         return None
     return JoinToken.parse(text, repr(str(path)))
 

@@ -68,7 +68,7 @@ async def find(
             if now_s >= told_s:
                 told_s = now_s + _TELL_EVERY_S
                 left_s = max(retry_for_s - (now_s - since_s), 0)
-                tell(f"{_none(name, browser)}; looking on, giving up in {left_s:.0f} s")
+                tell(f"{_none(name, browser)}; still looking, giving up in {left_s:.0f} s")
             await browser.wait(_LOOK_HERE_EVERY_S)
 
 
@@ -101,7 +101,7 @@ def _none(name: str, browser: _Browser) -> str:
         others = ", ".join(sorted(each.name for each in browser.announced.values()))
         return (
             f"no coordinator announces itself as {name!r} on the network (found: "
-            f"{others or 'none'}); perhaps give its address: worker --coordinator HOST:PORT"
+            f"{others or 'none'}); or give its address: worker --coordinator HOST:PORT"
         )
     return (
         f"no coordinator at {HERE[0]}:{HERE[1]}, and none announces itself on the network; "

@@ -41,7 +41,7 @@ _LISTENS: Final = (
     "listens to its own machine alone"
 )
 _SILENCE: Final = (
-    "wrong address, the machine is off, or a firewall drops it: run there `coordinator doctor`"
+    "wrong address, the machine is off, or a firewall drops packets: run `coordinator doctor` there"
 )
 
 
@@ -78,7 +78,7 @@ def _meaning(host: str, addresses: list[str]) -> Finding:
     local = all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
     if local and host not in {"localhost", *addresses}:
         return warning(
-            "address", f"{host} means {listing} here: this very machine",
+            "address", f"{host} resolves to {listing} here, which is this machine",
             "use the address that the coordinator prints; see also /etc/hosts",
         )  # fmt: skip
     return ok("address", listing if host in addresses else f"{host} is {listing}")
@@ -111,7 +111,7 @@ def _attempt(
         except ssl.SSLError as error:
             yield _no_tls(at, error)
         except TimeoutError:
-            yield failure("connection", f"{at} says nothing for {_PATIENCE_S:.0f} s", _QUIET)
+            yield failure("connection", f"{at} is silent for {_PATIENCE_S:.0f} s", _QUIET)
         except OSError as error:
             yield failure("connection", f"{at} closed it ({error.strerror or error})", _CLOSED)
 
@@ -173,7 +173,7 @@ def _greet(
     except VersionMismatch as error:
         yield failure("version", str(error))
     except ProtocolError as error:
-        yield failure("connection", f"what answers is no coordinator: {error}", _CLOSED)
+        yield failure("connection", f"what answers is not a coordinator: {error}", _CLOSED)
     except SamestepError as error:
         yield failure("token", str(error))
     else:
@@ -206,7 +206,7 @@ def _large_message(connected: socket.socket, at: str) -> Finding:
     return failure(
         "large messages",
         f"small messages reach {at}, one of {len(message)} bytes does not within "
-        f"{_LARGE_PATIENCE_S:.0f} s: the path drops packets above its MTU without saying so",
+        f"{_LARGE_PATIENCE_S:.0f} s: the path silently drops packets above its MTU",
         "lower the MTU on both machines (ip link set dev INTERFACE mtu 1280), have the kernel find "
         "it (sysctl -w net.ipv4.tcp_mtu_probing=1), or let ICMP through the firewalls in between",
     )

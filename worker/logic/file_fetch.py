@@ -285,7 +285,7 @@ class FileFetch:
             return self._fail(
                 DataError(
                     f"expected the file {unknown[0]!r} of the capture's index, got a list of files "
-                    "without it; bring it back at the coordinator"
+                    "without it; restore it on the coordinator's machine"
                 )
             )
         needed = frozenset(later_files[name] for name in names)
@@ -293,8 +293,8 @@ class FileFetch:
             if waiting == self._released:  # it would be fetched again and again
                 return self._fail(
                     DataError(
-                        f"the file {names[0]!r} was fetched, but the task does not find it; see "
-                        "that nothing empties the cache or the temporary directory meanwhile"
+                        f"the file {names[0]!r} was fetched, but the task does not find it; make "
+                        "sure that nothing empties the cache or the temporary directory meanwhile"
                     )
                 )
             self._released = waiting

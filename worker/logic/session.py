@@ -336,7 +336,7 @@ class WorkerSession:
         if message.term < newest:
             raise OutOfOrder(
                 f"expected a coordinator of term {newest} or later for run {message.run_id}, got "
-                f"{message.term}: an older coordinator must not go on with it"
+                f"{message.term}: an older coordinator must not continue it"
             )
         self.term = self._terms[message.run_id] = message.term
         spec = parse_run_spec_bytes(body.tobytes())

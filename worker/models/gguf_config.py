@@ -82,8 +82,8 @@ def read_config(directory: str, file: str, labels: Mapping[str, Any]) -> Any:
 
 def _refuse(what: str) -> DataError:
     return DataError(
-        f"expected a GGUF file that transformers reads whole, got one with {what}, which it passes "
-        "over; give the model's own directory (config.json and safetensors) as model.source"
+        f"expected a GGUF file that transformers reads whole, got one with {what}, which it "
+        "ignores; give the model's own directory (config.json and safetensors) as model.source"
     )
 
 

@@ -196,7 +196,7 @@ def _refuse_tied_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
             name for name, _ in model.named_modules() if name == asked or name.endswith(f".{asked}")
         ]
         if not found:
-            raise DataError(f"lora.modules_to_save names {asked!r}, which the model has not")
+            raise DataError(f"lora.modules_to_save names {asked!r}, which the model does not have")
         tied = [each for each in owners.values() if len(each) > 1 and {*each} & {*found}]
         if tied:
             others = sorted({*tied[0]} - {*found})
@@ -259,7 +259,7 @@ def _refuse_other_tables(module: torch.nn.Module) -> None:
         if not plain:
             raise DataError(
                 f"expected lora.targets of linear layers and plain embeddings, got {target!r}, a "
-                f"{type(table).__name__} which the forward pass calls otherwise; {remedy}"
+                f"{type(table).__name__} which the forward pass calls in another way; {remedy}"
             )
 
 

@@ -195,8 +195,8 @@ def refuse_drawn_weights(loaded: Pretrained, source: str, remedy: str) -> None:
     """
     if loaded.drawn:
         raise DataError(
-            f"the checkpoint {source!r} lacks {min(loaded.drawn)}, without which it says nothing "
-            f"that it has learned; {remedy}"
+            f"the checkpoint {source!r} lacks {min(loaded.drawn)}, without which its training has "
+            f"no effect; {remedy}"
         )
 
 
@@ -406,9 +406,9 @@ def _refuse_others_narrow_forms(place: str, source: str) -> None:
         return
     if method.partition("_")[0] in _OTHERS_NARROW_FORMS:
         raise DataError(
-            f"the checkpoint {source!r} is stored by {method}, whose kernels alone can read it; "
-            "take the model that it was made of, which model.base_dtype nf4 (or int4, int8) then "
-            "holds in as few bits"
+            f"the checkpoint {source!r} is stored by {method}, which only its own kernels can "
+            "read; use the model that it was quantized from, which model.base_dtype nf4 (or int4, "
+            "int8) stores in as few bits"
         )
 
 

@@ -182,8 +182,8 @@ def encode_cut(
         for number, ids in enumerate(encoded["input_ids"]):
             if not ids:
                 raise DataError(
-                    f"{place(done + number)}: expected text, got {some[number][:40]!r}, of which "
-                    "the tokenizer makes nothing; leave it out"
+                    f"{place(done + number)}: expected text, got {some[number][:40]!r}, for which "
+                    "the tokenizer gives no tokens; leave it out"
                 )
             cut = encoded.encodings is not None and bool(encoded.encodings[number].overflowing)
             yield np.array(ids, np.int64), cut

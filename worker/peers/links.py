@@ -307,7 +307,7 @@ class PeerLinks:
             if len(self._rejected) < limits.WORKERS:
                 self._rejected.add(hello.name)
             raise NotAuthorised(
-                f"{hello.name!r} is no peer of {self.me!r}, or looks for {hello.to!r}"
+                f"{hello.name!r} is not a peer of {self.me!r}, or looks for {hello.to!r}"
             )
         return link.peer
 

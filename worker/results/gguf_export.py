@@ -33,7 +33,7 @@ def export_gguf(saved: SavedModel, base: str | None, storage: Storage, out: Path
         saved: The model to export.
         base: Source of an adapter's base; None: as recorded.
         storage: Encoding of matrices.
-        out: A new directory.
+        out: New directory to write to.
 
     Raises:
         DataError: It cannot be loaded, llama.cpp has nothing for it, or `out` is there already.

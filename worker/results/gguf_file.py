@@ -206,8 +206,8 @@ def _tensors(gguf: Any, family: Family, model: Any, storage: Storage) -> Iterato
             there = names.get_name(part, try_suffixes=(".weight", ".bias"))
             if there is None:
                 raise DataError(
-                    f"llama.cpp has no place for the tensor {name!r}; use the model's directory "
-                    "as it is"
+                    f"llama.cpp does not support the tensor {name!r}; use the model's directory as "
+                    "it is"
                 )
             there += "" if there.endswith((".weight", ".bias")) else ".weight"
             yield _stored(gguf, there, _as_computed(family, part, values, model.config), storage)
@@ -303,12 +303,12 @@ def _compare(gguf: Any, path: Path, tensors: Mapping[str, _Tensor], vocabulary: 
         if not np.array_equal(
             np.asarray(read).reshape(tensors[name].values.shape), tensors[name].values
         ):
-            raise StorageDamaged(str(path), f"tensor {name!r}", "other values than were written")
+            raise StorageDamaged(str(path), f"tensor {name!r}", "values other than those written")
     if reader.get_field("tokenizer.ggml.tokens").contents() != vocabulary.tokens:
-        raise StorageDamaged(str(path), "tokens", "others than were written")
+        raise StorageDamaged(str(path), "tokens", "entries other than those written")
     if vocabulary.scores:
         same = reader.get_field("tokenizer.ggml.scores").contents() == vocabulary.scores
     else:
         same = reader.get_field("tokenizer.ggml.merges").contents() == vocabulary.merges
     if not same:
-        raise StorageDamaged(str(path), "scores or merges", "others than were written")
+        raise StorageDamaged(str(path), "scores or merges", "entries other than those written")

@@ -176,7 +176,7 @@ def _puts_space_before(document: Mapping[str, Any]) -> bool:
         return False
     raise DataError(
         "expected a SentencePiece tokenizer that puts a space before every text or none for GGUF, "
-        f"got {_name_of(steps, splits)}; llama.cpp would make other tokens; {_INSTEAD}"
+        f"got {_name_of(steps, splits)}; llama.cpp would produce different tokens; {_INSTEAD}"
     )
 
 
@@ -198,8 +198,8 @@ def _refuse_stripped(added: Mapping[int, Any]) -> None:
     for mark in added.values():
         if mark.lstrip or mark.rstrip or mark.single_word:
             raise DataError(
-                f"expected special tokens that leave the text around them alone for GGUF, got "
-                f"{mark.content!r}; llama.cpp would make other tokens; {_INSTEAD}"
+                "expected special tokens that leave the text around them alone for GGUF, got "
+                f"{mark.content!r}; llama.cpp would produce different tokens; {_INSTEAD}"
             )
 
 
@@ -236,7 +236,7 @@ def _scores(
         )
         raise DataError(
             f"expected the merges of a SentencePiece model for GGUF, got others ({what}); "
-            f"llama.cpp would make other tokens; {_INSTEAD}"
+            f"llama.cpp would produce different tokens; {_INSTEAD}"
         )
     scores = [_OF_MARKS] * vocabulary
     for number, token in plain.items():
@@ -295,6 +295,6 @@ def _pre_tokenizer(document: Any) -> str:
             return _BY_PATTERN[pattern]
     raise DataError(
         "expected a tokenizer that splits text as those of GPT-2, SmolLM, Llama 3 or Qwen 2 for "
-        "GGUF, got another way; llama.cpp would make other tokens; use the model's directory as it "
-        "is"
+        "GGUF, got another way; llama.cpp would produce different tokens; use the model's "
+        "directory as it is"
     )

@@ -54,8 +54,8 @@ def merge(saved: SavedModel, base: str | None, out: Path, dtype: Dtype = "float3
     Args:
         saved: The adapter.
         base: Source of its base; None: as recorded.
-        out: A new directory.
-        dtype: What the new weights are stored in. Rounded weights are compared with what is read
+        out: New directory to write to.
+        dtype: Type in which the weights are stored. Rounded weights are compared with what is read
             back, and the difference of logits to base and adapter is reported.
 
     Raises:

@@ -93,7 +93,7 @@ def find(path: Path) -> SavedModel:
 def _of_run(run: Path) -> SavedModel:
     if not (run / "result.json").is_file():
         raise DataError(
-            f"the run in {str(run)!r} has not ended: it has no result.json; go on with it first: "
+            f"the run in {str(run)!r} has not ended: it has no result.json; resume it first: "
             f"coordinator --out {run} --resume"
         )
     _, manifest, _ = _documents(run)
@@ -105,7 +105,7 @@ def _of_run(run: Path) -> SavedModel:
     else:
         raise DataError(
             f"expected a run of a language model or classifier in {str(run)!r}, but its result in "
-            f"{str(directory)!r} has no config.json, as that of no other task has"
+            f"{str(directory)!r} has no config.json, which only these tasks write"
         )
     return SavedModel(directory, adapter, read_card(directory) or _facts_of_run(run))
 

@@ -141,7 +141,7 @@ def check_loss(value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         remedy = "leave out .item() and float()"
         if value is None:
-            remedy = "its last line is to be `return ...`"
+            remedy = "its last line must be `return ...`"
         elif not isinstance(value, int | float):
             remedy = "return the loss alone"
         raise DataError(f"expected a tensor as loss, got {type(value).__name__}: {remedy}")

@@ -55,8 +55,8 @@ class CounterCheck:
             for tensor, part in self._counters[number].slices():
                 if (committed[part] != expected[part]).any():
                     raise DataError(
-                        f"expected all microbatches of step {self._step} to leave the counter "
-                        f"{tensor.name!r} alike, got {expected[part].max():g} here and "
+                        f"expected all microbatches of step {self._step} to change the counter "
+                        f"{tensor.name!r} equally, got {expected[part].max():g} here and "
                         f"{committed[part].max():g} on average; count microbatches, not samples, "
                         "or keep it out of the module"
                     )

@@ -71,7 +71,7 @@ class CoupledStep:
         if len(rows) % samples:
             raise DataError(
                 f"step {step_id.step}: expected embeddings of {samples} samples, got {len(rows)} "
-                "bytes; see that coordinator and worker read the same data"
+                "bytes; make sure that coordinator and worker read the same data"
             )
         self._program = program
         self._rows: Rows = rows.reshape(samples, -1)

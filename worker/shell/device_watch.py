@@ -90,8 +90,8 @@ class DeviceWatch:
         if waited_s <= limit_s:
             return ""
         return (
-            f"expected an answer within {limit_s:.0f} s ({usual}), got none: it hangs; look into "
-            "the system's log (dmesg) and at the driver, then start the worker again"
+            f"expected an answer within {limit_s:.0f} s ({usual}), got none: it hangs; check the "
+            "system's log (dmesg) and the driver, then restart the worker"
         )
 
     def _watch(self) -> None:

@@ -145,7 +145,7 @@ def _samples_of_step(order: SampleOrder, action: act.Compute) -> Sequence[Sequen
     if len(samples) != action.microbatches:
         raise DataError(
             f"step {step}: expected {len(samples)} microbatches, got a plan of "
-            f"{action.microbatches}; see that coordinator and worker read the same data"
+            f"{action.microbatches}; make sure that coordinator and worker read the same data"
         )
     return samples
 

@@ -128,7 +128,7 @@ class GroupBackend:
             if unlike and unlike != ["processor"]:
                 raise SamestepError(
                     f"expected ranks with one numerics profile, got another {unlike[0]} on rank "
-                    f"{rank}: start those as a worker of their own"
+                    f"{rank}: start those as a separate worker"
                 )
         return {**own, "ranks": f"{self._group.size} sharded"}
 
@@ -147,7 +147,7 @@ class GroupBackend:
         if trainable.arithmetic.is_canonical:
             raise SamestepError(
                 "the run's arithmetic is canonical, and ranks of a group compute by torch's; start "
-                "a worker of its own for each device: worker --backend vulkan"
+                "a separate worker for each device: worker --backend vulkan"
             )
         batches = [example, *others, *evaluations]
         weights, arrays = flatten_batches(batches)

@@ -238,7 +238,7 @@ class Device:
         # Another thread's poll may be the one that runs our callback.
         native.libf.wgpuDevicePoll(self._device._internal, True, ffi.NULL)  # noqa: SLF001
         if not mapping.done.wait(_CALLBACK_S):
-            raise DeviceError(self.adapter.name, "it is done and has brought nothing back")
+            raise DeviceError(self.adapter.name, "it finished without a result")
         if mapping.failed:
             raise DeviceError(self.adapter.name, mapping.failed[0])
         handle = mapping.staging._internal  # noqa: SLF001

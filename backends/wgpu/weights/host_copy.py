@@ -35,5 +35,5 @@ def refuse_released(module: torch.nn.Module) -> None:
         ):
             raise SamestepError(
                 f"the values of {name!r} were let go of when a device had taken them; build the "
-                "task anew for another program"
+                "task again for another program"
             )

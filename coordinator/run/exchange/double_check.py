@@ -32,14 +32,14 @@ class Differing:
         one, other = map(repr, sorted(self.workers))
         if one == other:
             return (
-                f"worker {one} computed {self.what} of microbatches {self.subtree} with other bits "
-                "in the second phase of the step than in the first: check that the model keeps no "
-                "state between calls, and run 'worker doctor' on that machine"
+                f"worker {one} computed {self.what} of microbatches {self.subtree} with different "
+                "bits in the second phase of the step than in the first: check that the model "
+                "keeps no state between calls, and run 'worker doctor' on that machine"
             )
         return (
-            f"workers {one} and {other} have one numerics profile and gave unlike "
-            f"{self.what} for microbatches {self.subtree}: one of the two computes wrongly; "
-            "let 'worker doctor' look at both, and go on without the one"
+            f"workers {one} and {other} have the same numerics profile but computed different "
+            f"{self.what} for microbatches {self.subtree}: one of the two computes incorrectly; "
+            "run 'worker doctor' on both, and continue without the faulty one"
         )
 
 

@@ -33,9 +33,9 @@ class WrongAverage:
 
     def __str__(self) -> str:
         return (
-            f"the averages of block {self.block!r} that worker {self.owner!r} sent are not those "
-            f"of which it told the digest ({self.detail}): nothing of them is applied; let 'worker "
-            "doctor' look at it, and go on without it"
+            f"the averages of block {self.block!r} that worker {self.owner!r} sent do not match "
+            f"the digest that it reported ({self.detail}): none of them is applied; run 'worker "
+            "doctor' on it, and continue without it"
         )
 
 

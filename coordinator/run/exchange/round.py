@@ -467,7 +467,7 @@ class Round:
     def _unlike_embeddings(self, worker: str, message: SubtreeLoss) -> Differing | None:
         """What is wrong with embeddings that were computed again for their gradients."""
         if message.unlike and self.embeddings is None:
-            raise OutOfOrder("SubtreeLoss: unlike embeddings in a step without embeddings")
+            raise OutOfOrder("SubtreeLoss: differing embeddings in a step without embeddings")
         if self.embeddings is None:
             return None
         profile = self.double_check.profile_of(worker, message.subtree)

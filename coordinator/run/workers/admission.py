@@ -116,8 +116,8 @@ class Admission:
             what = ", ".join(keys) or "model shape, sample counts or metrics"
             if self._resumed:
                 return (
-                    f"expected the {what} that the run began with, got another digest: restore "
-                    "that, or begin a new run"
+                    f"expected the {what} that the run started with, got another digest: restore "
+                    "it, or start a new run"
                 )
             return f"expected the same {what} as the run's first worker, got another digest"
         if evaluates:

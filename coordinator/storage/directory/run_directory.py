@@ -313,7 +313,7 @@ class RunDirectory:
                 return document
             else:
                 content_start = f"the outcome {outcome!r}"
-        reason = f"expected how the run ended, got {content_start}; {RESULT_REMEDY}"
+        reason = f"expected the outcome of the run, got {content_start}; {RESULT_REMEDY}"
         raise StorageDamaged(str(self.result_file), "", reason)
 
     def clear(self) -> None:

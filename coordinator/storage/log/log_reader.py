@@ -224,8 +224,8 @@ def _check_owner(segment: _Segment, run_id: str, manifest: Manifest) -> None:
     header, path = segment.header, str(segment.path)
     if header.run_id != run_id:
         raise Mismatch(
-            f"expected a log of run {run_id!r} in {path!r}, got one of run {header.run_id!r}; put "
-            "it where it belongs, and bring this run's back from a copy"
+            f"expected a log of run {run_id!r} in {path!r}, got one of run {header.run_id!r}; move "
+            "it away, and restore the log of this run from a copy"
         )
     if header.manifest_digest != manifest.digest():
         raise Mismatch(f"{path!r} belongs to another manifest; start a new run")

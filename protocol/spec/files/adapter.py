@@ -184,7 +184,7 @@ def check_labels(spec: RunSpec, labels: Sequence[str]) -> None:
     ours_shown, theirs_shown = _unlike(labels, theirs), _unlike(theirs, labels)
     raise DataError(
         f"the {what} in {str(place)!r} was trained for the labels {theirs_shown}, the data has "
-        f"{ours_shown}: give data with the same labels, or begin the head anew: {anew}"
+        f"{ours_shown}: give data with the same labels, or start with a new head: {anew}"
     )
 
 

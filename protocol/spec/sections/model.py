@@ -155,7 +155,7 @@ class LoraSpec(Section):
     )
     target_parameters: tuple[str, ...] = Field(
         (),
-        description="names of weights that are no layers, such as a mixture's "
+        description="names of weights that are not layers, such as a mixture's "
         "mlp.experts.gate_up_proj",
     )
     modules_to_save: tuple[str, ...] = Field(
@@ -165,7 +165,7 @@ class LoraSpec(Section):
         {}, description="another rank for layers whose names end so"
     )
     alpha_pattern: Annotated[dict[str, PositiveFloat], AfterValidator(sort_keys)] = Field(
-        {}, description="another alpha, likewise"
+        {}, description="another alpha for layers whose names end so"
     )
 
     @model_serializer(mode="wrap")

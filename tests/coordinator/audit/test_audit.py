@@ -77,7 +77,7 @@ def test_a_sound_run_is_sound(run):
     text = "\n".join(result.lines())
     for epoch in range(3):
         assert f"epoch {epoch}: 10 of 10 samples covered exactly once" in text
-    assert "9 of 9 steps repeated from the log, every digest compared" in text
+    assert "9 of 9 steps replayed from the log, every digest compared" in text
     assert "result.json names the journal's last line" in text
     assert result.lines()[-1].endswith("sound")
 
@@ -113,14 +113,14 @@ def test_without_gradients_the_states_of_checkpoints_are_all_that_is_proved(tmp_
     path = written_run(tmp_path / "run", mode="checkpoint")
     result = audit(path)
     assert result.ok, result.lines()
-    assert "0 of 9 steps repeated" in "\n".join(result.lines())
+    assert "0 of 9 steps replayed" in "\n".join(result.lines())
 
 
 def test_a_gap_in_the_log_is_bridged_by_a_checkpoint(run):
     segment_files(run / "log")[1].unlink()
     result = audit(run)
     assert result.ok, result.lines()
-    assert "6 of 9 steps repeated" in "\n".join(result.lines())
+    assert "6 of 9 steps replayed" in "\n".join(result.lines())
 
 
 @pytest.mark.parametrize("log", ["kept", "gone"])

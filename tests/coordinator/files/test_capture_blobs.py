@@ -64,7 +64,7 @@ def test_a_changed_file(logits):
     content = bytearray(file.read_bytes())
     content[99] ^= 1
     file.write_bytes(content)
-    assert "is not what the capture has written" in refusal(spec_of(logits))
+    assert "is not what the capture wrote" in refusal(spec_of(logits))
 
 
 def test_no_capture(tmp_path):
@@ -73,13 +73,13 @@ def test_no_capture(tmp_path):
 
 def test_an_index_of_something_else(logits):
     (logits / "capture.json").write_text(json.dumps({"files": []}))
-    assert "is no index of a capture" in refusal(spec_of(logits))
+    assert "is not the index of a capture" in refusal(spec_of(logits))
 
 
 def test_a_name_that_leads_out(logits):
     index = (logits / "capture.json").read_text()
     (logits / "capture.json").write_text(index.replace("00001.parquet", "../x.parquet"))
-    assert "is no file of logits" in refusal(spec_of(logits))
+    assert "is not a file of logits" in refusal(spec_of(logits))
 
 
 def test_a_temperature_that_was_not_captured(logits):

@@ -180,7 +180,7 @@ def test_a_directory_that_is_away_for_a_while_revokes_nobody(members, tmp_path):
     token = credentials.join_token()
     away = directory.rename(tmp_path / "away")
     for _ in range(2):
-        assert "is gone: bring it back" in credentials.look()[0]
+        assert "is gone: restore it" in credentials.look()[0]
         _is_no_order(credentials, check)
         assert credentials.join_token() == token
         assert credentials.enrol("bob") == b""
@@ -218,7 +218,7 @@ def test_what_goes_missing_beside_a_coordinator_is_written_again(members, name):
     credentials, directory, check = members
     text = (directory / name).read_text()
     (directory / name).unlink()
-    assert f"{name}' was gone and is written again" in credentials.look()[0]
+    assert f"{name}' was missing and has been written again" in credentials.look()[0]
     assert (directory / name).read_text() == text
     assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600
     (directory / name).write_text("")

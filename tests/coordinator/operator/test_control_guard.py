@@ -331,7 +331,7 @@ async def test_connections_leave_descriptors_for_the_log(tmp_path):
         assert await ask(control, "GET", "/healthz") == 200
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "is not there"), ("\n", "is empty")])
+@pytest.mark.parametrize(("content", "said"), [(None, "does not exist"), ("\n", "is empty")])
 def test_a_control_token_file_that_holds_nothing_is_named(tmp_path, content, said):
     path = tmp_path / "control.token"
     if content is not None:

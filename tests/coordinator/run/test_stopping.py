@@ -28,7 +28,8 @@ def test_it_stops_after_so_many_evaluations_without_a_better_figure(restart):
     step, why = stops_at(spec, LOSSES, restart)
     assert step == 7
     assert why == (
-        "stopped early: loss was best after 4 steps (1.9), and no better in 3 evaluations since"
+        "stopped early: loss was best after 4 steps (1.9), with no improvement in 3 evaluations "
+        "since"
     )
 
 

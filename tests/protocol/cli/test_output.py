@@ -98,8 +98,8 @@ def test_a_full_disk_behind_the_output_is_told_once():
     )  # fmt: skip
     assert found.returncode == 0
     assert found.stderr == (
-        "worker: standard output cannot be written: No space left on device; lines are lost, and "
-        "the work goes on\n"
+        "worker: standard output cannot be written: No space left on device; lines are lost; "
+        "the work continues\n"
     )
 
 

@@ -170,7 +170,9 @@ def test_the_real_messages():
 
 def test_every_text_with_two_labels_is_named_and_the_first_can_count(read):
     rows = [(f"t{n}", "ab"[n % 2]) for n in range(4)] + [("t0", "b"), ("t1", "a"), ("t0", "a")]
-    with pytest.raises(DataError, match=r"line 5 'b' \(line 1 'a'\), line 6 'a' \(line 2 'b'\); m"):
+    with pytest.raises(
+        DataError, match=r"line 5 'b' \(line 1 'a'\), line 6 'a' \(line 2 'b'\); correct them"
+    ):
         read("a.jsonl", jsonl(*rows))
     data = read("a.jsonl", jsonl(*rows), conflicts="keep_first")
     assert [*data.texts] == ["t0", "t1", "t2", "t3"]

@@ -84,7 +84,7 @@ def test_a_json_list_is_read_piece_by_piece(tmp_path):
     ("text", "told"),
     [
         ('[{"text": "x"}, {"te', "row 2 is not JSON"),
-        ('[{"text": "x"} {"text": "y"}]', "expected ',' behind row 1, got '{'"),
+        ('[{"text": "x"} {"text": "y"}]', "expected ',' after row 1, got '{'"),
         ('{"a": 1}', "an object with 0 lists"),
         ('{\n"a": [], "b": []}', "an object with 2 lists"),
         ("[1]", "row 1: expected a JSON object"),

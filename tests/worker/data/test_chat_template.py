@@ -137,7 +137,7 @@ REFUSED = {
             "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
             "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
         ),
-        "line 3 message 3: what the tokenizer's template makes",
+        "line 3 message 3: the template's text of the conversation",
     ),
     "its own refusal": (
         "{{ raise_exception('no system here') }}",

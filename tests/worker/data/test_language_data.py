@@ -267,7 +267,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "other encoding": ("a.jsonl", GOOD + b'"\xe9"\n', {}, "is not UTF-8 at byte"),
     "not JSON": ("a.jsonl", GOOD + b"{messages: []}\n", {}, "line 2 is not JSON"),
     "an empty JSON list": ("a.json", b"[]", {}, "expected conversations in"),
-    "a JSON list that ends early": ("a.json", b"[" + GOOD, {}, "expected ']' behind row 1"),
+    "a JSON list that ends early": ("a.json", b"[" + GOOD, {}, "expected ']' after row 1"),
     "a list": ("a.jsonl", GOOD + b"[1]\n", {}, "line 2: expected a JSON object"),
     "no column": ("a.jsonl", b'{"message": 1}\n', {}, "--set data.columns.messages=message"),
     "key twice": ("a.jsonl", b'{"messages": 1, "messages": 2}\n', {}, "comes twice"),
@@ -478,5 +478,7 @@ def test_an_answer_whose_end_is_not_learned_is_refused(
     if is_learned:
         read_language_data(spec, 0.2)
     else:
-        with pytest.raises(DataError, match=r"stops at '<\|im_end\|>', and no such token counts"):
+        with pytest.raises(
+            DataError, match=r"stops at '<\|im_end\|>', and no answer trains that token"
+        ):
             read_language_data(spec, 0.2)

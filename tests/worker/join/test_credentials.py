@@ -88,7 +88,7 @@ def test_what_is_no_token_is_not_shown(tmp_path, environment, text):
 
 
 def test_a_file_that_is_not_there(tmp_path, environment):
-    with pytest.raises(UsageError, match="is not there"):
+    with pytest.raises(UsageError, match="does not exist"):
         WorkerCredentials(tmp_path / "none", environment=environment)
     with pytest.raises(UsageError, match="expected a file"):
         WorkerCredentials(tmp_path, environment=environment)
@@ -142,7 +142,7 @@ def test_without_tls_only_a_token_will_do(environment):
 def test_a_home_that_cannot_be_written_is_said_and_no_more(tmp_path, environment):
     (tmp_path / "home").write_text("a file")
     credentials = WorkerCredentials(environment=environment)
-    assert "is not kept" in credentials.remember(HERE, "w", new_key())
+    assert "could not be stored" in credentials.remember(HERE, "w", new_key())
 
 
 def test_no_secret_in_any_text_of_a_token():

@@ -137,7 +137,7 @@ def test_experts_are_adapted_as_parameters(directory, tmp_path):
 
 
 def test_a_mistake_is_one_line(directory):
-    with pytest.raises(DataError, match="'head', which the model has not"):
+    with pytest.raises(DataError, match="'head', which the model does not have"):
         build(spec_of(directory, modules_to_save=["head"]))
     with pytest.raises(DataError, match="'lm_head', which is trained in full already"):
         build(spec_of(directory, modules_to_save=["lm_head"], targets=["lm_head"]))

@@ -61,5 +61,5 @@ def test_another_library_s_narrow_form_says_what_to_take(models, tmp_path, metho
     config["quantization_config"] = {"quant_method": method, "load_in_4bit": True, "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(models / "first" / "model.safetensors")
-    with pytest.raises(DataError, match=f"stored by {method}, whose kernels alone"):
+    with pytest.raises(DataError, match=f"stored by {method}, which only its own kernels"):
         load_causal_lm(ModelSpec(source=str(tmp_path)), 0)

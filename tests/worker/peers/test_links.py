@@ -256,7 +256,7 @@ async def test_a_process_that_is_not_listed_gets_no_proof():
         owner.know()
         said = await dial(owner, hello("unknown", "owner"), bytes(32))
         assert isinstance(said, Goodbye)
-        assert "'unknown' is no peer of 'owner'" in said.reason
+        assert "'unknown' is not a peer of 'owner'" in said.reason
 
 
 @on_uvloop
@@ -276,7 +276,7 @@ async def test_a_hello_for_another_worker_is_refused():
         owner.know(other, third)
         key = pair_key(SECRET, "other", "third")
         said = await dial(owner, hello("other", "third"), key)
-        assert "is no peer of 'owner'" in said.reason
+        assert "is not a peer of 'owner'" in said.reason
 
 
 @on_uvloop
@@ -323,7 +323,7 @@ async def test_a_peer_that_was_refused_is_dialed_as_soon_as_it_is_listed(monkeyp
     with members("early", "late") as (early, late):
         late.know()
         early.know(late)
-        assert "is no peer of 'late'" in (await early.next("unlinked"))[1]
+        assert "is not a peer of 'late'" in (await early.next("unlinked"))[1]
         late.know(early)
         await early.next("linked")
         await late.next("linked")

@@ -144,7 +144,10 @@ def remember(task, out):
         (draw_and_leave_out, r"task\.generator"),
         (follow, r"task\.teacher"),
         (follow_unseen, r"task\.teacher"),
-        (remember, r"task\.kept\[|what a call leaves to the next \(a moving average, a memory"),
+        (
+            remember,
+            r"task\.kept\[|state that one call leaves to the next \(a moving average, a memory",
+        ),
     ],
 )
 def test_what_a_task_of_ones_own_moves_is_named_before_the_first_step(device, loss, named):

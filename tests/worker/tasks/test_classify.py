@@ -288,7 +288,7 @@ def test_a_trained_head_is_given_to_no_other_labels(tiny, texts, tmp_path, lora)
         assert build(again).manifest.blocks == task.manifest.blocks
         expected = (
             r"for the labels \['ham', 'spam'\], the data has \['advertising', 'ham'\]: give data "
-            "with the same labels, or begin the head anew: .*--set model.source="
+            "with the same labels, or start with a new head: .*--set model.source="
         )
         with pytest.raises(DataError, match=expected) as caught:
             check_data(parse_run_spec({**document, "data": {"train": str(others)}}))

@@ -562,24 +562,24 @@ def _words(apart: Apart, kind: _Kind, in_mode: str) -> str:
         return (
             f"expected a loss that adds up over samples, got {shown}: a term of {kind.once:.3g} "
             "counts once for each microbatch, whatever samples it has; a penalty on weights "
-            "belongs in the optimizer's weight_decay, any other term is to be multiplied by the "
+            "belongs in the optimizer's weight_decay, any other term must be multiplied by the "
             "number of samples in the batch"
         )
     if apart.tensor is not None:
         return (
             f"expected gradients that add up over samples, got one of {apart.tensor!r} by samples "
             f"together that is {apart.off:.3g} off the sum of each alone's{in_mode}, though the "
-            "loss adds up: the result would hang on how many samples a microbatch has; leave out "
-            "what works across the batch in backward, such as scale_grad_by_freq, or a Function "
-            "or hook that normalizes, and what a call leaves to the next (a moving average, a "
+            "loss adds up: the result would depend on how many samples a microbatch has; leave out "
+            "what works across the batch in backward, such as scale_grad_by_freq, or a Function or "
+            "hook that normalizes, and state that one call leaves to the next (a moving average, a "
             "memory bank); a penalty on weights belongs in the optimizer's weight_decay"
         )
     return (
         f"expected a loss that adds up over samples, got {shown}: a loss across samples "
         "(contrastive, balancing, a mean weighted by class) or one with layers across the batch "
         f"cannot be divided among microbatches, write it per sample, or {WHOLE_MICROBATCH}; a "
-        "penalty on weights belongs in the optimizer's weight_decay; leave out what a call leaves "
-        "to the next (a moving average, a memory bank)"
+        "penalty on weights belongs in the optimizer's weight_decay; leave out state that one call "
+        "leaves to the next (a moving average, a memory bank)"
     )
 
 

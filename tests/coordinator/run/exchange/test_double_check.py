@@ -80,7 +80,7 @@ def test_unlike_answers_name_both_workers_block_and_subtree(awaited):
     give(round_, "ann", 0)
     outcome = give(round_, "bob", 0, (1, 2, 3.0000002))
     assert outcome == Differing(("bob", "ann"), "gradients in block 'layer'", Subtree(0, 1))
-    assert "workers 'ann' and 'bob' have one numerics profile" in str(outcome)
+    assert "workers 'ann' and 'bob' have the same numerics profile" in str(outcome)
     assert "block 'layer' for microbatches [0,1)" in str(outcome)
 
 
@@ -137,7 +137,7 @@ async def test_a_worker_that_computes_wrongly_halts_the_run_before_that_step_cou
         live.worker("damaged", toolbox=Damaged())
         live.service.submit(scripted_spec(double_check_every=1))
         halted = await live.wait_for("halted")
-        assert "workers 'damaged' and 'good' have one numerics profile" in halted["reason"]
+        assert "workers 'damaged' and 'good' have the same numerics profile" in halted["reason"]
         assert not live.first("committed", step=halted["step"])
 
 

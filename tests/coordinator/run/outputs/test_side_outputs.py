@@ -103,7 +103,7 @@ def test_unlike_logits_of_one_signature_name_both_workers():
     message, content = pieces(Subtree(0, 1))[1]
     differing = round_.captured("bob", message, content + np.uint8(1))
     assert differing == Differing(("bob", "ann"), "logits", Subtree(0, 1))
-    assert "unlike logits" in str(differing)
+    assert "different logits" in str(differing)
 
 
 def test_an_embedding_that_is_not_finite_names_its_worker_though_another_was_first():
