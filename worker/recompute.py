@@ -9,6 +9,7 @@ averages. Parameters and averages are float32, flat, block after block.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import IO, Any, Final, TypeVar
 
@@ -33,6 +34,7 @@ from worker.logic.events import (
     Event,
     FilesNeeded,
     GroupReport,
+    MicrobatchRows,
     StepId,
     SubtreeDone,
 )
@@ -91,6 +93,8 @@ class StepRecomputer:
         assert isinstance(order, SampleOrder), "an audit asks for no other run"
         microbatches = order.microbatch_count(number)
         step_id = StepId(number, 0, loss_scale)
+        if manifest.embeddings is not None:
+            self._load_embeddings(step_id, microbatches)
         self._engine.do(act.Compute(step_id, microbatches, root(microbatches)))
         averages = [np.empty(elements, np.float32) for elements in self.elements]
         for _ in averages:
@@ -101,6 +105,14 @@ class StepRecomputer:
     def close(self) -> None:
         """End the engine's thread."""
         self._engine.close()
+
+    def _load_embeddings(self, step_id: StepId, microbatches: int) -> None:
+        """Compute the rows that the step's loss reads of all its samples."""
+        embed = replace(step_id, phase="embeddings")
+        self._engine.do(act.Compute(embed, microbatches, root(microbatches)))
+        rows = [self._next(MicrobatchRows).rows.reshape(-1) for _ in range(microbatches)]
+        self._next(SubtreeDone)
+        self._engine.do(act.LoadEmbeddings(step_id, np.concatenate(rows)))
 
     def _average(self, found: BlockSum, microbatches: int, averages: list[Array]) -> None:
         """As the coordinator takes it, chunk by chunk."""

@@ -48,13 +48,14 @@ def with_backward_loss(
     return replace(trainable, loss=partial(backward_loss, coupled, observe=observe))
 
 
+def is_carried_gradient(name: str) -> bool:
+    """Whether an array of a batch is a gradient of the step's loss, not the batch's own."""
+    return name.startswith((EMBEDDING_GRADIENT, PARAMETER_GRADIENT))
+
+
 def embedded_of(coupled: CoupledLoss, module: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the fields of a microbatch, embeddings in float32."""
-    own = {
-        n: a
-        for n, a in arrays.items()
-        if not n.startswith((EMBEDDING_GRADIENT, PARAMETER_GRADIENT))
-    }
+    own = {n: a for n, a in arrays.items() if not is_carried_gradient(n)}
     fields = dict(coupled.embed(module, own))
     for each in coupled.layout.fields:
         if each.name not in fields:

@@ -8,7 +8,7 @@ runs, and then the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
@@ -94,11 +94,13 @@ class CoupledLoss:
         loss: Takes the module and the fields of all samples of the step; returns a loss for each
             sample, shape (samples,).
         layout: The fields.
+        samples: Of a full step; 0 if unknown.
     """
 
     embed: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
     loss: Callable[[Any, Mapping[str, Any]], Any]
     layout: EmbeddingLayout
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,12 +286,12 @@ class ComputesInPlace(Protocol):
 class ComputesCoupledLoss(Protocol):
     """A program that trains a loss over all samples of a step: `Trainable.coupled`."""
 
-    def embed(self, batch: Batch, seed: int) -> NDArray[np.uint8]:
-        """Compute the embeddings of one microbatch, in training mode, with the operations that
+    def embed(self, leaves: Sequence[Leaf]) -> Generator[NDArray[np.uint8], None, None]:
+        """Compute the embeddings of microbatches, in training mode, with the operations that
         `gradients` uses for them.
 
-        Returns:
-            Rows, see `protocol.exact.embedding_rows`.
+        Yields:
+            Of each microbatch the rows, see `protocol.exact.embedding_rows`.
         """
 
     def step_loss(self, rows: NDArray[np.uint8], seed: int) -> StepLoss:

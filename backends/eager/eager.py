@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -244,9 +244,10 @@ class EagerProgram(HostSummedProgram):
             raise SamestepError("this task captures nothing")
         return self._thread.submit(self._in_evaluation, self._rows, batch).result()
 
-    def embed(self, batch: Batch, seed: int) -> Rows:
+    def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
         """See `backends.base.interface.ComputesCoupledLoss`."""
-        return self._thread.submit(self._embed, batch, seed).result()
+        for batch, seed in leaves:
+            yield self._thread.submit(self._embed, batch, seed).result()
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
         """See `backends.base.interface.ComputesCoupledLoss`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from backends.base.coupled_loss import with_backward_loss
 from backends.base.interface import Batch, Trainable
 from backends.wgpu.device.target import ComputeTarget
 from backends.wgpu.lowering.lowering import Templates
@@ -49,16 +50,20 @@ def compiled_program(
         )
     _refuse_precision(trainable.precision, no_halves)
     template = replace(template, halves=trainable.precision == "float16")
+    trainable = with_backward_loss(trainable)
     program = VulkanProgram(target, trainable, template, adds=adds)
     if trainable.rows is not None:
         for batch in batches:
             program.rows(batch)
         return program
-    example, *others = batches
-    parity = Parity(program, trainable, [*batches])
+    example, *others = completed = [program.completed(batch) for batch in batches]
+    parity, of_step_loss = Parity(program, trainable, completed), program.step_loss_parity()
     program.check(example)
     for other in others:
         program.warm_up(other)
+    if of_step_loss is not None:
+        (embedded,) = program.embed([(example, trainable.seed)])
+        of_step_loss.check(program, embedded, trainable.seed)
     if trainable.evaluate is not None:
         for part in evaluations:
             program.evaluate(part)

@@ -33,7 +33,7 @@ _SCALES: Final = (256.0, 1.0)
 """Of a loss in float16: the first that torch's gradients are finite with."""
 _FLOOR: Final = 1e-2
 """Of the largest gradient's norm: below it, what is zero in exact arithmetic is rounding."""
-_ROUNDINGS: Final = 10.0
+ROUNDINGS: Final = 10.0
 """As often as torch's own answer moves when its inputs are rounded may the device's be off."""
 _BUDGET_S: Final = 4.0
 """What torch may take, roughly, for what it computes."""
@@ -177,7 +177,7 @@ class Parity:
         again, *moved = (
             difference(case.expected, self._again(case, number))[1] for number in range(3)
         )
-        return again == 0.0 and apart <= _ROUNDINGS * max(moved)
+        return again == 0.0 and apart <= ROUNDINGS * max(moved)
 
     def _again(self, case: _Case, rounding: int = 0) -> dict[str, Array]:
         return self._on_host(case.capture, case.batch, case.seed, case.scale, rounding)

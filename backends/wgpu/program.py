@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
 from backends.base.additivity import measured
+from backends.base.coupled_loss import is_carried_gradient, with_backward_loss
 from backends.base.interface import (
     Array,
     Batch,
@@ -22,6 +24,7 @@ from backends.base.interface import (
     Leaf,
     Loss,
     LossRaised,
+    StepLoss,
     Sums,
     Trainable,
 )
@@ -38,6 +41,7 @@ from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture.capture import SCALE, Capture, capture_forward, capture_step
 from backends.wgpu.capture.stand_in import StandIn
 from backends.wgpu.capture.substitution import named_tensors
+from backends.wgpu.coupled import CoupledCapture, CoupledParity
 from backends.wgpu.device.packing import from_words, pack, seed_words, tensor_words
 from backends.wgpu.device.running import PlacedPlan, Running, Submission, nothing, submissions
 from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of, merge_of
@@ -60,6 +64,7 @@ from backends.wgpu.weights.split_tables import split_tables
 from protocol.base.errors import DataError, DeviceError, SamestepError
 from protocol.base.limits import MICROBATCHES_PER_STEP, byte_size
 from protocol.exact.absent import absent, mark_absent
+from protocol.exact.embedding_rows import Rows, split_fields
 from protocol.exact.subnormals import subnormals_are_kept
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.manifest import Block
@@ -96,19 +101,23 @@ class VulkanProgram:
         adds: bool,
         largest_bytes: int | None = None,
     ) -> None:
+        self._template = template
+        self._blocks = trainable.blocks
+        self._trained = [tensor.name for block in self._blocks for tensor in block.tensors]
+        self._coupled = self._coupled_capture(trainable)
+        if self._coupled is not None:
+            trainable = with_backward_loss(trainable, self._coupled.observe)
         if trainable.module is None or trainable.loss is None:
             raise SamestepError("the vulkan backend needs a torch module and a loss")
         self._device = device
         self._trainable = trainable
         self._loss = trainable.loss
-        self._template = template
-        self._blocks = trainable.blocks
-        self._trained = [tensor.name for block in self._blocks for tensor in block.tensors]
         self._largest_bytes = largest_bytes or device.largest_buffer_bytes
         cut_bytes = CANONICAL_TABLE_BYTES if template.canonical else self._largest_bytes
         self._weights = Weights(device, trainable, cut_bytes)
         self._slots: list[Buffer] = []
         self._results = [self._results_of(block) for block in self._blocks]
+        self._embedded: list[Rows] = []
         sizes = [[4 * elements for elements in results] for results in reversed(self._results)]
         pairs = template.bindings // 2 if template.microbatches > 1 else 1
         self._sums = SumStack(device, sizes, 1 << pairs.bit_length() - 1) if adds else None
@@ -126,6 +135,12 @@ class VulkanProgram:
         self.estimates: list[Estimate] = []
         self.parity = ""
         self.loss_scale = 1.0
+
+    def _coupled_capture(self, trainable: Trainable) -> CoupledCapture | None:
+        if trainable.coupled is None or trainable.module is None:
+            return None
+        fuses = self._template.fuses
+        return CoupledCapture(trainable.coupled, trainable.module, self._trained, fuses)
 
     @property
     def memory(self) -> str:
@@ -147,8 +162,9 @@ class VulkanProgram:
         refuse_running_statistics(self._weights.module, self._trainable.in_evaluation)
         refuse_gradients_across_samples(self._weights.module)
         capture, arrays = self._captured(example), _tensors(example)
+        own = {name: x for name, x in arrays.items() if not is_carried_gradient(name)}
         refuse_loss_that_does_not_add_up(
-            self._weights.module, self._loss, arrays, capture.model_results
+            self._weights.module, self._loss, own, capture.model_results
         )
         self._plans[_shapes(example)] = self._ready_step(capture)
 
@@ -166,8 +182,9 @@ class VulkanProgram:
         trained = [name for name in self._trained if name in there]
         arrays = _tensors(batch)
         halves = self._template.halves
+        fields = tuple if self._coupled is None else self._coupled.take_observed
         return capture_step(
-            module, self._loss, trained, arrays, fuses, closes=closes, halves=halves
+            module, self._loss, trained, arrays, fuses, closes=closes, halves=halves, fields=fields
         )
 
     def take(self, batch: Batch, capture: Capture) -> None:
@@ -232,6 +249,7 @@ class VulkanProgram:
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
         """One subtree, added on the device if its additions are exact and it has room."""
         self._adding = False
+        leaves = self._completed(leaves)
         if self._sums is None or len(leaves) == 1:
             return self.added_on_host(leaves)
         levels = levels_of(len(leaves))
@@ -243,10 +261,12 @@ class VulkanProgram:
         start = partial(self._start, self._sums, leaves)
         shapes = {_shapes(batch): batch for batch, _ in leaves if not _is_empty(batch)}
         marked = partial(self._marked, list(shapes.values()))
-        return added_on_device(leaves, self._at_once(leaves), start, marked, len(self._blocks))
+        groups, begun = self._at_once(leaves), partial(self._note_embedded, leaves)
+        return added_on_device(leaves, groups, start, marked, len(self._blocks), begun)
 
     def added_on_host(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
         """One subtree, whatever the device can do."""
+        leaves = self._completed(leaves)
         return added_on_host(leaves, self._begin, len(self._blocks))
 
     def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
@@ -258,7 +278,80 @@ class VulkanProgram:
             words = self._uploaded(ready, batch, seed)
             running = Running(self._device, ready.submissions[1], ready.upload, words)
             self._running = running
-        return Microbatch(self._items(ready, running, batch.weight), running.stop)
+        return Microbatch(self._items(ready, running, batch), running.stop)
+
+    def completed(self, batch: Batch) -> Batch:
+        """A microbatch with all arrays of a training step: see `CoupledCapture.completed`."""
+        return batch if self._coupled is None else self._coupled.completed(batch)
+
+    def _completed(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+        if self._coupled is None:
+            return leaves
+        return [(self._coupled.completed(batch), seed) for batch, seed in leaves]
+
+    def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
+        """See `backends.base.interface.ComputesCoupledLoss`: the plan of a training step, up to its
+        embeddings."""
+        coupled, leaves = self._require_coupled(), self._completed(leaves)
+        for group in self._at_once(leaves):
+            with self._lock:
+                ready = self._step(leaves[group.start][0])
+                parts = self._parts(ready, len(group))
+                first = [*takewhile(lambda part: not part.last, parts)]
+                words = np.concatenate([self._uploaded(ready, *leaves[n]) for n in group])
+                running = Running(self._device, parts[: len(first) + 1], ready.upload, words)
+                self._running = running
+            arrays = running.next()
+            if arrays is None:
+                return
+            yield from coupled.rows(ready.capture, arrays, len(group))
+
+    def step_loss(self, rows: Rows, seed: int) -> StepLoss:
+        """See `backends.base.interface.ComputesCoupledLoss`: by a plan of its own."""
+        coupled, samples = self._require_coupled(), len(rows)
+        fields = split_fields(coupled.coupled.layout, rows)
+        with self._lock:
+            key = ("step loss", samples)
+            if key not in self._plans:
+                capture = coupled.take(samples)
+                parts = sum(len(self._weights.tables.get(n, "1")) - 1 for n in self._trained)
+                groups = [list(range(len(capture.outputs) + parts))]
+                self._plans[key] = self._ready(capture, groups, self._trained)
+            ready = self._plans[key]
+            words = self._packed(ready, fields, seed)
+            arrays = Running(self._device, ready.submissions[1], ready.upload, words).next()
+        assert arrays is not None
+        left = iter(arrays)
+        outputs = [None if held is None else next(left) for held in ready.plan.outputs]
+        return coupled.step_loss(outputs, samples, self._weights.tables)
+
+    def take_embedded(self) -> list[Rows]:
+        """See `backends.base.interface.ComputesCoupledLoss`."""
+        embedded, self._embedded = self._embedded, []
+        return embedded
+
+    def step_loss_parity(self) -> CoupledParity | None:
+        """The comparison of a coupled loss with torch's; made before the device has weights."""
+        return None if self._coupled is None else CoupledParity(self._coupled, self.values())
+
+    def _require_coupled(self) -> CoupledCapture:
+        assert self._coupled is not None, "the engine asks for embeddings of a coupled loss alone"
+        return self._coupled
+
+    @property
+    def _segments_before(self) -> int:
+        """Segments of a step that come before its blocks: that of its embeddings."""
+        return int(self._coupled is not None)
+
+    def _note_embedded(self, leaves: Sequence[Leaf], running: Running, group: range) -> bool:
+        """Read the embeddings of microbatches that are computed at once; whether it goes on."""
+        if self._coupled is None:
+            return True
+        arrays = running.next()
+        if arrays:
+            capture = self._step(leaves[group.start][0]).capture
+            self._embedded += self._coupled.rows(capture, arrays, len(group))
+        return arrays is not None
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums; the model's forward runs on the device, the sums on the host.
@@ -359,9 +452,13 @@ class VulkanProgram:
             key = (shapes, merges, group.start == 0, merges[-1].last and len(leaves))
             if key not in self._summing:
                 many = len(group)
-                parts = nothing(len(self._blocks)) if ready is None else self._parts(ready, many)
+                before = self._segments_before
+                segments = len(self._blocks) + before
+                parts = nothing(segments) if ready is None else self._parts(ready, many)
                 sources = self._sources(ready, many)
-                self._summing[key] = tuple(sums.summing(parts, sources, group.start, len(leaves)))
+                self._summing[key] = tuple(
+                    sums.summing(parts, sources, group.start, len(leaves), before)
+                )
             if ready is None:
                 self._running = Running(self._device, self._summing[key])
             else:
@@ -374,7 +471,8 @@ class VulkanProgram:
     def _parts(self, ready: PlacedPlan, many: int) -> tuple[Submission, ...]:
         """What is submitted for so many microbatches at once."""
         if many not in ready.submissions:
-            parts = submissions(ready.plan, ready.buffers, self._device, many)
+            each = self._field_outputs
+            parts = submissions(ready.plan, ready.buffers, self._device, many, each)
             ready.submissions[many] = tuple(parts)
         return ready.submissions[many]
 
@@ -407,9 +505,11 @@ class VulkanProgram:
         return range(len(self._blocks) - 1, -1, -1)
 
     def _items(
-        self, ready: PlacedPlan, running: Running, weight: float
+        self, ready: PlacedPlan, running: Running, batch: Batch
     ) -> Iterator[BlockGradient | Loss]:
         loss = 0.0
+        if not self._note_embedded([(batch, 0)], running, range(1)):
+            return
         for number in self._order():
             arrays = running.next()
             if arrays is None:
@@ -417,7 +517,7 @@ class VulkanProgram:
             if number == 0:
                 loss = float(arrays.pop()[0])
             yield BlockGradient(number, self._flat(ready.plan, number, arrays))
-        yield Loss(loss, weight)
+        yield Loss(loss, batch.weight)
 
     def _flat(self, plan: Plan, number: int, arrays: Sequence[Array]) -> Array:
         """The block's gradient; of tensors that the loss does not reach it is absent."""
@@ -455,6 +555,13 @@ class VulkanProgram:
         """The outputs of a step that are a block's gradients; output 0 is the loss."""
         first = 1 + sum(map(len, self._results[:number]))
         return range(first, first + len(self._results[number]))
+
+    @property
+    def _field_outputs(self) -> range:
+        """The outputs of a step that are embeddings."""
+        first = 1 + sum(map(len, self._results))
+        many = 0 if self._coupled is None else len(self._coupled.coupled.layout.fields)
+        return range(first, first + many)
 
     def _results_of(self, block: Block) -> list[int]:
         """Elements of each gradient that a step gives of a block: a tensor's, or of its parts."""
@@ -509,6 +616,8 @@ class VulkanProgram:
     def _ready_step(self, capture: Capture) -> PlacedPlan:
         groups = [list(self._outputs_of(n)) for n in self._order()]
         groups[-1].append(0)  # the loss comes with the last block
+        if self._coupled is not None:
+            groups.insert(0, [*self._field_outputs])
         return self._ready(capture, groups, self._trained, at_once=self._template.microbatches)
 
     def _ready(

@@ -20,12 +20,13 @@ from backends.wgpu.device.running import Running
 from protocol.exact.tree_sum import tree_sum
 
 
-def added_on_device(
+def added_on_device(  # noqa: PLR0917
     leaves: Sequence[Leaf],
     groups: Sequence[range],
     start: Callable[[range], Running],
     marked: Callable[[int, Array], Array],
     blocks: int,
+    begun: Callable[[Running, range], bool],
 ) -> SubtreeGradients:
     """Nothing comes back before the subtree's last microbatch; then its sums, and all its losses.
 
@@ -36,6 +37,7 @@ def added_on_device(
         marked: Takes a block's number and its sum once all groups were started; marks in it the
             tensors that no microbatch reaches.
         blocks: How many there are.
+        begun: Takes a group's run, and reads what comes before its blocks; whether it goes on.
     """
     weights = [batch.weight for batch, _ in leaves]
 
@@ -45,6 +47,8 @@ def added_on_device(
         return Microbatch(items(running, group), running.stop)
 
     def items(running: Running, group: range) -> Iterator[GradientItem]:
+        if not begun(running, group):
+            return
         for block in reversed(range(blocks)):
             arrays = running.next()
             if arrays is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from backends.wgpu.device.adapters import adapters
 from tests.cluster import RUNS, Cluster
 from tests.free_ports import free_address
 from tests.processes import ended
@@ -130,3 +131,39 @@ def test_workers_that_average_among_themselves(job, tmp_path):
             cluster.worker(f"w{number}", *WORKER)
         result = cluster.result()
     same(result, job)
+
+
+@cache
+def canonical_job(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """The run in canonical arithmetic, and its result by one CPU."""
+    arithmetic = {"mode": "canonical", "multiply_add": "separate"}
+    run = embed_run(directory, arithmetic=arithmetic, checkpoint={"keep_log": True})
+    with Cluster(directory / "alone", "--expect-workers", "1", "--run", str(run)) as cluster:
+        cluster.worker("w0", *WORKER)
+        return run, cluster.result()
+
+
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("topology", ["star", "sharded"])
+def test_a_cpu_and_a_vulkan_device_have_one_digest(tmp_path_factory, tmp_path, topology):
+    """In canonical arithmetic, also with a Vulkan device killed between the two phases."""
+    pytest.importorskip("ziglang")
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+    run, expected = canonical_job(tmp_path_factory.getbasetemp() / "canonical")
+    arguments = ("--run", str(run), "--set", f"exchange.topology={topology}")
+    with Cluster(tmp_path, "--expect-workers", "3", *arguments) as cluster:
+        cluster.worker("w0", *WORKER)
+        cluster.worker("w1", "--backend", "vulkan")
+        lost = cluster.held_worker("w2", "1g", "--backend", "vulkan")
+        lost.reached()
+        cluster.workers["w2"].kill()
+        cluster.wait_for("worker_lost", worker="w2")
+        result = cluster.result()
+    for what in ("weights_digest", "losses"):
+        assert result[what] == expected[what], what
+    assert result["exact"]
+    assert result["workers"]["w1"] > 0
+    audited = ended("coordinator", "audit", str(tmp_path / "out"), "--recompute", str(STEPS))
+    assert audited.returncode == 0, audited.stdout
+    assert f"{STEPS} of {STEPS} steps recomputed" in audited.stdout

@@ -21,7 +21,7 @@ from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import bad_rows_note, digest_stored, documents_digest, overlap
 from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampled_every, unknown_in
 
-_PADDING_TOKENS: Final = 16
+PADDING_TOKENS: Final = 16
 """Batches are padded to a multiple of this: few shapes, little waste."""
 Rows = NDArray[np.int64]
 
@@ -77,7 +77,7 @@ class EmbeddingData:
         """Return tokens of texts, padded on the right, and their mask; (texts, tokens)."""
         texts: list[Tokens] = [self.texts[number] for number in numbers.tolist()]
         longest = max((len(each) for each in texts), default=1)
-        width = min(-(-longest // _PADDING_TOKENS) * _PADDING_TOKENS, self.max_tokens)
+        width = min(-(-longest // PADDING_TOKENS) * PADDING_TOKENS, self.max_tokens)
         ids = np.full((len(texts), width), self.padding, np.int64)
         mask = np.zeros_like(ids)
         for row, tokens in enumerate(texts):

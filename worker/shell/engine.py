@@ -7,6 +7,7 @@ All slow work runs here, off the event loop that serves the network. Results are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -152,7 +153,11 @@ def _samples_of_step(order: SampleOrder, action: act.Compute) -> Sequence[Sequen
 
 def trainable_of(task: Task, spec: RunSpec) -> Trainable:
     """Return a task's trainable with what the run spec says of it."""
-    return replace(task.trainable, arithmetic=spec.arithmetic, unit=spec.batch.unit)
+    trainable = replace(task.trainable, arithmetic=spec.arithmetic, unit=spec.batch.unit)
+    if (coupled := trainable.coupled) is None:
+        return trainable
+    samples = min(spec.batch.samples, task.manifest.epoch_samples)
+    return replace(trainable, coupled=replace(coupled, samples=samples))
 
 
 def _check_manifest(spec: RunSpec, manifest: Manifest) -> None:
@@ -497,8 +502,8 @@ class Engine:
             raise _DeviceRefusal(
                 DeviceError(
                     self._factory.backend().info.name,
-                    "a loss over all samples of a step needs torch on one device: start the worker "
-                    "with --backend cpu or cuda, and without torchrun",
+                    "expected a device that computes a loss over all samples of a step, got one "
+                    "that does not; start the worker with --backend cpu, cuda or vulkan",
                 )
             )
         replica, initial = Replica(manifest.blocks, spec.update), task.initial_parameters()
@@ -608,13 +613,14 @@ class Engine:
             action.subtree,
             _coupled_program(self._require_job()),
         )
-        for number, (batch, seed) in zip(range(*subtree), leaves, strict=True):
-            with self._watch.awaiting():
-                rows = program.embed(batch, seed)
-            yield  # the device computes; other work may run
-            if self._is_cancelled(step_id, subtree):
-                return
-            self._emit(MicrobatchRows(step_id, subtree, number, rows))
+        number = subtree.lo
+        with closing(program.embed(leaves)) as embedded:
+            for rows in self._watch.each(embedded):
+                yield  # the device computes; other work may run
+                if self._is_cancelled(step_id, subtree):
+                    return
+                self._emit(MicrobatchRows(step_id, subtree, number, rows))
+                number += 1
         loss = Loss(0.0, tree_sum([batch.weight for batch, _ in leaves]))
         self._emit(SubtreeDone(step_id, subtree, loss, (self._machine.now_s() - start_s) * 1e3))
 

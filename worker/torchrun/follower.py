@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from backends.base.interface import BlockGradient, Loss, Program
-from protocol.base.errors import RunFailed, describe_error
+from backends.base.interface import BlockGradient, ComputesCoupledLoss, Loss, Program
+from protocol.base.errors import DataError, RunFailed, describe_error
 from protocol.exact.tree import Subtree
 from protocol.spec.run_spec import RunSpec, restore_run_spec
 from worker.shell.engine import BackendFactory, trainable_of
 from worker.tasks.base.task import Task
-from worker.torchrun.group import RankGroup, rebuild_batches
+from worker.torchrun.group import EMBEDDED, RankGroup, rebuild_batches
 
 _Order = Mapping[str, Any]
 _Arrays = Mapping[str, NDArray[Any]]
@@ -87,14 +88,16 @@ class Follower:
         del order, arrays
         return {"kept": "yes" if self._built().keeps_subnormals() else "no"}
 
-    def _gradients(self, order: _Order, arrays: _Arrays) -> None:
+    def _compute(self, order: _Order, arrays: _Arrays) -> None:
+        """Compute this rank's microbatches: their gradients, or embeddings."""
         batches = rebuild_batches(order["weights"], arrays)
         leaves = list(zip(batches, order["seeds"], strict=True))
         self._built().loss_scale = order["loss_scale"]
+        compute = self._embed if order["do"] == "embed" else self._subtree
         results = []
         for lo, hi, kept in order["shares"][self._group.rank]:
             try:
-                answer, sums = self._subtree(leaves, Subtree(lo, hi))
+                answer, sums = compute(leaves, Subtree(lo, hi))
             except Exception as error:  # noqa: BLE001 -- rank 0 must learn of it
                 answer, sums = {"error": describe_error(error)}, {}
             if kept:
@@ -102,6 +105,19 @@ class Follower:
         # Rank 0 reads these after its own share, which may need this rank's part of the base.
         for answer, sums in results:
             self._group.send(0, answer, sums)
+
+    def _embed(self, leaves: list[Any], subtree: Subtree) -> tuple[dict[str, Any], dict[str, Any]]:
+        (rows,) = self._coupled().embed(leaves[subtree.lo : subtree.hi])
+        return {}, {EMBEDDED: rows}
+
+    def _step_loss(self, order: _Order, arrays: _Arrays) -> None:
+        with suppress(DataError):  # rank 0 has the same
+            self._coupled().step_loss(arrays["rows"], order["seed"])
+
+    def _coupled(self) -> ComputesCoupledLoss:
+        program = self._built()
+        assert isinstance(program, ComputesCoupledLoss), "torch on one device computes them"
+        return program
 
     def _subtree(
         self, leaves: list[Any], subtree: Subtree
@@ -113,12 +129,18 @@ class Follower:
                 sums[str(item.block)] = item.values
             elif isinstance(item, Loss):
                 answer = {"loss": item.loss_sum, "weight": item.weight}
+        program = self._built()
+        if isinstance(program, ComputesCoupledLoss):
+            for rows in program.take_embedded():
+                sums[EMBEDDED] = rows
         return answer, sums
 
     def _do(self, order: _Order, arrays: _Arrays) -> None:
         match order["do"]:
-            case "gradients":
-                self._gradients(order, arrays)
+            case "gradients" | "embed":
+                self._compute(order, arrays)
+            case "step_loss":
+                self._step_loss(order, arrays)
             case "close":
                 self._close()
             case "load":

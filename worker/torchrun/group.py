@@ -29,6 +29,8 @@ _PATIENCE: Final = timedelta(days=365)
 """Ranks may wait very long for a run; a lost rank closes its connections."""
 
 Arrays = Mapping[str, NDArray[Any]]
+EMBEDDED: Final = "embedded"
+"""Beside the sums of a subtree: the rows of its microbatch, if the loss couples all samples."""
 
 
 class RankGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import add
 from typing import NamedTuple
@@ -15,22 +15,25 @@ from backends.base.interface import (
     BlockAdded,
     BlockGradient,
     Captured,
+    ComputesCoupledLoss,
     DeviceInfo,
     GradientItem,
     Leaf,
     Loss,
     Program,
+    StepLoss,
     Sums,
     Trainable,
 )
 from protocol.base.errors import RunFailed, SamestepError
+from protocol.exact.embedding_rows import Rows
 from protocol.exact.tree import Subtree
 from protocol.exact.tree_sum import ADDITIONS, TreeSum
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec
 from worker.shell.engine import BackendFactory
 from worker.tasks.base.task import Task
-from worker.torchrun.group import RankGroup, flatten_batches
+from worker.torchrun.group import EMBEDDED, Arrays, RankGroup, flatten_batches
 
 
 class RankShare(NamedTuple):
@@ -179,7 +182,13 @@ class GroupProgram:
 
     def gradients(self, leaves: Sequence[Leaf]) -> GroupGradients:
         """The subtree's microbatches, shared out."""
-        self._finish_pending()
+        shares = self._share_out("gradients", leaves)
+        self._own.loss_scale = self.loss_scale
+        self._subtree = GroupGradients(self._group, self._own, leaves, shares, len(self._blocks))
+        return self._subtree
+
+    def _share_out(self, what: str, leaves: Sequence[Leaf]) -> list[list[RankShare]]:
+        """Send microbatches to all ranks, and return what each has to compute of them."""
         shares = in_lockstep(len(leaves), self._group.size)
         weights, arrays = flatten_batches([batch for batch, _ in leaves])
         order = {
@@ -187,10 +196,38 @@ class GroupProgram:
             "shares": [[[*share.subtree, share.kept] for share in each] for each in shares],
             "loss_scale": self.loss_scale,
         }  # fmt: skip
-        self._tell("gradients", arrays, **order)
-        self._own.loss_scale = self.loss_scale
-        self._subtree = GroupGradients(self._group, self._own, leaves, shares, len(self._blocks))
-        return self._subtree
+        self._tell(what, arrays, **order)
+        return shares
+
+    def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
+        """See `backends.base.interface.ComputesCoupledLoss`; nothing is yielded before all ranks
+        have computed their microbatches."""
+        shares, own = self._share_out("embed", leaves), self._coupled()
+        found: dict[int, Rows] = {}
+        for share in shares[0]:
+            (rows,) = own.embed(leaves[share.subtree.lo : share.subtree.hi])
+            found.setdefault(share.subtree.lo, rows)
+        for rank in range(1, self._group.size):
+            for share in shares[rank]:
+                if share.kept:
+                    order, arrays = self._group.receive(rank)
+                    found[share.subtree.lo] = _answer_of(rank, order, arrays)[EMBEDDED]
+        for leaf in range(len(leaves)):
+            yield found[leaf]
+
+    def step_loss(self, rows: Rows, seed: int) -> StepLoss:
+        """See `backends.base.interface.ComputesCoupledLoss`; by every rank, since the loss may read
+        a part of the base that is not this rank's."""
+        self._tell("step_loss", {"rows": rows}, seed=seed)
+        return self._coupled().step_loss(rows, seed)
+
+    def take_embedded(self) -> list[Rows]:
+        """See `backends.base.interface.ComputesCoupledLoss`."""
+        return [] if self._subtree is None else self._subtree.take_embedded()
+
+    def _coupled(self) -> ComputesCoupledLoss:
+        assert isinstance(self._own, ComputesCoupledLoss), "torch on one device computes them"
+        return self._own
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluate on all ranks: each has a part of the base."""
@@ -215,7 +252,7 @@ class GroupProgram:
         self._tell("close", {})
         self._own.close()
 
-    def _tell(self, what: str, arrays: Mapping[str, Array], **order: object) -> None:
+    def _tell(self, what: str, arrays: Arrays, **order: object) -> None:
         self._finish_pending()
         self._group.tell({"do": what, **order}, arrays)
 
@@ -224,6 +261,17 @@ class GroupProgram:
         subtree, self._subtree = self._subtree, None
         for _ in subtree or ():
             pass
+
+
+def _answer_of(rank: int, order: Mapping[str, str], arrays: Arrays) -> Arrays:
+    """Return what a rank has answered.
+
+    Raises:
+        RunFailed: It failed.
+    """
+    if "error" in order:
+        raise RunFailed(f"rank {rank}: {order['error']}")
+    return arrays
 
 
 class GroupGradients:
@@ -250,6 +298,7 @@ class GroupGradients:
         self._group, self._own, self._leaves, self._shares = group, own, leaves, shares
         self._sums = [TreeSum[Array](len(leaves), ADDITIONS["float32"]) for _ in range(blocks)]
         self._losses, self._weights = (TreeSum[float](len(leaves), add) for _ in range(2))
+        self._embedded: dict[int, Rows] = {}
         self._closed = False
         self._items = self._computed()
 
@@ -276,11 +325,20 @@ class GroupGradients:
                 yield BlockAdded(item.block)
             elif isinstance(item, Loss) and share.kept:
                 self._add_loss(share.subtree, item)
+        if isinstance(self._own, ComputesCoupledLoss):
+            for rows in self._own.take_embedded():
+                self._embedded.setdefault(share.subtree.lo, rows)
+
+    def take_embedded(self) -> list[Rows]:
+        """Return the rows of the microbatches, in their order, if the loss couples them."""
+        embedded, self._embedded = self._embedded, {}
+        return [rows for _, rows in sorted(embedded.items())]
 
     def _receive(self, rank: int, share: RankShare) -> None:
-        order, arrays = self._group.receive(rank)
-        if "error" in order:
-            raise RunFailed(f"rank {rank}: {order['error']}")
+        order, received = self._group.receive(rank)
+        arrays = _answer_of(rank, order, received)
+        if EMBEDDED in arrays:
+            self._embedded[share.subtree.lo] = arrays[EMBEDDED]
         for number, total in enumerate(self._sums):
             total.put(share.subtree, arrays[str(number)])
         self._add_loss(share.subtree, Loss(order["loss"], order["weight"]))

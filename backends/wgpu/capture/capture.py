@@ -78,6 +78,7 @@ class Capture:
         results: For a forward: the structure of what the module gave.
         model_results: For a step: of each of the loss's calls of the module; None for a call that
             gave what is no tensor.
+        fields: How many of the last outputs are embeddings, which come before the rest is begun.
     """
 
     graph: fx.GraphModule
@@ -89,6 +90,7 @@ class Capture:
     outputs: tuple[Like | None, ...] = ()
     results: pytree.TreeSpec | None = None
     model_results: tuple[ModelResult | None, ...] = ()
+    fields: int = 0
 
 
 def capture_step(
@@ -100,6 +102,7 @@ def capture_step(
     *,
     closes: bool = True,
     halves: bool = False,
+    fields: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> Capture:
     """Loss and gradients of a training step.
 
@@ -112,9 +115,10 @@ def capture_step(
         closes: Whether a call of a repeated layer is one node.
         halves: Whether products are computed in float16. Then there is one array more, `SCALE`:
             what the loss is multiplied by before backward, and what gradients are afterwards.
+        fields: Gives the embeddings that the loss has computed, if there are any.
 
     Returns:
-        Outputs of the graph: the loss, then for each name of `trained` its gradient or None.
+        Outputs: the loss, then for each name of `trained` its gradient or None, then the fields.
 
     Raises:
         SamestepError: The step depends on values, or on what cannot be traced.
@@ -126,8 +130,12 @@ def capture_step(
         value = value.float() if halves else value
         if value.dim():
             raise SamestepError(f"expected a loss that is one sum, got shape {tuple(value.shape)}")
-        return [value.detach(), *_gradients(value, [named[name] for name in trained], scale)]
+        gradients = _gradients(value, [named[name] for name in trained], scale)
+        beside = [each.detach() for each in fields()]
+        counted[:] = [len(beside)]
+        return [value.detach(), *gradients, *beside]
 
+    counted = [0]
     found: list[ModelResult | None] = []
 
     def note(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -143,8 +151,40 @@ def capture_step(
         trace = _Trace(module, frozenset(trained), checkpoint, fuses, closes)
         scaled = {SCALE: torch.ones(2)} if halves else {}
         captured = trace.capture(step, {**arrays, **scaled})
-    captured.model_results = tuple(found)
+    captured.model_results, (captured.fields,) = tuple(found), counted
     return captured
+
+
+def capture_coupled(
+    module: nn.Module,
+    losses: Callable[[Any, Arrays], torch.Tensor],
+    trained: Sequence[str],
+    arrays: Arrays,
+    fuses: Fuses = written_out,
+) -> Capture:
+    """A loss over all samples of a step, and its gradients.
+
+    Args:
+        module: On the host; it is not changed.
+        losses: Gives the loss of each sample, (samples,), of the module and the arrays.
+        trained: Names of the trainable tensors.
+        arrays: Of the shapes and types to trace for, those of float32 with gradients.
+        fuses: Which attention stays in one piece.
+
+    Returns:
+        Outputs of the graph: the losses; for each name of `trained` the gradient of their sum, or
+        None; the same for each array of float32.
+    """
+    embeddings = [name for name, array in arrays.items() if array.is_floating_point()]
+
+    def step(given: Arrays, named: Arrays) -> list[torch.Tensor | None]:
+        found = losses(module, dict(given))
+        wanted = [*(named[name] for name in trained), *(given[name] for name in embeddings)]
+        return [found.detach(), *_gradients(found.float().sum(), wanted, None)]
+
+    with prepared(module, train=True, fuses=fuses) as checkpoint:
+        trace = _Trace(module, frozenset(trained), checkpoint, fuses)
+        return trace.capture(step, arrays, frozenset(embeddings))
 
 
 def _gradients(
@@ -246,9 +286,13 @@ class _Trace:
     closes: bool = True
 
     def capture(
-        self, function: Callable[[Arrays, Arrays], list[torch.Tensor | None]], arrays: Arrays
+        self,
+        function: Callable[[Arrays, Arrays], list[torch.Tensor | None]],
+        arrays: Arrays,
+        differentiable: frozenset[str] = frozenset(),
     ) -> Capture:
-        """Trace a function of (arrays, the module's tensors by name)."""
+        """Trace a function of (arrays, the module's tensors by name); of these arrays gradients
+        can be taken."""
         held = named_tensors(self.module)
         first: dict[int, str] = {}
         for name, tensor in held.items():
@@ -278,7 +322,7 @@ class _Trace:
         with FakeTensorMode(allow_non_fake_inputs=True):
             tensors = [_fake(held[name], trained=name in self.trained) for name in names]
             seeds = torch.empty((_SEEDS, 2), dtype=torch.int32)
-            given = [_fake(array) for array in arrays.values()]
+            given = [_fake(array, trained=n in differentiable) for n, array in arrays.items()]
             graph = _trace(traced, (tensors, seeds, given), self.module, "")
             kinds = _kinds(calls)
         _copy_changed_arrays(graph, len(given))

@@ -81,7 +81,7 @@ class HostStep:
             value = self._loss(self._module, arrays)
             value = value.float() if self._scale else value
             started = torch.tensor(self._scale) if self._scale else None
-            if value.requires_grad:
+            if value.requires_grad and wanted:
                 grads = torch.autograd.grad(value, wanted, started, allow_unused=True)
         if self._scale:
             grads = [None if grad is None else grad / self._scale for grad in grads]

@@ -32,8 +32,10 @@ class StandIn(nn.Module):
         return self._samestep_run(args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Configuration and the like, but no part that could be computed with."""
+        """Configuration, trained parameters and the like, but no part that computes."""
         value = getattr(object.__getattribute__(self, "_samestep_module"), name)
+        if isinstance(value, nn.Parameter) and value.requires_grad:  # the host has it, too
+            return nn.Parameter(value.detach(), requires_grad=False)
         if callable(value) or isinstance(value, torch.Tensor | nn.Module):
             raise _part_is_read(name)
         return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -65,11 +65,16 @@ class PlacedPlan:
 
 
 def submissions(
-    plan: Plan, buffers: Sequence[Buffer], device: ComputeTarget, microbatches: int = 1
+    plan: Plan,
+    buffers: Sequence[Buffer],
+    device: ComputeTarget,
+    microbatches: int = 1,
+    of_each: Collection[int] = (),
 ) -> Iterator[Submission]:
     """Cut a plan into what is submitted at once, and make pipelines and bind groups.
 
-    What is copied back is the first microbatch's.
+    What is copied back is the first microbatch's; of the outputs in `of_each` every microbatch's,
+    one after the other.
     """
     dispatches = [replace(each, microbatches=microbatches) for each in plan.dispatches]
     start = 0
@@ -81,16 +86,20 @@ def submissions(
         copies = []
         for output in segment.outputs:
             held = plan.outputs[output]
-            if held is not None:
-                copies.append(Copy(buffers[held], 4 * plan.elements[output]))
+            if held is None:
+                continue
+            stride = plan.strides[held] if plan.strides else 0
+            many = microbatches if output in of_each else 1
+            nbytes = 4 * plan.elements[output]
+            copies += [Copy(buffers[held], nbytes, number * stride) for number in range(many)]
         part = dispatches[start : segment.end]
         yield Submission(device.prepare(part, buffers), tuple(copies), True)
         start = segment.end
 
 
-def nothing(blocks: int) -> tuple[Submission, ...]:
+def nothing(segments: int) -> tuple[Submission, ...]:
     """The submissions of a microbatch without samples."""
-    return tuple(Submission(Prepared([], []), (), True) for _ in range(blocks))
+    return tuple(Submission(Prepared([], []), (), True) for _ in range(segments))
 
 
 class Running:

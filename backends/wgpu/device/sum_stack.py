@@ -98,15 +98,22 @@ class SumStack:
             self._levels.append([[self._device.buffer(n) for n in b] for b in self._nbytes])
 
     def summing(
-        self, parts: Sequence[Submission], sources: Sources, first: int, leaves: int
+        self,
+        parts: Sequence[Submission],
+        sources: Sources,
+        first: int,
+        leaves: int,
+        segments_before: int = 0,
     ) -> Iterator[Submission]:
         """The submissions of microbatches from `first` on, as many as there are sources, with what
-        adds their results to the subtree's sums, one after the other."""
+        adds their results to the subtree's sums, one after the other; so many segments before the
+        first block's stay as they are."""
         many = len(sources.gradients)
         merges = [merge_of(leaf, leaves) for leaf in range(first, first + many)]
         block = 0
         for part in parts:
-            if not part.last:
+            if segments_before or not part.last:
+                segments_before -= part.last
                 yield part
                 continue
             buffers = _Numbered()

@@ -49,7 +49,7 @@ def lower_layer(kind: Kind, forms: Sequence[Narrow | None], template: Templates)
         NoRule: An operator has no rule.
     """
     holders = [node for node in kind.graph.graph.nodes if node.op == "placeholder"]
-    lowered = lower(kind.graph, [None] * len(holders), forms, template, kind.results)
+    lowered = lower(kind.graph, [None] * len(holders), forms, template, slice(kind.results))
     kernels = [step for step in lowered.steps if not isinstance(step, CallStep)]
     results = tuple(node for node in lowered.outputs[: kind.results] if node is not None)
     gradients = lowered.outputs[kind.results :]

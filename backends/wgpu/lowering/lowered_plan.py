@@ -51,7 +51,8 @@ def lowered_plan(
     known = [*(constants.get(name) for name in capture.tensors), *[None] * others]
     with CallsOfTrace(capture.calls):  # a graph with mutations is traced once more
         try:
-            outer = lower(capture.graph, known, base.forms(capture), templates)
+            first = slice(-capture.fields, None) if capture.fields else slice(0)
+            outer = lower(capture.graph, known, base.forms(capture), templates, first)
         except NoRule as error:
             raise all_of([*refused, error]) from None
     if refused:

@@ -104,7 +104,7 @@ def lower(
     known: Sequence[torch.Tensor | None],
     forms: Sequence[Narrow | None],
     template: Templates,
-    first: int = 0,
+    first: slice = slice(0),
 ) -> Lowered:
     """Lower a graph.
 
@@ -113,7 +113,7 @@ def lower(
         known: For each placeholder its value, if that never changes.
         forms: For the first placeholders how their buffers hold them, if not as they are.
         template: How kernels are written for this device.
-        first: How many of the outputs shall be there before the rest is begun.
+        first: The outputs that shall be there before the rest is begun.
 
     Raises:
         NoRule: An operator has no rule; all such of the graph are named.
@@ -147,7 +147,7 @@ def lower(
             and not (node in folded or is_part(node))
         ):
             reads[node] = emitter.reads(node)
-    early = _above(outputs[:first])
+    early = _above(outputs[first])
     joins = Joins(emitter, template.bindings if template.joins else 0, reads, held, early)
     steps: list[Kernel | CallStep] = []
     for node in ordered(reads, early) if template.joins and not calls else reads:

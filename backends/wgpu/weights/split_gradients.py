@@ -25,7 +25,7 @@ def split_gradients(graph: fx.GraphModule, tables: Tables, trained: Sequence[str
     """Put gradients of parts in place of those of the tables that are cut.
 
     Args:
-        graph: Outputs: the loss, then the gradient of each of `trained`, or None.
+        graph: Outputs: the loss, then the gradient of each of `trained`, or None; then others.
         tables: Of each table that is cut its parts.
         trained: Names of the trained tensors.
 
@@ -33,7 +33,8 @@ def split_gradients(graph: fx.GraphModule, tables: Tables, trained: Sequence[str
         SamestepError: Something else than a gather or a product adds to a gradient.
     """
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    loss, *gradients = output.args[0]
+    loss, *rest = output.args[0]
+    gradients, others = rest[: len(trained)], rest[len(trained) :]
     outputs = [loss]
     for name, gradient in zip(trained, gradients, strict=True):
         parts = tables.get(name, ())
@@ -41,7 +42,7 @@ def split_gradients(graph: fx.GraphModule, tables: Tables, trained: Sequence[str
             outputs += [gradient] * max(1, len(parts))
         else:
             outputs += [_Gradient(graph.graph, gradient, part).rows() for part in parts]
-    output.args = (outputs,)
+    output.args = ([*outputs, *others],)
     graph.graph.eliminate_dead_code()
 
 

@@ -82,7 +82,7 @@ def in_two_phases(microbatch):
     without_dropout(task.module)
     starts = range(0, SAMPLES, microbatch)
     batches = [samples(lo, lo + microbatch) for lo in starts]
-    rows = np.concatenate([program.embed(batch, leaf) for leaf, batch in enumerate(batches)])
+    rows = np.concatenate([*program.embed([(each, leaf) for leaf, each in enumerate(batches)])])
     step = CoupledStep(program, STEP_ID, rows.reshape(-1), [microbatch] * len(batches), 0)
     whole = Subtree(0, len(batches))
     leaves = [(batch, leaf) for leaf, batch in enumerate(batches)]
@@ -116,8 +116,9 @@ def test_the_second_phase_draws_what_the_first_has_drawn():
     task = trainable()
     program = compiled(task, samples(0, 8))
     batches = [samples(lo, lo + 8) for lo in range(0, SAMPLES, 8)]
-    rows = [program.embed(batch, 7 + leaf) for leaf, batch in enumerate(batches)]
-    assert rows[0].tobytes() != program.embed(batches[0], 99).tobytes(), "dropout draws by seed"
+    rows = [*program.embed([(batch, 7 + leaf) for leaf, batch in enumerate(batches)])]
+    (drawn_anew,) = program.embed([(batches[0], 99)])
+    assert rows[0].tobytes() != drawn_anew.tobytes(), "dropout draws by seed"
     step = CoupledStep(program, STEP_ID, np.concatenate(rows).reshape(-1), [8] * 4, 0)
     for leaf in (2, 0):
         part = Subtree(leaf, leaf + 1)
@@ -137,7 +138,7 @@ def test_a_loss_that_remembers_is_found():
 
     for loss, found in ((losses, False), (counting, True)):
         program = compiled(trainable(loss), samples(0, 8))
-        rows = program.embed(samples(), 1).reshape(-1)
+        rows = next(program.embed([(samples(), 1)])).reshape(-1)
         step = CoupledStep(program, STEP_ID, rows, [8] * 4, 0)
         with pytest.raises(DataError, match="second time") if found else nullcontext():
             step.check()
@@ -155,7 +156,7 @@ def test_a_loss_that_remembers_is_found():
 )
 def test_a_loss_that_is_not_one_for_each_sample_is_refused(loss, text):
     program = compiled(trainable(loss), samples(0, 8))
-    rows = program.embed(samples(), 1)
+    (rows,) = program.embed([(samples(), 1)])
     with pytest.raises(DataError, match=text):
         program.step_loss(rows, 1)
     program.close()

@@ -103,7 +103,7 @@ def step_of(task, microbatch):
     parts = [range(lo, lo + microbatch) for lo in range(0, len(ROWS), microbatch)]
     batches = [task.batch(part) for part in parts]
     task.trainable.module.eval()
-    rows = np.concatenate([program.embed(batch, n) for n, batch in enumerate(batches)])
+    rows = np.concatenate([*program.embed([(batch, n) for n, batch in enumerate(batches)])])
     return CoupledStep(program, StepId(0, 1), rows.reshape(-1), [microbatch] * len(parts), 0)
 
 

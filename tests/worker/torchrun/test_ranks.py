@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT, Cluster
+from tests.end_to_end.test_embeddings import embed_run
 from tests.free_ports import free_ports
 from tests.processes import Process, start
 
@@ -69,6 +70,21 @@ def test_all_ranks_take_the_unit_of_the_run_spec(tmp_path):
                 cluster.worker("alone", "--backend", "cpu")
             found.append(cluster.result()["weights_digest"])
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_ranks_learn_embeddings_with_negatives_from_the_whole_step(tmp_path):
+    """LoRA, dropout and a learned temperature; five microbatches and a last step of two."""
+    run = str(embed_run(tmp_path, lora={"r": 2}, batch={"samples": 20, "microbatch": 4}))
+    losses = []
+    for kind in ("alone", "ranks"):
+        with Cluster(tmp_path / kind, "--expect-workers", "1", "--run", run) as cluster:
+            if kind == "ranks":
+                group(cluster, "group")
+            else:
+                cluster.worker("alone", "--backend", "cpu")
+            losses.append(cluster.result()["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_rank_that_is_lost_is_a_member_that_is_lost(tmp_path):

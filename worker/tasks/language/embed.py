@@ -22,7 +22,7 @@ from protocol.spec.manifest import EmbeddingField, EmbeddingLayout, Metric
 from protocol.spec.run_spec import EmbedRun
 from protocol.spec.sections.tasks import EmbedSpec
 from worker.data import holdout
-from worker.data.embedding_data import read_embedding_data
+from worker.data.embedding_data import PADDING_TOKENS, read_embedding_data
 from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
 from worker.models.tokens import check_tokens, tokenizer_files
@@ -159,7 +159,8 @@ class Encoder:
     def _scale(self, module: nn.Module) -> torch.Tensor | float:
         if not self.spec.learn_temperature:
             return 1.0 / self.spec.temperature
-        return module.get_parameter(_LOG_SCALE).clamp(max=_HIGHEST_LOG_SCALE).exp()
+        scale: torch.Tensor = getattr(module, _LOG_SCALE)  # traced, it is no nn.Parameter
+        return scale.clamp(max=_HIGHEST_LOG_SCALE).exp()
 
     def evaluate(self, module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
         """Rank the distinct passages of all held-out rows for each anchor."""
@@ -183,10 +184,12 @@ class Encoder:
     def _encode_some(
         self, module: nn.Module, ids: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Embed texts some at a time, without the columns that are padding in all of them."""
+        """Embed texts some at a time, without most columns that are padding in all of them: of few
+        widths, since a compiled device makes a program for each."""
         found = []
         for part in _slices(len(ids)):
-            width = int(mask[part].sum(dim=1).max())
+            longest = int(mask[part].sum(dim=1).max())
+            width = -(-longest // PADDING_TOKENS) * PADDING_TOKENS
             found.append(self.encode(module, ids[part, :width], mask[part, :width]))
         return torch.cat(found)
 
@@ -236,12 +239,11 @@ def _belong_together(
     own positive stays.
     """
     anchors, positives = fields["anchor_number"], fields["passage_numbers"][:, 0]
-    count = len(anchors)
-    same = positives[own, None] == numbers[None]
-    same[:, :count] |= anchors[own, None] == anchors[None]
-    rows = torch.arange(count, device=anchors.device)[own]
-    same[torch.arange(len(rows), device=anchors.device), rows] = False
-    return same
+    count, places = len(anchors), torch.arange(len(numbers), device=anchors.device)
+    same_passage = positives[own, None] == numbers[None]
+    of_same_anchor = anchors[own, None] == anchors.repeat(len(numbers) // count)[None]
+    own_positive = places[:count][own, None] == places[None]
+    return (same_passage | (of_same_anchor & (places < count)[None])) & ~own_positive
 
 
 def ranks(fields: Mapping[str, torch.Tensor]) -> Iterator[int]:

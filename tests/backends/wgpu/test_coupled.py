@@ -1,0 +1,144 @@
+"""A loss over all samples of a step on a compiled device: torch's, and the same bits everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backends.base.interface import Batch, BlockGradient, Trainable
+from backends.cpu import CpuBackend
+from backends.wgpu.backend import VulkanBackend
+from backends.wgpu.device.adapters import adapters
+from protocol.base.errors import DataError, SamestepError
+from protocol.exact.tree import Subtree
+from protocol.spec.sections.model import ArithmeticSpec
+from tests.backends.eager.test_coupled_loss import (
+    SAMPLES,
+    STEP_ID,
+    embed,
+    losses,
+    samples,
+    trainable,
+    without_dropout,
+)
+from worker.shell.coupled_step import CoupledStep
+
+CANONICAL = ArithmeticSpec(mode="canonical", multiply_add="separate")
+
+
+def task(loss: Any = losses, arithmetic: ArithmeticSpec = CANONICAL, **changes: Any) -> Trainable:
+    made = trainable(loss)
+    assert made.coupled is not None
+    coupled = replace(made.coupled, samples=SAMPLES)
+    return replace(made, coupled=coupled, arithmetic=arithmetic, **changes)
+
+
+def vulkan() -> VulkanBackend:
+    found = adapters()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return VulkanBackend(0)
+
+
+def in_two_phases(backend: Any, job: Trainable, microbatch: int) -> Any:
+    """Embeddings, losses and gradient sums of a step, as bytes and arrays."""
+    parts = [samples(lo, lo + microbatch) for lo in range(0, SAMPLES, microbatch)]
+    program: Any = backend.compile(job, parts[0])
+    leaves = [(part, number) for number, part in enumerate(parts)]
+    rows = np.concatenate([*program.embed(leaves)])
+    step = CoupledStep(program, STEP_ID, rows.reshape(-1), [microbatch] * len(parts), 0)
+    whole = Subtree(0, len(parts))
+    sums: dict[int, Any] = {}
+    program.take_embedded()  # of the comparison with torch
+    for item in program.gradients(step.leaves(whole, leaves)):
+        if isinstance(item, BlockGradient):
+            sums[item.block] = item.values
+    assert step.unlike(whole, program.take_embedded()) == (), "the second pass has the same bits"
+    loss = step.loss(whole, SAMPLES)
+    program.close()
+    return rows, loss.loss_sum, [sums[block] for block in range(len(job.blocks))]
+
+
+def as_bytes(found: Any) -> list[bytes]:
+    rows, loss, sums = found
+    return [rows.tobytes(), np.float64(loss).tobytes(), *(each.tobytes() for each in sums)]
+
+
+def close_to_torch(job: Trainable, found: Any) -> None:
+    module: Any = job.module
+    named = dict(module.named_parameters())
+    arrays = {name: torch.tensor(values) for name, values in samples().arrays.items()}
+    expected = losses(module, embed(module, arrays)).sum()
+    gradients = dict(zip(named, torch.autograd.grad(expected, [*named.values()]), strict=True))
+    assert found[1] == pytest.approx(expected.item(), rel=1e-5)
+    for block, sums in zip(job.blocks, found[2], strict=True):
+        for tensor, part in block.slices():
+            flat = gradients[tensor.name].numpy().reshape(-1)
+            assert np.allclose(sums[part], flat, rtol=1e-5, atol=1e-5), tensor.name
+
+
+def test_canonical_is_torch_over_the_whole_step():
+    job = task()
+    without_dropout(job.module)
+    close_to_torch(job, in_two_phases(CpuBackend(), job, 8))
+
+
+@pytest.mark.slow
+def test_canonical_has_one_set_of_bits():
+    """On the CPU with one thread and two, and on the software device; dropout draws."""
+    backends = [(CpuBackend(), 1), (CpuBackend(), 2), (vulkan(), 1)]
+    first, *others = (
+        as_bytes(in_two_phases(backend, task(threads=threads), 8)) for backend, threads in backends
+    )
+    for other in others:
+        assert other == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatch", [1, 4, SAMPLES])
+def test_a_vulkan_device_is_torch_over_the_whole_step(microbatch):
+    job = task(arithmetic=ArithmeticSpec())
+    without_dropout(job.module)
+    close_to_torch(job, in_two_phases(vulkan(), job, microbatch))
+
+
+@pytest.mark.slow
+def test_the_second_pass_says_which_microbatch_has_other_embeddings():
+    parts = [samples(lo, lo + 8) for lo in range(0, SAMPLES, 8)]
+    program: Any = CpuBackend().compile(task(), parts[0])
+    leaves = [(part, number) for number, part in enumerate(parts)]
+    rows = np.concatenate([*program.embed(leaves)])
+    step = CoupledStep(program, STEP_ID, rows.reshape(-1), [8] * 4, 0)
+    drawn_anew = [*leaves[:2], (parts[2], 99), leaves[3]]
+    program.take_embedded()  # of the comparison with torch
+    list(program.gradients(step.leaves(Subtree(0, 4), drawn_anew)))
+    assert step.unlike(Subtree(0, 4), program.take_embedded()) == (2,)
+    program.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (lambda m, f: losses(m, f).mean(), r"one loss for each of the 32 samples.*shape \(\)"),
+        (lambda m, f: losses(m, f) * f["label"].max().item(), "reads a tensor's value"),
+        (lambda _, f: f["query"].sort(dim=1).values.sum(dim=1), "sort"),
+    ],
+)
+def test_a_loss_that_no_device_can_compute_is_refused_before_the_run(loss, text):
+    with pytest.raises(SamestepError, match=text):
+        CpuBackend().compile(task(loss), samples(0, 8))
+
+
+@pytest.mark.slow
+def test_a_field_of_more_than_32_bits_is_named():
+    program: Any = CpuBackend().compile(task(), samples(0, 8))
+    arrays = dict(samples(0, 8).arrays)
+    arrays["label"] = arrays["label"] + 2**40
+    with pytest.raises(DataError, match=r"1099511627776.* 32 bits"):
+        list(program.embed([(Batch(arrays, 8.0), 0)]))
+    program.close()
