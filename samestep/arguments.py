@@ -14,6 +14,8 @@ from protocol.base.device_name import parse_devices
 from protocol.base.errors import DataError, UsageError
 from protocol.base.fields import Bounded
 from protocol.spec.sections.key_errors import expected_words
+from samestep.optimizers import OptimizerArguments
+from samestep.schedulers import Interval
 from samestep.srun import SrunStep
 from worker.scripts.checks import check_precision
 
@@ -68,6 +70,8 @@ class Arguments(BaseModel):
     batch: Count
     microbatch: Count | None
     optimizer: Any
+    scheduler: Any = None
+    scheduler_interval: Interval = "step"
     seed: Seed
     evaluate_every: Every
     precision: Annotated[Any, AfterValidator(check_precision)]
@@ -96,6 +100,12 @@ class Arguments(BaseModel):
         if (checked.steps is None) == (checked.epochs is None):
             raise DataError("expected either steps= or epochs=, which say how long to train")
         return checked
+
+    @property
+    def optimizer_arguments(self) -> OptimizerArguments:
+        """The arguments that say how the module is updated."""
+        extra = (self.settings or {}).get("optimizer")
+        return OptimizerArguments(self.optimizer, self.scheduler, self.scheduler_interval, extra)
 
     @property
     def expected_workers(self) -> int:

@@ -63,7 +63,6 @@ from samestep.coordinator_subprocess import (
     show,
 )
 from samestep.existing_run import ExistingRun
-from samestep.optimizers import optimizer_of
 from samestep.result import FitResult, read_history
 from samestep.srun import SrunStep
 from samestep.worker_thread import Stalled, WorkerEnded, WorkerThread, one_line
@@ -99,6 +98,8 @@ def fit(
     batch: int = 32,
     microbatch: int | None = None,
     optimizer: object = "adamw",
+    scheduler: object = None,
+    scheduler_interval: Literal["step", "epoch"] = "step",
     seed: int = 0,
     evaluate_every: int = 0,
     precision: Literal["float32", "bfloat16", "float16"] = "float32",
@@ -121,7 +122,10 @@ def fit(
         epochs: Passes over the training samples.
         batch: Samples per step, for any number of workers.
         microbatch: Samples that a worker computes at once. Default: an eighth of the batch.
-        optimizer: A name, such as `adamw`, `momentum` or `sgd`, or a run spec's section as mapping.
+        optimizer: A name, such as `adamw`, `momentum` or `sgd`; a run spec's section as mapping; or
+            an optimizer of torch, or a function of the module that returns one: translated.
+        scheduler: A scheduler of that optimizer, or a function of it that returns one.
+        scheduler_interval: Whether it steps after each step or after each epoch.
         seed: Seeds initial values, order of samples, dropout, and random collators.
         evaluate_every: Steps between evaluations on `held_out`; 0: only at the end.
         precision: Precision of forward and backward; in float16 losses are scaled.
@@ -138,18 +142,20 @@ def fit(
     Raises:
         SamestepError: An argument or the task is unusable; one line says what to do.
     """
+    by_name = {**locals()}
+    joined_by = _begun()
+    running = script.called(script.Script.running(), _function(by_name.pop("build")))
+    arguments = Arguments.of(**by_name)
+    with running as call, _torch_settings_restored(), _freed_memory_kept():
+        return _take_part(call, arguments, joined_by)
+
+
+def _begun() -> JoinOptions | None:
+    """Note that `fit` was called, and return the options of `worker SCRIPT` if that started it."""
     open_standard_streams()
     if (joined_by := join_options()) is not None:
         joined_by.fit_was_called = True
-    arguments = Arguments.of(
-        options=options, steps=steps, epochs=epochs, batch=batch, microbatch=microbatch,
-        optimizer=optimizer, seed=seed, evaluate_every=evaluate_every, precision=precision,
-        workers=workers, device=device, directory=directory, resume=resume, control=control,
-        name=name, settings=settings, on_log=on_log,
-    )  # fmt: skip
-    running = script.called(script.Script.running(), _function(build))
-    with running as call, _torch_settings_restored(), _freed_memory_kept():
-        return _take_part(call, arguments, joined_by)
+    return joined_by
 
 
 def _take_part(call: script.Call, arguments: Arguments, joined_by: JoinOptions | None) -> FitResult:
@@ -243,6 +249,7 @@ def _check_combination(call: script.Call, arguments: Arguments) -> None:
             f"resume: expected a run to resume in {str(arguments.directory)!r}, found no such "
             "directory; leave out resume=True to start one there"
         )
+    arguments.optimizer_arguments.check()
     refuse_missing(*arguments.backend)
     _ = arguments.expected_workers
 
@@ -253,7 +260,7 @@ def _check_combination(call: script.Call, arguments: Arguments) -> None:
 def _document(
     arguments: Arguments, user_script: script.Script, call: int, existing: ExistingRun | None
 ) -> dict[str, Any]:
-    """The run spec without its number of steps."""
+    """The run spec without its number of steps, and without an optimizer of torch's."""
     microbatch = arguments.microbatch
     if microbatch is None:
         microbatch = max(1, arguments.batch // 8)
@@ -266,7 +273,7 @@ def _document(
         "name": _run_name(user_script) if arguments.name is None else arguments.name,
         "seed": arguments.seed,
         "batch": {"samples": arguments.batch, "microbatch": microbatch},
-        "optimizer": optimizer_of(arguments.optimizer),
+        "optimizer": arguments.optimizer_arguments.named_section(),
         "evaluate_every": arguments.evaluate_every,
         "options": {
             "script": {"name": user_script.name, "digest": user_script.digest, "call": call},
@@ -297,6 +304,7 @@ def _report_sampled_digests(task: ScriptTask) -> None:
 
 def _extra_keys(settings: Mapping[str, object] | None) -> dict[str, Any]:
     given = _as_json(settings or {})
+    given.pop("optimizer", None)  # what torch's objects cannot say: see `OptimizerArguments`
     if both := sorted(_OWN_KEYS & set(given)):
         raise DataError(
             f"settings: expected other keys of a run spec, got {both[0]!r}: use the argument of fit"
@@ -340,6 +348,7 @@ def _build(
     if task.user.unit != "sample":
         document["batch"]["unit"] = task.user.unit
     samples = task.manifest.epoch_samples
+    epoch_steps = math.ceil(samples / first.batch.samples)
     if samples < first.batch.microbatch:
         raise DataError(
             f"expected at least {first.batch.microbatch} training samples, one microbatch, got "
@@ -351,7 +360,11 @@ def _build(
             "samestep.Task(held_out=...), or leave out evaluate_every"
         )
     if arguments.epochs is not None:
-        steps = math.ceil(arguments.epochs * math.ceil(samples / first.batch.samples))
+        steps = math.ceil(arguments.epochs * epoch_steps)
+    assert steps is not None, "Arguments.of has checked it"
+    document["optimizer"] = arguments.optimizer_arguments.section(
+        task.user.module, steps, epoch_steps
+    )
     if existing is None:
         document["options"]["read"] = {name: each.parts for name, each in task.read.items()}
         _report_sampled_digests(task)

@@ -1,152 +1,267 @@
-"""Converts the argument `optimizer` of `fit` to a section of a run spec.
+"""The arguments `optimizer` and `scheduler` of `fit` as a section of a run spec.
 
-torch's optimizers are not used, because every machine applies the same exact update. For one of
-torch's the error names the equivalent section, its groups of parameters included, and the settings
-that have no equivalent.
+torch's optimizers do not run, because their bits depend on the machine. An optimizer object of
+torch is translated: its rule, its groups of parameters by the names of their tensors, and the rates
+of its scheduler (`samestep.schedulers`). What has no equivalent is refused by name.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from typing import Any, Final
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from protocol.base.errors import DataError
+from samestep.schedulers import (
+    Interval,
+    Rates,
+    check_scheduler,
+    rates_of,
+    scale_between,
+    schedule_of,
+)
+from samestep.torch_kinds import KINDS, Settings, section_of_settings
 
-Settings = Mapping[str, Any]
+_GROUPED: Final = {
+    "lr", "weight_decay", "params", "param_names", "name", "initial_lr", "max_lr", "min_lr",
+    "base_momentum", "max_momentum", "foreach", "fused", "capturable", "differentiable",
+}  # fmt: skip
+"""Entries of torch's groups that groups here have, or that change no number."""
+_RULES: Final = "sgd, momentum, nesterov, adam, adamw, rmsprop, adagrad, lion or schedule-free"
 
-_UNSUPPORTED: Final = ("dampening", "maximize", "amsgrad")
-"""Settings of torch's optimizers that have no equivalent here unless they are off."""
-_GROUPED: Final = {"lr", "weight_decay", "params", "param_names", "name", "initial_lr"}
-"""Entries of torch's groups that groups here have, or do not need."""
 
+@dataclass(frozen=True, slots=True)
+class OptimizerArguments:
+    """What `fit` got as optimizer.
 
-def optimizer_of(optimizer: object) -> dict[str, Any]:
-    """Return the section `optimizer` of a run spec.
-
-    Raises:
-        DataError: It is one of torch's optimizers, or no optimizer at all.
+    Attributes:
+        optimizer: A name; a run spec's section; an optimizer of torch; or a class, partial or
+            function of the module that makes one.
+        scheduler: A scheduler of torch for it, or a function of the optimizer; None for a constant
+            rate.
+        interval: How often the loop would step the scheduler.
+        extra: Keys of the section `optimizer` that torch's objects cannot say, such as
+            `clip_norm`.
     """
-    if isinstance(optimizer, str):
-        return {"name": optimizer}
-    if isinstance(optimizer, Mapping):
-        return dict(optimizer)
-    kind, settings = _torch_optimizer(optimizer)
-    if kind is None:
+
+    optimizer: object
+    scheduler: object = None
+    interval: Interval = "step"
+    extra: Mapping[str, Any] | None = None
+
+    @property
+    def is_section(self) -> bool:
+        """Whether the section is given by name or as a mapping."""
+        return isinstance(self.optimizer, str | Mapping)
+
+    def named_section(self) -> dict[str, Any]:
+        """The section that is given by name or as a mapping; empty for an optimizer of torch's."""
+        if isinstance(self.optimizer, str):
+            return {"name": self.optimizer}
+        return dict(self.optimizer) if isinstance(self.optimizer, Mapping) else {}
+
+    def check(self) -> None:
+        """Check what can be checked before the module is built.
+
+        Raises:
+            DataError: It cannot be translated.
+        """
+        if self.extra is not None and not isinstance(self.extra, Mapping):
+            raise DataError(
+                "settings: expected keys and values as optimizer, got "
+                f"{type(self.extra).__name__}: write settings={{'optimizer': {{'clip_norm': 1.0}}}}"
+            )
+        if self.is_section:
+            for name, value in (("scheduler", self.scheduler), ("settings: optimizer", self.extra)):
+                if value is not None:
+                    raise DataError(
+                        f"{name}: expected none beside an optimizer by name, got one: write "
+                        'optimizer={"name": "adamw", "schedule": "cosine", "clip_norm": 1.0}'
+                    )
+            return
+        if isinstance(self.optimizer, Optimizer):
+            _refuse_untranslatable(self.optimizer)
+            if not callable(self.scheduler) and self.scheduler is not None:
+                check_scheduler(self.scheduler, self.optimizer)
+        elif not callable(self.optimizer):
+            raise DataError(
+                f"expected an optimizer such as {{'name': 'adamw', 'lr': 1e-3}} or one of torch's, "
+                f"got {type(self.optimizer).__name__}"
+            )
+
+    def section(self, module: nn.Module, steps: int, epoch_steps: int) -> dict[str, Any]:
+        """Return the section `optimizer` of a run spec.
+
+        Args:
+            module: The module to train.
+            steps: Steps of the run.
+            epoch_steps: Steps of an epoch.
+
+        Raises:
+            DataError: torch's optimizer or scheduler has no equivalent.
+        """
+        if self.is_section:
+            return self.named_section()
+        optimizer = _optimizer_for(self.optimizer, module)
+        scheduler = self.scheduler
+        if scheduler is not None:
+            if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+                scheduler = _called(scheduler, optimizer, "scheduler")
+            check_scheduler(scheduler, optimizer)
+        interval_steps = epoch_steps if self.interval == "epoch" else 1
+        kept = [name for name in optimizer.param_groups[0] if name not in _GROUPED]
+        kept = [*kept, "weight_decay"]
+        rates = rates_of(optimizer, scheduler, -(-steps // interval_steps), kept)
+        section = _section(optimizer, rates, module, interval_steps, steps)
+        if both := sorted(section.keys() & (self.extra or {}).keys()):
+            raise DataError(
+                f"settings: expected keys of optimizer that torch's object does not set, got "
+                f"{both[0]!r}: leave it out"
+            )
+        return {**section, **(self.extra or {})}
+
+
+def _optimizer_for(given: Any, module: nn.Module) -> Optimizer:
+    """Return an optimizer object: the given one, or what a class or function makes."""
+    if isinstance(given, Optimizer):
+        return given
+    made_of = given.func if isinstance(given, partial) else given
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if inspect.isclass(made_of) and issubclass(made_of, Optimizer):
+        parameters: Any = trained if made_of in KINDS else [p for _, p in trained]
+        optimizer = _called(given, parameters, "optimizer")
+    else:
+        optimizer = _called(given, module, "optimizer")
+    if not isinstance(optimizer, Optimizer):
         raise DataError(
-            f"expected an optimizer such as {{'name': 'adamw', 'lr': 1e-3}}, got "
-            f"{type(optimizer).__name__}"
+            f"optimizer: expected a function of the module that returns an optimizer of torch, got "
+            f"one that returns {type(optimizer).__name__}"
         )
-    problem = f"expected an optimizer by name, got torch's {kind.__name__}"
-    if kind not in _SECTIONS:
+    _refuse_untranslatable(optimizer)
+    return optimizer
+
+
+def _called(function: Any, argument: object, name: str) -> Any:
+    try:
+        return function(argument)
+    except Exception as error:
+        raise DataError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def _refuse_untranslatable(optimizer: Optimizer) -> None:
+    kind, first = type(optimizer), optimizer.param_groups[0]
+    translated = section_of_settings(kind, first)
+    if translated is None:
+        owner, name = kind.__module__.partition(".")[0], kind.__name__
+        shown = f"{owner}'s {name}" if owner in {"torch", "transformers"} else name
         raise DataError(
-            f"{problem}, which has no exact equivalent here: write "
-            f'optimizer={{"name": "adamw", "lr": {json.dumps(float(settings["lr"]))}}}, or sgd, '
-            "momentum, nesterov, adam, rmsprop, adagrad, lion or schedule-free"
+            f"optimizer: {shown} has no exact equivalent here: write optimizer="
+            f'{{"name": "adamw", "lr": {_usual_rate(first)}}}, or another rule: {_RULES}'
         )
-    section, unsupported = _SECTIONS[kind](settings)
-    unsupported += [f"{name}={settings[name]!r}" for name in _UNSUPPORTED if settings.get(name)]
-    if section.get("weight_decay"):
-        section["no_decay"] = []
-    groups, others = _groups(optimizer, settings)
-    unsupported += others
-    if groups:
-        section["groups"] = groups
-    suffix = f"; without an equivalent: {', '.join(unsupported)}" if unsupported else ""
-    raise DataError(
-        f"{problem}: every machine takes the same exact update, so write "
-        f"optimizer={json.dumps(section)}{suffix}"
+    unsupported = translated[1]
+    for group in optimizer.param_groups[1:]:
+        unsupported += [
+            f"groups of parameters with other {name}"
+            for name in first
+            if name not in _GROUPED and group.get(name) != first[name]
+        ]
+    if unsupported:
+        raise DataError(
+            f"optimizer: torch's {kind.__name__} cannot be translated with "
+            f"{', '.join(dict.fromkeys(unsupported))}: leave it out, or choose another rule: "
+            f"{_RULES}"
+        )
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise DataError(
+            f"optimizer: expected one that has taken no step, got {kind.__name__} with state: "
+            "create it anew; a run keeps its own state, and resume=True continues it"
+        )
+
+
+def _usual_rate(group: Settings) -> float:
+    """The rate before a scheduler changed it; 1e-3 if the optimizer finds its own."""
+    return float(group.get("initial_lr") or group.get("lr") or 1e-3)
+
+
+def _has_stepped(state: Settings) -> bool:
+    return (
+        bool(float(state["step"]))
+        if "step" in state
+        else any(value is not None for value in state.values())
     )
 
 
-def _torch_optimizer(given: object) -> tuple[type | None, Settings]:
-    """Class and settings of a torch optimizer, given as an instance, a class or a partial."""
-    if isinstance(given, torch.optim.Optimizer):
-        return type(given), given.param_groups[0]
-    more: Settings = {}
-    if isinstance(given, partial):
-        more, given = given.keywords, given.func
-    if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):
-        return None, {}
-    parameters = inspect.signature(given).parameters.values()
-    usual = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    return given, {"lr": 1e-3, **usual, **more}
+def _section(
+    optimizer: Optimizer, rates: Sequence[Rates], module: nn.Module, interval_steps: int, steps: int
+) -> dict[str, Any]:
+    groups = optimizer.param_groups
+    base = next((n for n, each in enumerate(rates) if max(each) > 0), None)
+    if base is None:
+        raise DataError("optimizer: expected a learning rate above 0, got 0 in every group")
+    translated = section_of_settings(type(optimizer), groups[base])
+    assert translated is not None, "checked by _refuse_untranslatable"
+    section = {**translated[0], **schedule_of(rates[base], interval_steps, steps)}
+    decay = float(groups[base]["weight_decay"])
+    if decay:
+        section |= {"weight_decay": decay, "no_decay": []}
+    names = _names_by_group(optimizer, module)
+    found: dict[tuple[float, float], list[str]] = {}
+    for group, own, tensors in zip(groups, rates, names, strict=True):
+        scale = scale_between(own, rates[base])
+        if scale is None:
+            raise DataError(
+                "scheduler: expected the rates of all groups of parameters to keep their ratios, "
+                "got a group whose ratio changes: give one schedule, and other rates per group"
+            )
+        found.setdefault((scale, float(group["weight_decay"])), []).extend(tensors)
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    listed = {name for each in names for name in each}
+    if outside := [name for name in trained if name not in listed]:
+        found.setdefault((0.0, 0.0), []).extend(outside)
+    found.pop((1.0, decay), None)
+    if rules := [_rule(*rule, tensors, decay) for rule, tensors in found.items() if tensors]:
+        section["groups"] = rules
+    return section
 
 
-def _groups(given: object, first: Settings) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return `optimizer.groups` for an instance's groups after the first, and what they cannot say.
+def _rule(scale: float, decay: float, tensors: list[str], usual_decay: float) -> dict[str, Any]:
+    rule: dict[str, Any] = {"match": [escape(name) for name in tensors]}
+    if scale != 1.0:
+        rule["lr_scale"] = scale
+    if decay != usual_decay:
+        rule["weight_decay"] = decay
+    return rule
 
-    torch knows the names only if the optimizer was made from `named_parameters()`.
+
+def _names_by_group(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
+    """Return the names of the trained tensors of each group.
+
+    Raises:
+        DataError: A tensor belongs to another module.
     """
-    groups = given.param_groups if isinstance(given, torch.optim.Optimizer) else []
-    found, others = [], set[str]()
-    for number, group in enumerate(groups[1:], 2):
-        names = group.get("param_names")
-        match = [f"names of the {len(group['params'])} tensors of group {number}"]
-        section: dict[str, Any] = {"match": match if names is None else list(map(escape, names))}
-        if group["lr"] != first["lr"]:
-            section["lr_scale"] = float(group["lr"]) / float(first["lr"])
-        if group.get("weight_decay") != first.get("weight_decay"):
-            section["weight_decay"] = float(group["weight_decay"])
-        others |= {n for n in first.keys() - _GROUPED if group.get(n) != first[n]}
-        if len(section) > 1:
-            found.append(section)
-    words = " and ".join(sorted(others))
-    return found, [f"groups of parameters with other {words}"] if words else []
-
-
-def _sgd(given: Settings) -> tuple[dict[str, Any], list[str]]:
-    name = "sgd"
-    if given["momentum"]:
-        name = "nesterov" if given["nesterov"] else "momentum"
-    section = {"name": name, "lr": float(given["lr"])}
-    if given["momentum"]:
-        section["momentum"] = float(given["momentum"])
-    return _with_decay(section, given), []
-
-
-def _adam(given: Settings, *, decoupled: bool = False) -> tuple[dict[str, Any], list[str]]:
-    section: dict[str, Any] = {
-        "name": "adamw" if decoupled or given.get("decoupled_weight_decay") else "adam",
-        "lr": float(given["lr"]),
-        "betas": [float(beta) for beta in given["betas"]],
-        "eps": float(given["eps"]),
-    }
-    return _with_decay(section, given), []
-
-
-def _rmsprop(given: Settings) -> tuple[dict[str, Any], list[str]]:
-    section: dict[str, Any] = {
-        "name": "rmsprop", "lr": float(given["lr"]), "alpha": float(given["alpha"]),
-        "eps": float(given["eps"]),
-    }  # fmt: skip
-    lost = [f"{name}={given[name]!r}" for name in ("momentum", "centered") if given[name]]
-    return _with_decay(section, given), lost
-
-
-def _adagrad(given: Settings) -> tuple[dict[str, Any], list[str]]:
-    section: dict[str, Any] = {
-        "name": "adagrad", "lr": float(given["lr"]), "eps": float(given["eps"]),
-    }  # fmt: skip
-    names = ("lr_decay", "initial_accumulator_value")
-    return _with_decay(section, given), [f"{n}={given[n]!r}" for n in names if given[n]]
-
-
-def _with_decay(section: dict[str, Any], given: Settings) -> dict[str, Any]:
-    decay = float(given["weight_decay"])
-    return {**section, "weight_decay": decay} if decay else section
-
-
-_SECTIONS: Final[dict[type, Callable[[Settings], tuple[dict[str, Any], list[str]]]]] = {
-    torch.optim.SGD: _sgd,
-    torch.optim.Adam: _adam,
-    torch.optim.AdamW: partial(_adam, decoupled=True),
-    torch.optim.RMSprop: _rmsprop,
-    torch.optim.Adagrad: _adagrad,
-}
-"""By exact class, since a subclass may compute something else: section and unsupported settings."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    by_identity = {id(p): name for name, p in trained.items()}
+    names: list[list[str]] = []
+    for group in optimizer.param_groups:
+        own = group.get("param_names") or [None] * len(group["params"])
+        found = []
+        for tensor, name in zip(group["params"], own, strict=True):
+            known = by_identity.get(id(tensor), name if name in trained else None)
+            if known is not None:
+                found.append(known)
+            elif tensor.requires_grad:
+                raise DataError(
+                    f"optimizer: expected parameters of the module that build returns, got a "
+                    f"tensor of shape {tuple(tensor.shape)} of another: create module and "
+                    "optimizer before build, or write optimizer=lambda module: "
+                    f"torch.optim.{type(optimizer).__name__}(module.parameters(), ...)"
+                )
+        names.append(found)
+    return names

@@ -478,10 +478,12 @@ class Stopping:
         if since < self._spec.patience:
             return ""
         value = self._values.get(best, math.nan)
-        return (
-            f"stopped early: {self._spec.figure} was best after {best} steps ({value:.6g}), with "
-            f"no improvement in {since} evaluations since"
-        )
+        was_best = f"stopped early: {self._spec.figure} was best after {best} steps ({value:.6g})"
+        if self._spec.baseline == "best":
+            return (
+                f"{was_best}; no improvement above {self._spec.min_delta:g} in {since} evaluations"
+            )
+        return f"{was_best}, with no improvement in {since} evaluations since"
 
     def is_best(self, step: int) -> bool:
         """Whether the state after `step` steps is the best so far."""
@@ -492,14 +494,14 @@ class Stopping:
             self._values[step] = metrics[self._spec.figure]
 
     def _best(self) -> tuple[int, int]:
-        """Return the best step, and the number of evaluations since."""
+        """Return the best step, and the number of evaluations since an improvement counted."""
         assert self._spec is not None
         sign = 1.0 if self._spec.better == "higher" else -1.0
         best, highest, since = 0, -math.inf, 0
         for step in sorted(self._values):
             value = sign * self._values[step]
-            if value > highest + (self._spec.min_delta if highest > -math.inf else 0.0):
-                best, highest, since = step, value, 0
-            else:
-                since += 1
+            counts = value > highest + (self._spec.min_delta if highest > -math.inf else 0.0)
+            since = 0 if counts else since + 1
+            if counts or (self._spec.baseline == "best" and value > highest):
+                best, highest = step, value
         return best, since

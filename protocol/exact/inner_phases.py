@@ -43,7 +43,9 @@ class InnerPhaseOrder:
         self.replicas, self.inner_steps = spec.replicas.count, spec.replicas.inner_steps
         self.total = spec.steps * self.inner_steps
         self._seed = spec.seed
-        self.order = SampleOrder(spec.seed, samples, spec.batch, row_groups, sampling=sampling)
+        self.order = SampleOrder(
+            spec.order_seed, samples, spec.batch, row_groups, sampling=sampling
+        )
 
     def microbatch_count(self, step: int) -> int:
         """Return the leaves of a round's tree: one for each replica."""
@@ -84,5 +86,5 @@ def order_of_steps(
     if spec.replicas is not None:
         return InnerPhaseOrder(spec, samples, row_groups, sampling)
     return SampleOrder(
-        spec.seed, samples, spec.batch, row_groups, grouped=spec.grouped, sampling=sampling
+        spec.order_seed, samples, spec.batch, row_groups, grouped=spec.grouped, sampling=sampling
     )

@@ -28,7 +28,7 @@ With m = min_lr_ratio the factor is m + (1 - m) f. Three others say the factor b
                  to 1 in the first rise_ratio n steps, falls to m at the last one, along a cosine;
                  its momentum does not cycle
     piecewise    gamma^k, k = how many milestones are at most step     torch's MultiStepLR
-    rates        the entry of the step
+    rates        entry number step // rates_every, or the last one
 
 The last step is not zero: linear ends at
 lr / (n - w). `step` includes skipped steps: a skip advances the schedule, so a run has the same
@@ -62,7 +62,7 @@ def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
         case "piecewise":
             return spec.lr * spec.gamma ** bisect_right(spec.milestones, step)
         case "rates":
-            return spec.lr * spec.rates[min(step, len(spec.rates) - 1)]
+            return spec.lr * spec.rates[min(step // spec.rates_every, len(spec.rates) - 1)]
         case "inverse-sqrt":
             scale = warmup or _SQRT_STEPS
             return spec.lr * math.sqrt(scale / (step - warmup + scale))

@@ -59,6 +59,7 @@ from protocol.spec.sections.section import (
     WRITTEN,
     KeyFault,
     Needs,
+    OmittedByDefault,
     Section,
     Tagged,
     without_lacked_keys,
@@ -95,6 +96,9 @@ class RunSpec(Section):
     name: str = Field("run", pattern=NAME_PATTERN, description="name of the run and its directory")
     task: str = Field(description="a built-in task, or a class of your own")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of all random draws")
+    data_seed: Annotated[int | None, OmittedByDefault()] = Field(
+        None, ge=0, lt=2**63, description="seed of the order of samples; default: seed"
+    )
     exactness: Exactness = Field(
         "prefer", description="require: workers with another numerics profile are refused"
     )
@@ -249,6 +253,11 @@ class RunSpec(Section):
         if self.epochs is None:
             return ""
         return f"{step / -(-train_samples // self.batch.samples):.3g} of {self.epochs} epochs"
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order of samples."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def grouped(self) -> bool:

@@ -23,7 +23,8 @@ HONORED: Final = frozenset({
     "save_steps", "save_total_limit", "seed", "data_seed", "use_cpu", "no_cuda",
     "remove_unused_columns", "label_names", "logging_strategy", "logging_steps",
     "logging_first_step", "full_determinism", "report_to", "load_best_model_at_end",
-    "metric_for_best_model", "greater_is_better", "dataloader_drop_last",
+    "metric_for_best_model", "greater_is_better", "dataloader_drop_last", "optim_args",
+    "neftune_noise_alpha",
 })  # fmt: skip
 """They do what they do in transformers."""
 
@@ -61,12 +62,10 @@ HARMLESS: Final = {name: why for why, names in _HARMLESS.items() for name in nam
 """Arguments that have no effect on what is trained, with the reason."""
 
 REFUSED: Final[dict[str, str]] = {
-    "optim_args": "the update takes the arguments of AdamW alone",
     "optim_target_modules": "the update is AdamW of all trainable tensors",
     "tf32": "matrix products are exact in float32; leave it out",
     "torch_compile": "leave it out: bits of compiled kernels differ from machine to machine",
     "use_liger_kernel": "leave it out",
-    "neftune_noise_alpha": "leave it out: its noise is added by a loop that does not run here",
     "auto_find_batch_size": "say per_device_train_batch_size",
     "include_num_input_tokens_seen": "leave it out: tokens are not counted",
     "bf16_full_eval": "leave it out: held-out data is measured in the precision of training",
@@ -130,39 +129,26 @@ def check_arguments(arguments: Any, honored_by_class: frozenset[str] = frozenset
         raise DataError(f"TrainingArguments.{name}={given!r} cannot be honored: {instead}")
 
 
-def optimizer_of(arguments: Any, steps: int, decay_keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the section `optimizer` of a run spec.
+def named_optimizer(
+    arguments: Any, steps: int, decay_keys: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the section `optimizer` of a run spec; None if the arguments name no usual one.
 
     Args:
         arguments: A `TrainingArguments`.
         steps: Number of steps of the run.
         decay_keys: Keys that name the tensors without weight decay, if there is any.
-
-    Raises:
-        DataError: There is no such schedule or optimizer here.
     """
-    schedule = word_of(arguments.lr_scheduler_type)
-    if schedule not in _SCHEDULES:
-        raise DataError(
-            f"TrainingArguments.lr_scheduler_type={schedule!r} cannot be honored: write one of "
-            f"{', '.join(_SCHEDULES)}"
-        )
-    optimizer = word_of(arguments.optim)
-    if optimizer not in _OPTIMIZERS:
-        raise DataError(
-            f"TrainingArguments.optim={optimizer!r} cannot be honored: write one of "
-            f"{', '.join(_OPTIMIZERS)}"
-        )
-    if _OPTIMIZERS[optimizer] != "adamw" and arguments.weight_decay:
-        raise DataError(
-            f"TrainingArguments.weight_decay cannot be honored with optim={optimizer!r}: write "
-            "adamw_torch"
-        )
+    schedule, optimizer = word_of(arguments.lr_scheduler_type), word_of(arguments.optim)
+    keys = _schedule_of(schedule, arguments)
+    is_usual = optimizer in _OPTIMIZERS and keys is not None and not arguments.optim_args
+    if not is_usual or (_OPTIMIZERS[optimizer] != "adamw" and arguments.weight_decay):
+        return None
     warmup = 0 if schedule == "constant" else arguments.get_warmup_steps(steps)
     document: dict[str, Any] = {
         "name": _OPTIMIZERS[optimizer],
         "lr": arguments.learning_rate,
-        **_schedule_of(schedule, arguments),
+        **(keys or {}),
         "warmup_steps": warmup,
         "clip_norm": arguments.max_grad_norm or None,
     }
@@ -177,6 +163,22 @@ def optimizer_of(arguments: Any, steps: int, decay_keys: dict[str, Any]) -> dict
     if warmup:
         document["warmup_from_zero"] = True
     return document
+
+
+def batch_of(arguments: Any) -> tuple[int, int]:
+    """Return the samples of a step and of a microbatch.
+
+    Raises:
+        DataError: There would be none.
+    """
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if getattr(arguments, name) < 1:
+            raise DataError(
+                f"TrainingArguments.{name}={getattr(arguments, name)} cannot be honored: write 1 "
+                "or more"
+            )
+    microbatch = int(arguments.per_device_train_batch_size)
+    return microbatch * int(arguments.gradient_accumulation_steps), microbatch
 
 
 def steps_of(arguments: Any, samples: int) -> int:
@@ -246,17 +248,19 @@ def word_of(choice: Any) -> str:
     return str(getattr(choice, "value", choice))
 
 
-def _schedule_of(schedule: str, arguments: Any) -> dict[str, Any]:
-    """Return the keys of a schedule, with transformers' defaults where they differ from ours."""
+def _schedule_of(schedule: str, arguments: Any) -> dict[str, Any] | None:
+    """Return the keys of a schedule, with transformers' defaults where they differ from ours.
+
+    None: no schedule of a run spec has these options.
+    """
+    if schedule not in _SCHEDULES:
+        return None
     name, keys = _SCHEDULES[schedule]
     options = dict(arguments.lr_scheduler_kwargs or {})
     if schedule == "polynomial":
         options = {"lr_end": 1e-7, **options}
-    if unknown := sorted(options.keys() - keys.keys()):
-        raise DataError(
-            f"TrainingArguments.lr_scheduler_kwargs: {unknown[0]!r} cannot be honored with "
-            f"lr_scheduler_type={schedule!r}: leave it out"
-        )
+    if options.keys() - keys.keys():
+        return None
     document = {keys[key]: value for key, value in options.items()}
     if (lowest := document.pop("min_lr", None)) is not None:
         document["min_lr_ratio"] = lowest / arguments.learning_rate

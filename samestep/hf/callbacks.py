@@ -148,19 +148,34 @@ class CallbackLoop:
             )
 
     def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics after `step` steps; later steps may have been committed meanwhile."""
+        """Log the metrics after `step` steps; later steps may have been committed meanwhile.
+
+        As in transformers, those of each held-out data set are an evaluation of their own.
+        """
         trainer, state = self._trainer, self._trainer.state
         newest = state.global_step, state.epoch
         state.global_step, state.epoch = step, self._epoch_after(step)
-        trainer.log(metrics)
-        trainer.control = trainer.callback_handler.on_evaluate(
-            trainer.args, state, trainer.control, metrics
-        )
+        for own in self._by_data_set(metrics):
+            trainer.log(own)
+            trainer.control = trainer.callback_handler.on_evaluate(
+                trainer.args, state, trainer.control, own
+            )
         try:
             trainer._determine_best_metric(metrics, None)  # noqa: SLF001 -- as its own loop does
         except KeyError as error:
             raise DataError(str(error.args[0])) from None
         state.global_step, state.epoch = newest
+
+    def _by_data_set(self, metrics: dict[str, float]) -> list[dict[str, float]]:
+        """Divide metrics by the data set whose name they begin with."""
+        data = self._trainer.eval_dataset
+        if not isinstance(data, Mapping):
+            return [metrics]
+        found: dict[str, dict[str, float]] = {name: {} for name in data}
+        for name, value in metrics.items():
+            owners = [each for each in found if name.startswith(f"eval_{each}_")]
+            found[max(owners, key=len)][name] = value
+        return list(found.values())
 
     def _epoch_after(self, step: int) -> float:
         epoch, index = divmod(step - 1, self._steps_per_epoch)

@@ -1,4 +1,4 @@
-"""The loss of a trainer as a sum over samples, with its divisor.
+"""The loss of a trainer as a sum over samples, or a microbatch's mean, with its divisor.
 
 A worker adds up gradients over samples and microbatches, so a mean must become a sum and a count.
 Models that receive the number of items in the batch divide a sum by it: here they receive 1. All
@@ -29,13 +29,16 @@ class SummedLoss:
     Args:
         trainer: The trainer.
         samples: Batches of one sample each; the first with a loss shows which kind it is.
+        is_mean: Whether `loss` is the mean of a microbatch instead.
 
     Raises:
         DataError: The loss cannot be turned into the sum that the trainer's own loop has.
     """
 
-    def __init__(self, trainer: Any, samples: Iterable[Mapping[str, Any]]) -> None:
-        self._trainer = trainer
+    def __init__(
+        self, trainer: Any, samples: Iterable[Mapping[str, Any]], *, is_mean: bool = False
+    ) -> None:
+        self._trainer, self._is_mean = trainer, is_mean
         self._divides_by_items, sample = self._find_divisor(samples)
         labels = sample.get("labels")
         self._has_labels = labels is not None
@@ -44,7 +47,7 @@ class SummedLoss:
             dims = labels.dim()
         self._is_mean_over_labels = dims > 0 and not self._divides_by_items
         accumulated = trainer.args.gradient_accumulation_steps
-        if self._is_mean_over_labels and dims > 1 and accumulated > 1:
+        if self._is_mean_over_labels and dims > 1 and accumulated > 1 and not is_mean:
             raise DataError(
                 "gradient_accumulation_steps cannot be honored with this model, whose loss is "
                 "a mean over the labels of each microbatch: write 1, a larger "
@@ -67,9 +70,12 @@ class SummedLoss:
         return bool(is_scaled) and not self._divides_by_items and accumulates
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> Any:
-        """Return the loss summed over the batch."""
+        """Return the loss summed over the batch, or its mean."""
         if self._divides_by_items:
-            return self._compute(model, batch, torch.tensor(1))
+            items = max(1.0, self.weight(batch)) if self._is_mean else 1
+            return self._compute(model, batch, torch.tensor(items))
+        if self._is_mean:
+            return self._compute(model, batch, None)
         mean, count = self._compute(model, batch, None), self._count(batch)
         if self._is_mean_over_labels:  # NaN without labels; its gradients must be zeros
             mean = torch.where(count > 0, mean, 0.0)

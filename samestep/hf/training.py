@@ -12,7 +12,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from glob import escape
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -22,30 +22,31 @@ from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from safetensors.torch import load_file
 from torch.utils.data import RandomSampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_utils import TrainOutput, align_special_tokens
 
 from protocol.base.errors import DataError, UsageError
 from samestep.fitting import fit, keeps_the_run, new_directory
 from samestep.hf.arguments import (
+    batch_of,
     best_metric,
     check_arguments,
     checkpoint_interval,
     evaluation_interval,
-    optimizer_of,
     steps_of,
     word_of,
 )
 from samestep.hf.callbacks import CallbackLoop, check_callbacks, early_stopping
 from samestep.hf.evaluation import check_evaluation, metrics_of
 from samestep.hf.losses import SAMPLES, SummedLoss
+from samestep.hf.optimizer import created_optimizer, fit_optimizer
 from samestep.result import FitResult, read_history
 from worker.scripts.checks import check_data
 from worker.scripts.user_task import UserTask
 from worker.tasks.checks.additivity import NotASum
 
 _LOOP_METHODS: Final = (
-    "training_step", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler",
-    "get_optimizer_cls_and_kwargs", "get_train_dataloader", "_get_dataloader", "get_batch_samples",
+    "training_step", "get_train_dataloader", "_get_dataloader", "get_batch_samples",
     "_inner_training_loop", "_run_epoch", "_init_training_state",
     "_prepare_for_training", "_finalize_training", "_prepare_inputs", "_prepare_input",
     "compute_loss_context_manager", "autocast_smart_context_manager", "_clip_grad_norm",
@@ -63,8 +64,9 @@ _LOG: Final = logging.getLogger(__name__)
 _PROBED_SAMPLES: Final = 64
 """Samples that are searched for one with labels that count."""
 _SUM_ADVICE: Final = (
-    "in a Trainer, a sum divided by num_items_in_batch adds up, and so does a mean over samples; a "
-    "mean that weights divide, such as weights of classes, does not"
+    "in a Trainer, a sum divided by num_items_in_batch adds up, and so does a mean over samples; "
+    'write Trainer(..., samestep={"unit": "microbatch"}) for any other, such as a mean that '
+    "weights of classes divide"
 )
 
 
@@ -72,7 +74,8 @@ class SamestepMixin:
     """Trains with samestep: `class MyTrainer(SamestepMixin, SomeTrainer)`.
 
     Args:
-        samestep: More arguments of `samestep.fit`, such as {"microbatch": 4, "workers": 2}.
+        samestep: More arguments of `samestep.fit`, such as {"microbatch": 4, "workers": 2}, and
+            `unit`, as in `samestep.Task`.
     """
 
     honored_by_class: ClassVar[frozenset[str]] = frozenset()
@@ -94,6 +97,7 @@ class SamestepMixin:
         if given.get("args") is not None:
             check_arguments(given["args"], self.honored_by_class)
         self._fit_arguments = _check_fit_arguments(samestep)
+        self._unit = self._fit_arguments.pop("unit", "sample")
         super().__init__(*arguments, **named)
         trainer: Any = self
         if trainer.args.n_gpu > 1:  # a worker has one; transformers multiplies losses by it
@@ -113,14 +117,14 @@ class SamestepMixin:
         _refuse_what_is_never_called(trainer, more)
         check_data("train_dataset", trainer.train_dataset)
         _prepare_model(trainer)
-        arguments = self._arguments_of_fit(resume_from_checkpoint)
+        with created_optimizer(trainer):
+            arguments = self._arguments_of_fit(resume_from_checkpoint)
         loop = CallbackLoop(trainer, _epoch_samples(trainer))
         device = _device_of(trainer.model)
-        with loop.watching():
+        with loop.watching(), _noisy_embeddings(trainer):
             try:
-                self.fitted = fit(
-                    lambda: _task(trainer), on_log=_continued(loop, arguments), **arguments
-                )
+                on_log = _continued(loop, arguments)
+                self.fitted = fit(lambda: _task(trainer, self._unit), on_log=on_log, **arguments)
             except NotASum as error:
                 raise DataError(f"compute_loss: {error}; {_SUM_ADVICE}") from error
             metrics = loop.end(self.fitted)
@@ -135,27 +139,26 @@ class SamestepMixin:
     def _arguments_of_fit(self, resume: Any) -> dict[str, Any]:
         trainer: Any = self
         arguments, samples = trainer.args, _epoch_samples(trainer)
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-            if getattr(arguments, name) < 1:
-                raise DataError(
-                    f"TrainingArguments.{name}={getattr(arguments, name)} cannot be honored: "
-                    "write 1 or more"
-                )
-        microbatch = arguments.per_device_train_batch_size
-        batch = microbatch * arguments.gradient_accumulation_steps
+        batch, microbatch = batch_of(arguments)
         steps, per_epoch = steps_of(arguments, samples), -(-samples // batch)
         precision = "bfloat16" if arguments.bf16 else "float32"
+        optimizer = {} if "optimizer" in self._fit_arguments else fit_optimizer(trainer, steps)
         given = {
             "steps": steps,
             "batch": batch,
             "microbatch": microbatch,
-            "optimizer": optimizer_of(arguments, steps, _decay_keys(trainer)),
+            **optimizer,
             "seed": arguments.seed,
             "precision": "float16" if arguments.fp16 else precision,
             "evaluate_every": evaluation_interval(arguments, per_epoch, steps),
-            "settings": _checkpoint_settings(trainer, per_epoch, steps),
             **({"device": "cpu"} if arguments.use_cpu else {}),
             **self._fit_arguments,
+            "settings": {
+                **optimizer.get("settings", {}),
+                **_checkpoint_settings(trainer, per_epoch, steps),
+                **({} if arguments.data_seed is None else {"data_seed": arguments.data_seed}),
+                **(self._fit_arguments.get("settings") or {}),
+            },
         }
         if not keeps_the_run(given.get("control")):
             return given
@@ -187,8 +190,7 @@ def _checkpoint_settings(trainer: Any, steps_per_epoch: int, steps: int) -> dict
     """Return the keys of the run spec for checkpoints and early stopping.
 
     Raises:
-        DataError: Checkpoints are not at the evaluations that choose the best one, or early
-            stopping cannot be the callback's.
+        DataError: There is early stopping without evaluations.
     """
     arguments = trainer.args
     save = checkpoint_interval(arguments, steps_per_epoch, steps)
@@ -201,18 +203,14 @@ def _checkpoint_settings(trainer: Any, steps_per_epoch: int, steps: int) -> dict
         raise DataError(
             "EarlyStoppingCallback cannot be honored without evaluations: write eval_strategy"
         )
-    if stopping.early_stopping_threshold:
-        raise DataError(
-            "EarlyStoppingCallback: expected early_stopping_threshold 0, got "
-            f"{stopping.early_stopping_threshold:g}: transformers compares with the best value, a "
-            "run with the last one that counted, so they could stop at other steps; set it to 0"
-        )
     best = best or best_metric(_WithBest(arguments))
     stop = {
         "figure": best["metric"],
         "better": best["better"],
         "patience": stopping.early_stopping_patience,
     }
+    if threshold := stopping.early_stopping_threshold:
+        stop |= {"min_delta": threshold, "baseline": "best"}
     return {"checkpoint": checkpoint, "stop": stop}
 
 
@@ -279,7 +277,8 @@ def _check_fit_arguments(given: object) -> dict[str, Any]:
     """
     if given is None:
         return {}
-    known = sorted(set(inspect.signature(fit).parameters) - {"build", "options", "on_log"})
+    parameters = set(inspect.signature(fit).parameters)
+    known = sorted(parameters - {"build", "options", "on_log"} | {"unit"})
     if not isinstance(given, Mapping):
         raise DataError(
             f"samestep: expected arguments of fit by name, got {type(given).__name__}: write "
@@ -300,14 +299,6 @@ class Trainer(SamestepMixin, transformers.Trainer):  # type: ignore[misc]  # it 
 def _refuse_what_is_never_called(trainer: Any, more: Mapping[str, Any]) -> None:
     if more:
         raise DataError(f"train({next(iter(more))}=...) cannot be honored: leave it out")
-    custom = (trainer.optimizer, trainer.lr_scheduler, trainer.optimizer_cls_and_kwargs)
-    if any(each is not None for each in custom):
-        raise DataError(
-            "a custom optimizer or scheduler cannot be honored: set optim, learning_rate and "
-            "lr_scheduler_type in TrainingArguments"
-        )
-    if trainer.args.data_seed not in (None, trainer.args.seed):
-        raise DataError("data_seed cannot be honored beside seed: leave it out")
     check_evaluation(trainer)
     check_callbacks(trainer.callback_handler.callbacks)
     _refuse_custom_loop(trainer)
@@ -347,6 +338,21 @@ def _prepare_model(trainer: Any) -> None:
     _checkpoint_activations(arguments, trainer.model)
 
 
+@contextmanager
+def _noisy_embeddings(trainer: Any) -> Iterator[None]:
+    """Context in which the model's embeddings add NEFTune's noise while it trains (Jain et al.,
+    arXiv:2310.05914); its draws are seeded like others of forward."""
+    alpha = trainer.neftune_noise_alpha
+    if alpha is None:
+        yield
+        return
+    hook = activate_neftune(trainer.model, alpha)  # type: ignore[no-untyped-call]  # theirs
+    try:
+        yield
+    finally:
+        deactivate_neftune(trainer.model, hook)  # type: ignore[no-untyped-call]  # theirs
+
+
 def _checkpoint_activations(arguments: Any, model: Any) -> None:
     """Turn on activation checkpointing, by whichever name transformers has for it."""
     for name in ("activation_checkpointing", "gradient_checkpointing"):
@@ -357,25 +363,20 @@ def _checkpoint_activations(arguments: Any, model: Any) -> None:
             return
 
 
-def _decay_keys(trainer: Any) -> dict[str, Any]:
-    """Return the keys of a run spec's optimizer that leave the same tensors without decay."""
-    if not trainer.args.weight_decay:
-        return {}
-    decays = set(trainer.get_decay_parameter_names(trainer.model))
-    names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-    without = [name for name in names if name not in decays]
-    if any(part.lower() in name.lower() for name in decays for part in without):
-        # no_decay matches parts of names.
-        group = {"match": [escape(name) for name in without], "weight_decay": 0.0}
-        return {"no_decay": [], "groups": [group]}
-    return {"no_decay": without}
-
-
 def _model_columns(trainer: Any, data: Any) -> Any:
     """Return a data set of columns without those that the model does not take."""
     if hasattr(data, "column_names") and hasattr(data, "remove_columns"):
         return trainer._remove_unused_columns(data)  # noqa: SLF001 -- as its own loader does
     return data
+
+
+def _held_out_columns(trainer: Any, data: Any) -> Any:
+    """Return the held-out data, one set or several by name, as `_model_columns` does."""
+    if data is None:
+        return None
+    if isinstance(data, Mapping) and not hasattr(data, "column_names"):
+        return {name: _model_columns(trainer, each) for name, each in data.items()}
+    return _model_columns(trainer, data)
 
 
 def _sampler(trainer: Any) -> Any:
@@ -405,7 +406,7 @@ def _epoch_samples(trainer: Any) -> int:
     return len(trainer.train_dataset if sampler is None else sampler)
 
 
-def _task(trainer: Any) -> UserTask:
+def _task(trainer: Any, unit: Any = "sample") -> UserTask:
     trainer.model.train()  # all of it, as its own loop does before each step
     train = _model_columns(trainer, trainer.train_dataset)
     collate = trainer.data_collator
@@ -413,15 +414,12 @@ def _task(trainer: Any) -> UserTask:
         collate = trainer._get_collator_with_removed_columns(collate)  # noqa: SLF001 -- likewise
     evaluates = word_of(trainer.args.eval_strategy) != "no"
     held_out = trainer.eval_dataset if evaluates else None
-    if isinstance(held_out, Mapping):
-        raise DataError(
-            f"eval_dataset: expected one data set, got {len(held_out)} by name; give the one to "
-            "evaluate while it trains, and call trainer.evaluate(...) with each of them after"
-        )
     # transformers has moved the model to the card that it found; a worker moves it to its own.
     device = _device_of(trainer.model)
     singles = (send_to_device(each, device) for each in _single_samples(train, collate))
-    losses = SummedLoss(trainer, singles)
+    if trainer.neftune_noise_alpha is not None:
+        unit = "microbatch"  # its noise depends on the width of the batch
+    losses = SummedLoss(trainer, singles, is_mean=unit == "microbatch")
     trainer.model.cpu()
     if losses.stock_loop_adds_means:
         _LOG.warning(
@@ -435,13 +433,14 @@ def _task(trainer: Any) -> UserTask:
         module=trainer.model,
         train=train,
         sampler=_sampler(trainer),
-        held_out=None if held_out is None else _model_columns(trainer, held_out),
+        held_out=_held_out_columns(trainer, held_out),
         collate=lambda items: {
             **collate(items),
             SAMPLES: torch.tensor(float(len(items))),
         },
         loss=losses.loss,
         weight=losses.weight,
+        unit=unit,
         evaluate=(lambda model, batches: metrics_of(trainer, model, batches))
         if computes_metrics
         else None,

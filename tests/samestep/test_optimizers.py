@@ -1,8 +1,8 @@
-"""An optimizer of torch's is refused with the section that does the same, every setting of it."""
+"""Optimizers and schedulers of torch, as objects: translated with their groups and rates."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,93 +10,255 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
+from torch.utils.data import TensorDataset
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
+import samestep
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
+from protocol.exact.samples import SampleOrder
 from protocol.exact.update import global_norm, square_sum, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
-from protocol.spec.sections.optimizer import OptimizerSpec
-from samestep.optimizers import optimizer_of
+from protocol.spec.run_spec import parse_run_spec
+from protocol.spec.sections.tasks import BatchSpec
+from samestep.optimizers import OptimizerArguments
 
+STEPS, EPOCH = 24, 6
 NESTEROV: dict[str, Any] = {"lr": 0.1, "momentum": 0.8, "weight_decay": 5e-4, "nesterov": True}
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
-def told_by(given):
-    with pytest.raises(DataError) as raised:
-        optimizer_of(given)
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
 
 
-def section_in(told):
-    section, _ = json.JSONDecoder().raw_decode(told.partition("optimizer=")[2])
+def groups(module: nn.Sequential) -> list[dict[str, Any]]:
+    """Another rate for the first layer, no decay on biases; the norm is left out."""
+    return [
+        {"params": [module[2].weight]},
+        {"params": [module[0].weight], "lr": 0.002},
+        {"params": [module[0].bias, module[2].bias], "weight_decay": 0.0},
+    ]
+
+
+def section_of(optimizer: object, scheduler: object = None, **more: Any) -> dict[str, Any]:
+    module = more.pop("module", None) or net()
+    arguments = OptimizerArguments(optimizer, scheduler, **more)
+    arguments.check()
+    section = arguments.section(module, STEPS, EPOCH)
+    parse_run_spec({"task": "regress", "steps": STEPS, "optimizer": section})
     return section
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (SGD, {"lr": 0.5}),
-        (SGD, {"lr": 0.1, "weight_decay": 0.01}),
-        (SGD, {"lr": 0.1, "momentum": 0.9}),
-        (SGD, NESTEROV),
-        (Adam, {"lr": 0.01, "betas": (0.7, 0.9)}),
-        (Adam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-        (AdamW, ADAMW),
-        (AdamW, {"lr": 0.01}),
-        (Adam, {"lr": 0.01, "weight_decay": 0.1}),
-        (RMSprop, {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.1}),
-        (Adagrad, {"lr": 0.1}),
-    ],
-)
-def test_the_section_does_what_torch_does(kind, settings):
-    """The tensor is a bias, which does not decay unless the section says so."""
-    parameter = nn.Parameter(torch.linspace(-1, 1, 5))
-    optimizer = kind([parameter], **settings)
-    section = section_in(told_by(optimizer))
-    assert section == section_in(told_by(partial(kind, **settings)))
-    spec = OptimizerSpec.model_validate(section)
-    replica = Replica(
-        (Block(name="b", kind="block", tensors=(TensorSpec(name="bias", shape=(5,)),)),), spec
+def updated(section: dict[str, Any], module: nn.Module) -> list[np.ndarray[Any, Any]]:
+    """Apply the exact update with made-up gradients."""
+    spec = parse_run_spec({"task": "regress", "steps": STEPS, "optimizer": section}).optimizer
+    named = dict(module.named_parameters())
+    blocks = tuple(
+        Block(name=n, kind="block", tensors=(TensorSpec(name=n, shape=tuple(p.shape)),))
+        for n, p in named.items()
     )
-    replica.parameters[0][:] = parameter.detach().numpy()
-    for step in range(4):
-        gradient = np.linspace(1, 2, 5, dtype=np.float32) * np.float32(np.cos(step))
-        parameter.grad = torch.tensor(gradient)
+    replica = Replica(blocks, spec)
+    for values, p in zip(replica.parameters, named.values(), strict=True):
+        values[:] = p.detach().numpy().ravel()
+    for step in range(STEPS):
+        gradients = [gradient(step, p).numpy().ravel() for p in named.values()]
+        norm = global_norm([square_sum(each) for each in gradients])
+        replica.apply(gradients, step_scalars(spec, step + 1, step, STEPS, norm))
+    return replica.parameters
+
+
+def gradient(step: int, p: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, p.numel()).reshape(p.shape) * float(np.cos(step + p.numel()))
+
+
+def by_torch(optimizer: Any, scheduler: Any, interval: str, module: nn.Module) -> None:
+    for step in range(STEPS):
+        for p in module.parameters():
+            p.grad = gradient(step, p)
         optimizer.step()
-        norm = global_norm([square_sum(gradient)])
-        replica.apply([gradient], step_scalars(spec, step + 1, step, 4, norm))
-    assert replica.parameters[0] == pytest.approx(parameter.detach().numpy(), rel=1e-5)
+        if scheduler is not None and (interval == "step" or (step + 1) % EPOCH == 0):
+            scheduler.step()
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (SGD([nn.Parameter(torch.ones(1))], lr=1, momentum=0.9, dampening=0.1), "dampening=0.1"),
-        (partial(AdamW, amsgrad=True), "amsgrad=True"),
-        (partial(RMSprop, momentum=0.9), "an equivalent: momentum=0.9"),
-        (partial(Adagrad, lr_decay=0.1), "an equivalent: lr_decay=0.1"),
-        (partial(Adadelta, lr=0.5), r"Adadelta, which has no exact equivalent.*\"lr\": 0\.5"),
-        (type("Own", (SGD,), {}), "torch's Own, which has no exact equivalent"),
-        (
-            AdamW([
-                {"params": [nn.Parameter(torch.ones(1))], "weight_decay": 0.1},
-                {"params": [nn.Parameter(torch.ones(1))], "weight_decay": 0.0, "lr": 0.5},
-            ]),
-            '"match": ."names of the 1 tensors of group 2".*"weight_decay": 0',
+OPTIMIZERS: list[Callable[[Any], Any]] = [
+    lambda module: SGD(module.parameters(), lr=0.5),
+    lambda module: SGD(module.parameters(), lr=0.1, weight_decay=0.01),
+    lambda module: SGD(module.parameters(), lr=0.1, momentum=0.9),
+    lambda module: SGD(groups(module), **NESTEROV),
+    lambda module: Adam(module.parameters(), lr=0.01, betas=(0.7, 0.9)),
+    lambda module: Adam(module.parameters(), lr=0.01, weight_decay=0.1),
+    lambda module: Adam(
+        module.parameters(), lr=0.01, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    lambda module: AdamW(module.named_parameters(), lr=torch.tensor(0.01)),
+    lambda module: AdamW(groups(module), **ADAMW),
+    lambda module: RMSprop(module.parameters(), lr=0.01, alpha=0.9, weight_decay=0.1),
+    lambda module: Adagrad(module.parameters(), lr=0.1),
+]
+
+
+def test_an_optimizer_does_what_torch_does():
+    for number, make in enumerate(OPTIMIZERS):
+        assert_same(make, None, "step", f"optimizer {number}")
+
+
+SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "lambda": (lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step), "step"),
+    "warmup": (lambda o: lr_scheduler.LambdaLR(o, lambda s: min(1.0, s / 5)), "step"),
+    "step, by epoch": (lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5), "epoch"),
+    "exponential, by epoch": (lambda o: lr_scheduler.ExponentialLR(o, 0.8), "epoch"),
+    "cosine": (lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS), "step"),
+    "warm restarts": (lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5, 2), "step"),
+    "one cycle": (
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS, cycle_momentum=False), "step",
+    ),
+    "one after the other": (
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.PolynomialLR(o, 20)], [4]
         ),
-        (
-            AdamW([
-                {"params": [nn.Parameter(torch.ones(1))], "betas": (0.9, 0.9)},
-                {"params": [nn.Parameter(torch.ones(1))], "betas": (0.5, 0.9)},
-            ]),
-            "groups of parameters with other betas",
+        "step",
+    ),
+    "chained": (
+        lambda o: lr_scheduler.ChainedScheduler([
+            lr_scheduler.ConstantLR(o, 0.1, 3), lr_scheduler.ExponentialLR(o, 0.9),
+        ]),
+        "step",
+    ),
+    "linear of transformers": (lambda o: get_linear_schedule_with_warmup(o, 4, STEPS), "step"),
+    "cosine of transformers": (lambda o: get_cosine_schedule_with_warmup(o, 4, STEPS), "step"),
+}  # fmt: skip
+
+
+def test_a_scheduler_has_the_rates_of_torch():
+    for name, (make, interval) in SCHEDULERS.items():
+        for optimizer in (partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.01)):
+            assert_same(lambda m, kind=optimizer: kind(groups(m)), make, interval, name)
+
+
+def assert_same(make: Any, make_scheduler: Any, interval: str, what: str) -> None:
+    """As objects and as functions, they are one section, which updates as torch does."""
+    module = net()
+    optimizer = make(module)
+    scheduler = None if make_scheduler is None else make_scheduler(optimizer)
+    before = None if scheduler is None else scheduler.get_last_lr()
+    given: dict[str, Any] = {"interval": interval, "module": module}
+    section = section_of(optimizer, scheduler, **given)
+    assert section == section_of(make, make_scheduler, **given), what
+    if scheduler is not None:
+        assert scheduler.get_last_lr() == before, what
+    found = updated(section, module)
+    by_torch(optimizer, scheduler, interval, module)
+    for (name, p), values in zip(module.named_parameters(), found, strict=True):
+        np.testing.assert_allclose(
+            values, p.detach().numpy().ravel(), rtol=2e-5, atol=1e-6, err_msg=f"{what}: {name}"
+        )
+
+
+def test_a_schedule_with_a_name_is_written_by_that_name():
+    linear = section_of(
+        partial(AdamW, lr=0.01), lambda o: get_linear_schedule_with_warmup(o, 4, STEPS)
+    )
+    assert {linear[key] for key in ("schedule", "warmup_steps", "lr")} == {"linear", 4, 0.01}
+    steps = section_of(
+        partial(SGD, lr=0.1), lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5), interval="epoch"
+    )
+    assert (steps["rates"], steps["rates_every"]) == ([1.0, 1.0, 0.5], EPOCH)
+    clipped = section_of(partial(AdamW, lr=0.01), extra={"clip_norm": 1.0})
+    assert clipped["clip_norm"] == 1.0
+
+
+def stepped() -> torch.optim.Optimizer:
+    module = net()
+    optimizer = AdamW(module.parameters())
+    by_torch(optimizer, None, "step", module)
+    return optimizer
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "dampening": (lambda: section_of(partial(SGD, lr=1, momentum=0.9, dampening=0.1)), "dampening"),
+    "adadelta": (lambda: section_of(Adadelta), 'has no exact equivalent.*"name": "adamw"'),
+    "a class of one's own": (lambda: section_of(type("Own", (SGD,), {})), "Own has no exact equiv"),
+    "betas": (
+        lambda: section_of(
+            lambda m: AdamW(
+                [{"params": m[0].weight}, {"params": m[0].bias, "betas": (0.5, 0.9)}]
+            )
         ),
-    ],
-)  # fmt: skip
-def test_what_has_no_equal_is_named(given, told):
-    assert told_by(given)
-    with pytest.raises(DataError, match=told):
-        optimizer_of(given)
+        "groups of parameters with other betas",
+    ),
+    "another module": (lambda: section_of(AdamW(net().parameters())), "parameters of the module"),
+    "steps taken": (lambda: section_of(stepped()), "one that has taken no step"),
+    "no optimizer": (lambda: section_of(3), "or one of torch's, got int"),
+    "no rate": (lambda: section_of(partial(SGD, lr=0.0)), "a learning rate above 0"),
+    "a scheduler by name": (lambda: section_of("adamw", StopIteration), "none beside an optimizer"),
+    "another's scheduler": (
+        lambda: section_of(SGD, lambda _: lr_scheduler.ExponentialLR(SGD(net().parameters()), 1)),
+        "ExponentialLR of another",
+    ),
+    "plateau": (
+        lambda: section_of(SGD, lr_scheduler.ReduceLROnPlateau), "known before the run, got Reduce"
+    ),
+    "cycled momentum": (
+        lambda: section_of(AdamW, lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS)),
+        "changes betas too: write cycle_momentum=False",
+    ),
+    "too short": (
+        lambda: section_of(
+            AdamW, lambda o: lr_scheduler.OneCycleLR(o, 1, total_steps=9, cycle_momentum=False)
+        ),
+        "OneCycleLR raised ValueError at step 11 of 24",
+    ),
+    "rates that part": (
+        lambda: section_of(
+            lambda m: SGD(groups(m)),
+            lambda o: lr_scheduler.LambdaLR(o, [lambda s: 0.9**s, lambda s: 0.8**s, lambda _: 1]),
+        ),
+        "a group whose ratio changes",
+    ),
+    "what the object says": (
+        lambda: section_of(AdamW, extra={"betas": [0.9, 0.9]}), "does not set, got 'betas'",
+    ),
+}  # fmt: skip
+
+
+def test_what_has_no_equal_is_named():
+    for name, (make, message) in REFUSED.items():
+        with pytest.raises(DataError, match=message) as raised:
+            make()
+        assert "\n" not in str(raised.value), name
+
+
+def test_a_script_trains_with_its_own_optimizer_and_scheduler(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x = torch.linspace(-1, 1, 48).reshape(16, 3)
+    data = TensorDataset(x, x[:, :2].sin())
+    modules = [net(), net()]
+    optimizers = [AdamW(groups(each), lr=0.01, weight_decay=0.1) for each in modules]
+    schedulers = [lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
+    result = samestep.fit(
+        lambda: samestep.Task(
+            module=modules[0], train=data,
+            loss=lambda module, batch: ((module(batch[0]) - batch[1]) ** 2).sum(),
+        ),
+        epochs=2, batch=8, microbatch=8, device="cpu", optimizer=optimizers[0],
+        scheduler=schedulers[0], scheduler_interval="epoch",
+        settings={"optimizer": {"clip_norm": 0.5}},
+    )  # fmt: skip
+    order = SampleOrder(0, 16, BatchSpec(samples=8, microbatch=8))
+    for step in range(4):
+        (rows,) = order.microbatches(step)
+        a, b = data[list(rows)]
+        modules[1].zero_grad()
+        (((modules[1](a) - b) ** 2).sum() / 8).backward()
+        nn.utils.clip_grad_norm_(modules[1].parameters(), 0.5)
+        optimizers[1].step()
+        if step % 2:
+            schedulers[1].step()
+    assert [row["learning_rate"] for row in result.history] == pytest.approx(
+        [0.01] * 2 + [0.005] * 2
+    )
+    for (name, p), q in zip(result.module.named_parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)

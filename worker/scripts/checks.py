@@ -20,6 +20,7 @@ from protocol.base.errors import DataError, SamestepError
 from protocol.exact.digest import digest_arrays
 from protocol.spec.sections.model import ComputePrecision
 from protocol.spec.sections.tasks import Unit
+from worker.scripts.held_out import named_sets
 from worker.scripts.user_task import UserTask
 from worker.tasks.base.evaluation_modes import parts_in_evaluation
 
@@ -41,8 +42,8 @@ def check_task(built: object) -> UserTask:
         raise DataError(f'expected unit "sample" or "microbatch", got {built.unit!r}')
     _check_module(built.module, built.unit)
     check_data("train", built.train)
-    if built.held_out is not None:
-        check_data("held_out", built.held_out)
+    for name, data in named_sets(built.held_out).items():
+        check_data(f"held_out[{name!r}]" if name else "held_out", data)
     if built.embed is None and not callable(built.loss):
         raise DataError(
             "expected a loss, got none: write loss=lambda module, batch: ..., a sum over the batch"

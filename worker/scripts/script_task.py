@@ -42,6 +42,7 @@ from worker.scripts.checks import (
 )
 from worker.scripts.coupling import check_embedded, coupled_loss
 from worker.scripts.data_digest import DataDigest, data_digest
+from worker.scripts.held_out import HeldOut
 from worker.scripts.nested_batches import Arrays, NestedBatches
 from worker.scripts.own_generators import ReadingGenerators
 from worker.scripts.samplers import sampling_of
@@ -101,9 +102,9 @@ class ScriptTask:
         self._takes_seed = user.collate is not None and takes(user.collate, "seed")
         self._seed = spec.seed
         self._part_samples = spec.batch.microbatch
-        held_out = 0 if user.held_out is None else len(user.held_out)
-        self._held_out_batches = -(-held_out // self._part_samples)
+        self._held_out = HeldOut(user.held_out, self._part_samples)
         self._figures: tuple[str, ...] = ()
+        self._figures_of_a_set: tuple[str, ...] = ()
         self._takes_whole = user.unit == "microbatch"
         self._check_shared_memory()
         self._check_reads()
@@ -121,7 +122,9 @@ class ScriptTask:
                 blocks=(*buffers, *cut_by_size(user.module, limits.SCRIPT_BLOCK_ELEMENTS)),
                 train_samples=len(user.train),
                 sampling=sampling_of(user.sampler, len(user.train)),
-                evaluation_parts=min(1, held_out) if user.evaluate else self._held_out_batches,
+                evaluation_parts=min(1, self._held_out.parts)
+                if user.evaluate
+                else self._held_out.parts,
                 metrics=self._metrics(),
                 digests={**data, **digests},
                 embeddings=None if self._coupled is None else self._coupled.layout,
@@ -158,7 +161,7 @@ class ScriptTask:
             ) from error
 
     def _metrics(self) -> tuple[Metric, ...]:
-        quotients = map(_quotient, ("loss", *self.user.metrics))
+        quotients = map(_quotient, self._held_out.metrics(("loss", *self.user.metrics)))
         return (*quotients, *map(_figure, self._figures))
 
     def _data_digests(self, parts: Mapping[str, int] | None) -> dict[str, str]:
@@ -170,9 +173,8 @@ class ScriptTask:
         """
         self.read: dict[str, DataDigest] = {}
         found = {}
-        for name, data in (("data", self.user.train), ("held_out", self.user.held_out)):
-            if data is None:
-                continue
+        held_out = {each.label(): each.data for each in self._held_out.sets}
+        for name, data in {"data": self.user.train, **held_out}.items():
             if type(data) is TensorDataset or parts is None:
                 found[name] = _data_digest(self, data)
             else:
@@ -205,12 +207,13 @@ class ScriptTask:
         return self._held_out_batch(part)
 
     def _held_out_batch(self, part: int) -> Batch:
-        lo = part * self._part_samples
-        rows = range(lo, min(lo + self._part_samples, len(self.user.held_out)))
-        batch = self._collate(self.user.held_out, rows, draws.key_of(self._seed, part))
+        number, rows = self._held_out.index_of(part), self._held_out.rows(part)
+        data = self._held_out.sets[number].data
+        batch = self._collate(data, rows, draws.key_of(self._seed, part))
         weight = self._weight(batch, len(rows))
-        arrays = {**self._nested.flatten(batch), _COUNTED: np.array([weight, len(rows)])}
-        return Batch(arrays, weight)
+        # The length tells the set: a compiled program is one for each shape.
+        counted = np.array([weight, len(rows), *([0] * number)])
+        return Batch({**self._nested.flatten(batch), _COUNTED: counted}, weight)
 
     def user_objects(self) -> dict[str, object]:
         """See `worker.tasks.base.task.HasUserObjects`."""
@@ -286,43 +289,56 @@ class ScriptTask:
                 "give metrics instead, or evaluate on cpu or cuda"
             )
         device, totals = arrays[_COUNTED].device, dict[str, float]()
-        parts = range(self._held_out_batches)
-        for part in parts:
+        for part in range(self._held_out.parts):
             for name, value in self._sums_of(module, self._on(device, part)).items():
                 totals[name] = totals.get(name, 0.0) + value
-        return totals | self._figures_of(module, device, parts)
+        return totals | self._figures_of(
+            module, device, [each.parts for each in self._held_out.sets]
+        )
 
     def _on(self, device: torch.device, part: int) -> dict[str, torch.Tensor]:
         arrays = self._held_out_batch(part).arrays
         return {name: torch.tensor(values).to(device) for name, values in arrays.items()}
 
     def _figures_of(
-        self, module: Any, device: torch.device, parts: Iterable[int]
+        self, module: Any, device: torch.device, parts: Sequence[Iterable[int]]
     ) -> dict[str, float]:
-        """What the user's `evaluate` makes of these parts of the held-out samples."""
+        """What the user's `evaluate` makes of these parts of each held-out set."""
         assert self.user.evaluate is not None
 
-        def batches() -> Iterator[Any]:
-            for part in parts:
+        def batches(number: int) -> Iterator[Any]:
+            for part in parts[number]:
                 arrays = self._on(device, part)
                 del arrays[_COUNTED]
                 with self._nested.rebuild(arrays) as batch:
                     yield batch
 
+        found: dict[str, float] = {}
         with _user_errors("evaluate", {}), torch.no_grad():
-            return check_figures(self.user.evaluate(module, batches()), self._figures)
+            for number, each in enumerate(self._held_out.sets):
+                figures = self.user.evaluate(module, batches(number))
+                own = check_figures(figures, self._figures_of_a_set)
+                self._figures_of_a_set = tuple(sorted(own))
+                found |= {each.metric(name): value for name, value in own.items()}
+        return found
 
     def _sums_of(self, module: Any, arrays: Mapping[str, Any]) -> Sums:
         given = dict(arrays)
-        weight, samples = given.pop(_COUNTED).tolist()
+        weight, samples, *zeros = given.pop(_COUNTED).tolist()
         total = self._measure("the loss of held-out samples", self._loss_of_held_out, module, given)
         if self._takes_whole and self._coupled is None:  # a mean
             total *= weight
-        sums = {"loss": total, "loss of": weight}
+        own: dict[str, tuple[float, float]] = {"loss": (total, weight)}
         for name, metric in self.user.metrics.items():
             value = self._measure(f"the metric {name!r}", metric, module, given)
             above, below = check_metric(name, metric, value)
-            sums |= {name: above, f"{name} of": samples if below is None else below}
+            own[name] = above, samples if below is None else below
+        sums = {
+            f"{name}{of}": 0.0 for name in self._held_out.metrics((*own,)) for of in ("", " of")
+        }
+        for name, (above, below) in own.items():
+            shown = self._held_out.sets[len(zeros)].metric(name)
+            sums |= {shown: above, f"{shown} of": below}
         return sums
 
     def _loss_of_held_out(self, module: Any, batch: Any) -> float:
@@ -495,12 +511,19 @@ class ScriptTask:
                     f"{'metrics' if user.metrics else 'evaluate'}"
                 )
             return
-        most = limits.EVALUATION_SUMS // 2 - 1  # each metric has two sums, and so has the loss
+        sets = len(self._held_out.sets)
+        # Each metric of each set has two sums, and so has the loss.
+        most = limits.EVALUATION_SUMS // 2 // sets - 1
         if len(user.metrics) > most:
-            raise DataError(f"expected at most {most} metrics, got {len(user.metrics)}")
+            each = f" for each of {sets} held-out sets" if sets > 1 else ""
+            raise DataError(
+                f"expected at most {max(0, most)} metrics{each}, got {len(user.metrics)}"
+            )
         with modes_kept(user.module), torch.no_grad(), seeded(0, self._device):
             user.module.eval()
-            self._sums_of(user.module, self._on_device(self._held_out_batch(0).arrays))
+            for held_out in self._held_out.sets:
+                first = self._held_out_batch(held_out.parts.start)
+                self._sums_of(user.module, self._on_device(first.arrays))
             if user.evaluate is not None:
                 self._figures = self._names_of_figures()
 
@@ -511,14 +534,17 @@ class ScriptTask:
             DataError: They cannot be used.
         """
         module, device = self.user.module, self._device
-        first = -(-min(_CHECKED_SAMPLES, len(self.user.held_out)) // self._part_samples)
+        every = [each.parts for each in self._held_out.sets]
+        count = -(-_CHECKED_SAMPLES // self._part_samples)
+        first = [parts[:count] for parts in every]
         try:
-            found = self._figures_of(module, device, range(first))
+            found = self._figures_of(module, device, first)
         except DataError:
-            if first == self._held_out_batches:
+            if first == every:
                 raise
-            found = self._figures_of(module, device, range(self._held_out_batches))
-        own = {"loss", *self.user.metrics}
+            self._figures_of_a_set = ()
+            found = self._figures_of(module, device, every)
+        own = set(self._held_out.metrics(("loss", *self.user.metrics)))
         if both := sorted(own & found.keys()):
             raise DataError(
                 f"evaluate: expected other names than those of metrics and loss, got {both[0]!r}"

@@ -25,7 +25,8 @@ class UserTask:
         sampler: A `torch.utils.data.WeightedRandomSampler` or `RandomSampler`, which says how many
             samples an epoch draws, by which weights, and whether with replacement; the draws
             themselves follow from the run's seed. Default: every sample once.
-        held_out: A data set for evaluation, at the end and every `evaluate_every` steps.
+        held_out: A data set for evaluation, at the end and every `evaluate_every` steps; or several
+            by name, each with metrics of its own, such as `web_loss`.
         collate: Makes a batch from a list of items: tensors on the CPU in dicts, lists or tuples.
             Default: torch's. It may draw from torch's, numpy's and Python's global generators, and
             from its own, which are seeded for each microbatch; `seed` receives that seed.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from protocol.base.fields import Count, Every
-from protocol.spec.sections.section import Needs, Section
+from protocol.spec.sections.section import Needs, OmittedByDefault, Section
 
 Better = Literal["higher", "lower"]
 
@@ -59,3 +59,8 @@ class StopSpec(Section):
     )
     patience: Count = Field(3, description="evaluations without improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as improvement")
+    baseline: Annotated[Literal["counted", "best"], OmittedByDefault()] = Field(
+        "counted",
+        description="what min_delta is measured from: the last value that counted as improvement, "
+        "or the best value so far, as in transformers",
+    )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from protocol.base import limits
-from protocol.base.fields import PRINTABLE, Every, Fraction
+from protocol.base.fields import PRINTABLE, Count, Every, Fraction
 from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Section, Tagged
 
 ScheduleName = Literal[
@@ -123,6 +123,9 @@ class OptimizerSpec(Section):
         (), max_length=100_000,
         description="rates: lr of each step as a share of lr; the last one holds from then on",
     )  # fmt: skip
+    rates_every: Annotated[Count, Needs("schedule", ("rates",)), OmittedByDefault()] = Field(
+        1, description="rates: steps that each entry of rates holds for, such as those of an epoch"
+    )
     decay_ratio: Annotated[float, Needs("schedule", ("wsd",))] = Field(
         0.1, gt=0.0, le=1.0, description="wsd: share of all steps, at the end, in which lr decays"
     )

@@ -39,6 +39,15 @@ def test_a_better_figure_has_to_be_better_by_so_much():
     assert stops_at(StopSpec(figure="loss", patience=9), LOSSES) == (0, "")
 
 
+def test_the_best_value_may_be_the_baseline_as_in_transformers():
+    values = [3.0, 2.8, 2.6, 2.4, 1.0, 0.9, 0.8]
+    spec = StopSpec(figure="loss", patience=3, min_delta=0.5)
+    assert stops_at(spec, values) == (0, "")  # 2.4 is 0.6 better than 3.0
+    step, why = stops_at(spec.model_copy(update={"baseline": "best"}), values)
+    assert step == 4
+    assert why.endswith("best after 4 steps (2.4); no improvement above 0.5 in 3 evaluations")
+
+
 def test_higher_may_be_better_and_the_best_is_known():
     stopping = Stopping(StopSpec(figure="f1", better="higher", patience=2), {})
     assert not stopping.measured(5, {"f1": 0.5})

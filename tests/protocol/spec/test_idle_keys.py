@@ -63,6 +63,7 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "optimizer.milestones": (REGRESS, {"optimizer.schedule": "cosine"}),
     "optimizer.gamma": (REGRESS, {"optimizer.schedule": "cosine"}),
     "optimizer.rates": (REGRESS, {"optimizer.schedule": "cosine"}),
+    "optimizer.rates_every": (REGRESS, {"optimizer.schedule": "cosine"}),
     "optimizer.decay": (REGRESS, {"optimizer.schedule": "linear"}),
     "replicas.outer.nesterov": (
         REGRESS, {"replicas": {"count": 2, "inner_steps": 3}, "replicas.outer.momentum": 0},

@@ -76,7 +76,8 @@ def test_every_field_of_the_model_is_taken_over_or_said_not_to_be():
     assert {*LORA} | with_float32_alone == {*LoraSpec.model_fields}
     taken = {"model", "lora", "tokenizer", "data"}
     of_training = {
-        "name", "task", "seed", "exactness", "arithmetic", "init_from", "capture", "distil", "dpo",
+        "name", "task", "seed", "data_seed", "exactness", "arithmetic", "init_from", "capture",
+        "distil", "dpo",
         "embed", "regress", "digits", "scripted", "options", "batch", "optimizer", "exchange",
         "replicas", "steps", "epochs", "evaluate_every", "log", "checkpoint", "stop", "threads",
         "double_check_every",

@@ -1,0 +1,180 @@
+"""The learning rates of torch's schedulers: read from a copy that steps through the whole run.
+
+A run spec holds either a schedule by name, if one has the same rates, or the list of rates.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from protocol.base.errors import DataError
+from protocol.exact.schedule import learning_rate
+from protocol.spec.sections.optimizer import OptimizerSpec
+
+Interval = Literal["step", "epoch"]
+Rates = list[float]
+"""The learning rate of each step, or of each epoch."""
+
+_SAME: Final = 1e-9
+"""Rates are equal if they differ by at most this share of the highest one: float32 has 1e-7."""
+_MOST_RATES: Final = 8_000
+"""Rates that a run spec lists; it may have 256 KiB."""
+
+
+def rates_of(
+    optimizer: torch.optim.Optimizer, scheduler: object, count: int, values: Sequence[str] = ()
+) -> list[Rates]:
+    """Return the rates of each group of parameters, in steps of the scheduler.
+
+    Args:
+        optimizer: The optimizer; not changed.
+        scheduler: A scheduler of this optimizer, not changed, or None.
+        count: Number of rates to read.
+        values: Other settings of a group, which must stay as they are.
+
+    Raises:
+        DataError: The scheduler changes one of `values`, fails, or needs an evaluation.
+    """
+    if scheduler is None:
+        return [[float(group["lr"])] for group in optimizer.param_groups]
+    own = _copied(optimizer, scheduler)
+    groups = own.optimizer.param_groups
+    before = [{name: group.get(name) for name in values} for group in groups]
+    rates: list[Rates] = [[] for _ in groups]
+    for _ in _stepped(own, count):
+        for group, found, unchanged in zip(groups, rates, before, strict=True):
+            found.append(float(group["lr"]))
+            if changed := [name for name, value in unchanged.items() if group.get(name) != value]:
+                remedy = ": write cycle_momentum=False" if hasattr(own, "cycle_momentum") else ""
+                raise DataError(
+                    f"scheduler: expected one that changes only lr, got {type(own).__name__}, "
+                    f"which changes {changed[0]} too{remedy}"
+                )
+    return rates
+
+
+def check_scheduler(scheduler: object, optimizer: object) -> None:
+    """Check that a scheduler's rates can be read before the run.
+
+    Raises:
+        DataError: It is none of torch's, follows a metric, or belongs to another optimizer.
+    """
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise DataError(
+            "scheduler: expected rates that are known before the run, got ReduceLROnPlateau, which "
+            'follows a metric: leave it out, and write settings={"stop": {"figure": "loss"}} to '
+            "stop when the metric no longer improves, or another schedule"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise DataError(
+            f"scheduler: expected a scheduler of torch, or a function of the optimizer that "
+            f"returns one, got {kind}"
+        )
+    if scheduler.optimizer is not optimizer:
+        raise DataError(
+            f"scheduler: expected one of the optimizer that fit gets, got {kind} of another: "
+            "create it with that optimizer"
+        )
+
+
+def _copied(optimizer: torch.optim.Optimizer, scheduler: object) -> Any:
+    """Copy a scheduler and its optimizer without the parameters."""
+    stand_in = torch.nn.Parameter(torch.zeros(()))
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    return copy.deepcopy(scheduler, {id(tensor): stand_in for tensor in tensors})
+
+
+def _stepped(scheduler: Any, count: int) -> Iterator[int]:
+    """Step a scheduler between the items of an iteration."""
+    for number in range(count):
+        yield number
+        if number + 1 == count:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about a missing optimizer.step()
+                scheduler.step()
+        except Exception as error:
+            raise DataError(
+                f"scheduler: {type(scheduler).__name__} raised {type(error).__name__} at step "
+                f"{number + 2} of {count}: {error}"
+            ) from error
+
+
+def scale_between(rates: Rates, base: Rates) -> float | None:
+    """Return the factor between two groups' rates; None if it changes from step to step."""
+    top = max(range(len(base)), key=base.__getitem__)
+    scale = rates[top] / base[top]
+    most = _SAME * max(*rates, *base)
+    if all(abs(one - scale * other) <= most for one, other in zip(rates, base, strict=True)):
+        return float(f"{scale:.12g}")  # 0.1, not 0.09999999999999999
+    return None
+
+
+def schedule_of(rates: Rates, interval_steps: int, steps: int) -> dict[str, Any]:
+    """Return the keys of a run spec's section `optimizer` that have these rates.
+
+    Args:
+        rates: The rate of each interval; the highest one is above 0.
+        interval_steps: Steps of an interval.
+        steps: Steps of the run.
+
+    Raises:
+        DataError: There are too many to list, and no schedule by name has them.
+    """
+    highest = max(rates)
+    if min(rates) == highest:
+        return {"lr": highest}
+    by_step = [rates[step // interval_steps] for step in range(steps)]
+    if (named := _named(by_step)) is not None:
+        return named
+    listed = [*rates]
+    while listed[-1] == listed[-2]:
+        listed.pop()
+    if len(listed) > _MOST_RATES:
+        raise DataError(
+            f"scheduler: expected at most {_MOST_RATES} rates to list, got {len(listed)} that no "
+            "schedule by name has: step it once per epoch (scheduler_interval='epoch'), or write "
+            "optimizer={..., 'schedule': 'cosine'} or another of docs/run-spec.md"
+        )
+    every = {"rates_every": interval_steps} if interval_steps > 1 else {}
+    return {
+        "lr": highest, "schedule": "rates", "rates": [rate / highest for rate in listed], **every
+    }  # fmt: skip
+
+
+def _named(rates: Rates) -> dict[str, Any] | None:
+    """Find a schedule by name with these rates."""
+    highest, steps = max(rates), len(rates)
+    peak = rates.index(highest)
+    warmups: list[dict[str, Any]] = [{}]
+    if peak:
+        from_zero = rates[0] == 0.0
+        warmup = {"warmup_steps": peak if from_zero else peak + 1, "warmup_from_zero": from_zero}
+        warmups = [{name: value for name, value in warmup.items() if value}]
+    for warmup, name in ((w, n) for w in warmups for n in ("constant", "linear", "cosine")):
+        document = {"lr": highest, "schedule": name, **warmup}
+        if name != "constant":
+            lowest = _lowest(document, rates)
+            document |= {"min_lr_ratio": lowest} if lowest else {}
+        spec = OptimizerSpec.model_validate({"name": "adamw", **document})
+        found = (learning_rate(spec, step, steps) for step in range(steps))
+        if all(abs(a - b) <= _SAME * highest for a, b in zip(found, rates, strict=True)):
+            return document
+    return None
+
+
+def _lowest(document: dict[str, Any], rates: Rates) -> float:
+    """Return the `min_lr_ratio` with which a schedule ends at the last rate; 0 for none."""
+    spec = OptimizerSpec.model_validate({"name": "adamw", **document})
+    steps = len(rates)
+    share = learning_rate(spec, steps - 1, steps) / spec.lr
+    lowest = (rates[-1] / spec.lr - share) / (1.0 - share) if share < 1.0 else 0.0
+    return float(f"{lowest:.12g}") if _SAME < lowest < 1.0 else 0.0

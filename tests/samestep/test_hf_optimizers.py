@@ -1,0 +1,153 @@
+"""A trainer's own optimizers, NEFTune and data_seed: the stock trainer's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, TrainingArguments
+
+import samestep.hf
+from protocol.exact.samples import SampleOrder, microbatch_seed
+from tests.samestep.test_hf_trainer import (
+    CONFIG,
+    ITEMS,
+    SET,
+    TEXTS,
+    InOurOrder,
+    _Epochs,
+    batch_of,
+    collate,
+    losses,
+    made,
+    trained,
+)
+
+
+@pytest.fixture(autouse=True)
+def _anywhere(monkeypatch):
+    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
+
+
+def assert_same(ours, stock) -> None:
+    assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
+    mine = dict(ours.model.named_parameters())
+    for name, tensor in stock.model.named_parameters():
+        torch.testing.assert_close(mine[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def layer_wise(trainer):
+    """AdamW with a rate for each layer, and no decay on norms."""
+    groups = []
+    for name, p in trainer.model.named_parameters():
+        depth = next((n for n in range(2) if f"layers.{n}." in name), 0)
+        decay = 0.0 if "norm" in name else 0.1
+        groups.append({"params": [p], "lr": 1e-2 * 0.5 ** (1 - depth), "weight_decay": decay})
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+
+class LayerWise:
+    def create_optimizer(self, *_):
+        self.optimizer = layer_wise(self)
+        return self.optimizer
+
+
+class OursLayerWise(LayerWise, samestep.hf.Trainer):  # type: ignore[misc]  # untyped
+    pass
+
+
+class StockLayerWise(LayerWise, InOurOrder):
+    pass
+
+
+def with_optimizers(kind, directory):
+    trainer = made(kind, directory, num_train_epochs=1)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
+    trainer.optimizer, trainer.lr_scheduler = optimizer, scheduler
+    trainer.train()
+    return trainer
+
+
+def test_optimizers_of_ones_own_give_the_numbers_of_the_stock_trainer(tmp_path):
+    assert_same(
+        with_optimizers(samestep.hf.Trainer, tmp_path / "ours"),
+        with_optimizers(InOurOrder, tmp_path / "stock"),
+    )
+    how = {"num_train_epochs": 1}
+    ours = trained(OursLayerWise, tmp_path / "ours", **how)
+    assert_same(ours, trained(StockLayerWise, tmp_path / "stock", **how))
+    assert ours.optimizer is None  # a second train() creates its own
+
+
+def test_what_the_arguments_name_without_a_name_here_is_created_and_translated(tmp_path):
+    for how in (
+        {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"},
+        {"optim": "rmsprop", "weight_decay": 0.1},
+    ):
+        given = {"num_train_epochs": 1, **how}
+        ours = trained(samestep.hf.Trainer, tmp_path / "ours", **given)
+        assert_same(ours, trained(InOurOrder, tmp_path / "stock", **given))
+
+
+class SeededNoise(InOurOrder):
+    """The stock Trainer, with the seed of each microbatch before its forward."""
+
+    microbatches = 0
+
+    def training_step(self, *given, **named):
+        torch.manual_seed(microbatch_seed(5, *divmod(self.microbatches, 2)))
+        self.microbatches += 1
+        return super().training_step(*given, **named)
+
+
+def test_neftune_draws_the_noise_that_the_stock_hook_draws(tmp_path):
+    how = {"neftune_noise_alpha": 5.0, "num_train_epochs": 1}
+    ours = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
+    stock = made(SeededNoise, tmp_path / "stock", **how)
+    stock.train()
+    assert_same(ours, stock)
+    embeddings = ours.model.get_input_embeddings()
+    assert not embeddings._forward_hooks
+    assert not hasattr(embeddings, "neftune_noise_alpha")
+
+
+def test_data_seed_orders_samples_and_nothing_else(tmp_path):
+    class InOrderOf9(InOurOrder):
+        def _get_train_sampler(self, *_):
+            return _Epochs(SampleOrder(9, len(TEXTS), batch_of(self.args)))
+
+    how = {"data_seed": 9, "num_train_epochs": 1}
+    ours = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
+    assert_same(ours, trained(InOrderOf9, tmp_path / "stock", **how))
+
+
+def test_several_held_out_sets_have_the_log_of_the_stock_trainer(tmp_path):
+    logs = []
+    for kind in (samestep.hf.Trainer, InOurOrder):
+        torch.manual_seed(0)
+        given: dict[str, Any] = {
+            **SET,
+            "num_train_epochs": 1,
+            "eval_strategy": "epoch",
+            "logging_steps": 2,
+        }
+        trainer = kind(
+            model=LlamaForCausalLM(CONFIG),
+            args=TrainingArguments(output_dir=str(tmp_path / kind.__name__), **given),
+            train_dataset=ITEMS,
+            eval_dataset={"web": ITEMS[:5], "books": ITEMS[8:10]},
+            data_collator=collate,
+        )
+        trainer.train()
+        rows = trainer.state.log_history
+        logs.append([(r["step"], n, v) for r in rows for n, v in r.items() if n.endswith("_loss")])
+    names = [name for _, name, _ in logs[0]]
+    assert (
+        names
+        == [name for _, name, _ in logs[1]]
+        == ["eval_web_loss", "eval_books_loss", "train_loss"]
+    )
+    # transformers averages the means of its batches; these have one batch each
+    assert [v for *_, v in logs[0]] == pytest.approx([v for *_, v in logs[1]], rel=1e-5)

@@ -1,0 +1,93 @@
+"""The held-out samples of a user's task: one data set or several by name, in parts.
+
+A part has as many samples as a microbatch, all of one data set. With several data sets each metric
+is measured for each of them: `loss` of the set `web` is `web_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from protocol.base.errors import DataError
+
+
+class HeldOutSet(NamedTuple):
+    """One data set.
+
+    Attributes:
+        name: Its name; empty if it is the only one.
+        data: The data set.
+        parts: The numbers of its parts.
+    """
+
+    name: str
+    data: Any
+    parts: range
+
+    def metric(self, name: str) -> str:
+        """Return the name of a metric of this set."""
+        return f"{self.name}_{name}" if self.name else name
+
+    def label(self) -> str:
+        """Return what to call the set in the manifest."""
+        return f"held_out {self.name}" if self.name else "held_out"
+
+
+class HeldOut:
+    """All held-out samples.
+
+    Attributes:
+        sets: The data sets, in order.
+        parts: Number of parts of all sets.
+
+    Args:
+        held_out: A data set, data sets by name, or None.
+        part_samples: Samples of a part.
+    """
+
+    def __init__(self, held_out: Any, part_samples: int) -> None:
+        self._part_samples = part_samples
+        self.sets: list[HeldOutSet] = []
+        self.parts = 0
+        for name, data in named_sets(held_out).items():
+            count = -(-len(data) // part_samples)
+            self.sets.append(HeldOutSet(name, data, range(self.parts, self.parts + count)))
+            self.parts += count
+
+    def index_of(self, part: int) -> int:
+        """Return the number of the set that a part belongs to."""
+        return next(n for n, each in enumerate(self.sets) if part in each.parts)
+
+    def rows(self, part: int) -> range:
+        """Return the sample numbers of a part, within its set."""
+        owner = self.sets[self.index_of(part)]
+        lo = (part - owner.parts.start) * self._part_samples
+        return range(lo, min(lo + self._part_samples, len(owner.data)))
+
+    def metrics(self, names: tuple[str, ...]) -> Iterator[str]:
+        """Yield the names of these metrics of all sets."""
+        if not self.sets:
+            yield from names
+        for each in self.sets:
+            yield from map(each.metric, names)
+
+
+def named_sets(held_out: Any) -> dict[str, Any]:
+    """Return held-out data sets by name; a single one has an empty name.
+
+    Raises:
+        DataError: A name is not text, or there is no data set.
+    """
+    if held_out is None:
+        return {}
+    if not isinstance(held_out, Mapping):
+        return {"": held_out}
+    for name in held_out:
+        if not isinstance(name, str) or not name:
+            raise DataError(
+                f"held_out: expected names as text, got {name!r}: write {{'web': data}}"
+            )
+    if not held_out:
+        raise DataError("held_out: expected data sets by name, got none: leave it out")
+    return dict(held_out)
