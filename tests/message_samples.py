@@ -14,7 +14,7 @@ from protocol.exact.update import StepScalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire import messages
 from protocol.wire.connection import Encoded, encode
-from protocol.wire.messages import Message
+from protocol.wire.messages import Message, StateKind
 
 BLOCKS = (
     Block(name="embed", kind="non_block", tensors=(TensorSpec(name="e", shape=(3,)),)),
@@ -193,7 +193,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.StateRequest: {"run_id": _small},
     messages.StateChunk: {
         "run_id": _small, "block": _number, "chunk": _number, "step": _number,
-        "kind": st.sampled_from(["parameters", "first_moment", "second_moment", "missed_updates"]),
+        "kind": st.sampled_from(get_args(StateKind)),
         "optimizer_step": _number, "last": st.booleans(),
     },
     messages.StepPlan: {

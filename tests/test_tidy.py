@@ -46,6 +46,7 @@ UNITS = {
     "DEVICES",
     "ELEMENTS",
     "FACTOR",
+    "GROUPS",
     "INVOCATIONS",
     "FILES",
     "LEVELS",

@@ -37,11 +37,18 @@ def torch_optimizer(spec: OptimizerSpec, groups: Any) -> torch.optim.Optimizer:
     """The optimizer of a spec, for groups that have their own `weight_decay`."""
     match spec.name:
         case "adamw":
-            return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+            return torch.optim.AdamW(
+                groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, amsgrad=spec.amsgrad
+            )
         case "adam":
-            return torch.optim.Adam(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+            return torch.optim.Adam(
+                groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, amsgrad=spec.amsgrad
+            )
         case "rmsprop":
-            return torch.optim.RMSprop(groups, lr=spec.lr, alpha=spec.alpha, eps=spec.eps)
+            return torch.optim.RMSprop(
+                groups, lr=spec.lr, alpha=spec.alpha, eps=spec.eps, momentum=spec.momentum,
+                centered=spec.centered,
+            )  # fmt: skip
         case "adagrad":
             return torch.optim.Adagrad(groups, lr=spec.lr, eps=spec.eps)
         case "lion":

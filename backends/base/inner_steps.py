@@ -13,8 +13,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from backends.base.interface import Array, BlockGradient, Leaf, Loss, Program
-from protocol.exact.replica import KINDS, Replica
-from protocol.exact.update import average, global_norm, moment_count, square_sum, step_scalars
+from protocol.exact.parameter_groups import ClippedGroups
+from protocol.exact.replica import Replica
+from protocol.exact.update import average, step_scalars
 from protocol.spec.manifest import Block
 from protocol.spec.sections.optimizer import OptimizerSpec
 
@@ -125,10 +126,10 @@ class HostInnerSteps:
         assert loss is not None
         for values in gradients:
             average(values, loss.weight, out=values)
-        norm = global_norm(square_sum(values) for values in gradients)
-        if np.isfinite(norm):  # otherwise the NaN loss reports it
+        norms = ClippedGroups(self._optimizer).norms_of(self._blocks, gradients)
+        if np.isfinite(norms.whole):  # otherwise the NaN loss reports it
             scalars = step_scalars(
-                self._optimizer, position.update, position.step, position.steps, norm
+                self._optimizer, position.update, position.step, position.steps, norms
             )
             self._replica.optimizer_step = position.update - 1
             self._replica.apply(gradients, scalars)
@@ -148,8 +149,7 @@ class HostInnerSteps:
 
     def _arrays(self) -> list[list[Array]]:
         """Return the replica's own parameters, then each moment, by block."""
-        kinds = KINDS[: 1 + moment_count(self._optimizer)]
-        return [self._replica.arrays(kind) for kind in kinds]
+        return [self._replica.arrays(kind) for kind in self._replica.kinds]
 
 
 def inner_steps(

@@ -72,6 +72,11 @@ class EagerInnerSteps:
         self._program = program
         self._blocks = blocks
         self._optimizer = optimizer
+        # A group keeps its place, but has no norm of its own.
+        groups = tuple(g.model_copy(update={"clip_norm": None}) for g in optimizer.groups)
+        self._unclipped = optimizer.model_copy(
+            update={"clip_norm": None, "clip_value": None, "groups": groups}
+        )
         self._thread = thread
         names = [tensor.name for block in blocks for tensor in block.tensors]
         self._parameters = [parameters[name] for name in names]
@@ -158,35 +163,51 @@ class EagerInnerSteps:
         self._clear()
         if gradients := list(reached.values()):
             torch._foreach_mul_(gradients, 1.0 / weight if weight else 0.0)
-        if gradients and spec.clip_norm is not None:
-            squares = torch.stack([g.double().square().sum() for g in gradients])
-            norm = squares.sum().sqrt()
-            clip = torch.clamp(spec.clip_norm / (norm + 1e-6), max=1.0).float()
-            torch._foreach_mul_(gradients, clip)
+            self._clip(reached)
         # Clipping is done above, on the device.
         scalars = step_scalars(
-            spec.model_copy(update={"clip_norm": None}),
+            self._unclipped,
             position.update,
             position.step,
             position.steps,
             0.0,
         )
         for chosen, own_scalars in self._updates(reached, scalars, position.update):
-            match spec.name:
-                case "sgd":
-                    self._sgd(chosen, own_scalars)
-                case "momentum" | "nesterov":
-                    self._momentum(chosen, own_scalars)
-                case "adam" | "adamw":
-                    self._adam(chosen, own_scalars)
-                case "rmsprop" | "adagrad":
-                    self._by_root(chosen, own_scalars)
-                case "lion":
-                    self._lion(chosen, own_scalars)
-                case _:
-                    raise AssertionError(f"no inner step of {spec.name}")
+            self._take(chosen, own_scalars)
         total = float(torch.stack(losses).double().sum())
         return total if math.isfinite(total) else math.nan
+
+    def _clip(self, reached: dict[int, torch.Tensor]) -> None:
+        """Clip by value, or by the norm of each group with a clip_norm and of the rest."""
+        spec = self._optimizer
+        if spec.clip_value is not None:
+            torch._foreach_clamp_min_(list(reached.values()), -spec.clip_value)
+            torch._foreach_clamp_max_(list(reached.values()), spec.clip_value)
+        limits: dict[int | None, float | None] = {None: spec.clip_norm}
+        limits |= {n: group.clip_norm for n, group in enumerate(spec.clipped_groups)}
+        for number, limit in limits.items():
+            chosen = [g for n, g in reached.items() if self._rules[n].clip_group == number]
+            if limit is None or not chosen:
+                continue
+            norm = torch.stack([g.double().square().sum() for g in chosen]).sum().sqrt()
+            torch._foreach_mul_(chosen, torch.clamp(limit / (norm + 1e-6), max=1.0).float())
+
+    def _take(self, chosen: _Chosen, scalars: StepScalars) -> None:
+        match self._optimizer.name:
+            case "sgd":
+                self._sgd(chosen, scalars)
+            case "momentum" | "nesterov":
+                self._momentum(chosen, scalars)
+            case "adam" | "adamw":
+                self._adam(chosen, scalars)
+            case "rmsprop":
+                self._rmsprop(chosen, scalars)
+            case "adagrad":
+                self._adagrad(chosen, scalars)
+            case "lion":
+                self._lion(chosen, scalars)
+            case _:
+                raise AssertionError(f"no inner step of {self._optimizer.name}")
 
     def _updates(
         self, reached: dict[int, torch.Tensor], scalars: StepScalars, update: int
@@ -230,7 +251,8 @@ class EagerInnerSteps:
         torch._foreach_add_(chosen.parameters, velocity, alpha=-scalars.learning_rate)
 
     def _adam(self, chosen: _Chosen, scalars: StepScalars) -> None:
-        (first, second), gradients = chosen.moments, chosen.gradients
+        first, second = chosen.moments[:2]
+        gradients = chosen.gradients
         if self._optimizer.name == "adam":
             self._with_decay(chosen, scalars.weight_decay)
         elif chosen.decays:
@@ -238,22 +260,42 @@ class EagerInnerSteps:
         torch._foreach_lerp_(first, gradients, scalars.one_minus_beta1)
         torch._foreach_mul_(second, scalars.beta2)
         torch._foreach_addcmul_(second, gradients, gradients, scalars.one_minus_beta2)
+        if self._optimizer.amsgrad:
+            torch._foreach_maximum_(chosen.moments[2], second)
+            second = chosen.moments[2]
         roots = [values.sqrt() for values in second]
         torch._foreach_mul_(roots, scalars.root_correction)
         torch._foreach_add_(roots, scalars.epsilon)
         torch._foreach_addcdiv_(chosen.parameters, first, roots, -scalars.step_size)
 
-    def _by_root(self, chosen: _Chosen, scalars: StepScalars) -> None:
+    def _adagrad(self, chosen: _Chosen, scalars: StepScalars) -> None:
         (squares,), gradients = chosen.moments, chosen.gradients
         self._with_decay(chosen, scalars.weight_decay)
-        share = 1.0
-        if self._optimizer.name == "rmsprop":
-            torch._foreach_mul_(squares, scalars.beta2)
-            share = scalars.one_minus_beta2
-        torch._foreach_addcmul_(squares, gradients, gradients, share)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1.0)
         roots = [values.sqrt() for values in squares]
         torch._foreach_add_(roots, scalars.epsilon)
         torch._foreach_addcdiv_(chosen.parameters, gradients, roots, -scalars.learning_rate)
+
+    def _rmsprop(self, chosen: _Chosen, scalars: StepScalars) -> None:
+        squares, gradients = chosen.moments[0], chosen.gradients
+        self._with_decay(chosen, scalars.weight_decay)
+        torch._foreach_mul_(squares, scalars.beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, scalars.one_minus_beta2)
+        variances = squares
+        if self._optimizer.centered:
+            means = chosen.moments[-1]
+            torch._foreach_lerp_(means, gradients, scalars.one_minus_beta2)
+            variances = [v.addcmul(m, m, value=-1.0) for v, m in zip(squares, means, strict=True)]
+            torch._foreach_clamp_min_(variances, 0.0)
+        roots = [values.sqrt() for values in variances]
+        torch._foreach_add_(roots, scalars.epsilon)
+        if not self._optimizer.momentum:
+            torch._foreach_addcdiv_(chosen.parameters, gradients, roots, -scalars.learning_rate)
+            return
+        velocity = chosen.moments[1]
+        torch._foreach_mul_(velocity, scalars.momentum)
+        torch._foreach_addcdiv_(velocity, gradients, roots)
+        torch._foreach_add_(chosen.parameters, velocity, alpha=-scalars.learning_rate)
 
     def _lion(self, chosen: _Chosen, scalars: StepScalars) -> None:
         (moment,), gradients = chosen.moments, chosen.gradients

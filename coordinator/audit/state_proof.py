@@ -13,8 +13,10 @@ from coordinator.storage.states.checkpoint import Checkpoint
 from coordinator.storage.states.checkpoint_state import load_replica
 from protocol.base.errors import SamestepError
 from protocol.exact.digest import averages_digest, block_digest
+from protocol.exact.parameter_groups import ClippedGroups
+from protocol.exact.plateau import Plateau
 from protocol.exact.replica import Replica
-from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Manifest
 
 Progress = Callable[[int, int], None]
@@ -49,6 +51,8 @@ class StateProof:
         self._manifest = manifest
         self.history = history
         self._progress = progress
+        figures = {step: record.figures for step, record in history.figures.items()}
+        self._plateau = Plateau(run.spec.update, figures)
 
     @property
     def steps(self) -> int:
@@ -152,14 +156,15 @@ class StateProof:
         blocks = list(zip(self._manifest.blocks, averages, strict=True))
         if averages_digest(block_digest(*block) for block in blocks) != commit.averages_digest:
             yield "the digest of the averaged gradients differs from the commit's"
-        norm = global_norm(square_sum(average) for block, average in blocks if block.is_trained)
+        norms = ClippedGroups(spec.update).norms_of(self._manifest.blocks, averages)
         updates = logged.record.optimizer_step
-        if logged.record.norm not in {None, norm}:
-            yield f"the commit has norm {logged.record.norm}, the averaged gradients {norm}"
+        if logged.record.norm not in {None, norms.whole}:
+            yield f"the commit has norm {logged.record.norm}, the averaged gradients {norms.whole}"
         steps = spec.steps_with(self._manifest.epoch_samples)
         expected = step_scalars(
-            spec.update, updates, commit.step, steps, norm, loss_scale=commit.scalars.loss_scale
-        )
+            spec.update, updates, commit.step, steps, norms, loss_scale=commit.scalars.loss_scale,
+            rate_factor=self._plateau.factor_at(commit.step),
+        )  # fmt: skip
         if commit.scalars != expected:
             yield "the scalars of the update do not follow from run spec and gradients"
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from coordinator.run.outputs.actions import Action, Replay, Report, Send, Unsubscribe
-from coordinator.run.outputs.events import Evaluated, EvaluationMissed
+from coordinator.run.outputs.events import Evaluated, EvaluationMissed, RateLowered
 from coordinator.run.outputs.restart import MetricsByStep
 from coordinator.run.progress import Progress
 from coordinator.run.workers.admission import refuse
@@ -70,9 +70,11 @@ class Evaluations:
         """Whether training waits for an evaluation that is due now.
 
         After the last step no worker has other work, and the metrics must not be missing. With
-        `stop`, the metrics decide whether there is a next step.
+        `stop`, the metrics decide whether there is a next step, and with the schedule plateau,
+        its rate.
         """
-        waits = self._progress.all_committed or self._spec.stop is not None
+        steers = self._spec.stop is not None or self._spec.optimizer.plateau is not None
+        waits = self._progress.all_committed or steers
         return waits or not self.evaluators.can_evaluate
 
     @property
@@ -131,7 +133,16 @@ class Evaluations:
         actions = self._measured(self._evaluating, self._progress.agreement.digest(step))
         self.current, self._evaluated_step = None, step
         self.stopped = self._stopping.measured(step, self.metrics)
-        return actions, self._stopping.is_best(step)
+        return actions + self._lower_rate(step), self._stopping.is_best(step)
+
+    def _lower_rate(self, step: int) -> list[Action]:
+        plateau, spec = self._progress.plateau, self._spec.optimizer
+        before = plateau.factor_at(step - 1)
+        plateau.measured(step, self.metrics)
+        factor = plateau.factor_at(step)
+        if factor == before or spec.plateau is None:
+            return []
+        return [Report(RateLowered(step, spec.plateau.metric, spec.lr * factor))]
 
     def _measured(self, evaluation: Evaluation, state_digest: str | None) -> list[Action]:
         """Metrics of an older state replace none of a newer one."""

@@ -49,6 +49,8 @@ from coordinator.run.workers.membership import COMPUTING, Member, Membership, Me
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
 from protocol.exact.inner_phases import order_of_steps
+from protocol.exact.parameter_groups import ClippedGroups
+from protocol.exact.plateau import Plateau
 from protocol.exact.reducer import NonFinite, parse_origin
 from protocol.exact.samples import SampleOrder
 from protocol.exact.schedule import FLOOR, first_scale, scale_after, scales
@@ -166,6 +168,7 @@ class Progress:
         numerics_profiles: Of all workers that have computed.
         mixed: Whether those are several.
         mesh: The members that reach each other, and who of them owns what.
+        plateau: By which factor evaluations have lowered the learning rate.
 
     Args:
         spec: The run's.
@@ -210,6 +213,8 @@ class Progress:
         )
         self.mesh = mesh or Mesh("", term, spec.exchange, manifest.blocks, b"")
         self._allocate = allocate
+        self.plateau = Plateau(spec.update, {} if resumption is None else resumption.metrics)
+        self._clipped = ClippedGroups(spec.update)
         self._owner_lease = OwnerLease()
         self._sent_again: dict[str, int] = {}
         self._now_ms = self._began_ms = 0.0
@@ -310,6 +315,7 @@ class Progress:
             embeddings=embeddings,
             owners=(self.mesh.number if table.has_peers else 0, table),
             allocate=self._allocate,
+            clipped=self._clipped,
         )
         has_changed = number != self.mesh.number or before != table
         owned = [Report(self._owned())] if has_changed else []
@@ -648,10 +654,12 @@ class Progress:
         updates = self.optimizer_step
         if not skip:
             updates += 1
-            norm = round_.gradient_norm
+            norms = round_.gradient_norms
+            norm = norms.whole
             scalars = step_scalars(
-                self._spec.update, updates, self.step, self.steps, norm,
+                self._spec.update, updates, self.step, self.steps, norms,
                 loss_scale=self.loss_scale if scales(self._spec) else 0.0,
+                rate_factor=self.plateau.factor_at(self.step),
             )  # fmt: skip
             loss, digest = round_.loss, round_.averages_digest()
         commit = Commit(**self.place(), scalars=scalars, loss=loss, averages_digest=digest)

@@ -452,12 +452,16 @@ class Run:
     def _missing_metric(self, manifest: Manifest) -> str:
         """Describe a metric in the run spec that the task does not have; empty if there is none."""
         stop, best = self.spec.stop, self.spec.checkpoint.metric
-        key, metric = ("stop.figure", stop.figure) if stop else ("checkpoint.metric", best)
+        plateau = self.spec.optimizer.plateau
         names = [each.name for each in manifest.metrics]
-        if metric is None or metric in names:
-            return ""
-        available = f"it has {', '.join(names)}" if names else "it has none"
-        return f"{key}: expected a metric of this task, got {metric!r}; {available}"
+        for key, metric in (
+            ("stop.figure", stop.figure) if stop else ("checkpoint.metric", best),
+            ("optimizer.plateau.metric", plateau.metric if plateau is not None else None),
+        ):
+            if metric is not None and metric not in names:
+                available = f"it has {', '.join(names)}" if names else "it has none"
+                return f"{key}: expected a metric of this task, got {metric!r}; {available}"
+        return ""
 
     def _planned(self) -> list[Action]:
         """Report how large a capture is going to be."""

@@ -69,6 +69,7 @@ from protocol.base.errors import (
 )
 from protocol.base.fields import cut_text
 from protocol.exact.codecs import unpacked
+from protocol.exact.parameter_groups import ClippedGroups
 from protocol.exact.update import Array
 from protocol.machine.machine import Machine
 from protocol.machine.trace import Tracer, now_us
@@ -394,8 +395,12 @@ class Execution:
             session.channel.goodbye(reason, retry=True)
 
     async def _summarise(self, action: Summarize) -> None:
+        clipped = ClippedGroups(self.run.spec.update)
+
         def work() -> dict[int, Summary]:
-            return {number: summary_of(*block) for number, block in action.averages.items()}
+            return {
+                number: summary_of(*block, clipped) for number, block in action.averages.items()
+            }
 
         summaries = await asyncio.get_running_loop().run_in_executor(None, work)
         self._step(inputs.Summarized(action.step, action.attempt, summaries))

@@ -27,7 +27,7 @@ from protocol.base import limits
 from protocol.base.errors import RunFailed
 from protocol.base.limits import byte_size
 from protocol.base.option_names import option
-from protocol.exact.update import moment_count
+from protocol.exact.update import state_arrays
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.machine.memory import read_memory
 from protocol.spec.manifest import Manifest
@@ -69,7 +69,7 @@ class MemoryBudget:
             waiting += limits.INNER_CHECKPOINTS_BYTES if spec.replicas.boundary_every else 0
         return cls(
             parameters=parameters,
-            replica=parameters * (1 + moment_count(spec.update)),
+            replica=parameters * state_arrays(spec.update),
             gradients=_AVERAGES * parameters + waiting,
             workers=workers * (connection + limits.SEND_AHEAD_BYTES),
         )

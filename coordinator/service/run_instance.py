@@ -141,7 +141,7 @@ def load_run(
         # Later commits are void, even if their steps could be compared.
         recovery = replace(recovery, redo=(), notes=(*recovery.notes, *rollback_notes))
     metrics: dict[int, dict[str, float]] = {}
-    if stored.spec.stop is not None:
+    if stored.spec.stop is not None or stored.spec.optimizer.plateau is not None:
         metrics = evaluations(directory.journal, recovery.step)
     scale = _loss_scale(directory, recovery) if scales(stored.spec) else None
     resumption = replace(_resumption(recovery, admission), metrics=metrics, loss_scale=scale)

@@ -18,7 +18,7 @@ from protocol.base import limits
 from protocol.base.errors import StorageFailed
 from protocol.base.limits import byte_size
 from protocol.base.option_names import option
-from protocol.exact.update import moment_count
+from protocol.exact.update import moment_count, state_arrays
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 
@@ -62,7 +62,7 @@ class DiskBudget:
         return cls(
             step_bytes=parameter_bytes if spec.log == "full" else 0,
             steps=steps if saving.keep_log else every,
-            state_bytes=parameter_bytes * (1 + moment_count(spec.update)),
+            state_bytes=parameter_bytes * state_arrays(spec.update),
             states=min(states, 2 + (steps - 1) // every),
             result_bytes=_capture_bytes(spec, manifest)
             if manifest.capture

@@ -115,6 +115,8 @@ ACTIVATIONS_AT_ONCE_BYTES: Final = 256 * MIB
 """Activations of all microbatches in one dispatch."""
 BLOCKS: Final = 4_096
 TENSORS: Final = 65_536
+CLIPPED_GROUPS: Final = 16
+"""Parameter groups with a clip_norm: a commit's header has the factor of each."""
 TRAINABLE_ELEMENTS: Final = 2**36
 """256 GiB of float32: no manifest of a real model has more."""
 SAMPLES: Final = 2**40

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from protocol.exact.update import StepScalars, nearest_float32
+from protocol.exact.update import (
+    Array,
+    GradientNorms,
+    StepScalars,
+    global_norm,
+    nearest_float32,
+    square_sum,
+)
 from protocol.spec.manifest import Block
 from protocol.spec.sections.optimizer import OptimizerSpec
 
@@ -17,10 +24,12 @@ class TensorRule(NamedTuple):
     Attributes:
         lr_scale: Factor of the learning rate.
         weight_decay: Weight decay; 0 for none.
+        clip_group: Index of its group in `OptimizerSpec.clipped_groups`; None for the others.
     """
 
     lr_scale: float
     weight_decay: float
+    clip_group: int | None = None
 
     @property
     def decays(self) -> bool:
@@ -32,6 +41,9 @@ class TensorRule(NamedTuple):
 
         They are computed in float64 from the step's float32 scalars, and rounded once.
         """
+        if self.clip_group is not None:
+            clip = step.group_clips[self.clip_group]
+            step = step if clip == step.clip else step.model_copy(update={"clip": clip})
         usual_decay = not self.decays or nearest_float32(self.weight_decay) == step.weight_decay
         if self.lr_scale == 1.0 and usual_decay:
             return step  # without decay, `apply_update` ignores its scalars
@@ -52,7 +64,8 @@ def tensor_rule(name: str, spec: OptimizerSpec) -> TensorRule:
     for group in spec.groups:
         if any(fnmatchcase(name, pattern) for pattern in group.match):
             own = group.weight_decay
-            return TensorRule(group.lr_scale, usual if own is None else own)
+            clipped = spec.clipped_groups.index(group) if group.clip_norm is not None else None
+            return TensorRule(group.lr_scale, usual if own is None else own, clipped)
     return TensorRule(1.0, usual)
 
 
@@ -60,6 +73,55 @@ def decays(name: str, spec: OptimizerSpec) -> bool:
     """Whether weight decay applies outside of groups: no part in `no_decay`, ignoring case."""
     lower = name.lower()
     return not any(part.lower() in lower for part in spec.no_decay)
+
+
+class ClippedGroups:
+    """The groups of tensors whose gradients are clipped by a norm of their own.
+
+    Args:
+        spec: The optimizer.
+    """
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self._spec = spec
+        self._count = len(spec.clipped_groups)
+        self._group_of: dict[str, int] = {}
+
+    def square_sums(self, block: Block, average: Array) -> tuple[float, ...]:
+        """Return the `square_sum` of a block's tensors in each group, then of the others.
+
+        Tensors are added in order. Empty if there are no such groups.
+        """
+        if not self._count:
+            return ()
+        sums = [0.0] * (self._count + 1)
+        for tensor, part in block.slices():
+            if tensor.name not in self._group_of:
+                group = tensor_rule(tensor.name, self._spec).clip_group
+                self._group_of[tensor.name] = self._count if group is None else group
+            sums[self._group_of[tensor.name]] += square_sum(average[part])
+        return tuple(sums)
+
+    def norms(self, sums: Iterable[tuple[float, tuple[float, ...]]]) -> GradientNorms:
+        """Return the norms.
+
+        Args:
+            sums: `square_sum` and `square_sums` of each trained block, in order.
+        """
+        sums = list(sums)
+        whole = global_norm(square for square, _ in sums)
+        if not self._count:
+            return GradientNorms.of(whole)
+        *groups, others = map(global_norm, zip(*(by_group for _, by_group in sums), strict=True))
+        return GradientNorms(whole, others, tuple(groups))
+
+    def norms_of(self, blocks: Sequence[Block], averages: Sequence[Array]) -> GradientNorms:
+        """Return the norms of averaged gradients; changes of buffers do not count."""
+        return self.norms(
+            (square_sum(average), self.square_sums(block, average))
+            for block, average in zip(blocks, averages, strict=True)
+            if block.is_trained
+        )
 
 
 _NAMES_SHOWN = 8

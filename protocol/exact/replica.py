@@ -8,6 +8,7 @@ that each tensor has missed. The counts are part of the state and its digest onc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.exact.absent import is_absent
+from protocol.exact.adafactor import apply_adafactor, factor_elements
 from protocol.exact.digest import pieces_of, state_digest, state_digest_1, weights_digest
 from protocol.exact.parameter_groups import TensorRule, tensor_rule
 from protocol.exact.subnormals import check_subnormals
@@ -27,16 +29,23 @@ from protocol.exact.update import (
     averages,
     counts_updates,
     is_finite,
+    keep_average,
     moment_count,
     scalars_after,
 )
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.optimizer import OptimizerSpec
 
-PartKind = Literal["parameters", "first_moment", "second_moment", "missed_updates"]
+PartKind = Literal[
+    "parameters", "first_moment", "second_moment", "third_moment", "factors", "average",
+    "missed_updates",
+]  # fmt: skip
 
-KINDS: Final[tuple[PartKind, ...]] = ("parameters", "first_moment", "second_moment")
-"""Kinds of arrays with one value per element of a block."""
+_MOMENTS: Final[tuple[PartKind, ...]] = ("first_moment", "second_moment", "third_moment")
+FACTORS: Final = "factors"
+"""Kind of an array with the row and column means of each tensor (`adafactor.factor_elements`)."""
+AVERAGE: Final = "average"
+"""Kind of the distance from the parameters to their average."""
 MISSED: Final = "missed_updates"
 """Kind of an array with one value per tensor of a block."""
 _ALIGNMENT_BYTES: Final = 64
@@ -57,19 +66,47 @@ class StatePart:
     values: Array
 
     def by_tensor(self, block: Block) -> Iterator[tuple[TensorSpec, Array]]:
-        """Yield each tensor of the block with its values in its shape; counts have shape (1,)."""
-        for number, (tensor, part) in enumerate(block.slices()):
-            if self.kind == MISSED:
-                yield tensor, self.values[number : number + 1]
-            else:
-                yield tensor, self.values[part].reshape(tensor.shape)
+        """Yield each tensor of the block with its values in `part_shape`."""
+        for tensor, part in tensor_slices(self.kind, block):
+            yield tensor, self.values[part].reshape(part_shape(self.kind, tensor))
+
+
+def state_kinds(optimizer: OptimizerSpec) -> tuple[PartKind, ...]:
+    """Return the kinds of arrays in every state of this optimizer, in order."""
+    factors: tuple[PartKind, ...] = (FACTORS,) if optimizer.name == "adafactor" else ()
+    average: tuple[PartKind, ...] = (AVERAGE,) if optimizer.average is not None else ()
+    return ("parameters", *_MOMENTS[: moment_count(optimizer)], *factors, *average)
+
+
+def part_shape(kind: PartKind, tensor: TensorSpec) -> tuple[int, ...]:
+    """Return the shape of a tensor's values in an array of this kind."""
+    if kind == MISSED:
+        return (1,)
+    return (factor_elements(tensor.shape),) if kind == FACTORS else tensor.shape
+
+
+def tensor_slices(kind: PartKind, block: Block) -> Iterator[tuple[TensorSpec, slice]]:
+    """Yield each tensor with its elements of a part's flat array."""
+    at = 0
+    for tensor in block.tensors:
+        size = math.prod(part_shape(kind, tensor))
+        yield tensor, slice(at, at + size)
+        at += size
+
+
+def part_elements(kind: PartKind, block: Block) -> int:
+    """Return the number of elements of a part."""
+    if kind in {MISSED, FACTORS}:
+        return sum(math.prod(part_shape(kind, tensor)) for tensor in block.tensors)
+    return block.elements
 
 
 def part_slices(kind: PartKind, block: Block) -> list[slice]:
-    """Return the pieces in which a part is sent: its block's chunks; missed updates are one."""
+    """Return the pieces in which a part is sent: at most its block's chunks."""
+    elements, size = part_elements(kind, block), block.chunk_elements
     if kind == MISSED:
-        return [slice(0, len(block.tensors))]
-    return [block.chunk_slice(chunk) for chunk in range(block.chunks)]
+        return [slice(0, elements)]
+    return [slice(lo, min(lo + size, elements)) for lo in range(0, max(1, elements), size)]
 
 
 def are_counts(values: Array, most: int) -> bool:
@@ -104,9 +141,11 @@ class Replica:
         self._optimizer = optimizer
         self._rules = [[tensor_rule(t.name, optimizer) for t in b.tensors] for b in blocks]
         self._runs = tuple(map(_runs, blocks, self._rules))
-        kinds = KINDS[: 1 + moment_count(optimizer)]
+        kinds = state_kinds(optimizer)
         if memory is None:
-            self._state = {kind: [aligned_zeros(b.elements) for b in blocks] for kind in kinds}
+            self._state = {
+                kind: [aligned_zeros(part_elements(kind, b)) for b in blocks] for kind in kinds
+            }
         else:
             self._state = {kind: [memory(kind, n) for n in range(len(blocks))] for kind in kinds}
         self.missed = [np.zeros(len(block.tensors), np.float32) for block in blocks]
@@ -119,19 +158,35 @@ class Replica:
         return self._state["parameters"]
 
     @property
+    def kinds(self) -> tuple[PartKind, ...]:
+        """The kinds of arrays in every state, in order."""
+        return tuple(self._state)
+
+    @property
     def averages(self) -> bool:
         """Whether the trained weights are an average instead of the parameters."""
         return averages(self._optimizer)
 
     def trained(self) -> list[Array]:
         """Return the trained weights: the parameters, or new arrays if the optimizer averages."""
-        moments = [arrays for kind, arrays in self._state.items() if kind != "parameters"]
+        everything = slice(None)
         return [
-            averaged(self._optimizer, values, tuple(arrays[block] for arrays in moments))
+            averaged(
+                self._optimizer,
+                values,
+                self._moments(block, everything),
+                self._average(block, everything),
+            )
             if self._blocks[block].is_trained
             else values
             for block, values in enumerate(self.parameters)
         ]
+
+    def _moments(self, block: int, part: slice) -> tuple[Array, ...]:
+        return tuple(self._state[kind][block][part] for kind in _MOMENTS if kind in self._state)
+
+    def _average(self, block: int, part: slice) -> Array | None:
+        return self._state[AVERAGE][block][part] if AVERAGE in self._state else None
 
     def load_parameters(self, values: Sequence[Array]) -> None:
         """Copy in one flat array per block; moments and counters do not change."""
@@ -177,11 +232,14 @@ class Replica:
         check_subnormals("the thread that applies updates")
         self._check(averages)
         self._hashes = {}
-        moments = [arrays for kind, arrays in self._state.items() if kind != "parameters"]
         finite, updated = True, 0
         for index, gradient in enumerate(averages):
             if not self._blocks[index].is_trained:
                 finite &= _add_change(self._blocks[index], self.parameters[index], gradient)
+                updated += gradient.size
+                continue
+            if self._optimizer.name == "adafactor":
+                finite &= self._apply_by_tensor(index, gradient, scalars)
                 updated += gradient.size
                 continue
             for part, rule, own_scalars in self._updates(index, gradient, scalars):
@@ -193,8 +251,9 @@ class Replica:
                     rule.scalars(own_scalars),
                     self.parameters[index][part],
                     gradient[part],
-                    tuple(arrays[index][part] for arrays in moments),
+                    self._moments(index, part),
                     decay=rule.decays,
+                    average=self._average(index, part),
                     hashes=hashes,
                 )
                 if hashes is not None:
@@ -206,7 +265,7 @@ class Replica:
         self.optimizer_step += 1
 
     def _hashes_for(self, index: int) -> NDArray[np.uint8]:
-        """Return room for the hashes of a block's parameters and moments."""
+        """Return room for the hashes of a block's parameters, moments and average."""
         pieces = pieces_of(self._blocks[index].elements)
         return np.empty((len(self._state), pieces, 16), np.uint8)
 
@@ -223,12 +282,40 @@ class Replica:
         missed += np.array(absent, np.float32) * counts
         for number, (_, part) in enumerate(block.slices()):
             if absent[number]:
+                self._keep_average(index, part, scalars)
                 continue
             own_scalars = scalars
             if missed[number]:
                 updates = self.optimizer_step + 1 - int(missed[number])
                 own_scalars = scalars_after(self._optimizer, scalars, updates)
             yield part, self._rules[index][number], own_scalars
+
+    def _keep_average(self, index: int, part: slice, scalars: StepScalars) -> None:
+        """Let the average of a tensor that is not updated move towards it."""
+        if (average := self._average(index, part)) is not None:
+            assert scalars.average_keep is not None
+            keep_average(average, scalars.average_keep)
+
+    def _apply_by_tensor(self, index: int, gradient: Array, scalars: StepScalars) -> bool:
+        """Update a block by a rule that reads each tensor as a whole; whether all is finite."""
+        block, finite = self._blocks[index], True
+        factors = tensor_slices(FACTORS, block)
+        for (tensor, part), (_, place), rule in zip(
+            block.slices(), factors, self._rules[index], strict=True
+        ):
+            if is_absent(gradient[part]):
+                self._keep_average(index, part, scalars)
+                continue
+            finite &= apply_adafactor(
+                self._optimizer,
+                rule.scalars(scalars),
+                self.parameters[index][part].reshape(tensor.shape),
+                gradient[part].reshape(tensor.shape),
+                self._state[FACTORS][index][place],
+                decay=rule.decays,
+                average=self._average(index, part),
+            )
+        return finite
 
     def skip(self) -> None:
         """Skip a step: only the schedule advances."""
@@ -269,7 +356,11 @@ class Replica:
             for block, array in zip(self._blocks, arrays, strict=True):
                 if is_finite(array):
                     continue
-                name = next(t.name for t, part in block.slices() if not is_finite(array[part]))
+                name = next(
+                    tensor.name
+                    for tensor, part in tensor_slices(kind, block)
+                    if not is_finite(array[part])
+                )
                 return f"block {block.name!r}, tensor {name!r} ({kind.replace('_', ' ')})"
         return ""
 

@@ -22,13 +22,14 @@ With w = warmup_steps and n = steps, both counted from the first step (step 0):
     inverse-sqrt f = sqrt(k / (step - w + k)), k = w, or 10,000 without warmup  transformers, after
                                                       Vaswani et al., arXiv:1706.03762
 
-With m = min_lr_ratio the factor is m + (1 - m) f. Three others say the factor by itself:
+With m = min_lr_ratio the factor is m + (1 - m) f. Four others say the factor by itself:
 
     onecycle     torch's OneCycleLR (Smith and Topin, arXiv:1708.07120): rises from start_lr_ratio
                  to 1 in the first rise_ratio n steps, falls to m at the last one, along a cosine;
                  its momentum does not cycle
     piecewise    gamma^k, k = how many milestones are at most step     torch's MultiStepLR
     rates        entry number step // rates_every, or the last one
+    plateau      1; the coordinator lowers it by evaluations (`protocol.exact.plateau`)
 
 The last step is not zero: linear ends at
 lr / (n - w). `step` includes skipped steps: a skip advances the schedule, so a run has the same
@@ -55,7 +56,7 @@ def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
     if step < warmup:
         return spec.lr * ((step if spec.warmup_from_zero else step + 1) / warmup)
     match spec.schedule:
-        case "constant":
+        case "constant" | "plateau":
             return spec.lr
         case "onecycle":
             return spec.lr * _one_cycle(spec, step, steps)

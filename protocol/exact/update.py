@@ -7,6 +7,35 @@ depend on the instruction set, and their CPU square root is not correctly rounde
 
 The coordinator also computes the reductions that scale the update (`square_sum`) once, in float64;
 each documents its order.
+
+With g the clipped gradient, p a parameter and d the weight decay:
+
+    sgd        g += d p;  p -= lr g
+    momentum   g += d p;  v = mu v + g;  p -= lr v
+    nesterov   g += d p;  v = mu v + g;  p -= lr (g + mu v)
+    adamw      p *= 1 - lr d;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+               p -= (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    adam       g += d p; then as adamw, without its decay
+               with amsgrad: w = max(w, v), and sqrt(w) for sqrt(v)
+    rmsprop    g += d p;  v = alpha v + (1 - alpha) g^2;  u = g / (sqrt(v) + eps);  p -= lr u
+               centered: a = alpha a + (1 - alpha) g, and v - a^2, at least 0, for v
+               with momentum: b = mu b + u;  p -= lr b
+    adagrad    g += d p;  v += g^2;  p -= lr (g / (sqrt(v) + eps))
+    lion       p *= 1 - lr d;  p -= lr sign(beta1 m + (1 - beta1) g)
+               m = beta2 m + (1 - beta2) g
+    schedule-free
+               v = beta2 v + (1 - beta2) g^2;  u = g / (sqrt(v) / sqrt(1 - beta2^t) + eps) + d p
+               p += c m;  p -= lr (1 - beta1 (1 - c)) u;  m = (1 - c) (m - lr beta1 u)
+
+sgd, momentum and nesterov are torch.optim.SGD (coupled decay, dampening 0); adam, rmsprop and
+adagrad are torch.optim.Adam, RMSprop and Adagrad (coupled decay too); adamw is
+torch.optim.AdamW (decoupled decay, Loshchilov and Hutter, arXiv:1711.05101); lion is Chen et
+al., arXiv:2302.06675. schedule-free is AdamW of Defazio et al., arXiv:2405.15682: p is their y,
+where gradients are taken; m is their z - y, which begins as zero; c is `averaging_share`;
+`averaged` gives their x. adafactor is in `protocol.exact.adafactor`.
+
+The average of the weights is kept as its distance e from them: if p moves from p to p',
+e = k (e + (p - p')), k being `average_keep`.
 """
 
 from __future__ import annotations
@@ -14,9 +43,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +58,12 @@ from pydantic import (
     model_serializer,
 )
 
+from protocol.base import limits
 from protocol.exact.absent import keep_absent
 from protocol.exact.digest import write_piece_hashes
 from protocol.exact.kernels.library import library_for
 from protocol.exact.schedule import learning_rate
-from protocol.spec.sections.optimizer import OptimizerSpec
+from protocol.spec.sections.optimizer import EmaSpec, OptimizerSpec, SwaSpec
 
 Array = NDArray[np.float32]
 Moments = tuple[Array, ...]
@@ -46,7 +76,8 @@ SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
 _FLOAT32: Final = struct.Struct("<f")
 _MOMENTS: Final = {
     "sgd": 0, "momentum": 1, "nesterov": 1, "adamw": 2, "lion": 1, "schedule-free": 2,
-    "adam": 2, "rmsprop": 1, "adagrad": 1,
+    "adam": 2, "rmsprop": 1, "adagrad": 1, "adafactor": 0, "adam-amsgrad": 3, "adamw-amsgrad": 3,
+    "rmsprop-momentum": 2, "rmsprop-centered": 2, "rmsprop-centered-momentum": 3,
 }  # fmt: skip
 _SCHEDULE_FREE: Final = ("averaging", "one_minus_averaging", "drift")
 
@@ -88,17 +119,47 @@ class StepScalars(BaseModel):
     """schedule-free: learning rate * beta1, by which the step moves z relative to y."""
     loss_scale: _Float32 = 0.0
     """float16: the loss scale of this step; gradients are already divided by it."""
+    clip_value: _Float32 | None = None
+    """Magnitude that each element is clipped to; None for none."""
+    group_clips: tuple[_Float32, ...] = Field((), max_length=limits.CLIPPED_GROUPS)
+    """`clip` for each of `OptimizerSpec.clipped_groups`."""
+    average_keep: _Float32 | None = None
+    """Share of its distance from the new weights that their average keeps; None without one."""
 
     @model_serializer(mode="wrap")
-    def _without_unused(self, inner: SerializerFunctionWrapHandler) -> dict[str, float]:
+    def _without_unused(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit scalars that the optimizer does not use, as logs of earlier releases do."""
-        document: dict[str, float] = inner(self)
+        document: dict[str, Any] = inner(self)
         if not self.averaging:
             for name in _SCHEDULE_FREE:
                 del document[name]
         if not self.loss_scale:
             del document["loss_scale"]
+        for name in ("clip_value", "average_keep"):
+            if document[name] is None:
+                del document[name]
+        if not self.group_clips:
+            del document["group_clips"]
         return document
+
+
+class GradientNorms(NamedTuple):
+    """Norms of a step's averaged gradients.
+
+    Attributes:
+        whole: Of all tensors.
+        others: Of all tensors outside of `OptimizerSpec.clipped_groups`.
+        groups: Of each of these groups.
+    """
+
+    whole: float
+    others: float
+    groups: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, whole: float) -> GradientNorms:
+        """Return the norms of a run without groups that are clipped apart."""
+        return cls(whole, whole)
 
 
 def step_scalars(
@@ -106,9 +167,10 @@ def step_scalars(
     optimizer_step: int,
     step: int,
     steps: int,
-    gradient_norm: float,
+    norms: GradientNorms | float,
     *,
     loss_scale: float = 0.0,
+    rate_factor: float = 1.0,
 ) -> StepScalars:
     """Compute the scalars of one update in float64, and round each to float32 once.
 
@@ -117,31 +179,33 @@ def step_scalars(
         optimizer_step: t, the number of updates including this one, from 1.
         step: Position in the schedule, from 0, including skipped steps.
         steps: Length of the run.
-        gradient_norm: `global_norm` of the averaged gradients, finite.
+        norms: Of the averaged gradients, finite; a number stands for `GradientNorms.of` it.
         loss_scale: The loss scale with float16; recorded only.
+        rate_factor: `Plateau.factor_at` the step.
 
     Raises:
         pydantic.ValidationError: A setting of the optimizer is outside float32.
     """
     assert optimizer_step >= 1
-    assert math.isfinite(gradient_norm)
+    norms = norms if isinstance(norms, GradientNorms) else GradientNorms.of(norms)
+    assert math.isfinite(norms.whole)
     free = spec.name == "schedule-free"
     # The average weighs its steps, so a skipped step must not count.
-    rate = learning_rate(spec, optimizer_step - 1 if free else step, steps)
-    beta1, beta2 = spec.betas
-    if spec.name == "rmsprop":
-        beta2 = spec.alpha
+    rate = learning_rate(spec, optimizer_step - 1 if free else step, steps) * rate_factor
+    if spec.relative_step:
+        rate = min(rate, 1.0 / math.sqrt(optimizer_step))
+    beta1, (beta2, one_minus_beta2) = spec.betas[0], _of_squares(spec, optimizer_step)
     share = averaging_share(optimizer_step, spec.warmup_steps) if free else 0.0
     exact = {
         "learning_rate": rate,
-        "clip": clip_factor(spec.clip_norm, gradient_norm),
+        "clip": clip_factor(spec.clip_norm, norms.others),
         "weight_decay": spec.weight_decay,
         "decay_factor": 1.0 - rate * spec.weight_decay,
         "momentum": spec.momentum,
         "beta1": beta1,
         "one_minus_beta1": 1.0 - beta1,
         "beta2": beta2,
-        "one_minus_beta2": 1.0 - beta2,
+        "one_minus_beta2": one_minus_beta2,
         "step_size": rate * (1.0 - beta1 * (1.0 - share))
         if free
         else rate / (1.0 - beta1**optimizer_step),
@@ -152,7 +216,53 @@ def step_scalars(
         "drift": rate * beta1 if free else 0.0,
         "loss_scale": loss_scale,
     }
-    return StepScalars(**{name: nearest_float32(value) for name, value in exact.items()})
+    exact |= _if_used(spec, optimizer_step)
+    groups = zip(spec.clipped_groups, norms.groups, strict=True)
+    clips = tuple(nearest_float32(clip_factor(g.clip_norm, norm)) for g, norm in groups)
+    rounded = {name: nearest_float32(value) for name, value in exact.items()}
+    return StepScalars(**rounded, group_clips=clips)
+
+
+def _if_used(spec: OptimizerSpec, optimizer_step: int) -> dict[str, float]:
+    used = {} if spec.clip_value is None else {"clip_value": spec.clip_value}
+    if spec.average is not None:
+        used["average_keep"] = average_keep(spec.average, optimizer_step)
+    return used
+
+
+def _of_squares(spec: OptimizerSpec, optimizer_step: int) -> tuple[float, float]:
+    """Return the decay rate of the squares, and 1 minus that."""
+    if spec.name == "adafactor":
+        moved = math.pow(optimizer_step, spec.beta2_decay)
+        return 1.0 - moved, moved
+    beta2 = spec.alpha if spec.name == "rmsprop" else spec.betas[1]
+    return beta2, 1.0 - beta2
+
+
+def average_keep(average: EmaSpec | SwaSpec, update: int) -> float:
+    """Return the share of its distance from the new weights that the average keeps.
+
+    0 before the first averaging and in it, so that the average is the weights; 1 in an update
+    that is not averaged.
+
+    Args:
+        average: Which average.
+        update: Number of the update, from 1.
+    """
+    initial = isinstance(average, EmaSpec) and average.count_initial
+    first = average.start_step // average.every  # averagings that `start_step` leaves out
+    done = update // average.every - first
+    if done <= 0 and not initial:
+        return 0.0
+    if update % average.every:
+        return 1.0
+    earlier = done - 1
+    if isinstance(average, SwaSpec):
+        return earlier / done
+    if not earlier and not initial:
+        return 0.0
+    warm = (1 + earlier) / (10 + earlier) if average.warmup else 1.0
+    return min(average.decay, warm)
 
 
 def scalars_after(spec: OptimizerSpec, scalars: StepScalars, updates: int) -> StepScalars:
@@ -193,6 +303,16 @@ def counts_updates(spec: OptimizerSpec) -> bool:
     return spec.name in {"adam", "adamw"}
 
 
+def rule_name(spec: OptimizerSpec) -> str:
+    """Return the update rule: the optimizer's name and its variant."""
+    if spec.name in {"adam", "adamw"} and spec.amsgrad:
+        return f"{spec.name}-amsgrad"
+    if spec.name == "rmsprop":
+        centered = "-centered" if spec.centered else ""
+        return f"rmsprop{centered}{'-momentum' if spec.momentum else ''}"
+    return spec.name
+
+
 def averaging_share(optimizer_step: int, warmup_steps: int) -> float:
     """Return the share of step t in the average of steps 1 to t, weighted by squared rates.
 
@@ -205,8 +325,14 @@ def averaging_share(optimizer_step: int, warmup_steps: int) -> float:
 
 
 def moment_count(spec: OptimizerSpec) -> int:
-    """Return the number of arrays of the parameters' shape that the optimizer keeps."""
-    return _MOMENTS[spec.name]
+    """Return the number of moments of the parameters' shape that the optimizer has."""
+    return _MOMENTS[rule_name(spec)]
+
+
+def state_arrays(spec: OptimizerSpec) -> int:
+    """Return the number of arrays of the parameters' shape in a state: parameters, moments, and
+    the average if there is one."""
+    return 1 + moment_count(spec) + (spec.average is not None)
 
 
 def apply_update(
@@ -217,62 +343,47 @@ def apply_update(
     moments: Moments,
     *,
     decay: bool,
+    average: Array | None = None,
     chunk_elements: int = UPDATE_CHUNK_ELEMENTS,
     hashes: NDArray[np.uint8] | None = None,
 ) -> bool:
-    """Apply one step in place to a flat array of parameters.
-
-    With g the clipped gradient, p a parameter and d the weight decay:
-
-        sgd        g += d p;  p -= lr g
-        momentum   g += d p;  v = mu v + g;  p -= lr v
-        nesterov   g += d p;  v = mu v + g;  p -= lr (g + mu v)
-        adamw      p *= 1 - lr d;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
-                   p -= (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-        adam       g += d p; then as adamw, without its decay
-        rmsprop    g += d p;  v = alpha v + (1 - alpha) g^2;  p -= lr (g / (sqrt(v) + eps))
-        adagrad    g += d p;  v += g^2;  p -= lr (g / (sqrt(v) + eps))
-        lion       p *= 1 - lr d;  p -= lr sign(beta1 m + (1 - beta1) g)
-                   m = beta2 m + (1 - beta2) g
-        schedule-free
-                   v = beta2 v + (1 - beta2) g^2;  u = g / (sqrt(v) / sqrt(1 - beta2^t) + eps) + d p
-                   p += c m;  p -= lr (1 - beta1 (1 - c)) u;  m = (1 - c) (m - lr beta1 u)
-
-    sgd, momentum and nesterov are torch.optim.SGD (coupled decay, dampening 0); adam, rmsprop and
-    adagrad are torch.optim.Adam, RMSprop and Adagrad (coupled decay too); adamw is
-    torch.optim.AdamW (decoupled decay, Loshchilov and Hutter, arXiv:1711.05101); lion is Chen et
-    al., arXiv:2302.06675. schedule-free is AdamW of Defazio et al., arXiv:2405.15682: p is their y,
-    where gradients are taken; m is their z - y, which begins as zero; c is `averaging_share`;
-    `averaged` gives their x.
+    """Apply one step, as the module's docstring defines it, in place to a flat array.
 
     Args:
         spec: Which rule.
         scalars: The step's scalars, from `step_scalars`.
         parameters: Flat float32, shape (n,); changed.
         gradient: Averaged gradient, shape (n,); not changed.
-        moments: `moment_count(spec)` arrays of shape (n,); changed.
+        moments: `moment_count(spec)` arrays of shape (n,), in the order m, v, w and v, b, a;
+            changed.
         decay: Whether weight decay applies to these parameters.
+        average: e, of shape (n,), if `spec.average` is set; changed.
         chunk_elements: Elements computed at a time; no bit depends on it.
-        hashes: Receives the `digest.piece_hashes` of parameters and moments, shape (k, pieces, 16).
+        hashes: Receives the `digest.piece_hashes` of parameters, moments and average, shape
+            (k, pieces, 16).
 
     Returns:
-        Whether all new values of parameters and moments are finite.
+        Whether all new values of parameters, moments and average are finite.
     """
-    _check_flat(moment_count(spec), parameters, gradient, *moments)
+    assert (average is None) is (scalars.average_keep is None)
+    state = moments if average is None else (*moments, average)
+    _check_flat(state_arrays(spec), gradient, parameters, *state)
     constants = _Constants(scalars, decay=decay)
-    if (library := library_for(gradient, writes=(parameters, *moments))) is not None:
+    if (library := library_for(gradient, writes=(parameters, *state))) is not None:
         values = (constants.array(), parameters, gradient, moments)
-        return library.update(spec.name, *values, hashes=hashes)
-    rule = partial(_RULES[spec.name], constants)
-    finite = _in_chunks(rule, parameters, gradient, moments, chunk_elements)
+        return library.update(rule_name(spec), *values, average=average, hashes=hashes)
+    rule = partial(_RULES[rule_name(spec)], constants)
+    if average is not None:
+        rule = partial(_with_average, constants, rule)
+    finite = _in_chunks(rule, parameters, gradient, state, chunk_elements)
     if hashes is not None:
-        for number, array in enumerate((parameters, *moments)):
+        for number, array in enumerate((parameters, *state)):
             write_piece_hashes(array, hashes[number])
     return finite
 
 
-def _check_flat(moments: int, *arrays: Array) -> None:
-    assert len(arrays) == 2 + moments
+def _check_flat(state: int, *arrays: Array) -> None:
+    assert len(arrays) == 1 + state
     for array in arrays:
         assert array.dtype == np.float32
         assert array.shape == arrays[0].shape
@@ -319,6 +430,9 @@ class _Constants:
         self.averaging = np.float32(scalars.averaging)
         self.one_minus_averaging = np.float32(scalars.one_minus_averaging)
         self.drift = np.float32(scalars.drift)
+        value, keep = scalars.clip_value, scalars.average_keep
+        self.clip_value = np.float32(np.inf if value is None else value)
+        self.average_keep = np.float32(0.0 if keep is None else keep)
 
     def array(self) -> Array:
         """Return all scalars in the order above, which kernels/update.c shares."""
@@ -339,10 +453,22 @@ class _Chunk:
 _Rule = Callable[[_Constants, _Chunk], None]
 
 
+def _with_average(c: _Constants, rule: Callable[[_Chunk], None], chunk: _Chunk) -> None:
+    """Apply the rule, then e = k (e + (p - p')); the average is the last moment."""
+    before, average = chunk.parameters.copy(), chunk.moments[-1]
+    rule(replace(chunk, moments=chunk.moments[:-1]))
+    np.subtract(before, chunk.parameters, out=before)
+    np.add(average, before, out=average)
+    np.multiply(average, c.average_keep, out=average)
+
+
 def _clipped(c: _Constants, chunk: _Chunk) -> Array:
-    if c.clip == 1.0:
-        return chunk.gradient
-    return np.multiply(chunk.gradient, c.clip, out=chunk.g)
+    clipped = chunk.gradient
+    if c.clip != 1.0:
+        clipped = np.multiply(clipped, c.clip, out=chunk.g)
+    if c.clip_value < np.inf:
+        clipped = np.clip(clipped, -c.clip_value, c.clip_value, out=chunk.g)
+    return clipped
 
 
 def _with_decay(c: _Constants, chunk: _Chunk) -> Array:
@@ -372,17 +498,42 @@ def _velocity(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
     return np.add(velocity, direction, out=velocity)
 
 
+def _add_square(c: _Constants, chunk: _Chunk, v: Array, direction: Array) -> None:
+    """Second moment: v = beta2 v + (1 - beta2) direction^2."""
+    t = chunk.t
+    np.multiply(direction, c.one_minus_beta2, out=t)
+    np.multiply(t, direction, out=t)
+    np.multiply(v, c.beta2, out=v)
+    np.add(v, t, out=v)
+
+
+def _move(moment: Array, direction: Array, share: np.float32, keep: np.float32, t: Array) -> None:
+    """Interpolate: moment += share (direction - moment), share being 1 - keep.
+
+    Instead of adding two products: as float32, share and keep do not add up to 1. It starts from
+    the nearer end, so that keep = 0 gives the direction itself.
+    """
+    np.subtract(direction, moment, out=t)
+    if share < 0.5:
+        np.multiply(t, share, out=t)
+        np.add(moment, t, out=moment)
+    else:
+        np.multiply(t, keep, out=t)
+        np.subtract(direction, t, out=moment)
+
+
 def _root(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
-    """Second moment: v = beta2 v + (1 - beta2) direction^2.
+    """Second moment, and with a third one its largest value so far.
 
     Returns:
         sqrt(v) / sqrt(1 - beta2^t) + eps, in t.
     """
     v, t = chunk.moments[1], chunk.t
-    np.multiply(direction, c.one_minus_beta2, out=t)
-    np.multiply(t, direction, out=t)
-    np.multiply(v, c.beta2, out=v)
-    np.add(v, t, out=v)
+    _add_square(c, chunk, v, direction)
+    if len(chunk.moments) > 2:
+        largest = chunk.moments[2]
+        np.copyto(largest, v, where=v > largest)
+        v = largest
     np.sqrt(v, out=t)
     np.multiply(t, c.root_correction, out=t)
     return np.add(t, c.epsilon, out=t)
@@ -414,28 +565,32 @@ def _adam(c: _Constants, chunk: _Chunk) -> None:
 
 def _adam_step(c: _Constants, chunk: _Chunk, direction: Array) -> None:
     p, m, t = chunk.parameters, chunk.moments[0], chunk.t
-    # Interpolate instead of adding two products: float32 beta1 and 1 - beta1 do not add up to 1.
-    # Start from the nearer end, so that beta1 = 0 gives the gradient itself.
-    np.subtract(direction, m, out=t)
-    if c.one_minus_beta1 < 0.5:
-        np.multiply(t, c.one_minus_beta1, out=t)
-        np.add(m, t, out=m)
-    else:
-        np.multiply(t, c.beta1, out=t)
-        np.subtract(direction, t, out=m)
+    _move(m, direction, c.one_minus_beta1, c.beta1, t)
     np.divide(m, _root(c, chunk, direction), out=t)
     np.multiply(t, c.step_size, out=t)
     np.subtract(p, t, out=p)
 
 
-def _rmsprop(c: _Constants, chunk: _Chunk) -> None:
-    (v,), t = chunk.moments, chunk.t
+def _rmsprop(c: _Constants, chunk: _Chunk, *, centered: bool, momentum: bool) -> None:
+    v, t = chunk.moments[0], chunk.t
     direction = _with_decay(c, chunk)
-    np.multiply(direction, c.one_minus_beta2, out=t)
-    np.multiply(t, direction, out=t)
-    np.multiply(v, c.beta2, out=v)
-    np.add(v, t, out=v)
-    _descend_by_root(c, chunk, direction)
+    _add_square(c, chunk, v, direction)
+    if centered:
+        mean = chunk.moments[-1]
+        _move(mean, direction, c.one_minus_beta2, c.beta2, t)
+        np.multiply(mean, mean, out=t)
+        np.subtract(v, t, out=t)
+        np.copyto(t, np.float32(0.0), where=t < 0)
+        np.sqrt(t, out=t)
+    else:
+        np.sqrt(v, out=t)
+    np.add(t, c.epsilon, out=t)
+    np.divide(direction, t, out=t)
+    if momentum:
+        velocity = chunk.moments[1]
+        np.multiply(velocity, c.momentum, out=velocity)
+        t = np.add(velocity, t, out=velocity)
+    _descend(c, chunk, t)
 
 
 def _adagrad(c: _Constants, chunk: _Chunk) -> None:
@@ -443,12 +598,6 @@ def _adagrad(c: _Constants, chunk: _Chunk) -> None:
     direction = _with_decay(c, chunk)
     np.multiply(direction, direction, out=t)
     np.add(v, t, out=v)
-    _descend_by_root(c, chunk, direction)
-
-
-def _descend_by_root(c: _Constants, chunk: _Chunk, direction: Array) -> None:
-    """Parameters: p -= lr (direction / (sqrt(v) + eps)), v being the only moment."""
-    (v,), t = chunk.moments, chunk.t
     np.sqrt(v, out=t)
     np.add(t, c.epsilon, out=t)
     np.divide(direction, t, out=t)
@@ -491,23 +640,37 @@ def _schedule_free(c: _Constants, chunk: _Chunk) -> None:
 
 _RULES: Final[dict[str, _Rule]] = {
     "sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov, "adamw": _adamw, "lion": _lion,
-    "schedule-free": _schedule_free, "adam": _adam, "rmsprop": _rmsprop, "adagrad": _adagrad,
+    "schedule-free": _schedule_free, "adam": _adam, "adagrad": _adagrad,
+    "rmsprop": partial(_rmsprop, centered=False, momentum=False),
+    "adam-amsgrad": _adam, "adamw-amsgrad": _adamw,
+    "rmsprop-momentum": partial(_rmsprop, centered=False, momentum=True),
+    "rmsprop-centered": partial(_rmsprop, centered=True, momentum=False),
+    "rmsprop-centered-momentum": partial(_rmsprop, centered=True, momentum=True),
 }  # fmt: skip
+
+
+def keep_average(average: Array, keep: float) -> None:
+    """Take a step of the average of weights that do not move: e = k e."""
+    np.multiply(average, np.float32(keep), out=average)
 
 
 def averages(spec: OptimizerSpec) -> bool:
     """Whether `averaged` is evaluated and saved instead of the parameters."""
-    return spec.name == "schedule-free"
+    return spec.name == "schedule-free" or spec.average is not None
 
 
-def averaged(spec: OptimizerSpec, parameters: Array, moments: Moments) -> Array:
-    """Return what is evaluated and saved: the parameters, or for schedule-free a new array.
+def averaged(
+    spec: OptimizerSpec, parameters: Array, moments: Moments, average: Array | None = None
+) -> Array:
+    """Return what is evaluated and saved: the parameters, or a new array if that is an average.
 
-    The latter is x = y - (1 / beta1 - 1) (z - y).
+    With `spec.average` it is p + e, for schedule-free x = y - (1 / beta1 - 1) (z - y).
     """
     if not averages(spec):
         return parameters
     with np.errstate(all="ignore"):
+        if average is not None:
+            return np.add(parameters, average)
         back = np.multiply(moments[0], np.float32(1.0 / spec.betas[0] - 1.0))
         return np.subtract(parameters, back, out=back)
 

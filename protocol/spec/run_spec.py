@@ -168,6 +168,7 @@ class RunSpec(Section):
             text = "expected steps or epochs, got both: remove one of them, or --set steps=null"
             raise KeyFault(text, "epochs", "steps")
         self._check_stop()
+        self._check_plateau()
         self._check_unit()
         self._check_tokens()
         self._check_replicas()
@@ -185,6 +186,11 @@ class RunSpec(Section):
                 f"({self.stop.figure}, {self.stop.better}), got {kept[0]}, {kept[1]}: remove them"
             )
             raise KeyFault(text, "checkpoint.metric", "checkpoint.better")
+
+    def _check_plateau(self) -> None:
+        if self.optimizer.plateau is not None and not self.evaluate_every:
+            text = "expected evaluations to lower lr by, got none: --set evaluate_every=N"
+            raise KeyFault(text, "optimizer.plateau", "evaluate_every")
 
     def _check_unit(self) -> None:
         if self.batch.unit == "microbatch" and not self.is_own_task:
@@ -221,6 +227,8 @@ class RunSpec(Section):
             ("epochs", self.epochs is not None),
             ("data.group_by_length", self.grouped),
             ("optimizer.name schedule-free", self.optimizer.name == "schedule-free"),
+            ("optimizer.name adafactor", self.optimizer.name == "adafactor"),
+            ("optimizer.schedule plateau", self.optimizer.schedule == "plateau"),
             ("model.precision float16", float16),
         ):
             if is_set:
@@ -272,7 +280,11 @@ class RunSpec(Section):
         outer = self.replicas.outer
         name = "nesterov" if outer.nesterov else "momentum"
         return OptimizerSpec(
-            name=name if outer.momentum else "sgd", lr=outer.lr, momentum=outer.momentum
+            name=name if outer.momentum else "sgd",
+            lr=outer.lr,
+            momentum=outer.momentum,
+            ema=self.optimizer.ema,
+            swa=self.optimizer.swa,
         )
 
     @property

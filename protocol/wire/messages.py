@@ -22,7 +22,10 @@ from protocol.exact.update import StepScalars
 
 SubtreeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
 BodyRule = Literal["none", "values", "document", "bytes"]
-StateKind = Literal["parameters", "first_moment", "second_moment", "missed_updates"]
+StateKind = Literal[
+    "parameters", "first_moment", "second_moment", "third_moment", "factors", "average",
+    "missed_updates",
+]  # fmt: skip
 StepPhase = Literal["embeddings", "gradients"]
 """What an attempt computes: a step whose loss couples all samples collects embeddings first."""
 Outcome = Literal["finished", "drained", "failed"]

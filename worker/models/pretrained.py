@@ -38,7 +38,7 @@ from protocol.base.errors import (
     describe_error,
 )
 from protocol.exact.digest import digest_arrays
-from protocol.exact.update import moment_count
+from protocol.exact.update import moment_count, state_arrays
 from protocol.spec.files import sources
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec
@@ -260,7 +260,7 @@ def _copies(run: RunSpec) -> int:
         return 1
     # A stretch has parameters and moments of its own, and gives their difference away.
     alone = 0 if run.replicas is None else 2 + moment_count(run.optimizer)
-    return 3 + moment_count(run.update) + alone
+    return 2 + state_arrays(run.update) + alone
 
 
 def check_length(model: torch.nn.Module, max_tokens: int) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 from backends.base.interface import Array
 from protocol.base.errors import UsageError
 from protocol.cli.command_line import child_environment, command_of
-from protocol.exact.replica import PartKind, Replica
+from protocol.exact.replica import PartKind, Replica, part_elements
 from protocol.machine.memory import killed_for_memory, killed_more
 from protocol.machine.shared_memory import Extent, SharedMemory
 from protocol.spec.manifest import Block
@@ -78,8 +78,7 @@ class DeviceProcesses:
         """See `group_engine.Devices`."""
 
         def zeros(kind: PartKind, block: int) -> Array:
-            del kind
-            values = self._memory.new_array(blocks[block].elements, once=True)
+            values = self._memory.new_array(part_elements(kind, blocks[block]), once=True)
             values.fill(0)
             return values
 

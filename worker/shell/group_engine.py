@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from protocol.exact.kernels.library import use_threads
-from protocol.exact.replica import KINDS, Replica
+from protocol.exact.replica import Replica
 from protocol.machine.machine import Machine
 from protocol.machine.processor import usable_cores
 from protocol.spec.manifest import Block
@@ -211,7 +211,7 @@ class GroupEngine:
 
     def _attach(self, output: outputs.Attach) -> None:
         replica = self._built_replica
-        arrays = {str(kind): replica.arrays(kind) for kind in KINDS if replica.arrays(kind)}
+        arrays = {str(kind): replica.arrays(kind) for kind in replica.kinds}
         order = act.AttachReplica(arrays, replica.step, replica.optimizer_step, output.reset)
         self._links[output.device].send(order)
 

@@ -262,7 +262,9 @@ class InnerPhases:
 
     def _inner(self) -> InnerSteps:
         if self._steps is None:
-            self._steps = inner_steps(self._program, self._blocks, self._spec.optimizer)
+            # The average is of what rounds commit (`RunSpec.update`).
+            optimizer = self._spec.optimizer.model_copy(update={"ema": None, "swa": None})
+            self._steps = inner_steps(self._program, self._blocks, optimizer)
         return self._steps
 
     def _is_checkpoint_due(self, inner: int) -> bool:

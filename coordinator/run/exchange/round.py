@@ -27,12 +27,14 @@ from protocol.exact.chunk_grid import ChunkGrid
 from protocol.exact.codecs import packed
 from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.embedding_rows import are_finite
+from protocol.exact.parameter_groups import ClippedGroups
 from protocol.exact.reducer import NonFinite, Origin, Reducer
 from protocol.exact.tree import Subtree, cover, is_subtree, root
 from protocol.exact.tree_sum import TreeSum
-from protocol.exact.update import Array, global_norm, is_finite, square_sum
+from protocol.exact.update import Array, GradientNorms, is_finite, square_sum
 from protocol.spec.manifest import Block, EmbeddingLayout
 from protocol.spec.sections.exchange import Codecs
+from protocol.spec.sections.optimizer import OptimizerSpec
 from protocol.wire.messages import (
     AveragedBlockGradient,
     AveragedGradient,
@@ -64,15 +66,21 @@ class Summary(NamedTuple):
     Attributes:
         square_sum: `protocol.exact.update.square_sum` of them.
         digest: `protocol.exact.digest.block_digest` of them.
+        by_group: `ClippedGroups.square_sums` of them.
     """
 
     square_sum: float
     digest: str
+    by_group: tuple[float, ...] = ()
 
 
-def summary_of(block: Block, average: Array) -> Summary:
-    """Take both; of a gigabyte that is a second."""
-    return Summary(square_sum(average), block_digest(block, average))
+_NO_GROUPS: Final = ClippedGroups(OptimizerSpec(name="sgd"))
+
+
+def summary_of(block: Block, average: Array, clipped: ClippedGroups = _NO_GROUPS) -> Summary:
+    """Take all of them; of a gigabyte that is a second."""
+    by_group = clipped.square_sums(block, average) if block.is_trained else ()
+    return Summary(square_sum(average), block_digest(block, average), by_group)
 
 
 @dataclass(slots=True)
@@ -149,8 +157,10 @@ class Round:
         embeddings: JoinedEmbeddings | None = None,
         owners: tuple[int, OwnerTable] | None = None,
         allocate: Allocate = new_array,
+        clipped: ClippedGroups = _NO_GROUPS,
     ) -> None:
         self.microbatches = microbatches
+        self._clipped = clipped
         self._exchange = exchange
         self.stretches = stretches
         self.place = {"term": term, "step": step, "attempt": attempt}
@@ -183,8 +193,7 @@ class Round:
         self._owed = self._owed_bits()
         self._unsummarised: list[int] = []
         self._summarising: set[int] = set()
-        self._square_sums: dict[int, float] = {}
-        self._digests: dict[int, str] = {}
+        self._summaries: dict[int, Summary] = {}
         self._weights: TreeSum[float] = TreeSum(microbatches, add)
         self._losses: TreeSum[float] = TreeSum(microbatches, add)
         self._loss_origins: TreeSum[Origin] = TreeSum(microbatches, add)
@@ -519,18 +528,20 @@ class Round:
         return total / weight if weight else 0.0
 
     @property
-    def gradient_norm(self) -> float:
-        """Euclidean norm of all averaged gradients; the round is complete."""
+    def gradient_norms(self) -> GradientNorms:
+        """Euclidean norms of the averaged gradients; the round is complete."""
         assert self.complete
         self._summarise()
-        numbers = (number for number, block in enumerate(self._blocks) if block.is_trained)
-        return global_norm(self._square_sums[number] for number in numbers)
+        trained = (
+            self._summaries[number] for number, block in enumerate(self._blocks) if block.is_trained
+        )
+        return self._clipped.norms((each.square_sum, each.by_group) for each in trained)
 
     def averages_digest(self) -> str:
         """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""
         assert self.complete
         self._summarise()
-        return averages_digest(self._digests[block] for block in range(len(self._blocks)))
+        return averages_digest(self._summaries[block].digest for block in range(len(self._blocks)))
 
     @property
     def counted(self) -> tuple[dict[str, tuple[Subtree, ...]], ...] | None:
@@ -634,8 +645,8 @@ class Round:
         Left to the end of the round, so that averages go out to all before it.
         """
         for number in self._unsummarised:
-            summary = summary_of(self._blocks[number], self.averages[number])
-            self._square_sums[number], self._digests[number] = summary
+            summary = summary_of(self._blocks[number], self.averages[number], self._clipped)
+            self._summaries[number] = summary
         self._unsummarised.clear()
 
     @property
@@ -657,7 +668,7 @@ class Round:
         """Norms and digests of some blocks are there."""
         for number, summary in summaries.items():
             self._summarising.discard(number)
-            self._square_sums[number], self._digests[number] = summary
+            self._summaries[number] = summary
 
     def _check_place(self, worker: str, subtree: Subtree) -> Share:
         if not is_subtree(subtree, self.microbatches):

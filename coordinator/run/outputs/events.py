@@ -446,6 +446,16 @@ class Evaluated(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class RateLowered(Event):
+    """A metric has stopped improving: from this step on, the schedule plateau has this rate."""
+
+    name = "rate_lowered"
+    step: int
+    metric: str
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationMissed(Event):
     """An evaluation of the state after `step` steps was due and did not happen."""
 

@@ -107,7 +107,7 @@ class Resumption:
             averages; None for a skipped one, which is skipped again.
         admission: What workers were admitted by; None if no worker had computed.
         initial_digest: Of state 0, if it is the newest and there is no admission record.
-        metrics: Of the evaluations so far, if the run can stop early.
+        metrics: Of the evaluations so far, if the run can stop early or lower its rate by them.
         loss_scale: Of the next step, if losses are scaled.
     """
 

@@ -2,7 +2,8 @@
 
     step-0000000040/
         adapter/ or model/        the parameters in the run's result format: for LoRA, PEFT's
-        optimizer.safetensors     the moments, as first_moment/TENSOR and second_moment/TENSOR; if a
+        optimizer.safetensors     the rest of the state, as KIND/TENSOR with the kinds of
+                                  `protocol.exact.replica.state_kinds`, such as first_moment; if a
                                   tensor has missed updates, how many, as missed_updates/TENSOR
         checkpoint.json           counters, digests, the losses so far, the hash of every file
         metrics.json              metrics of an evaluation of this state, once there are any

@@ -14,8 +14,16 @@ import numpy as np
 from coordinator.disk.safetensors_file import SafetensorsFile
 from coordinator.storage.states.checkpoint import STATE_FILE, Checkpoint
 from protocol.base.errors import StorageDamaged
-from protocol.exact.replica import KINDS, MISSED, PartKind, Replica, part_slices
-from protocol.exact.update import Array, moment_count
+from protocol.exact.replica import (
+    MISSED,
+    PartKind,
+    Replica,
+    part_shape,
+    part_slices,
+    state_kinds,
+    tensor_slices,
+)
+from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest, TensorSpec
 from protocol.spec.sections.optimizer import OptimizerSpec
 
@@ -50,7 +58,7 @@ class CheckpointState:
     ) -> None:
         self.step, self.optimizer_step = checkpoint.info.step, checkpoint.info.optimizer_step
         self._blocks, self._export = manifest.blocks, manifest.export
-        self._kinds = KINDS[: 1 + moment_count(optimizer)]
+        self._kinds = state_kinds(optimizer)
         """Missed updates are stored only if there are any."""
         if self.optimizer_step > self.step:
             raise StorageDamaged(str(checkpoint.path), "", "it counts more updates than steps")
@@ -97,10 +105,7 @@ class CheckpointState:
         replica.restore(self.step, self.optimizer_step)
 
     def _fill(self, kind: PartKind, block: int, part: slice, out: Array) -> None:
-        for number, (tensor, place) in enumerate(self._blocks[block].slices()):
-            if kind == MISSED:
-                self._moments.read_into(f"{kind}/{tensor.name}", 0, out[number : number + 1])
-                continue
+        for tensor, place in tensor_slices(kind, self._blocks[block]):
             lo, hi = max(place.start, part.start), min(place.stop, part.stop)
             if lo < hi:
                 file, name = self._location(kind, tensor)
@@ -116,7 +121,7 @@ class CheckpointState:
             for block in self._blocks:
                 for tensor in block.tensors:
                     file, name = self._location(kind, tensor)
-                    shape = (1,) if kind == MISSED else tensor.shape
+                    shape = part_shape(kind, tensor)
                     if file.shapes.get(name) != shape:
                         reason = f"expected {kind} of {tensor.name!r} as float32 {shape}"
                         raise StorageDamaged(str(checkpoint.path), "", reason)

@@ -25,6 +25,8 @@ Bytes = NDArray[np.uint8]
 
 RULES: Final = (
     "sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free", "adam", "rmsprop", "adagrad",
+    "adam-amsgrad", "adamw-amsgrad", "rmsprop-momentum", "rmsprop-centered",
+    "rmsprop-centered-momentum",
 )  # fmt: skip
 """Update rules in the order of update.c."""
 SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
@@ -38,7 +40,7 @@ _POINTER, _SIZE, _U32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
 _ELEMENTWISE: Final = (_POINTER, _POINTER, _SIZE, _U32)
 _GROUPED: Final = (_POINTER, _POINTER, _POINTER, _SIZE, _U32)
 _PROTOTYPES: Final[dict[str, tuple[tuple[Any, ...], Any]]] = {
-    "apply_update": ((_U32, *(_POINTER,) * 6, _SIZE, _U32), _U32),
+    "apply_update": ((_U32, *(_POINTER,) * 8, _SIZE, _U32), _U32),
     "piece_hashes": ((_POINTER, _POINTER, _SIZE, _U32), None),
     "add_rounded": (_ELEMENTWISE, None),
     "scale": ((_POINTER, ctypes.c_float, _POINTER, _SIZE, _U32), _U32),
@@ -85,6 +87,7 @@ class Library:
         gradient: Array,
         moments: Sequence[Array],
         *,
+        average: Array | None = None,
         hashes: Bytes | None = None,
     ) -> bool:
         """Apply an update in place, with `scalars` in update.c's order.
@@ -95,20 +98,24 @@ class Library:
             parameters: Flat, shape (n,); changed.
             gradient: Shape (n,).
             moments: Shape (n,) each; changed.
-            hashes: Receives `hash_pieces` of the new parameters and of each moment, shape
-                (1 + moments, pieces, 16).
+            average: Shape (n,), if there is one; changed.
+            hashes: Receives `hash_pieces` of the new parameters, of each moment and of the average,
+                shape (arrays, pieces, 16).
 
         Returns:
             Whether all new values are finite.
         """
-        first, second = (*(_address(moment) for moment in moments), None, None)[:2]
+        places = (*(_address(moment) for moment in moments), None, None, None)[:3]
+        last = None if average is None else _address(average)
         elements = parameters.size
         not_finite = self._c.apply_update(
-            RULES.index(rule), _address(scalars), _address(parameters), _address(gradient), first,
-            second, None if hashes is None else _address(hashes), elements, threads_for(elements),
+            RULES.index(rule), _address(scalars), _address(parameters), _address(gradient),
+            *places, last, None if hashes is None else _address(hashes), elements,
+            threads_for(elements),
         )  # fmt: skip
         if hashes is not None:
-            for values, pieces in zip((parameters, *moments), hashes, strict=True):
+            averages = () if average is None else (average,)
+            for values, pieces in zip((parameters, *moments, *averages), hashes, strict=True):
                 _hash_short_piece(values, pieces)
         return not not_finite
 

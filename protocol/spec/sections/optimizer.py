@@ -9,19 +9,23 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from protocol.base import limits
 from protocol.base.fields import PRINTABLE, Count, Every, Fraction
+from protocol.spec.sections.checkpoint import Better
 from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Section, Tagged
 
 ScheduleName = Literal[
     "constant", "linear", "cosine", "wsd", "polynomial", "cosine-restarts", "inverse-sqrt",
-    "onecycle", "piecewise", "rates",
+    "onecycle", "piecewise", "rates", "plateau",
 ]  # fmt: skip
 DecayName = Literal["linear", "cosine", "1-sqrt"]
 
-_FALLING: Final = ("cosine", "linear", "wsd", "polynomial", "cosine-restarts", "onecycle")
+_FALLING: Final = (
+    "cosine", "linear", "wsd", "polynomial", "cosine-restarts", "onecycle", "plateau",
+)  # fmt: skip
 _Rate = Annotated[float, Field(ge=0, le=100)]
 _INEXACT: Final = {
-    "muon": "it orthogonalizes matrices by matrix products, whose bits differ between devices",
-    "adafactor": "it divides by sums over rows and columns, but the exact update is elementwise",
+    "muon": "it orthogonalizes each matrix by some fifteen matrix products, and the order in which "
+    "a library adds their terms differs between processors and cards, so replicas would differ "
+    "after one step",
     "8bit": "its quantized state depends on one library's kernels on one kind of card",
 }
 """Optimizers that users ask for, and why replicas could not agree on their bits."""
@@ -62,6 +66,81 @@ class ParameterGroup(Section):
     weight_decay: float | None = Field(
         None, ge=0, le=1e3, description="weight decay of all these tensors, whatever no_decay says"
     )
+    clip_norm: Annotated[float | None, OmittedByDefault()] = Field(
+        None,
+        gt=0,
+        description="clip the norm of these tensors' gradients to this value; optimizer.clip_norm "
+        "then counts the others only",
+    )
+
+
+class EmaSpec(Section):
+    """Exponential moving average of the weights, which is evaluated and saved in their place.
+
+    It is the average of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn; with
+    `count_initial`, that of timm's ModelEmaV3.
+    """
+
+    decay: Fraction = Field(0.999, description="share of the average that each averaging keeps")
+    warmup: bool = Field(
+        default=False,
+        description="averaging n, from 0, keeps at most (1 + n) / (10 + n), as in diffusers",
+    )
+    start_step: Every = Field(0, description="updates before the first one that is averaged")
+    every: Count = Field(1, description="updates from one averaging to the next")
+    count_initial: bool = Field(
+        default=False,
+        description="average the initial weights too, as in timm; by default the average begins "
+        "with the weights after the first averaged update, as in torch",
+    )
+
+    @model_validator(mode="after")
+    def _counts_initial_from_the_start(self, info: ValidationInfo) -> Self:
+        del info
+        if self.count_initial and self.start_step:
+            raise KeyFault(
+                f"expected count_initial or start_step, got both ({self.start_step}); remove one",
+                "count_initial",
+                "start_step",
+            )
+        return self
+
+
+class SwaSpec(Section):
+    """Stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407).
+
+    The mean of the weights after chosen updates, evaluated and saved in their place: the default
+    average of torch.optim.swa_utils.AveragedModel.
+    """
+
+    start_step: Every = Field(0, description="updates before the first one that is averaged")
+    every: Count = Field(1, description="updates from one averaging to the next")
+
+
+class PlateauSpec(Section):
+    """The rate falls whenever an evaluation metric stops improving: torch's ReduceLROnPlateau.
+
+    The coordinator decides from the evaluations in its journal. The rate is at least
+    `min_lr_ratio` times lr.
+    """
+
+    metric: str = Field(description="an evaluation metric, such as loss_per_token")
+    better: Better = Field(
+        "lower", description="whether a higher or a lower value of the metric is better"
+    )
+    factor: float = Field(0.1, gt=0, lt=1, description="the rate is multiplied by this")
+    patience: Every = Field(
+        10, description="evaluations without improvement that are accepted; the next one lowers lr"
+    )
+    threshold: float = Field(
+        1e-4, ge=0, le=1e6, description="smallest change that counts as improvement"
+    )
+    threshold_mode: Literal["rel", "abs"] = Field(
+        "rel", description="whether threshold is a share of the best value, or a difference"
+    )
+    cooldown: Every = Field(
+        0, description="evaluations after lowering lr in which none counts as without improvement"
+    )
 
 
 class OptimizerSpec(Section):
@@ -78,11 +157,33 @@ class OptimizerSpec(Section):
     )
     alpha: Fraction = Field(0.99, description="rmsprop: decay rate of the squared gradients")
     eps: float = Field(1e-8, ge=1e-30, le=1e3, description="added to the denominator")
+    amsgrad: Annotated[bool, OmittedByDefault()] = Field(
+        default=False, description="divide by the largest second moment so far (arXiv:1904.09237)"
+    )
+    centered: Annotated[bool, OmittedByDefault()] = Field(
+        default=False, description="divide by the variance of the gradients"
+    )
+    beta2_decay: float = Field(
+        -0.8, ge=-1, le=0, description="update t moves the means of squares by t^beta2_decay"
+    )
+    clip_threshold: float = Field(
+        1.0, gt=0, le=1e3, description="root mean square that the update of a tensor is clipped to"
+    )
+    scale_parameter: bool = Field(
+        default=True, description="multiply lr by the root mean square of the tensor's parameters"
+    )
+    min_parameter_rms: Annotated[float, Needs("scale_parameter")] = Field(
+        1e-3, gt=0, le=1e3, description="smallest root mean square that scale_parameter uses"
+    )
+    relative_step: bool = Field(
+        default=False, description="the rate of update t is at most 1 / sqrt(t)"
+    )
     weight_decay: float = Field(
         0.0,
         ge=0,
         le=1e3,
-        description="adamw and lion: decoupled from the gradient; others: added to the gradient",
+        description="adamw, lion and adafactor: decoupled from the gradient; others: added to the "
+        "gradient",
     )
     no_decay: Annotated[tuple[str, ...], Needs("weight_decay")] = Field(
         ("bias", "norm"), description="tensors whose names contain one of these do not decay"
@@ -93,6 +194,11 @@ class OptimizerSpec(Section):
     clip_norm: float | None = Field(
         None, gt=0, description="clip the gradient's norm to this value; default: never"
     )
+    clip_value: Annotated[float | None, OmittedByDefault()] = Field(
+        None, ge=1e-30, le=1e30, description="clip each element of the gradient to this magnitude"
+    )
+    ema: Annotated[EmaSpec | None, OmittedByDefault()] = None
+    swa: Annotated[SwaSpec | None, OmittedByDefault()] = None
     schedule: ScheduleName = Field("constant", description="shape of lr after the warmup")
     warmup_steps: Every = Field(0, description="steps in which lr rises")
     warmup_from_zero: Annotated[bool, Needs("warmup_steps")] = Field(
@@ -132,10 +238,49 @@ class OptimizerSpec(Section):
     decay: Annotated[DecayName, Needs("schedule", ("wsd",))] = Field(
         "linear", description="wsd: shape of the decay"
     )
+    plateau: Annotated[PlateauSpec | None, Needs("schedule", ("plateau",)), OmittedByDefault()] = (
+        None
+    )
+
+    @property
+    def average(self) -> EmaSpec | SwaSpec | None:
+        """The average of the weights that the state has beside them."""
+        return self.ema or self.swa
+
+    @property
+    def clipped_groups(self) -> tuple[ParameterGroup, ...]:
+        """The groups whose gradients are clipped by a norm of their own."""
+        return tuple(group for group in self.groups if group.clip_norm is not None)
+
+    @model_validator(mode="after")
+    def _clips_and_averages_in_one_way(self, info: ValidationInfo) -> Self:
+        del info
+        if self.clip_value is not None and (self.clip_norm or self.clipped_groups):
+            raise KeyFault(
+                "expected clip_norm or clip_value, got both: remove one of them", "clip_value"
+            )
+        if len(self.clipped_groups) > limits.CLIPPED_GROUPS:
+            raise KeyFault(
+                f"expected at most {limits.CLIPPED_GROUPS} groups with clip_norm, got "
+                f"{len(self.clipped_groups)}: join groups that are clipped alike",
+                "groups",
+            )
+        if self.ema is not None and self.swa is not None:
+            raise KeyFault("expected ema or swa, got both: remove one of them", "swa", "ema")
+        if self.average is not None and self.name == "schedule-free":
+            key = "swa" if self.ema is None else "ema"
+            raise KeyFault(f"schedule-free averages its weights itself: remove {key}", key)
+        return self
 
     @model_validator(mode="after")
     def _schedule_is_complete(self, info: ValidationInfo) -> Self:
         del info
+        if self.schedule == "plateau" and self.plateau is None:
+            raise KeyFault(
+                "expected plateau with schedule plateau, got none; name the metric: "
+                "plateau={metric: NAME}",
+                "plateau",
+            )
         if self.schedule == "onecycle" and self.warmup_steps:
             raise KeyFault(
                 "expected no warmup_steps with schedule onecycle, which rises by itself; remove "
@@ -149,50 +294,66 @@ class OptimizerSpec(Section):
         return self
 
 
-class Sgd(OptimizerSpec, lacks={"momentum", "betas", "eps", "alpha"}):
+_OF_ADAFACTOR: Final = frozenset({
+    "beta2_decay", "clip_threshold", "scale_parameter", "min_parameter_rms", "relative_step",
+})  # fmt: skip
+_VARIANTS: Final = _OF_ADAFACTOR | {"amsgrad", "centered"}
+
+
+class Sgd(OptimizerSpec, lacks={"momentum", "betas", "eps", "alpha"} | _VARIANTS):
     """Plain gradient descent."""
 
     name: Literal["sgd"]
 
 
-class Momentum(OptimizerSpec, lacks={"betas", "eps", "alpha"}):
+class Momentum(OptimizerSpec, lacks={"betas", "eps", "alpha"} | _VARIANTS):
     """SGD with heavy-ball or Nesterov momentum, as in torch."""
 
     name: Literal["momentum", "nesterov"]
 
 
-class Adamw(OptimizerSpec, lacks={"momentum", "alpha"}):
+class Adamw(OptimizerSpec, lacks={"momentum", "alpha", "centered"} | _OF_ADAFACTOR):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     name: Literal["adamw"] = "adamw"
 
 
-class Adam(OptimizerSpec, lacks={"momentum", "alpha"}):
+class Adam(OptimizerSpec, lacks={"momentum", "alpha", "centered"} | _OF_ADAFACTOR):
     """Adam (Kingma and Ba 2015, arXiv:1412.6980), with torch's weight decay."""
 
     name: Literal["adam"]
 
 
-class Rmsprop(OptimizerSpec, lacks={"momentum", "betas"}):
-    """RMSprop (Hinton 2012), as in torch without momentum and centering."""
+class Rmsprop(OptimizerSpec, lacks={"betas", "amsgrad"} | _OF_ADAFACTOR):
+    """RMSprop (Hinton 2012), as in torch."""
 
     name: Literal["rmsprop"]
+    momentum: Annotated[Fraction, OmittedByDefault()] = Field(
+        0.0, description="share of the velocity that a step keeps"
+    )
 
 
-class Adagrad(OptimizerSpec, lacks={"momentum", "betas", "alpha"}):
+class Adagrad(OptimizerSpec, lacks={"momentum", "betas", "alpha"} | _VARIANTS):
     """Adagrad (Duchi et al. 2011), as in torch without a decay of its own."""
 
     name: Literal["adagrad"]
     eps: float = Field(1e-10, ge=1e-30, le=1e3, description="added to the denominator")
 
 
-class Lion(OptimizerSpec, lacks={"momentum", "eps", "alpha"}):
+class Adafactor(OptimizerSpec, lacks={"momentum", "betas", "alpha", "amsgrad", "centered"}):
+    """Adafactor without a first moment (Shazeer and Stern 2018, arXiv:1804.04235)."""
+
+    name: Literal["adafactor"]
+    eps: float = Field(1e-30, ge=1e-38, le=1e3, description="added to the squared gradients")
+
+
+class Lion(OptimizerSpec, lacks={"momentum", "eps", "alpha"} | _VARIANTS):
     """Lion (Chen et al. 2023, arXiv:2302.06675)."""
 
     name: Literal["lion"]
 
 
-class ScheduleFree(OptimizerSpec, lacks={"momentum", "alpha"}):
+class ScheduleFree(OptimizerSpec, lacks={"momentum", "alpha"} | _VARIANTS):
     """Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682).
 
     The average of its iterates is evaluated and saved.
@@ -215,6 +376,6 @@ class ScheduleFree(OptimizerSpec, lacks={"momentum", "alpha"}):
 
 
 AnyOptimizer = Annotated[
-    Sgd | Momentum | Adamw | Adam | Rmsprop | Adagrad | Lion | ScheduleFree,
+    Sgd | Momentum | Adamw | Adam | Rmsprop | Adagrad | Adafactor | Lion | ScheduleFree,
     Tagged("name", default="adamw", refusal=_refusal),
 ]

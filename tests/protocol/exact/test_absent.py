@@ -111,6 +111,8 @@ def by_torch(spec, start, steps):
             parameter.grad = None if given is None else torch.from_numpy(given.copy())
         if spec.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), spec.clip_norm)
+        if spec.clip_value is not None and any(g is not None for g in gradients.values()):
+            torch.nn.utils.clip_grad_value_(list(parameters.values()), spec.clip_value)
         if spec.name != "schedule-free":
             one.step()
             continue

@@ -1,16 +1,24 @@
 """Parameter groups: rules by tensor name, as torch's groups; on replicas and in inner steps."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from protocol.base.errors import RunSpecError
-from protocol.exact.parameter_groups import TensorRule, decays, tensor_rule, unmatched_pattern
+from protocol.exact.parameter_groups import (
+    ClippedGroups,
+    TensorRule,
+    decays,
+    tensor_rule,
+    unmatched_pattern,
+)
 from protocol.exact.replica import Replica
 from protocol.exact.update import global_norm, square_sum, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.run_spec import parse_run_spec, parse_run_spec_bytes
-from protocol.spec.sections.optimizer import Adamw, OptimizerSpec, ParameterGroup
+from protocol.spec.sections.optimizer import Adam, Adamw, OptimizerSpec, ParameterGroup
 from tests.torch_optimizers import torch_optimizer
 
 SIZES = {"layers.0.weight": 35, "layers.0.bias": 5, "layers.10.weight": 15, "head.norm": 6}
@@ -49,7 +57,13 @@ def test_decay_groups_go_by_parts_of_names_whatever_their_case(name, expected):
 
 
 def spec_of(name, **keys):
-    return OptimizerSpec(name=name, lr=1e-3, weight_decay=0.1, groups=GROUPS, **keys)
+    return OptimizerSpec(
+        name=name, lr=1e-3, weight_decay=0.1, groups=GROUPS, momentum=momentum_of(name), **keys
+    )
+
+
+def momentum_of(name):
+    return 0.0 if name == "rmsprop" else 0.9
 
 
 def gradient(block, step):
@@ -77,7 +91,10 @@ def test_a_group_is_an_optimizer_of_its_own(name):
     """A tensor has the bits of an ungrouped run with its rate and decay, but for one rounding."""
     found = trained(spec_of(name))
     for tensor, (lr_scale, weight_decay) in RULES.items():
-        alone = OptimizerSpec(name=name, lr=1e-3 * lr_scale, weight_decay=weight_decay, no_decay=())
+        alone = OptimizerSpec(
+            name=name, lr=1e-3 * lr_scale, weight_decay=weight_decay, no_decay=(),
+            momentum=momentum_of(name),
+        )  # fmt: skip
         expected = trained(alone)[tensor]
         assert np.allclose(found[tensor], expected, rtol=2e-6, atol=1e-7)
         if lr_scale == 1.0 and weight_decay == 0.1:
@@ -104,6 +121,49 @@ def test_groups_are_those_of_torch(name):
     found = trained(spec)
     for name_of_tensor, parameter in parameters.items():
         assert np.allclose(found[name_of_tensor], parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_groups_are_clipped_by_a_norm_of_their_own():
+    groups = (
+        ParameterGroup(match=("*.bias", "head.*"), clip_norm=0.5),
+        ParameterGroup(match=("layers.10.*",), lr_scale=2.0),
+        ParameterGroup(match=("layers.0.*",), clip_norm=0.25, weight_decay=0.1),
+    )
+    spec = Adam(name="adam", lr=1e-2, clip_norm=2.0, groups=groups, eps=1e-2)
+    replica = Replica(BLOCKS, spec)
+    replica.load_parameters([gradient(block, 99) for block in BLOCKS])
+    p = {n: torch.nn.Parameter(torch.tensor(v)) for n, v in replica.tensors().items()}
+    torch_groups: list[dict[str, Any]] = [
+        {"params": [p["layers.0.bias"], p["head.norm"]]},
+        {"params": [p["layers.10.weight"]], "lr": 2e-2},
+        {"params": [p["layers.0.weight"]], "weight_decay": 0.1},
+    ]
+    optimizer = torch.optim.Adam(torch_groups, lr=1e-2, eps=1e-2)
+    for step in range(20):
+        for block in BLOCKS:
+            for tensor, part in block.slices():
+                p[tensor.name].grad = torch.tensor(gradient(block, step)[part])
+        for group, most in zip(optimizer.param_groups, (0.5, 2.0, 0.25), strict=True):
+            torch.nn.utils.clip_grad_norm_(group["params"], most)
+        optimizer.step()
+        gradients = [gradient(block, step) for block in BLOCKS]
+        norms = ClippedGroups(spec).norms_of(BLOCKS, gradients)
+        assert norms.whole == global_norm(map(square_sum, gradients))
+        replica.apply(gradients, step_scalars(spec, step + 1, step, 20, norms))
+    for name, found in replica.tensors().items():
+        assert np.allclose(found, p[name].detach().numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_ways_of_clipping_that_exclude_each_other():
+    own = {"groups": [{"match": "*", "clip_norm": 1.0}]}
+    many = {"groups": [{"match": f"t{n}", "clip_norm": 1.0} for n in range(17)]}
+    for keys, text in (
+        ({"clip_value": 1.0, "clip_norm": 1.0}, "clip_norm or clip_value, got both"),
+        ({"clip_value": 1.0, **own}, "clip_norm or clip_value, got both"),
+        (many, "at most 16 groups with clip_norm, got 17"),
+    ):
+        with pytest.raises(RunSpecError, match=text):
+            parse_run_spec({"task": "regress", "steps": 3, "optimizer": keys})
 
 
 def test_a_decay_below_float32_is_none():

@@ -80,6 +80,17 @@ SPECS = {
     "rmsprop-decay-clip": Rmsprop(
         name="rmsprop", lr=1e-2, alpha=0.9, weight_decay=0.1, clip_norm=0.5
     ),
+    "adam-amsgrad": Adam(name="adam", lr=1e-2, amsgrad=True, weight_decay=0.1, clip_norm=0.5),
+    "adamw-amsgrad": Adamw(name="adamw", lr=1e-2, amsgrad=True, betas=(0.9, 0.9)),
+    "rmsprop-momentum": Rmsprop(name="rmsprop", lr=1e-3, momentum=0.9, weight_decay=0.1),
+    "rmsprop-centered": Rmsprop(name="rmsprop", lr=1e-3, centered=True),
+    "rmsprop-centered-momentum": Rmsprop(
+        name="rmsprop", lr=1e-3, centered=True, momentum=0.5, weight_decay=0.1, clip_norm=0.5
+    ),
+    "momentum-clip-value": Momentum(
+        name="momentum", lr=0.05, momentum=0.9, weight_decay=0.01, clip_value=0.05
+    ),
+    "adamw-clip-value": Adamw(lr=1e-2, clip_value=0.05),
     "adagrad": Adagrad(name="adagrad", lr=1e-1),
     "adagrad-decay-clip": Adagrad(name="adagrad", lr=1e-1, weight_decay=0.1, clip_norm=0.5),
     "adamw-low-beta1": Adamw(name="adamw", lr=1e-2, betas=(0.3, 0.99), weight_decay=0.1),
@@ -216,20 +227,28 @@ def naive_update(spec, scalars, p, gradient, moments, *, decay):
     """The rules as the docstring has them; arrays of any size, nothing in place."""
     c = scalars
     g = gradient * c.clip
+    if c.clip_value is not None:
+        g = RoundedFloat(np.clip(g.values, -np.float32(c.clip_value), np.float32(c.clip_value)))
     if decay and c.weight_decay and spec.name in {"adam", "rmsprop", "adagrad"}:
         g = g + p * c.weight_decay
-    if spec.name in {"rmsprop", "adagrad"}:
-        (v,) = moments
-        v = v * c.beta2 + g * c.one_minus_beta2 * g if spec.name == "rmsprop" else v + g * g
+    if spec.name == "adagrad":
+        v = moments[0] + g * g
         return p - g / (v.sqrt() + c.epsilon) * c.learning_rate, (v,)
+    if spec.name == "rmsprop":
+        return naive_rmsprop(spec, c, p, g, moments)
     if spec.name in {"adam", "adamw"}:
-        m, v = moments
+        m, v, *largest = moments
         if spec.name == "adamw":
             p = p * (c.decay_factor if decay else 1.0)
         near_m, near_g = m + (g - m) * c.one_minus_beta1, g - (g - m) * c.beta1
         m = near_m if c.one_minus_beta1 < 0.5 else near_g
         v = v * c.beta2 + g * c.one_minus_beta2 * g
-        return p - m / (v.sqrt() * c.root_correction + c.epsilon) * c.step_size, (m, v)
+        w = v
+        if largest:
+            w = RoundedFloat(np.where(v.values > largest[0].values, v.values, largest[0].values))
+            largest = [w]
+        root = w.sqrt() * c.root_correction + c.epsilon
+        return p - m / root * c.step_size, (m, v, *largest)
     if spec.name == "lion":
         (m,) = moments
         p = p * (c.decay_factor if decay else 1.0)
@@ -251,6 +270,25 @@ def naive_update(spec, scalars, p, gradient, moments, *, decay):
     if spec.name == "nesterov":
         return p - (g + velocity * c.momentum) * c.learning_rate, (velocity,)
     return p - velocity * c.learning_rate, (velocity,)
+
+
+def naive_rmsprop(spec, c, p, g, moments):
+    v, *others = moments
+    v = v * c.beta2 + g * c.one_minus_beta2 * g
+    variance, after = v, [v]
+    if spec.centered:
+        a = others.pop()
+        near_a, near_g = a + (g - a) * c.one_minus_beta2, g - (g - a) * c.beta2
+        a = near_a if c.one_minus_beta2 < 0.5 else near_g
+        variance = v - a * a
+        variance = RoundedFloat(np.where(variance.values < 0, np.float32(0), variance.values))
+    step = g / (variance.sqrt() + c.epsilon)
+    if spec.momentum:
+        step = others[0] * c.momentum + step
+        after.append(step)
+    if spec.centered:
+        after.append(a)
+    return p - step * c.learning_rate, tuple(after)
 
 
 def run(spec, start, gradients, *, decay=True, chunk_elements=update.UPDATE_CHUNK_ELEMENTS):
@@ -457,6 +495,8 @@ def test_within_a_millionth_of_its_reference_over_100_steps(spec, schedule):
         parameter.grad = torch.from_numpy(gradient.copy())
         if spec.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([parameter], spec.clip_norm)
+        if spec.clip_value is not None:
+            torch.nn.utils.clip_grad_value_([parameter], spec.clip_value)
         optimizer.step()
     found = averaged(spec, found, moments)
     expected = (optimizer.averaged() if free else parameter.detach()).numpy().astype(np.float64)

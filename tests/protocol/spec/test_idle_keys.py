@@ -65,6 +65,10 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "optimizer.rates": (REGRESS, {"optimizer.schedule": "cosine"}),
     "optimizer.rates_every": (REGRESS, {"optimizer.schedule": "cosine"}),
     "optimizer.decay": (REGRESS, {"optimizer.schedule": "linear"}),
+    "optimizer.plateau": (REGRESS, {"optimizer.schedule": "linear"}),
+    "optimizer.min_parameter_rms": (
+        REGRESS, {"optimizer.name": "adafactor", "optimizer.scale_parameter": False},
+    ),
     "replicas.outer.nesterov": (
         REGRESS, {"replicas": {"count": 2, "inner_steps": 3}, "replicas.outer.momentum": 0},
     ),
@@ -77,7 +81,7 @@ NO_DEFAULT = {
     "lora.targets": ["q"], "capture.drawn": 4, "data.holdout_samples": 4, "data.num_classes": 3,
     "data.class_weights": "balanced", "data.sampling": "balanced",
     "model.config": {"model_type": "llama"},
-    "optimizer.clip_norm": 1.0, "data.columns": {"messages": "m"},
+    "optimizer.clip_norm": 1.0, "optimizer.clip_value": 1.0, "data.columns": {"messages": "m"},
 }  # fmt: skip
 """What a key can say that is null where it is left out, if that is no text."""
 
@@ -98,6 +102,8 @@ def usual(key: str) -> Any:
         assert inner is not None
         model = flat(inner)
     default = model.model_fields[name].default
+    if key == "optimizer.plateau":
+        return {"metric": "loss"}
     return NO_DEFAULT.get(key, "x" if default in (None, PydanticUndefined) else default)
 
 
@@ -132,7 +138,8 @@ def refusal(document: dict[str, Any], *overrides: str) -> str:
 
 def test_every_condition_is_tried():
     assert with_conditions(RUNS) - {"exchange"} <= set(IDLE)
-    assert {key for key in IDLE if not key.endswith(".*")} <= {*every_key()}
+    sections = {"optimizer.plateau"}
+    assert {key for key in IDLE if not key.endswith(".*")} - sections <= {*every_key()}
 
 
 @pytest.mark.parametrize("key", IDLE)
@@ -151,9 +158,12 @@ def test_a_key_that_another_makes_idle_is_refused_even_with_its_default(key):
     [
         (
             {"name": "sgd", "momentum": 0.9},
-            "sgd has no 'momentum'; remove it, or set optimizer.name to momentum or nesterov in 'r",
+            "sgd has no 'momentum'; remove it, or set optimizer.name to momentum, nesterov or rms",
         ),
-        ({"momentum": 0.9}, "adamw has no 'momentum'; expected one of betas, eps; remove it, or"),
+        (
+            {"momentum": 0.9},
+            "adamw has no 'momentum'; expected one of betas, eps, amsgrad; remove it",
+        ),
         ({"name": "sgd", "betas": [0.8, 0.9], "eps": 1e-7}, "; optimizer.eps: sgd has no 'eps'"),
         (
             {"warmup_from_zero": True},
@@ -196,7 +206,7 @@ def _lacked_data(variant: Any) -> set[str]:
 
 def test_what_was_set_is_named_and_null_says_nothing():
     told = refusal({**REGRESS, "optimizer": {"name": "sgd"}}, "optimizer.momentum=0.5")
-    assert told.endswith("to momentum or nesterov (from --set optimizer.momentum=0.5)")
+    assert told.endswith("nesterov or rmsprop (from --set optimizer.momentum=0.5)")
     assert parse_run_spec({**REGRESS, "lora": None, "checkpoint": {"metric": None}}).lora is None
 
 

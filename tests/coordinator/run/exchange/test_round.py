@@ -129,7 +129,7 @@ def assert_is_the_plain_sum(round_, microbatches, exchange):
         digests.append(weights_digest(named))
     assert round_.complete
     assert round_.averages_digest() == blake3("".join(digests).encode()).hexdigest()
-    assert round_.gradient_norm == global_norm(squares)
+    assert round_.gradient_norms.whole == global_norm(squares)
     loss = along_tree(0, microbatches, lambda leaf: leaf / 9)
     assert round_.loss == (loss / total if total else 0.0)
 
@@ -397,7 +397,7 @@ def test_a_step_without_weight_has_no_gradient():
             len(values(Subtree(0, 1), block, chunk)), np.float32
         ))  # fmt: skip
     round_.subtree_loss("ann", subtree_loss(Subtree(0, 1), 0.0).model_copy(update={"weight": 0.0}))
-    assert (round_.loss, round_.gradient_norm) == (0.0, 0.0)
+    assert (round_.loss, round_.gradient_norms.whole) == (0.0, 0.0)
 
 
 def test_a_commit_can_say_whose_subtrees_make_up_its_sums():

@@ -10,7 +10,8 @@
 #include <sys/stat.h>
 
 typedef unsigned long number;
-typedef number Kernel(number, number, number, number, number, number, number, number, number);
+typedef number Kernel(number, number, number, number, number, number, number, number, number,
+                      number, number);
 #define KERNELS(_) \
   _(apply_update) _(add_rounded) _(has_not_finite) _(all_negative_zero) _(square_sums) _(round_bfloat16) \
   _(pack_bfloat16) _(unpack_bfloat16) _(pack_int8) _(unpack_int8) _(pack_int4) _(unpack_int4) \
@@ -29,11 +30,11 @@ int main(int count, char **arguments) {
   if (arena == MAP_FAILED) return 1;
   char line[512], name[64];
   while (fgets(line, sizeof line, stdin)) {
-    number call[9] = {0};
+    number call[11] = {0};
     int at = 0, used = 0;
     if (sscanf(line, "%63s%n", name, &at) != 1) return 1;
     char kind;
-    for (int i = 0; i < 9 && sscanf(line + at, " %c%lu%n", &kind, call + i, &used) == 2; i++) {
+    for (int i = 0; i < 11 && sscanf(line + at, " %c%lu%n", &kind, call + i, &used) == 2; i++) {
       at += used;
       if (kind == 'p') call[i] += (number)arena;
     }
@@ -46,7 +47,8 @@ int main(int count, char **arguments) {
     for (number i = 0; i < sizeof kernels / sizeof *kernels; i++)
       if (!strcmp(name, kernels[i].name)) {
         const number *a = call;
-        result = kernels[i].call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]);
+        result = kernels[i].call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9],
+                                 a[10]);
       }
     printf("%u\n", (unsigned)result);
     fflush(stdout);

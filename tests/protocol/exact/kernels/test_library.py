@@ -18,7 +18,7 @@ from protocol.exact.kernels import library
 from protocol.exact.kernels.library import Library, library_for, runnable_targets, using
 from protocol.exact.kernels.targets import TARGETS, library_path
 from protocol.machine.compiler import build_kernels, zig
-from protocol.spec.sections.optimizer import OptimizerSpec
+from protocol.spec.sections.optimizer import EmaSpec, OptimizerSpec
 from tests.protocol.exact.kernels.emulated import EmulatedLibrary
 
 BUILT = [target for target in runnable_targets() if library_path(target).exists()]
@@ -37,12 +37,29 @@ SPECIAL = np.array(
     np.uint32,
 )  # fmt: skip
 """Zero, subnormals, the least normal numbers, ties of bfloat16, the largest, infinity, NaN."""
+VARIANTS: list[dict[str, Any]] = [
+    {"name": name, "momentum": 0.0 if name == "rmsprop" else 0.9}
+    for name in library.RULES if "-" not in name or name == "schedule-free"
+] + [
+    {"name": "adam", "amsgrad": True},
+    {"name": "adamw", "amsgrad": True},
+    {"name": "rmsprop", "momentum": 0.8},
+    {"name": "rmsprop", "momentum": 0.0, "centered": True},
+    {"name": "rmsprop", "momentum": 0.8, "centered": True},
+]  # fmt: skip
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"weight_decay": 0.1, "clip_norm": 0.5},
+    {"weight_decay": 0.1, "clip_value": 0.01},
+    {"ema": EmaSpec(decay=0.75)},
+]
 RULES = [
-    OptimizerSpec(name=name, lr=lr, weight_decay=decay, betas=betas, clip_norm=clip)
-    for name, (lr, betas) in itertools.product(
-        library.RULES, [(0.1, (0.9, 0.999)), (1e-3, (0.4, 0.99)), (3.0, (0.5, 0.5))]
+    OptimizerSpec(lr=lr, betas=betas, alpha=betas[1], **variant, **others)
+    for variant, (lr, betas) in itertools.product(
+        VARIANTS, [(0.1, (0.9, 0.999)), (1e-3, (0.4, 0.99)), (3.0, (0.5, 0.5))]
     )
-    for decay, clip in [(0.0, None), (0.1, 0.5)]
+    for others in SETTINGS
+    if variant["name"] != "schedule-free" or "ema" not in others
 ]
 LENGTHS = st.one_of(
     st.integers(0, 300),
@@ -118,35 +135,42 @@ def prepared(kernels: Library, case: Case) -> tuple[int, int, int]:
 @given(CASES, st.sampled_from(RULES), st.booleans(), st.integers(1, 50))
 def test_updates(kernels, case, spec, decay, step):
     seed, elements, offset = prepared(kernels, case)
-    offsets = [offset, 63 - offset, offset * 7 % 64, seed % 64]
-    scalars = update.step_scalars(spec, step, step - 1, 100, gradient_norm=1.7)
+    offsets = [offset, 63 - offset, offset * 7 % 64, seed % 64, seed * 5 % 64]
+    scalars = update.step_scalars(spec, step, step - 1, 100, 1.7)
     gradient = values(seed + 3, elements, offsets[3])
-    count = 1 + update.moment_count(spec)
+    count = update.state_arrays(spec)
+    moments = slice(1, 1 + update.moment_count(spec))
     found: list[Any] = []
     for native in (None, kernels):
         state = [values(seed + i, elements, offsets[i]) for i in range(count)]
         with using(native):
             finite = update.apply_update(
-                spec, scalars, state[0], gradient, tuple(state[1:]), decay=decay
-            )
+                spec, scalars, state[0], gradient, tuple(state[moments]), decay=decay,
+                average=state[-1] if spec.average else None,
+            )  # fmt: skip
         found.append((finite, *map(bits, state)))
     assert found[0][0] == found[1][0]
     for expected, got in zip(found[0][1:], found[1][1:], strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
+def test_every_rule_has_a_variant():
+    assert {update.rule_name(spec) for spec in RULES} == set(library.RULES)
+
+
 @given(CASES, st.sampled_from(RULES))
 def test_hashes(kernels, case, spec):
     """xxHash's own, of each piece, alone and while the values are updated."""
     seed, elements, offset = prepared(kernels, case)
-    scalars = update.step_scalars(spec, 3, 2, 100, gradient_norm=1.7)
-    count = 1 + update.moment_count(spec)
+    scalars = update.step_scalars(spec, 3, 2, 100, 1.7)
+    count = update.state_arrays(spec)
     state = [values(seed + i, elements, (offset + 7 * i) % 64) for i in range(count)]
     hashes = np.empty((count, pieces_of(elements), 16), np.uint8)
     with using(kernels):
         update.apply_update(
-            spec, scalars, state[0], values(seed, elements), tuple(state[1:]), decay=True,
-            hashes=hashes,
+            spec, scalars, state[0], values(seed, elements),
+            tuple(state[1 : 1 + update.moment_count(spec)]), decay=True,
+            average=state[-1] if spec.average else None, hashes=hashes,
         )  # fmt: skip
         alone = [piece_hashes(array) for array in state]
     with using(None):

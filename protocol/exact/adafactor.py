@@ -1,0 +1,184 @@
+"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235): a rule that reads each tensor as a whole.
+
+Its second moment is a mean for each row and one for each column, of which the update takes sums
+over whole tensors. Every machine applies the update to its whole replica, however gradients were
+averaged, so all of them see whole tensors. The order of every sum is stated here, and all sums are
+in float64.
+
+    g = clipped gradient, n = row and column means of g^2 + eps, b = t^beta2_decay
+    r += b (n_rows - r);  c += b (n_columns - c)           vectors: v += b (g^2 + eps - v)
+    u = g / sqrt(r / mean(r)) / sqrt(c)                    vectors: u = g / sqrt(v)
+    u /= max(1, rms(u) / clip_threshold)
+    p *= 1 - lr d;  p -= lr max(min_parameter_rms, rms(p)) u
+
+A tensor of more than two dimensions is a stack of matrices of its last two. With `relative_step`,
+lr is at most 1 / sqrt(t); without `scale_parameter` it is not multiplied by rms(p). t counts the
+run's updates, also for a tensor that has missed some.
+
+Sums over rows and columns: a matrix is cut into strips of whole rows, `STRIP_ELEMENTS` at most or
+one row. Within a strip, an axis of n values is halved until one is left: value i takes up value
+i + ceil(n / 2). Strips are added from first to last.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.exact.update import (
+    UPDATE_CHUNK_ELEMENTS,
+    Array,
+    StepScalars,
+    is_finite,
+    keep_average,
+    nearest_float32,
+    square_sum,
+)
+from protocol.spec.sections.optimizer import OptimizerSpec
+
+STRIP_ELEMENTS: Final = 65_536
+"""Part of the definition of the sums over rows and columns."""
+Wide = NDArray[np.float64]
+
+
+def factor_elements(shape: tuple[int, ...]) -> int:
+    """Return the number of values that stand for a tensor's second moment: rows, then columns."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    *stack, rows, columns = shape
+    return math.prod(stack) * (rows + columns)
+
+
+def apply_adafactor(
+    spec: OptimizerSpec,
+    scalars: StepScalars,
+    parameters: Array,
+    gradient: Array,
+    factors: Array,
+    *,
+    decay: bool,
+    average: Array | None = None,
+) -> bool:
+    """Apply one step in place to a tensor.
+
+    Args:
+        spec: The optimizer, adafactor.
+        scalars: The step's scalars, from `step_scalars`.
+        parameters: A contiguous view, in the tensor's shape; changed.
+        gradient: Averaged gradient in the same shape; not changed.
+        factors: Flat, of `factor_elements`; changed.
+        decay: Whether weight decay applies to this tensor.
+        average: Flat, if `spec.average` is set; changed.
+
+    Returns:
+        Whether all new values are finite.
+    """
+    if not parameters.size:
+        return True
+    with np.errstate(all="ignore"):
+        update = _normalized(scalars, _clipped(scalars, gradient), factors)
+        rate = scalars.learning_rate / max(1.0, _rms(update) / spec.clip_threshold)
+        if spec.scale_parameter:
+            rate *= max(spec.min_parameter_rms, _rms(parameters))
+        factor = np.float32(scalars.decay_factor if decay else 1.0)
+        step = np.float32(nearest_float32(rate))
+        finite = is_finite(factors)
+        flat, direction = parameters.reshape(-1), update.reshape(-1)
+        for lo in range(0, flat.size, UPDATE_CHUNK_ELEMENTS):
+            part = slice(lo, lo + UPDATE_CHUNK_ELEMENTS)
+            before = flat[part].copy()
+            flat[part] *= factor
+            flat[part] -= np.multiply(direction[part], step, out=direction[part])
+            finite = finite and is_finite(flat[part])
+            if average is not None:
+                assert scalars.average_keep is not None
+                np.subtract(before, flat[part], out=before)
+                average[part] += before
+                keep_average(average[part], scalars.average_keep)
+                finite = finite and is_finite(average[part])
+    return finite
+
+
+def _rms(values: Array) -> float:
+    return math.sqrt(square_sum(values) / values.size)
+
+
+def _clipped(scalars: StepScalars, gradient: Array) -> Array:
+    if scalars.clip != 1.0:
+        gradient = gradient * np.float32(scalars.clip)
+    if scalars.clip_value is not None:
+        most = np.float32(scalars.clip_value)
+        gradient = np.clip(gradient, -most, most)
+    return gradient
+
+
+def _normalized(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
+    """Update the means, and return g divided by the root of the second moment they stand for."""
+    update, shape = np.empty_like(gradient), gradient.shape
+    if len(shape) < 2:
+        flat, out = gradient.reshape(-1), update.reshape(-1)
+        for lo in range(0, flat.size, STRIP_ELEMENTS):
+            part = slice(lo, lo + STRIP_ELEMENTS)
+            _move(scalars, factors[part], _squares(scalars, flat[part]))
+            np.divide(flat[part], np.sqrt(factors[part]), out=out[part])
+        return update
+    *_, rows, columns = shape
+    stack = gradient.reshape(-1, rows, columns)
+    count = len(stack)
+    row_means = factors[: count * rows].reshape(count, rows)
+    column_means = factors[count * rows :].reshape(count, columns)
+    matrices = max(1, STRIP_ELEMENTS // (rows * columns))
+    for lo in range(0, count, matrices):
+        part = slice(lo, lo + matrices)
+        of_rows, of_columns = _sums(scalars, stack[part])
+        _move(scalars, row_means[part], of_rows / columns)
+        _move(scalars, column_means[part], of_columns / rows)
+    out = update.reshape(stack.shape)
+    wide = row_means.astype(np.float64)
+    mean = _folded(wide.copy(), 1)[:, None] / rows
+    by_row = (1.0 / np.sqrt(wide / mean)).astype(np.float32)
+    by_column = (1.0 / np.sqrt(column_means.astype(np.float64))).astype(np.float32)
+    np.multiply(stack, by_row[:, :, None], out=out)
+    np.multiply(out, by_column[:, None, :], out=out)
+    return update
+
+
+def _squares(scalars: StepScalars, gradient: Array) -> Wide:
+    squares = gradient.astype(np.float64)
+    np.multiply(squares, squares, out=squares)
+    return np.add(squares, scalars.epsilon, out=squares)
+
+
+def _move(scalars: StepScalars, means: Array, new: Wide) -> None:
+    """Move means towards the new ones, in float64, and round once."""
+    wide = means.astype(np.float64)
+    np.subtract(new, wide, out=new)
+    np.multiply(new, scalars.one_minus_beta2, out=new)
+    np.copyto(means, np.add(wide, new, out=wide), casting="same_kind")
+
+
+def _sums(scalars: StepScalars, matrices: Array) -> tuple[Wide, Wide]:
+    """Return the sums of squares by row and by column, shapes (n, rows) and (n, columns)."""
+    count, rows, columns = matrices.shape
+    of_rows, of_columns = np.empty((count, rows)), np.zeros((count, columns))
+    strip = max(1, STRIP_ELEMENTS // columns)
+    for lo in range(0, rows, strip):
+        squares = _squares(scalars, matrices[:, lo : lo + strip])
+        of_rows[:, lo : lo + strip] = _folded(squares.copy(), 2)
+        of_columns += _folded(squares, 1)
+    return of_rows, of_columns
+
+
+def _folded(values: Wide, axis: int) -> Wide:
+    """Return the sum over an axis, in the order of the module's docstring; changes `values`."""
+    from_front = np.moveaxis(values, axis, 0)
+    n = len(from_front)
+    while n > 1:
+        half = -(-n // 2)
+        from_front[: n - half] += from_front[half:n]
+        n = half
+    first: Wide = from_front[0]
+    return first

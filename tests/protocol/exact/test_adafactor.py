@@ -1,0 +1,161 @@
+"""Adafactor: torch's and transformers' to 1e-5, in an order of sums that a naive loop has too."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.optimization import Adafactor as AdafactorOfTransformers
+
+from protocol.exact import adafactor
+from protocol.exact.absent import absent
+from protocol.exact.adafactor import factor_elements
+from protocol.exact.replica import Replica, part_slices
+from protocol.exact.update import average_keep, step_scalars
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.sections.optimizer import Adafactor, EmaSpec, ParameterGroup
+
+SHAPES = {
+    "a": (7, 5), "bias": (5,), "c": (3, 4, 2, 3), "d": (1, 9), "e": (9, 1), "scalar": (),
+}  # fmt: skip
+BLOCK = Block(
+    name="b",
+    kind="block",
+    tensors=tuple(TensorSpec(name=name, shape=shape) for name, shape in SHAPES.items()),
+)
+STEPS = 50
+PLAIN = {"scale_parameter": False, "relative_step": False}
+
+
+def values(step):
+    found = np.random.default_rng(step).standard_normal(BLOCK.elements) * 0.1 + 0.05
+    return found.astype(np.float32)
+
+
+def replica_of(spec):
+    replica = Replica((BLOCK,), spec)
+    replica.load_parameters([values(99) * 10])
+    return replica
+
+
+REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
+    "torch": (
+        {"relative_step": True, "weight_decay": 0.1, "no_decay": ()},
+        lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.1),
+    ),
+    "transformers": (
+        {"scale_parameter": False, "weight_decay": 0.1, "no_decay": ()},
+        lambda p: AdafactorOfTransformers(p, lr=1e-2, weight_decay=0.1, **PLAIN),
+    ),
+    "transformers-threshold": (
+        {"scale_parameter": False, "clip_threshold": 0.5, "beta2_decay": -0.6},
+        lambda p: AdafactorOfTransformers(p, lr=1e-2, clip_threshold=0.5, decay_rate=-0.6, **PLAIN),
+    ),
+    "transformers-relative": ({"relative_step": True}, AdafactorOfTransformers),
+    "transformers-warmup": (
+        {"relative_step": True, "warmup_steps": 10_000},
+        lambda p: AdafactorOfTransformers(p, warmup_init=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_within_a_hundred_thousandth_of_its_reference(name):
+    keys, make = REFERENCES[name]
+    spec = Adafactor(name="adafactor", lr=1e-2, **keys)
+    replica = replica_of(spec)
+    parameters = {n: torch.nn.Parameter(torch.tensor(v)) for n, v in replica.tensors().items()}
+    optimizer = make(list(parameters.values()))
+    for step in range(STEPS):
+        for tensor, part in BLOCK.slices():
+            gradient = torch.tensor(values(step)[part].reshape(tensor.shape))
+            parameters[tensor.name].grad = gradient
+        optimizer.step()
+        replica.apply([values(step)], step_scalars(spec, step + 1, step, STEPS, 1.0))
+    for tensor, found in replica.tensors().items():
+        expected = parameters[tensor].detach().numpy()
+        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), tensor
+
+
+def folded(numbers):
+    """The order of the module's docstring, one number at a time."""
+    numbers = [float(x) for x in numbers]
+    while len(numbers) > 1:
+        half = -(-len(numbers) // 2)
+        for i in range(len(numbers) - half):
+            numbers[i] += numbers[half + i]
+        numbers = numbers[:half]
+    return numbers[0]
+
+
+@pytest.mark.parametrize("strip", [1, 11, 20, 1000])
+def test_the_sums_have_the_order_that_is_stated(strip, monkeypatch):
+    monkeypatch.setattr(adafactor, "STRIP_ELEMENTS", strip)
+    spec = Adafactor(name="adafactor")
+    scalars = step_scalars(spec, 1, 0, 10, 1.0)
+    stack = np.random.default_rng(3).standard_normal((1, 13, 5)).astype(np.float32)
+    squares = [[float(x) ** 2 + scalars.epsilon for x in row] for row in stack[0]]
+    of_rows, of_columns = adafactor._sums(scalars, stack)
+    assert of_rows[0].tolist() == [folded(row) for row in squares]
+    height = max(1, strip // 5)
+    expected = []
+    for column in zip(*squares, strict=True):
+        total = 0.0
+        for lo in range(0, 13, height):
+            total += folded(column[lo : lo + height])
+        expected.append(total)
+    assert of_columns[0].tolist() == expected
+
+
+def test_a_stack_has_the_bits_of_its_matrices_alone():
+    spec = Adafactor(name="adafactor", scale_parameter=False, clip_threshold=1e3)
+    scalars = step_scalars(spec, 1, 0, 10, 1.0)
+    stack = np.random.default_rng(4).standard_normal((6, 3, 4)).astype(np.float32)
+    whole, factors = np.ones_like(stack), np.zeros(factor_elements(stack.shape), np.float32)
+    adafactor.apply_adafactor(spec, scalars, whole, stack, factors, decay=False)
+    for matrix, updated in zip(stack, whole, strict=True):
+        alone, own = np.ones_like(matrix), np.zeros(7, np.float32)
+        adafactor.apply_adafactor(spec, scalars, alone, matrix, own, decay=False)
+        assert alone.tobytes() == updated.tobytes()
+
+
+def test_groups_decay_averages_and_absent_gradients():
+    groups = (ParameterGroup(match=("a",), lr_scale=0.5, weight_decay=0.1),)
+    spec = Adafactor(name="adafactor", lr=1e-2, groups=groups, ema=EmaSpec(decay=0.5))
+    replica = replica_of(spec)
+    average = {name: found.copy() for name, found in replica.tensors().items()}
+    for step in range(4):
+        gradient = values(step)
+        if step == 3:
+            gradient[:35] = absent(35)
+        before = replica.tensors()["a"].copy()
+        replica.apply([gradient], step_scalars(spec, step + 1, step, 4, 1.0))
+        assert (replica.tensors()["a"] != before).any() == (step < 3)
+        keep = average_keep(EmaSpec(decay=0.5), step + 1)
+        for name, found in replica.tensors().items():
+            average[name] = found + keep * (average[name] - found)
+    for name, found in replica.trained_tensors().items():
+        np.testing.assert_allclose(found, average[name], rtol=2e-6, atol=1e-6)
+    assert not replica.location_not_finite()
+    replica.arrays("factors")[0][13] = np.nan
+    assert replica.location_not_finite() == "block 'b', tensor 'bias' (factors)"
+
+
+def test_its_state_is_sent_in_pieces_of_a_chunk():
+    large = Block(name="b", kind="block", tensors=(
+        TensorSpec(name="w", shape=(400_000, 3)), TensorSpec(name="v", shape=(300_000,))
+    ))  # fmt: skip
+    pieces = part_slices("factors", large)
+    assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
+    assert pieces[-1].stop == 400_000 + 3 + 300_000
+    assert max(piece.stop - piece.start for piece in pieces) <= large.chunk_elements
+    assert math.ceil(pieces[-1].stop / large.chunk_elements) == len(pieces)
+    replica, other = replica_of(Adafactor(name="adafactor")), None
+    replica.apply([values(1)], step_scalars(Adafactor(name="adafactor"), 1, 0, 4, 1.0))
+    other = Replica((BLOCK,), Adafactor(name="adafactor"))
+    for part in replica.parts():
+        for number, piece in enumerate(part_slices(part.kind, BLOCK)):
+            other.load_piece(part.kind, 0, number, part.values[piece])
+    other.restore(1, 1)
+    assert other.state_digest() == replica.state_digest()
