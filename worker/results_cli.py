@@ -44,8 +44,8 @@ def merge(
     made = merge_into(find(directory), base, out, stored)
     typer.echo(f"model: {made.directory}")
     typer.echo(
-        f"logits of {made.tokens} tokens: at most {made.difference:.2g} from those of base and "
-        "adapter"
+        f"{made.compared} of {made.tokens} tokens: at most {made.difference:.2g} from those of "
+        "base and adapter"
     )
     typer.echo(f"weights: {made.weights_digest}")
 
@@ -111,7 +111,9 @@ def generate(
     from worker.results.load import is_seq2seq, load
     from worker.results.saved_model import find
 
-    loaded = load(find(directory), base)
+    saved = find(directory)
+    saved.refuse_embeddings()
+    loaded = load(saved, base)
     if loaded.trained is not None:
         raise DataError(
             f"expected a language model in {str(directory)!r}, got a classifier; use it: "

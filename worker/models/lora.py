@@ -35,6 +35,8 @@ TaskType = Literal[
     "SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM", "MASKED_LM", "FEATURE_EXTRACTION"
 ]
 
+LOG_SCALE: Final = "log_scale"
+"""A learned temperature beside a model, or an adapter, that embeds texts: log(1 / temperature)."""
 ATTENTION: Final = (
     ("q_proj", "v_proj"),
     ("query", "value"),

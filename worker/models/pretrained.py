@@ -17,7 +17,7 @@ import urllib.request
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -144,6 +144,16 @@ def load_seq2seq(spec: ModelSpec, seed: int) -> Pretrained:
 def load_encoder(spec: ModelSpec) -> Pretrained:
     """A model without a head, of encoders and decoders alike; errors as of `load_classifier`."""
     return _load(transformers.AutoModel, spec, 0, {})
+
+
+def without_pooler(loaded: Pretrained) -> Pretrained:
+    """Freeze the head that some encoders put on their first token, which embeddings do not read; it
+    may lack in a checkpoint."""
+    of_pooler = {name for name, _ in loaded.model.named_parameters() if "pooler." in name}
+    for name, parameter in loaded.model.named_parameters():
+        parameter.requires_grad_(name not in of_pooler)
+    drawn = {name: size for name, size in loaded.drawn.items() if name not in of_pooler}
+    return replace(loaded, drawn=drawn)
 
 
 def load_masked_lm(spec: ModelSpec) -> Pretrained:

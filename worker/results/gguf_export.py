@@ -43,6 +43,7 @@ def export_gguf(saved: SavedModel, base: str | None, storage: Storage, out: Path
     check_gguf()
     name = saved.facts.name if saved.facts is not None else saved.directory.stem
     file = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".-") or "model"
+    saved.refuse_embeddings()
     with new_directory(out) as new:
         loaded = load(saved, base)
         if loaded.trained is not None:

@@ -19,7 +19,7 @@ from protocol.base.errors import DataError, describe_error
 from protocol.spec.files.sources import model_source
 from protocol.spec.sections.model import ModelSpec
 from worker.models import pretrained
-from worker.models.lora import adapter_name
+from worker.models.lora import LOG_SCALE, adapter_name
 from worker.models.tokens import load_tokenizer, tokenizer_in
 from worker.results.saved_model import ADAPTER_WEIGHTS, SavedModel
 from worker.tasks.labels.result_info import FILE, ResultInfo
@@ -38,12 +38,14 @@ class LoadedModel:
         tokenizer: The tokenizer that it was trained with.
         base: Digest of the base's weights.
         trained: What a classify run wrote beside its result.
+        embeds: Whether it is an encoder of texts, without a head.
     """
 
     model: Any
     tokenizer: Any
     base: str
     trained: ResultInfo | None
+    embeds: bool = False
 
     @property
     def adapted(self) -> bool:
@@ -63,7 +65,7 @@ def load(saved: SavedModel, base: str | None) -> LoadedModel:
     """
     trained = ResultInfo.read(saved.directory) if (saved.directory / FILE).is_file() else None
     source = model_source(saved.base(base))
-    loaded = _base(source, trained)
+    loaded = _base(source, trained, embeds=saved.embeds)
     _refuse_another_base(saved, source, loaded.weights_digest)
     if trained is None and not loaded.drawn.keys() <= _saved(saved):
         pretrained.refuse_drawn_weights(loaded, source, "take a model with its head")
@@ -78,18 +80,23 @@ def load(saved: SavedModel, base: str | None) -> LoadedModel:
     model.eval()
     own = (saved.directory / "tokenizer.json").is_file()
     tokenizer = tokenizer_in(saved.directory) if own else load_tokenizer(source)
-    return LoadedModel(model, tokenizer, loaded.weights_digest, trained)
+    return LoadedModel(model, tokenizer, loaded.weights_digest, trained, saved.embeds)
 
 
-def _base(source: str, trained: ResultInfo | None) -> pretrained.Pretrained:
+def _base(source: str, trained: ResultInfo | None, *, embeds: bool) -> pretrained.Pretrained:
     spec = ModelSpec(source=source)
     if trained is not None:
         spec = trained.model.model_copy(update={"source": source})
-    return load_bare(spec, trained, lambda: int(load_tokenizer(source).pad_token_id))
+    padding = lambda: int(load_tokenizer(source).pad_token_id)  # noqa: E731
+    return load_bare(spec, trained, padding, embeds=embeds)
 
 
 def load_bare(
-    spec: ModelSpec, trained: ResultInfo | None, padding: Callable[[], int]
+    spec: ModelSpec,
+    trained: ResultInfo | None,
+    padding: Callable[[], int],
+    *,
+    embeds: bool = False,
 ) -> pretrained.Pretrained:
     """Load a model without an adapter, with the head that its result is for.
 
@@ -97,7 +104,10 @@ def load_bare(
         spec: Names the model.
         trained: What a run with labels wrote; None for what generates text.
         padding: Gives the tokenizer's padding token.
+        embeds: Whether it is an encoder of texts.
     """
+    if embeds:
+        return pretrained.without_pooler(pretrained.load_encoder(spec))
     if trained is None:
         return pretrained.load_text_model(spec)
     if trained.task == "tag":
@@ -150,7 +160,7 @@ def _with_adapter(model: Any, saved: SavedModel) -> Any:
         expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
         with safe_open(saved.directory / ADAPTER_WEIGHTS, "np") as tensors:
             names = tensors.keys()
-            stored = {adapter_name(name) for name in names}
+            stored = {adapter_name(name) for name in names} - {LOG_SCALE}
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise DataError(
             f"cannot add the adapter {place!r} to its base: {describe_error(error)}"
@@ -165,7 +175,7 @@ def _with_adapter(model: Any, saved: SavedModel) -> Any:
 
 
 def probe(model: Any, vocabulary: int) -> torch.Tensor:
-    """Logits for a few tokens that are the same everywhere, float32.
+    """Logits for a few tokens that are the same everywhere, float32; last states without a head.
 
     A text of an encoder-decoder ends with its end token, which classifiers look for.
     """
@@ -175,8 +185,9 @@ def probe(model: Any, vocabulary: int) -> torch.Tensor:
         ids[0, -1] = end
     target = {"decoder_input_ids": ids} if is_seq2seq(model) else {}
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=ids, **target).logits.float()
-    return logits
+        output = model(input_ids=ids, **target)
+    values: torch.Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return values.float()
 
 
 def is_seq2seq(model: Any) -> bool:

@@ -23,7 +23,7 @@ from protocol.spec.sections.model import ModelSpec
 from worker.models import pretrained
 from worker.models.tokens import tokenizer_files
 from worker.results.load import PROBE_TOKENS, LoadedModel, load, load_bare, probe, vocabulary_of
-from worker.results.saved_model import SavedModel
+from worker.results.saved_model import SENTENCE_TRANSFORMERS_FILES, SavedModel
 from worker.tasks.labels.result_info import FILE
 
 Dtype = Literal["float32", "bfloat16"]
@@ -37,13 +37,15 @@ class MergeReport:
 
     Attributes:
         directory: The new model's directory.
-        difference: Largest difference between logits.
+        difference: Largest difference between what both models compute.
+        compared: What that is: logits, or the last states of a model without a head.
         tokens: Number of tokens compared.
         weights_digest: Digest of the new model's weights.
     """
 
     directory: Path
     difference: float
+    compared: str
     tokens: int
     weights_digest: str
 
@@ -79,11 +81,16 @@ def merge(saved: SavedModel, base: str | None, out: Path, dtype: Dtype = "float3
             rounded = probe(model, vocabulary)
             model.to(getattr(torch, dtype))
         _save(model, loaded, new)
+        if loaded.embeds:
+            for name in SENTENCE_TRANSFORMERS_FILES:
+                (new / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(saved.directory / name, new / name)
         del model
         again = _read_back(new, loaded)
         compare(rounded, after := probe(again.model, vocabulary))
         difference = float((before - after).abs().max())
-        report = MergeReport(out, difference, PROBE_TOKENS, again.weights_digest)
+        compared = "last states" if loaded.embeds else "logits"
+        report = MergeReport(out, difference, compared, PROBE_TOKENS, again.weights_digest)
         if saved.facts is not None:
             text = card_text(_facts(saved.facts, report))
             (new / CARD).write_text(text, encoding="utf-8")
@@ -183,7 +190,8 @@ def _save(model: Any, loaded: LoadedModel, new: Path) -> None:
 
 def _read_back(new: Path, loaded: LoadedModel) -> pretrained.Pretrained:
     spec, trained = ModelSpec(source=str(new)), loaded.trained
-    found = load_bare(spec, trained, lambda: int(loaded.tokenizer.pad_token_id))
+    padding = lambda: int(loaded.tokenizer.pad_token_id)  # noqa: E731
+    found = load_bare(spec, trained, padding, embeds=loaded.embeds)
     found.model.eval()
     return found
 
@@ -191,7 +199,7 @@ def _read_back(new: Path, loaded: LoadedModel) -> pretrained.Pretrained:
 def _facts(facts: CardFacts, report: MergeReport) -> CardFacts:
     sentence = (
         "The run's adapter was added to its base afterwards (samestep "
-        f"{__version__}): the logits of {report.tokens} tokens differ by at most "
+        f"{__version__}): the {report.compared} of {report.tokens} tokens differ by at most "
         f"{report.difference:.2g} from those of base and adapter. BLAKE3 of all weights here: "
         f"`{report.weights_digest}`."
     )

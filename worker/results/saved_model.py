@@ -16,6 +16,12 @@ from protocol.spec.model_card import CardFacts, read_card
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+SENTENCE_TRANSFORMERS_FILES: Final = (
+    "modules.json",
+    "1_Pooling/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,24 @@ class SavedModel:
     @property
     def whole(self) -> bool:
         return self.adapter is None
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it is an encoder of texts, with the files of sentence-transformers."""
+        return (self.directory / SENTENCE_TRANSFORMERS_FILES[0]).is_file()
+
+    def refuse_embeddings(self) -> None:
+        """Refuse an encoder of texts where text is to be written.
+
+        Raises:
+            DataError: It is one.
+        """
+        if self.embeds:
+            raise DataError(
+                f"expected a model that writes text in {str(self.directory)!r}, got one that "
+                "embeds texts; load it with sentence-transformers, an adapter also after worker "
+                "merge"
+            )
 
     def base(self, asked: str | None) -> str:
         """Source of the model that the trained tensors are added to.

@@ -242,6 +242,42 @@ def json_of(path):
     return json.loads(path.read_text())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_merged_for_sentence_transformers(tiny, tmp_path, dtype):
+    import transformers
+
+    task = task_of(tiny, tmp_path, lora={"r": 2}, learn_temperature=True)
+    rng = np.random.default_rng(0)
+    trained = [v + 0.1 * rng.standard_normal(v.shape, "f4") for v in task.initial_parameters()]
+    (tmp_path / "out").mkdir()
+    adapter, new = export(task, trained, tmp_path / "out"), tmp_path / "new"
+    made = called("worker", "merge", str(adapter), "--out", str(new), "--dtype", dtype)
+    assert made.returncode == 0, made.stderr
+    assert "last states of 24 tokens" in made.stdout
+    for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
+        assert (new / name).read_bytes() == (adapter / name).read_bytes()
+    batch = task.batch(range(4)).arrays
+    ids, mask = torch.tensor(batch["anchor_ids"]), torch.tensor(batch["anchor_mask"])
+    module = task.trainable.module.eval()
+    named = dict(module.named_parameters())
+    with torch.no_grad():
+        for block, values in zip(task.manifest.blocks, trained, strict=True):
+            for tensor, place in block.slices():
+                named[tensor.name].copy_(torch.from_numpy(values[place].reshape(tensor.shape)))
+        expected = module(input_ids=ids, attention_mask=mask).last_hidden_state
+        model = transformers.AutoModel.from_pretrained(new, dtype=torch.float32).eval()
+        got = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert torch.allclose(got, expected, atol=1e-5 if dtype == "float32" else 0.1)
+
+
+def test_a_model_that_embeds_writes_no_text(tiny, tmp_path):
+    saved = export_of(task_of(tiny, tmp_path), tmp_path)
+    for command in (("generate", str(saved), "x"), ("export", str(saved), "--gguf", "f32")):
+        ended = called("worker", *command, *(["--out", str(tmp_path / "g")] * (len(command) > 3)))
+        assert ended.returncode == 2
+        assert "got one that embeds texts; load it with sentence-transformers" in ended.stderr
+
+
 def test_worker_data_shows_anchors_and_passages(tiny, tmp_path):
     train = written(tmp_path / "pairs.jsonl", ROWS)
     run = tmp_path / "run.yaml"

@@ -25,13 +25,12 @@ from worker.data import holdout
 from worker.data.embedding_data import PADDING_TOKENS, read_embedding_data
 from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
+from worker.models.lora import LOG_SCALE
 from worker.models.tokens import check_tokens, tokenizer_files
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask
 
-_LOG_SCALE: Final = "log_scale"
-"""Name of the learned temperature's parameter: log(1 / temperature)."""
-_HIGHEST_LOG_SCALE: Final = math.log(100.0)
+_HIGHESTLOG_SCALE: Final = math.log(100.0)
 _TEXTS_AT_ONCE: Final = 64
 """Texts that evaluation embeds, and anchors that it ranks, at once."""
 _RANKS: Final = (1, 5, 10)
@@ -42,13 +41,14 @@ class Embed(TransformerTask):
 
     def __init__(self, spec: EmbedRun) -> None:
         data = read_embedding_data(spec)
-        loaded = _without_pooler(pretrained.load_encoder(spec.model), str(spec.model.source))
+        loaded = pretrained.without_pooler(pretrained.load_encoder(spec.model))
+        pretrained.refuse_drawn_weights(loaded, str(spec.model.source), "take a pretrained one")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         check_tokens(max(data.padding, data.texts.highest), loaded.vocabulary)
         tuned = TrainableModel.of(loaded, spec.model, spec.lora, "FEATURE_EXTRACTION", spec.seed)
         if spec.embed.learn_temperature:
             scale = torch.tensor(-math.log(spec.embed.temperature), dtype=torch.float32)
-            tuned.module.register_parameter(_LOG_SCALE, nn.Parameter(scale))
+            tuned.module.register_parameter(LOG_SCALE, nn.Parameter(scale))
             tuned = replace(tuned, blocks=cut_into_blocks(tuned.module))
         measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
         parts = [data.held_out[measured]] if len(measured) else []
@@ -73,21 +73,6 @@ class Embed(TransformerTask):
             files={**encoder.files(width, spec.data.max_tokens), **tokenizer_files(data.tokenizer)},
             coupled=CoupledLoss(encoder.embed, encoder.losses, layout),
         )
-
-
-def _without_pooler(loaded: pretrained.Pretrained, source: str) -> pretrained.Pretrained:
-    """Freeze the head that some encoders put on their first token: nothing here reads it.
-
-    Raises:
-        DataError: The checkpoint lacks other weights.
-    """
-    of_pooler = {name for name, _ in loaded.model.named_parameters() if "pooler." in name}
-    others = {name: size for name, size in loaded.drawn.items() if name not in of_pooler}
-    loaded = replace(loaded, drawn=others)
-    pretrained.refuse_drawn_weights(loaded, source, "take a pretrained one")
-    for name, parameter in loaded.model.named_parameters():
-        parameter.requires_grad_(name not in of_pooler)
-    return loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +144,8 @@ class Encoder:
     def _scale(self, module: nn.Module) -> torch.Tensor | float:
         if not self.spec.learn_temperature:
             return 1.0 / self.spec.temperature
-        scale: torch.Tensor = getattr(module, _LOG_SCALE)  # traced, it is no nn.Parameter
-        return scale.clamp(max=_HIGHEST_LOG_SCALE).exp()
+        scale: torch.Tensor = getattr(module, LOG_SCALE)  # traced, it is no nn.Parameter
+        return scale.clamp(max=_HIGHESTLOG_SCALE).exp()
 
     def evaluate(self, module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
         """Rank the distinct passages of all held-out rows for each anchor."""
