@@ -16,7 +16,7 @@ from pathlib import Path
 import uvloop
 
 from backends.base.interface import Batch, BlockGradient, Leaf, Loss, Program, Trainable
-from backends.base.subtree_gradients import Microbatch, SubtreeGradients, added_on_host
+from backends.base.subtree_gradients import Microbatch, SubtreeGradients, sum_on_host
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from protocol.base.errors import ExitCode
 from protocol.machine.allocator import keep_freed_memory
@@ -47,7 +47,7 @@ class ReadyProgram(ScriptedProgram):
             return Microbatch(self._ready(batch, closed, copied=added_to), closed.set)
 
         if added_to:
-            return added_on_host(leaves, begin, len(self._patterns))
+            return sum_on_host(leaves, begin, len(self._patterns))
         return SubtreeGradients(leaves, begin)
 
     def _ready(

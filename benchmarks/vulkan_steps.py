@@ -142,7 +142,7 @@ def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
         _all(program.gradients(leaves))
 
     def on_host() -> None:
-        _all(program.added_on_host(leaves))
+        _all(program.sum_on_host(leaves))
 
     if not backend.exact_additions:
         program.close()

@@ -216,7 +216,7 @@ class HostSummedProgram:
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
         """Compute one subtree; the device starts at once, or with the first `next`."""
-        return added_on_host(leaves, self._begin, len(self._blocks))
+        return sum_on_host(leaves, self._begin, len(self._blocks))
 
     def _load(self, parameters: list[Array]) -> None:
         raise NotImplementedError
@@ -236,7 +236,7 @@ def check_sizes(parameters: Sequence[Array], blocks: Sequence[Block]) -> None:
         raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
 
 
-def added_on_host(
+def sum_on_host(
     leaves: Sequence[Leaf], begin: Callable[[int, Batch, int], Microbatch], blocks: int
 ) -> SubtreeGradients:
     """Compute a subtree's gradients and add them on the host, which works for every device."""

@@ -1,4 +1,4 @@
-"""The Vulkan backend as the registry knows it: one adapter, opened when it is first needed."""
+"""The Vulkan backend: one adapter, opened on first use."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ from protocol.base.errors import BackendUnavailable
 from protocol.base.limits import MICROBATCHES_PER_DISPATCH
 
 _BINDINGS: Final = 16
-"""Of a shader: more would put together what fills a card by itself."""
+"""Storage buffers per shader: merging kernels further does not pay, each then fills a card."""
 
 
 class VulkanBackend:
     """One Vulkan device."""
 
     def __init__(self, index: int = 0) -> None:
-        found = adapters()
-        if isinstance(found, str):
-            raise BackendUnavailable("vulkan", found)
+        available = adapters()
+        if isinstance(available, str):
+            raise BackendUnavailable("vulkan", available)
         self._index = index
-        self.adapter: Adapter = found[index]
+        self.adapter: Adapter = available[index]
         self._device: Device | None = None
         self._tuner: MatmulTuner | None = None
 
     @property
     def info(self) -> DeviceInfo:
-        """Name and, where known, memory."""
+        """Name and, if known, memory."""
         return self.adapter.info(self._index)
 
     @property
     def device(self) -> Device:
-        """The opened adapter, the same for every program."""
+        """The opened device, shared by all programs."""
         if self._device is None:
             self._device = Device(self.adapter)
         return self._device
 
     @property
     def tuner(self) -> MatmulTuner:
-        """Which matmul kernel is taken for which shapes, the same for every program."""
+        """Chooses the matmul kernel for each shape; shared by all programs."""
         if self._tuner is None:
             self._tuner = MatmulTuner(self.device)
         return self._tuner
 
     @cached_property
     def exact_additions(self) -> bool:
-        """Whether the device may add subtree sums: see `backends.wgpu.device.arithmetic`."""
+        """Whether the device may add subtree sums; see `backends.wgpu.device.arithmetic`."""
         return differing_additions(self.device) == 0
 
     @cached_property
     def no_halves(self) -> str:
-        """Why a model cannot compute in float16 here; empty where it can."""
+        """Why the device cannot compute in float16; empty if it can."""
         if "shader-f16" not in self.device.features:
             return f"{self.adapter.name!r} has no float16 (Vulkan's shaderFloat16)"
-        if changed := changed_halves(self.device):
-            return f"{self.adapter.name!r} changes {changed} of the 65,536 numbers of float16"
+        if count := changed_halves(self.device):
+            return f"{self.adapter.name!r} changes {count} of the 65,536 numbers of float16"
         return ""
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
-        """Adapter, driver and compiler: what decides the bits of a shader's results."""
-        del threads  # the device has its own
+        """Adapter, driver and compiler, which decide the bits of a shader's results."""
+        del threads  # the device schedules its threads
         return {
             "device": "vulkan",
             "name": self.adapter.name,
@@ -87,7 +87,7 @@ class VulkanBackend:
         """Capture the step for batches like the example, and upload the weights.
 
         Raises:
-            SamestepError: The precision is not to be had, the step or an evaluation cannot be
+            SamestepError: The precision is not supported, the step or an evaluation cannot be
                 captured, or an operator has no rule.
         """
         batches = (example, *others)
@@ -95,8 +95,8 @@ class VulkanBackend:
             return canonical_on_device(
                 self.device, self.tuner, trainable, batches, evaluations, adds=self.exact_additions
             )
-        most = self.device.limits["max-storage-buffers-per-shader-stage"]
-        bindings = min(most, _BINDINGS)
+        device_bindings = self.device.limits["max-storage-buffers-per-shader-stage"]
+        bindings = min(device_bindings, _BINDINGS)
         template = Templates(
             not self.adapter.software,
             self.tuner.shader,

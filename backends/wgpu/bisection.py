@@ -1,8 +1,8 @@
-"""Which operator a device computes otherwise than torch.
+"""Find the operator whose result differs between a device and torch.
 
-The step is traced again with its layers open, and run once more with every value kept. Each
-operator is then computed by torch on the CPU from the device's own values of what it reads, so one
-that is wrong is not blamed on those after it.
+The step is traced again with its layers inlined and run with every intermediate value as an output.
+Torch on the CPU then computes each operator from the device's values of its operands, so that a
+wrong result is not attributed to later operators.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from backends.wgpu.graph import passes
 from backends.wgpu.graph.values import NO_MODULE
 
 _FLOOR: Final = 1e-2
-"""Of what an operator reads: what cancels is compared with that."""
+"""Relative to an operator's operands: the smallest norm that a result with cancellation is compared
+to."""
 _MOST_ELEMENTS: Final = 2**27
-"""Of all values together; more are not kept."""
+"""Limit on the elements of all intermediate values."""
 
 
 class Runs(Protocol):
-    """What is asked of a program."""
+    """The part of a program that the search uses."""
 
     def run_once(self, capture: Capture, batch: Batch, seed: int) -> list[Array | None]:
-        """Each output of a capture that is no program's, flat; None for zeros."""
+        """Run a temporary capture; return each output, flat, or None for zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """One node as it was traced: lowering changes the graph."""
+    """A copy of a traced node: lowering changes the graph."""
 
     node: fx.Node
     target: Any
@@ -51,25 +52,25 @@ class _Operator:
         return f"{name!r}, which gives shape {shape} in {module}"
 
 
-def odd_operator(  # noqa: PLR0917
+def differing_operator(  # noqa: PLR0917
     program: Runs,
     capture: Capture,
     values: Mapping[str, torch.Tensor],
     batch: Batch,
     seeds: torch.Tensor,
     seed: int,
-    within: float,
+    tolerance: float,
 ) -> str:
-    """The first operator that differs by more than `within`, in words; empty if none does.
+    """Describe the first operator that differs by more than `tolerance`; empty if none does.
 
     Args:
-        program: It runs the capture.
-        capture: With no layer closed; it is changed.
-        values: Of the module's tensors.
+        program: Runs the capture.
+        capture: A capture with all layers inlined; it is modified.
+        values: The module's tensors by name.
         batch: A microbatch.
-        seeds: Of its draws: (count, 2) int32.
-        seed: What they were made of.
-        within: A share of the norm.
+        seeds: Seeds of its random draws: (count, 2) int32.
+        seed: The microbatch's seed, from which they derive.
+        tolerance: Allowed difference, relative to the norm.
     """
     graph = capture.graph = passes.simplified(capture.graph)
     operators = [
@@ -77,56 +78,63 @@ def odd_operator(  # noqa: PLR0917
         for node in graph.graph.nodes
         if node.op == "call_function"
     ]
-    kept = [each for each in operators if isinstance(each.node.meta.get("val"), torch.Tensor)]
-    if sum(each.node.meta["val"].numel() for each in kept) > _MOST_ELEMENTS:
+    tensor_operators = [
+        operator
+        for operator in operators
+        if isinstance(operator.node.meta.get("val"), torch.Tensor)
+    ]
+    if sum(operator.node.meta["val"].numel() for operator in tensor_operators) > _MOST_ELEMENTS:
         return ""
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
-    given = [*(values[name] for name in capture.tensors), seeds]
-    given += [arrays[name] for name in capture.arrays]
-    known = _inputs(graph, given)
+    inputs = [*(values[name] for name in capture.tensors), seeds]
+    inputs += [arrays[name] for name in capture.arrays]
+    values_of_nodes = _inputs(graph, inputs)
     (last,) = (node for node in graph.graph.nodes if node.op == "output")
-    last.args = ([each.node for each in kept],)
-    capture.outputs = tuple(Like.of(each.node.meta["val"]) for each in kept)
-    got = program.run_once(capture, batch, seed)
-    for each, like, found in zip(kept, capture.outputs, got, strict=True):
+    last.args = ([operator.node for operator in tensor_operators],)
+    capture.outputs = tuple(Like.of(operator.node.meta["val"]) for operator in tensor_operators)
+    results = program.run_once(capture, batch, seed)
+    for operator, like, result in zip(tensor_operators, capture.outputs, results, strict=True):
         assert like is not None
-        if found is not None:
-            known[each.node] = from_words(found, like.shape, like.dtype)
-    return next((str(each) for each in operators if _is_odd(each, known, within)), "")
+        if result is not None:
+            values_of_nodes[operator.node] = from_words(result, like.shape, like.dtype)
+    return next(
+        (str(operator) for operator in operators if _differs(operator, values_of_nodes, tolerance)),
+        "",
+    )
 
 
-def _inputs(graph: fx.GraphModule, given: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
+def _inputs(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
     holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    known: dict[fx.Node, Any] = dict(zip(holders, given, strict=True))
+    values: dict[fx.Node, Any] = dict(zip(holders, inputs, strict=True))
     for node in graph.graph.nodes:
         if node.op == "get_attr":
-            known[node] = getattr(graph, str(node.target))
-    return known
+            values[node] = getattr(graph, str(node.target))
+    return values
 
 
-def _is_odd(one: _Operator, known: dict[fx.Node, Any], within: float) -> bool:
-    """Whether its result is not what torch makes of what it reads; keeps a result that the device
-    did not give."""
+def _differs(operator: _Operator, values: dict[fx.Node, Any], tolerance: float) -> bool:
+    """Whether the device's result differs from torch's; stores torch's where the device has
+    none."""
     try:
-        args = fx.map_arg(one.args, known.__getitem__)
-        kwargs = fx.map_arg(one.kwargs, known.__getitem__)
+        args = fx.map_arg(operator.args, values.__getitem__)
+        kwargs = fx.map_arg(operator.kwargs, values.__getitem__)
         with torch.no_grad():
-            expected = one.target(*args, **kwargs)
+            expected = operator.target(*args, **kwargs)
     except (KeyError, NotImplementedError, RuntimeError):
-        return False  # one of ours that torch cannot compute, or what reads it
-    got = known.setdefault(one.node, expected)
-    if not isinstance(expected, torch.Tensor) or got is expected:
+        return False  # an operator that torch does not have, or one that reads its result
+    result = values.setdefault(operator.node, expected)
+    if not isinstance(expected, torch.Tensor) or result is expected:
         return False
     if not expected.is_floating_point():
-        return not torch.equal(expected, got)
+        return not torch.equal(expected, result)
     read = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor)]
     floor = _FLOOR * max((_norm(x.float().numpy()) for x in read), default=0.0)
-    wanted, there = expected.double().numpy(), got.double().numpy()
-    finite = np.isfinite(wanted)
-    if not np.array_equal(wanted[~finite], there[~finite], equal_nan=True):
+    expected_values, result_values = expected.double().numpy(), result.double().numpy()
+    finite = np.isfinite(expected_values)
+    if not np.array_equal(expected_values[~finite], result_values[~finite], equal_nan=True):
         return True
-    apart = float(np.linalg.norm(wanted[finite] - there[finite]))
-    return not apart <= within * max(_norm(wanted), floor)  # what is not finite, too
+    difference = float(np.linalg.norm(expected_values[finite] - result_values[finite]))
+    return not difference <= tolerance * max(_norm(expected_values), floor)  # true also for NaN
 
 
 def _norm(values: Any) -> float:

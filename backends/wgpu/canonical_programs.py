@@ -1,4 +1,4 @@
-"""Programs whose arithmetic is canonical: on this CPU, and on a Vulkan device that follows it."""
+"""Programs with canonical arithmetic: on the CPU, and on a Vulkan device."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 def convention_of(spec: ArithmeticSpec) -> Convention:
-    """What a run spec asks for."""
+    """Return the convention of a run spec."""
     return Convention(spec.multiply_add == "fused", spec.subnormals == "flushed")
 
 
 def canonical_on_host(
     trainable: Trainable, batches: Sequence[Batch], evaluations: Sequence[Batch]
 ) -> VulkanProgram:
-    """The task on this CPU; arguments as for `compiled_program`.
+    """Compile the task for the CPU; arguments as for `compiled_program`.
 
     Raises:
-        SamestepError: It cannot be, with the reason.
+        SamestepError: The task cannot be compiled, with the reason.
     """
     host = CpuTarget(convention_of(trainable.arithmetic), trainable.threads)
     template = Templates(cooperative=True, matmul=product_shader, canonical=True)
-    # Where subnormals count as zeros, subtree sums are the host's, whose additions keep them.
+    # Subtree sums must keep subnormals, so the host adds where kernels flush them.
     adds = not host.convention.flushes
-    with _in_its_words("arithmetic: native"):
+    with _explain_missing_rule("arithmetic: native"):
         return compiled_program(host, trainable, template, batches, evaluations, adds=adds)
 
 
@@ -52,7 +52,7 @@ def canonical_on_device(
     *,
     adds: bool,
 ) -> VulkanProgram:
-    """The task on a Vulkan device; arguments as for `compiled_program`.
+    """Compile the task for a Vulkan device; arguments as for `compiled_program`.
 
     Raises:
         SamestepError: The device does not follow the run's convention, or as on the host.
@@ -69,19 +69,19 @@ def canonical_on_device(
         canonical=True,
         microbatches=MICROBATCHES_PER_DISPATCH,
     )
-    with _in_its_words("arithmetic: native, and a cpu or cuda worker,"):
+    with _explain_missing_rule("arithmetic: native, and a cpu or cuda worker,"):
         return compiled_program(target, trainable, template, batches, evaluations, adds=adds)
 
 
 @contextmanager
-def _in_its_words(remedy: str) -> Iterator[None]:
-    """What the compiled program refuses has no way round it on another device.
+def _explain_missing_rule(remedy: str) -> Iterator[None]:
+    """Add the remedy to an error about an operator without a rule.
 
     Args:
-        remedy: What to use for the model.
+        remedy: What to use for the model instead.
 
     Raises:
-        SamestepError: The same, and what to do.
+        SamestepError: The error with the remedy.
     """
     try:
         yield

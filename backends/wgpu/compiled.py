@@ -1,4 +1,4 @@
-"""A task made ready on a target: captured, lowered, compared with torch."""
+"""Compile a task for a target: capture, lower, compare with torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import SamestepError
 from protocol.spec.sections.model import ComputePrecision
 
-_FLOAT32_ONLY: Final = "canonical arithmetic is that of float32"
+_FLOAT32_ONLY: Final = "canonical arithmetic is float32 only"
 
 
 def compiled_program(
@@ -31,22 +31,22 @@ def compiled_program(
     """Capture the step for batches like these, and upload the weights.
 
     Args:
-        target: Where it is to run.
+        target: The device to run on.
         trainable: The task.
-        template: How kernels are written for the target.
-        batches: At least one: microbatches of each shape.
-        evaluations: Held-out parts, one of each shape.
-        adds: Whether subtree sums may be added there.
-        no_halves: Why there is no float16; empty where there is.
+        template: How kernels are generated for the target.
+        batches: Microbatches, at least one, one of each shape.
+        evaluations: Evaluation batches, one of each shape.
+        adds: Whether the target may add subtree sums.
+        no_halves: Why float16 is not supported; empty if it is.
 
     Raises:
-        SamestepError: The precision is not to be had, the step or an evaluation cannot be
+        SamestepError: The precision is not supported, the step or an evaluation cannot be
             captured, or an operator has no rule.
     """
     if trainable.unit == "microbatch":
         raise SamestepError(
-            "expected a loss that is a sum over samples, got one of a whole microbatch (unit), "
-            "whose buffers no compiled program can follow; have it computed by cpu or cuda"
+            "expected a loss that is a sum over samples, got unit: microbatch, which compiled "
+            "programs do not support; use a cpu or cuda worker with native arithmetic"
         )
     _refuse_precision(trainable.precision, no_halves)
     template = replace(template, halves=trainable.precision == "float16")
@@ -56,11 +56,11 @@ def compiled_program(
         for batch in batches:
             program.rows(batch)
         return program
-    example, *others = completed = [program.completed(batch) for batch in batches]
+    example, *other_shapes = completed = [program.completed(batch) for batch in batches]
     parity, of_step_loss = Parity(program, trainable, completed), program.step_loss_parity()
     program.check(example)
-    for other in others:
-        program.warm_up(other)
+    for shape in other_shapes:
+        program.warm_up(shape)
     if of_step_loss is not None:
         (embedded,) = program.embed([(example, trainable.seed)])
         of_step_loss.check(program, embedded, trainable.seed)
@@ -74,10 +74,10 @@ def compiled_program(
 def _refuse_precision(precision: ComputePrecision, no_halves: str) -> None:
     if precision == "float32" or (precision == "float16" and not no_halves):
         return
-    ways = "float32" if no_halves else "float32 or float16"
+    supported = "float32" if no_halves else "float32 or float16"
     why = (
         no_halves
         if no_halves and precision == "float16"
-        else "Vulkan and canonical arithmetic have no other"
+        else "Vulkan and canonical arithmetic support no other"
     )
-    raise SamestepError(f"expected model.precision {ways}, got {precision}: {why}")
+    raise SamestepError(f"expected model.precision {supported}, got {precision}: {why}")

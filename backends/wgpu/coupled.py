@@ -39,7 +39,7 @@ from backends.wgpu.capture.capture import Capture, capture_coupled
 from backends.wgpu.capture.host_run import HostStep
 from backends.wgpu.device.packing import from_words, seed_words
 from backends.wgpu.graph.table_parts import Tables
-from backends.wgpu.parity import ROUNDINGS, WITHIN, difference, rounded_otherwise
+from backends.wgpu.parity import ROUNDINGS, TOLERANCE, difference, perturbed
 from protocol.base.errors import SamestepError
 from protocol.exact.embedding_rows import Rows, join_fields, split_fields
 
@@ -236,7 +236,7 @@ class CoupledParity:
         capture = self._coupled.capture(samples)
         expected = self._of_torch(capture, fields, seed)
         name, apart = difference(expected, _named(program.step_loss(rows, seed)))
-        if apart <= WITHIN:
+        if apart <= TOLERANCE:
             return
         again, *moved = (
             difference(expected, self._of_torch(capture, fields, seed, rounding))[1]
@@ -247,7 +247,7 @@ class CoupledParity:
         what = name or "the losses"
         raise SamestepError(
             f"the device computes {what} of batch_loss otherwise than torch, by {apart:.1e} of its "
-            f"norm where {WITHIN:g} is allowed; use a cpu or cuda worker for this loss"
+            f"norm where {TOLERANCE:g} is allowed; use a cpu or cuda worker for this loss"
         )
 
     def _made_up(self, embedded: Rows, samples: int) -> dict[str, NDArray[Any]]:
@@ -266,7 +266,7 @@ class CoupledParity:
         coupled = self._coupled
         arrays = {name: torch.from_numpy(np.array(values)) for name, values in fields.items()}
         if rounding:
-            moved = rounded_otherwise({n: arrays[n] for n in coupled.embeddings}, rounding)
+            moved = perturbed({n: arrays[n] for n in coupled.embeddings}, rounding)
             arrays |= moved
         gradients: dict[str, torch.Tensor] = {}
         losses: list[torch.Tensor] = []

@@ -1,8 +1,8 @@
-"""Whether the device computes the run's own model as torch does, asked before a run starts.
+"""Check before a run starts that the device computes the run's model as torch does.
 
-Loss and gradients of two microbatches, in training mode, against torch's on the CPU with the same
-draws. A model for which that would take torch too long is compared in part: a few of its layers,
-one of each kind and the last among them, with all that lies around them.
+Compares loss and gradients of two microbatches, in training mode, with torch's on the CPU, with the
+same random draws. If torch would take too long, only a few layers are compared, at least one of
+each kind and the last, together with everything outside the layers.
 """
 
 from __future__ import annotations
@@ -18,55 +18,56 @@ import torch
 from torch import nn
 
 from backends.base.interface import Array, Batch, Trainable
-from backends.wgpu.bisection import Runs, odd_operator
+from backends.wgpu.bisection import Runs, differing_operator
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.capture.host_run import HostStep
 from backends.wgpu.capture.layer_call import LayerCall, repeated_layers
 from backends.wgpu.device.packing import seed_words
 from protocol.base.errors import SamestepError
 
-WITHIN: Final = 1e-4
-"""The largest difference, as a share of a tensor's norm: float32 in another order gives 1e-6."""
-WITHIN_HALVES: Final = 1e-2
-"""In float16: a sum that is rounded the other way is off by 5e-4, and what follows from it too."""
+TOLERANCE: Final = 1e-4
+"""Allowed difference, relative to a tensor's norm; reordering float32 sums gives about 1e-6."""
+TOLERANCE_HALVES: Final = 1e-2
+"""The same in float16, where one different rounding is a difference of 5e-4, and propagates."""
 _SCALES: Final = (256.0, 1.0)
-"""Of a loss in float16: the first that torch's gradients are finite with."""
+"""Loss scales in float16: the first with which torch's gradients are finite is used."""
 _FLOOR: Final = 1e-2
-"""Of the largest gradient's norm: below it, what is zero in exact arithmetic is rounding."""
+"""Relative to the largest gradient's norm: smaller gradients may consist of rounding errors
+alone."""
 ROUNDINGS: Final = 10.0
-"""As often as torch's own answer moves when its inputs are rounded may the device's be off."""
+"""Allowed difference as a multiple of torch's own change when the weights' last bits change."""
 _BUDGET_S: Final = 4.0
-"""What torch may take, roughly, for what it computes."""
-_TRIED: Final = 512
-"""Rows and columns of a product that tells how fast this CPU is."""
+"""Approximate time budget for torch's side, in seconds."""
+_PRODUCT_SIZE: Final = 512
+"""Rows and columns of the matrix product that measures the CPU's speed."""
 _PASSES: Final = 6
-"""Operations for each weight and row of a microbatch, forward and backward."""
+"""Floating-point operations per weight and row of a microbatch, forward and backward."""
 
 
 class Compiled(Runs, Protocol):
-    """What is asked of a program."""
+    """The part of a program that the check uses."""
 
     loss_scale: float
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Of each tensor that the module has now, as the device is to have it, by all its names."""
+        """Return the module's current tensors as uploaded to the device, under all their names."""
 
     def take(self, batch: Batch, capture: Capture) -> None:
         """Use this capture for batches like this one."""
 
     def capture(self, batch: Batch, *, closes: bool = True) -> Capture:
-        """Of a step of the module as it now is; `closes` as for `capture_step`."""
+        """Capture a step of the module in its current form; `closes` as for `capture_step`."""
 
-    def computed(self, batch: Batch, seed: int) -> dict[str, Array]:
-        """By the compiled program: each gradient by name, and the loss as ""."""
+    def gradients_of(self, batch: Batch, seed: int) -> dict[str, Array]:
+        """Run the compiled program; return gradients by name, and the loss under ""."""
 
-    def computed_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
-        """The same, for a capture that is no program's."""
+    def gradients_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
+        """The same for a temporary capture."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A microbatch and what torch makes of it; the scale of a loss in float16, else 0."""
+    """A microbatch and torch's results; `scale` is the loss scale in float16, else 0."""
 
     batch: Batch
     seed: int
@@ -76,14 +77,14 @@ class _Case:
 
 
 class Parity:
-    """The comparison: torch's side when it is made, the device's by `check`.
+    """The comparison: the constructor computes torch's side, `check` the device's.
 
-    Made before the program takes the module's weights, which then are no longer on the host.
+    Constructed before the program moves the module's weights off the host.
 
     Args:
-        program: Not yet ready.
+        program: A program without plans yet.
         trainable: The task.
-        batches: Microbatches of the run; two are looked at.
+        batches: Microbatches of the run; two are compared.
     """
 
     def __init__(self, program: Compiled, trainable: Trainable, batches: Sequence[Batch]) -> None:
@@ -92,74 +93,76 @@ class Parity:
         self._program = program
         self._module: nn.Module = trainable.module
         self._loss = trainable.loss
-        self._trained = [tensor.name for block in trainable.blocks for tensor in block.tensors]
+        self._trained_names = [
+            tensor.name for block in trainable.blocks for tensor in block.tensors
+        ]
         self._halves = trainable.precision == "float16"
-        self._within = WITHIN_HALVES if self._halves else WITHIN
+        self._tolerance = TOLERANCE_HALVES if self._halves else TOLERANCE
         self._seconds = 0.0
-        two = _two(batches)
-        widest = max(two, key=_rows)
-        affordable = _BUDGET_S * _operations_per_s() / len(two)
-        whole = program.capture(two[0])
-        program.take(two[0], whole)
+        microbatches = _two_microbatches(batches)
+        widest = max(microbatches, key=_rows)
+        affordable = _BUDGET_S * _operations_per_s() / len(microbatches)
+        whole = program.capture(microbatches[0])
+        program.take(microbatches[0], whole)
         self._part = part_of(self._module, widest, affordable, whole.calls)
-        self._captures = {} if self._part else {_shapes(two[0]): whole}
+        self._captures = {} if self._part else {_shapes(microbatches[0]): whole}
         seeds = range(trainable.seed, trainable.seed + 2)
-        with self._part.alone():
+        with self._part.isolate():
             self._values = program.values()
-        self._cases = [self._case(*pair) for pair in zip(two, seeds, strict=True)]
+        self._cases = [self._case(*pair) for pair in zip(microbatches, seeds, strict=True)]
 
     def _case(self, batch: Batch, seed: int) -> _Case:
-        """On torch's side."""
+        """Compute torch's side."""
         batch = self._part.of(batch)
-        with self._part.alone():
-            capture = self._captured(batch)
+        with self._part.isolate():
+            capture = self._capture_part(batch)
             began = time.perf_counter()
             expected, scale = self._finite(capture, batch, seed)
         self._seconds += time.perf_counter() - began
         return _Case(batch, seed, capture, expected, scale)
 
     def _finite(self, capture: Capture, batch: Batch, seed: int) -> tuple[dict[str, Array], float]:
-        """What torch makes of it, and the scale of its loss."""
-        found: dict[str, Array] = {}
+        """Return torch's results and the loss scale with which they are finite."""
+        results: dict[str, Array] = {}
         for scale in _SCALES if self._halves else (0.0,):
-            found = self._on_host(capture, batch, seed, scale)
-            if all(np.isfinite(value).all() for value in found.values()):
+            results = self._on_host(capture, batch, seed, scale)
+            if all(np.isfinite(value).all() for value in results.values()):
                 break
-        return found, scale
+        return results, scale
 
-    def _captured(self, batch: Batch) -> Capture:
-        """Of the part that is compared."""
+    def _capture_part(self, batch: Batch) -> Capture:
+        """Capture the compared part, once per shape."""
         shapes = _shapes(batch)
         if shapes not in self._captures:
-            self._captures[shapes] = made = self._program.capture(batch)
+            self._captures[shapes] = capture = self._program.capture(batch)
             if not self._part:
-                self._program.take(batch, made)
+                self._program.take(batch, capture)
         return self._captures[shapes]
 
     def _on_host(
         self, capture: Capture, batch: Batch, seed: int, scale: float, rounding: int = 0
     ) -> dict[str, Array]:
-        names = [name for name in self._trained if name in self._values]
-        values = rounded_otherwise(self._values, rounding) if rounding else self._values
+        names = [name for name in self._trained_names if name in self._values]
+        values = perturbed(self._values, rounding) if rounding else self._values
         step = HostStep(self._module, self._loss, values, names, capture.calls, scale=scale)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-        found = step.run(arrays, _seeds(seed, capture))
-        return {n: x.numpy().reshape(-1) for n, x in zip(["", *names], found, strict=True)}
+        results = step.run(arrays, _seeds(seed, capture))
+        return {n: x.numpy().reshape(-1) for n, x in zip(["", *names], results, strict=True)}
 
     def check(self) -> str:
-        """Compute the same on the device; gives what was found, in words.
+        """Compute the same on the device and describe the result.
 
         Raises:
-            SamestepError: The device computes otherwise than torch.
+            SamestepError: The device's results differ from torch's.
         """
         began, worst = time.perf_counter(), 0.0
         for case in self._cases:
-            with self._part.alone():
-                got = self._on_device(case)
-                name, apart = difference(case.expected, got)
-                if apart > self._within and not self._is_rounding(case, apart):
-                    raise SamestepError(self._refusal(case, name, apart))
-            worst = max(worst, apart)
+            with self._part.isolate():
+                results = self._on_device(case)
+                name, distance = difference(case.expected, results)
+                if distance > self._tolerance and not self._is_rounding(case, distance):
+                    raise SamestepError(self._refusal(case, name, distance))
+            worst = max(worst, distance)
         seconds = self._seconds + time.perf_counter() - began
         return f"gradients within {worst:.1e} of torch's ({self._part}; {seconds:.1f} s)"
 
@@ -167,80 +170,81 @@ class Parity:
         self._program.loss_scale = case.scale or 1.0
         try:
             if not self._part:
-                return self._program.computed(case.batch, case.seed)
-            return self._program.computed_once(case.capture, case.batch, case.seed)
+                return self._program.gradients_of(case.batch, case.seed)
+            return self._program.gradients_once(case.capture, case.batch, case.seed)
         finally:
             self._program.loss_scale = 1.0
 
-    def _is_rounding(self, case: _Case, apart: float) -> bool:
-        """Whether torch's own answer moves about as far with the last bits of the weights."""
-        again, *moved = (
-            difference(case.expected, self._again(case, number))[1] for number in range(3)
+    def _is_rounding(self, case: _Case, distance: float) -> bool:
+        """Whether changing the last bits of the weights changes torch's results about as much."""
+        repeated, *differences = (
+            difference(case.expected, self._repeat_on_host(case, number))[1] for number in range(3)
         )
-        return again == 0.0 and apart <= ROUNDINGS * max(moved)
+        return repeated == 0.0 and distance <= ROUNDINGS * max(differences)
 
-    def _again(self, case: _Case, rounding: int = 0) -> dict[str, Array]:
+    def _repeat_on_host(self, case: _Case, rounding: int = 0) -> dict[str, Array]:
         return self._on_host(case.capture, case.batch, case.seed, case.scale, rounding)
 
-    def _refusal(self, case: _Case, name: str, apart: float) -> str:
-        what = f"the gradient of {name!r}" if name else "the loss"
+    def _refusal(self, case: _Case, name: str, distance: float) -> str:
+        quantity = f"the gradient of {name!r}" if name else "the loss"
         return (
-            f"the vulkan backend computes {what} otherwise than torch, by {apart:.1e} of its norm "
-            f"where {self._within:g} is allowed: {self._culprit(case)}; use a cpu or cuda worker "
-            "for this model"
+            f"expected {quantity} within {self._tolerance:g} of torch's, got a difference of "
+            f"{distance:.1e} on the vulkan backend: {self._culprit(case)}; use a cpu or "
+            "cuda worker for this model"
         )
 
     def _culprit(self, case: _Case) -> str:
-        """What is to blame, as far as can be told."""
-        if difference(case.expected, self._again(case))[1]:
-            return "in torch, too, it gives other numbers each time"
+        """Name the likely cause."""
+        if difference(case.expected, self._repeat_on_host(case))[1]:
+            return "torch's results differ from run to run as well"
         if self._halves:
             return "the operator cannot be determined in float16 (try model.precision: float32)"
         try:
-            opened = self._program.capture(case.batch, closes=False)
-            seeds = _seeds(case.seed, opened)
-            found = odd_operator(
-                self._program, opened, self._values, case.batch, seeds, case.seed, self._within
+            capture = self._program.capture(case.batch, closes=False)
+            seeds = _seeds(case.seed, capture)
+            operator = differing_operator(
+                self._program, capture, self._values, case.batch, seeds, case.seed, self._tolerance
             )
-            if found:
-                return f"its {found}"
-            opened = self._program.capture(case.batch, closes=False)
-            got = self._program.computed_once(opened, case.batch, case.seed)
+            if operator:
+                return f"the operator is {operator}"
+            capture = self._program.capture(case.batch, closes=False)
+            results = self._program.gradients_once(capture, case.batch, case.seed)
         except (SamestepError, RuntimeError) as error:
             return f"the operator cannot be determined ({' '.join(str(error).split())[:200]})"
-        if self._draws_alike(case) and difference(case.expected, got)[1] <= self._within:
-            return "it treats different layers as equal"
-        return "no operator by itself, but several in one kernel"
+        if self._draws_alike(case) and difference(case.expected, results)[1] <= self._tolerance:
+            return "layers that differ share one set of kernels"
+        return "no single operator, but several fused in one kernel"
 
     def _draws_alike(self, case: _Case) -> bool:
-        """Whether open layers draw what closed ones do: none."""
+        """Whether inlined layers make the same random draws as shared ones: only if there are
+        none."""
         return not any(call.draws for call in case.capture.calls)
 
 
-def difference(expected: Mapping[str, Array], got: Mapping[str, Array]) -> tuple[str, float]:
-    """The tensor that differs most, and by what share of its norm; infinity where only one of the
-    two is finite. The loss goes by no name."""
+def difference(expected: Mapping[str, Array], results: Mapping[str, Array]) -> tuple[str, float]:
+    """Return the name of the tensor that differs most ("" for the loss) and the difference relative
+    to its norm; infinity if only one of the two is finite."""
     norms = {name: _norm(value) for name, value in expected.items()}
     floor = _FLOOR * max((norm for name, norm in norms.items() if name), default=0.0)
-    found = ("", 0.0)
+    worst = ("", 0.0)
     for name, value in expected.items():
         scale = max(norms[name], floor if name else 0.0)
-        apart = _apart(value, got[name], scale)
-        if apart > found[1]:
-            found = (name, apart)
-    return found
+        distance = _distance(value, results[name], scale)
+        if distance > worst[1]:
+            worst = (name, distance)
+    return worst
 
 
-def _apart(one: Array, other: Array, scale: float) -> float:
-    finite = np.isfinite(one)
-    if not np.isfinite(other[finite]).all():
+def _distance(expected: Array, actual: Array, scale: float) -> float:
+    finite = np.isfinite(expected)
+    if not np.isfinite(actual[finite]).all():
         return float("inf")
-    if not np.array_equal(one[~finite], other[~finite], equal_nan=True):
+    if not np.array_equal(expected[~finite], actual[~finite], equal_nan=True):
         return float("inf")
-    apart = _norm(one[finite].astype(np.float64) - other[finite])
-    if apart == 0.0:
+    distance = _norm(expected[finite].astype(np.float64) - actual[finite])
+    if distance == 0.0:
         return 0.0
-    return apart / scale if scale > 0 else float("inf")
+    return distance / scale if scale > 0 else float("inf")
 
 
 def _norm(values: Any) -> float:
@@ -249,67 +253,69 @@ def _norm(values: Any) -> float:
 
 
 def _seeds(seed: int, capture: Capture) -> torch.Tensor:
-    """As the program is given them."""
+    """Return seeds in the program's format."""
     return torch.from_numpy(seed_words(seed, capture.seeds).view(np.int32).copy())
 
 
-def _two(batches: Sequence[Batch]) -> list[Batch]:
-    """Two microbatches; of one alone also its samples in the opposite order."""
-    first, *others = batches
-    if others:
-        return [first, others[0]]
-    turned = {n: array[::-1].copy() if array.ndim else array for n, array in first.arrays.items()}
-    return [first, Batch(turned, first.weight)]
+def _two_microbatches(batches: Sequence[Batch]) -> list[Batch]:
+    """Return two microbatches: the first two, or the only one and its samples reversed."""
+    first, *more = batches
+    if more:
+        return [first, more[0]]
+    reversed_arrays = {
+        n: array[::-1].copy() if array.ndim else array for n, array in first.arrays.items()
+    }
+    return [first, Batch(reversed_arrays, first.weight)]
 
 
-def rounded_otherwise(values: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-    """The same but for rounding; tensors with several names stay one."""
-    draws = torch.Generator().manual_seed(number)
-    made: dict[int, torch.Tensor] = {}
+def perturbed(values: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """Change the last bits of float tensors at random; tensors with several names stay shared."""
+    generator = torch.Generator().manual_seed(number)
+    perturbed: dict[int, torch.Tensor] = {}
     for value in values.values():
-        if id(value) not in made and value.is_floating_point():
-            noise = torch.randn(value.shape, generator=draws)
-            made[id(value)] = value * (1 + 2.0**-23 * noise)
-    return {name: made.get(id(value), value) for name, value in values.items()}
+        if id(value) not in perturbed and value.is_floating_point():
+            noise = torch.randn(value.shape, generator=generator)
+            perturbed[id(value)] = value * (1 + 2.0**-23 * noise)
+    return {name: perturbed.get(id(value), value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What of a model is compared.
+    """The part of a model that is compared.
 
     Attributes:
-        layers: The lists of layers that are shortened, and the names there of those that stay;
-            empty for the whole model.
-        samples: Of a microbatch; 0 for all.
+        layers: Lists of layers to shorten, with the names of the layers that stay; empty for the
+            whole model.
+        samples: Samples of a microbatch; 0 for all.
     """
 
     layers: tuple[tuple[nn.ModuleList, tuple[str, ...]], ...] = ()
     samples: int = 0
 
     def __bool__(self) -> bool:
-        """Whether it is less than all."""
+        """Whether anything is left out."""
         return bool(self.layers or self.samples)
 
     def __str__(self) -> str:
-        what = f"{sum(len(names) for _, names in self.layers)} layers" if self.layers else "all"
-        return f"{what}, {self.samples} samples" if self.samples else what
+        layers = f"{sum(len(names) for _, names in self.layers)} layers" if self.layers else "all"
+        return f"{layers}, {self.samples} samples" if self.samples else layers
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """While it is entered, the model has no other layers."""
-        before = [(stack, dict(stack._modules)) for stack, _ in self.layers]  # noqa: SLF001
+    def isolate(self) -> Iterator[None]:
+        """Remove the other layers from the model within the context."""
+        saved = [(stack, dict(stack._modules)) for stack, _ in self.layers]  # noqa: SLF001
         try:
             for stack, names in self.layers:
                 for name in stack._modules.keys() - {*names}:  # noqa: SLF001
                     del stack._modules[name]  # noqa: SLF001
             yield
         finally:
-            for stack, modules in before:
+            for stack, modules in saved:
                 stack._modules.clear()  # noqa: SLF001
                 stack._modules.update(modules)  # noqa: SLF001
 
     def of(self, batch: Batch) -> Batch:
-        """So many of its samples."""
+        """Return the batch's first `samples` samples."""
         if not self.samples:
             return batch
         first = {n: a[: self.samples] if a.ndim else a for n, a in batch.arrays.items()}
@@ -319,10 +325,10 @@ class _Part:
 def part_of(
     module: nn.Module, batch: Batch, operations: float, calls: Sequence[LayerCall]
 ) -> _Part:
-    """As much of the model as takes so many operations, and no less than what tells most: of each
-    list of layers one of each kind, the second and the last; of a microbatch one sample.
+    """Choose the part of a model that takes at most `operations` operations, but always one layer
+    of each kind, the second and the last of each list, and one sample.
 
-    Layers are of one kind that are `LayerCall`s of one kind: they have one set of kernels.
+    Layers are of the same kind if their `LayerCall`s are: they share one set of kernels.
     """
     stacks: dict[str, tuple[nn.ModuleList, dict[str, nn.Module]]] = {}
     for path, layer in repeated_layers(module, ""):
@@ -339,26 +345,28 @@ def part_of(
     first: dict[Any, str] = {}
     for call in calls:
         first.setdefault(call.kind, call.path)
-    kept = {
+    names_kept = {
         name: _telling(name, [*layers], {*first.values()}) for name, (_, layers) in stacks.items()
     }
-    least = around + sum(per_layer[name] * len(names) for name, names in kept.items())
+    smallest = around + sum(per_layer[name] * len(names) for name, names in names_kept.items())
     samples = 0
     lengths = {len(array) for array in batch.arrays.values() if array.ndim}
-    if least > affordable and len(lengths) == 1:
+    if smallest > affordable and len(lengths) == 1:
         (count,) = lengths
-        samples = max(1, int(count * affordable / least))
-    return _Part(tuple((stacks[name][0], tuple(names)) for name, names in kept.items()), samples)
+        samples = max(1, int(count * affordable / smallest))
+    return _Part(
+        tuple((stacks[name][0], tuple(names)) for name, names in names_kept.items()), samples
+    )
 
 
 def _telling(stack: str, names: Sequence[str], first: Collection[str]) -> list[str]:
     """The first layer of each kind, the second and the last."""
-    wanted = {names[0], names[1], names[-1]}
-    return [name for name in names if name in wanted or f"{stack}.{name}" in first]
+    selected = {names[0], names[1], names[-1]}
+    return [name for name in names if name in selected or f"{stack}.{name}" in first]
 
 
 def _weights(module: nn.Module) -> int:
-    """Those that products read."""
+    """Count the weights that matrix products read."""
     tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     return sum(
         parameter.numel()
@@ -372,15 +380,15 @@ def _shapes(batch: Batch) -> tuple[object, ...]:
 
 
 def _rows(batch: Batch) -> int:
-    """How often a weight is used: tokens, else samples."""
+    """Return how often a microbatch uses a weight: its tokens, or else its samples."""
     whole = [array.size for array in batch.arrays.values() if array.dtype.kind in "iu"]
     return max([*whole, *(len(array) for array in batch.arrays.values() if array.ndim)], default=1)
 
 
 def _operations_per_s() -> float:
-    """Of torch on this CPU, measured with one product."""
-    one = torch.ones(_TRIED, _TRIED)
-    one @ one
+    """Measure torch's speed on this CPU with one matrix product."""
+    ones = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
+    ones @ ones
     began = time.perf_counter()
-    one @ one
-    return 2.0 * _TRIED**3 / max(time.perf_counter() - began, 1e-6)
+    ones @ ones
+    return 2.0 * _PRODUCT_SIZE**3 / max(time.perf_counter() - began, 1e-6)

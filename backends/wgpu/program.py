@@ -1,4 +1,4 @@
-"""A task on a Vulkan device: plans for each shape of batch over one set of weights."""
+"""A task compiled for a Vulkan device: one plan per batch shape, sharing one set of weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from backends.base.interface import (
     Trainable,
 )
 from backends.base.outside_table import index_outside
-from backends.base.subtree_gradients import Microbatch, SubtreeGradients, added_on_host
+from backends.base.subtree_gradients import Microbatch, SubtreeGradients, sum_on_host
 from backends.base.trainable_checks import (
     refuse_gradient_hooks,
     refuse_gradients_across_samples,
@@ -37,7 +37,7 @@ from backends.base.trainable_checks import (
     refuse_sparse_gradients,
     trained_parameters,
 )
-from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
+from backends.wgpu.capture.additivity import refuse_non_additive_loss
 from backends.wgpu.capture.capture import SCALE, Capture, capture_forward, capture_step
 from backends.wgpu.capture.stand_in import StandIn
 from backends.wgpu.capture.substitution import named_tensors
@@ -59,7 +59,7 @@ from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.lowering.several import several
-from backends.wgpu.subtree_sum import added_on_device
+from backends.wgpu.subtree_sum import sum_on_device
 from backends.wgpu.weights.split_tables import split_tables
 from protocol.base.errors import DataError, DeviceError, SamestepError
 from protocol.base.limits import MICROBATCHES_PER_STEP, byte_size
@@ -71,25 +71,25 @@ from protocol.spec.manifest import Block
 
 T = TypeVar("T")
 
-_WORDS: Final = 400
-"""Characters of a reason that is not ours."""
+_REASON_CHARACTERS: Final = 400
+"""Longest quotation of a third-party error message."""
 CANONICAL_TABLE_BYTES: Final = 2**27
-"""Of a part of a table, where no bit may depend on the device: what every adapter binds."""
+"""Table parts in canonical arithmetic must not depend on the device: every adapter binds these."""
 
 
 class VulkanProgram:
     """A torch module captured for the device. See `backends.base.interface.Program`.
 
     Args:
-        device: Where it runs.
+        device: The device to run on.
         trainable: The task.
-        template: How kernels are written for the device.
+        template: How kernels are generated for the device.
         adds: Whether subtree sums may be added on the device: its additions are exact.
-        largest_bytes: Of a buffer; by default what the device allows.
+        largest_bytes: Largest size of a buffer; by default the device's limit.
 
     Attributes:
-        estimates: Of the memory of each plan so far.
-        parity: How far it is from torch; empty as long as that was not asked.
+        estimates: Estimated memory of each plan so far.
+        parity: Description of the comparison with torch; empty before it.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class VulkanProgram:
     ) -> None:
         self._template = template
         self._blocks = trainable.blocks
-        self._trained = [tensor.name for block in self._blocks for tensor in block.tensors]
+        self._trained_names = [tensor.name for block in self._blocks for tensor in block.tensors]
         self._coupled = self._coupled_capture(trainable)
         if self._coupled is not None:
             trainable = with_backward_loss(trainable, self._coupled.observe)
@@ -123,13 +123,13 @@ class VulkanProgram:
         self._sums = SumStack(device, sizes, 1 << pairs.bit_length() - 1) if adds else None
         self._summing: dict[Any, tuple[Submission, ...]] = {}
         self._absent_gradient: Buffer | None = None
-        self._adding = False
-        """Whether a subtree is in work whose sums are on the device."""
+        self._sums_in_use = False
+        """Whether the subtree in progress keeps its sums on the device."""
         self._plans: dict[Any, PlacedPlan] = {}
         self._captures: dict[Any, Capture] = {}
-        """Those that no plan was made of yet."""
-        self._once: PlacedPlan | None = None
-        """The last that was no plan of a step's or a forward's."""
+        """Captures without a plan yet, by shapes."""
+        self._temporary_plan: PlacedPlan | None = None
+        """The last plan made by `run_once`."""
         self._running: Running | None = None
         self._lock = threading.RLock()
         self.estimates: list[Estimate] = []
@@ -140,100 +140,112 @@ class VulkanProgram:
         if trainable.coupled is None or trainable.module is None:
             return None
         fuses = self._template.fuses
-        return CoupledCapture(trainable.coupled, trainable.module, self._trained, fuses)
+        return CoupledCapture(trainable.coupled, trainable.module, self._trained_names, fuses)
 
     @property
     def memory(self) -> str:
-        """The estimate of the plan that needs most, and what the device has."""
-        most = max(self.estimates, key=lambda one: one.total)
+        """The largest estimate, and the device's memory if known."""
+        largest = max(self.estimates, key=lambda estimate: estimate.total)
         has = self._device.adapter.memory_bytes
-        return f"{most} of {byte_size(has)}" if has else str(most)
+        return f"{largest} of {byte_size(has)}" if has else str(largest)
 
     def check(self, example: Batch) -> None:
-        """Make the plan of a training step for batches like this one.
+        """Compile a training step for batches of this shape.
 
         Raises:
-            SamestepError: The step cannot be captured, an operator has no rule, or it does not
-                fit in the device's memory.
+            SamestepError: The step cannot be captured, an operator has no rule, or the step does
+                not fit in the device's memory.
         """
         _refuse_wide_inputs(example)
         refuse_sparse_gradients(self._weights.module)
         refuse_gradient_hooks(trained_parameters(self._weights.module, self._blocks))
         refuse_running_statistics(self._weights.module, self._trainable.in_evaluation)
         refuse_gradients_across_samples(self._weights.module)
-        capture, arrays = self._captured(example), _tensors(example)
-        own = {name: x for name, x in arrays.items() if not is_carried_gradient(name)}
-        refuse_loss_that_does_not_add_up(
-            self._weights.module, self._loss, own, capture.model_results
+        capture, arrays = self._take_capture(example), _tensors(example)
+        own_arrays = {name: x for name, x in arrays.items() if not is_carried_gradient(name)}
+        refuse_non_additive_loss(
+            self._weights.module, self._loss, own_arrays, capture.model_results
         )
         self._plans[_shapes(example)] = self._ready_step(capture)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Of each tensor that the module has now, as the device is to have it, by all its names.
+        """Return the module's current tensors as uploaded to the device, under all their names.
 
-        Those of frozen tensors are gone once the device has them.
+        Values of frozen tensors are no longer available after the upload.
         """
         return self._weights.values(named_tensors(self._weights.module))
 
     def capture(self, batch: Batch, *, closes: bool = True) -> Capture:
-        """Of a step of the module as it now is; `closes` as for `capture_step`."""
+        """Capture a step of the module in its current form; `closes` as for `capture_step`."""
         module, fuses = self._weights.module, self._template.fuses
-        there = named_tensors(module)
-        trained = [name for name in self._trained if name in there]
+        tensors = named_tensors(module)
+        trained_names = [name for name in self._trained_names if name in tensors]
         arrays = _tensors(batch)
         halves = self._template.halves
         fields = tuple if self._coupled is None else self._coupled.take_observed
         return capture_step(
-            module, self._loss, trained, arrays, fuses, closes=closes, halves=halves, fields=fields
+            module,
+            self._loss,
+            trained_names,
+            arrays,
+            fuses,
+            closes=closes,
+            halves=halves,
+            fields=fields,
         )
 
     def take(self, batch: Batch, capture: Capture) -> None:
-        """Use this capture for batches like this one."""
+        """Use this capture for batches of this shape."""
         self._captures[_shapes(batch)] = capture
 
-    def computed(self, batch: Batch, seed: int) -> dict[str, Array]:
-        """One microbatch: each gradient by name, and the loss as ""."""
-        found: dict[str, Array] = {}
+    def gradients_of(self, batch: Batch, seed: int) -> dict[str, Array]:
+        """Compute one microbatch; return gradients by name, and the loss under ""."""
+        results: dict[str, Array] = {}
         for item in self.gradients([(batch, seed)]):
             if isinstance(item, BlockGradient):
                 slices = self._blocks[item.block].slices()
-                found |= {tensor.name: item.values[place] for tensor, place in slices}
+                results |= {tensor.name: item.values[slice_] for tensor, slice_ in slices}
             elif isinstance(item, Loss):
-                found[""] = np.array([item.loss_sum], np.float32)
-        return found
+                results[""] = np.array([item.loss_sum], np.float32)
+        return results
 
-    def computed_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
-        """The same of a capture that is no plan of the program's."""
-        there = named_tensors(self._weights.module)
-        trained = [name for name in self._trained if name in there]
-        counts = [len(self._weights.tables.get(name, "1")) for name in trained]
-        flat = self.run_once(capture, batch, seed, trained)
+    def gradients_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
+        """The same for a temporary capture."""
+        tensors = named_tensors(self._weights.module)
+        trained_names = [name for name in self._trained_names if name in tensors]
+        counts = [len(self._weights.tables.get(name, "1")) for name in trained_names]
+        flat = self.run_once(capture, batch, seed, trained_names)
         ends = np.cumsum([1, *counts])
-        found = {}
-        for name, first, end in zip(["", *trained], [0, *ends], ends, strict=False):
+        results = {}
+        for name, first, end in zip(["", *trained_names], [0, *ends], ends, strict=False):
             parts = [part for part in flat[first:end] if part is not None]
-            found[name] = np.concatenate(parts) if parts else np.zeros(there[name].numel(), "f4")
-        return found
+            results[name] = (
+                np.concatenate(parts) if parts else np.zeros(tensors[name].numel(), "f4")
+            )
+        return results
 
     def run_once(
-        self, capture: Capture, batch: Batch, seed: int, trained: Sequence[str] = ()
+        self, capture: Capture, batch: Batch, seed: int, trained_names: Sequence[str] = ()
     ) -> list[Array | None]:
-        """Each output of a capture, flat; None for zeros. `trained` as for `split_tables`."""
+        """Run a temporary capture; return each output, flat, or None for zeros.
+
+        `trained_names` as `trained` of `split_tables`.
+        """
         with self._lock:
-            if self._once is None or self._once.capture is not capture:
-                parts = sum(len(self._weights.tables.get(name, "1")) - 1 for name in trained)
+            if self._temporary_plan is None or self._temporary_plan.capture is not capture:
+                parts = sum(len(self._weights.tables.get(name, "1")) - 1 for name in trained_names)
                 groups = [list(range(len(capture.outputs) + parts))]
-                self._once = self._ready(capture, groups, trained)
+                self._temporary_plan = self._ready(capture, groups, trained_names)
                 self.estimates.pop()
-            ready = self._once
+            ready = self._temporary_plan
             words = self._packed(ready, batch.arrays, seed)
             arrays = Running(self._device, ready.submissions[1], ready.upload, words).next()
         assert arrays is not None
-        left = iter(arrays)
-        return [None if held is None else next(left) for held in ready.plan.outputs]
+        results = iter(arrays)
+        return [None if output is None else next(results) for output in ready.plan.outputs]
 
     def warm_up(self, batch: Batch) -> None:
-        """Run a microbatch of another shape once: drivers compile shaders when they first run."""
+        """Run a microbatch of another shape once: drivers compile shaders on first use."""
         for _ in self.gradients([(batch, 0)]):
             pass
 
@@ -247,32 +259,33 @@ class VulkanProgram:
             self._weights.load(parameters)
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
-        """One subtree, added on the device if its additions are exact and it has room."""
-        self._adding = False
+        """Compute a subtree; sum on the device if its additions are exact and its memory
+        suffices."""
+        self._sums_in_use = False
         leaves = self._completed(leaves)
         if self._sums is None or len(leaves) == 1:
-            return self.added_on_host(leaves)
+            return self.sum_on_host(leaves)
         levels = levels_of(len(leaves))
-        needed = max(levels * self._sums.level_bytes, self._sums.held_bytes)
-        if not has_room(self.estimates, needed, self._device.adapter.memory_bytes):
-            return self.added_on_host(leaves)
+        sum_bytes = max(levels * self._sums.level_bytes, self._sums.held_bytes)
+        if not has_room(self.estimates, sum_bytes, self._device.adapter.memory_bytes):
+            return self.sum_on_host(leaves)
         self._sums.hold(levels)
-        self._adding = True
+        self._sums_in_use = True
         start = partial(self._start, self._sums, leaves)
         shapes = {_shapes(batch): batch for batch, _ in leaves if not _is_empty(batch)}
-        marked = partial(self._marked, list(shapes.values()))
-        groups, begun = self._at_once(leaves), partial(self._note_embedded, leaves)
-        return added_on_device(leaves, groups, start, marked, len(self._blocks), begun)
+        mark_absent = partial(self._mark_absent, list(shapes.values()))
+        groups, read_embeddings = self._groups(leaves), partial(self._read_embeddings, leaves)
+        return sum_on_device(leaves, groups, start, mark_absent, len(self._blocks), read_embeddings)
 
-    def added_on_host(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
-        """One subtree, whatever the device can do."""
+    def sum_on_host(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
+        """Compute a subtree, and always sum on the host."""
         leaves = self._completed(leaves)
-        return added_on_host(leaves, self._begin, len(self._blocks))
+        return sum_on_host(leaves, self._begin, len(self._blocks))
 
     def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
         del leaf
         if _is_empty(batch):
-            return Microbatch(self._nothing(batch), lambda: None)
+            return Microbatch(self._absent_gradients(batch), lambda: None)
         with self._lock:
             ready = self._step(batch)
             words = self._uploaded(ready, batch, seed)
@@ -281,7 +294,8 @@ class VulkanProgram:
         return Microbatch(self._items(ready, running, batch), running.stop)
 
     def completed(self, batch: Batch) -> Batch:
-        """A microbatch with all arrays of a training step: see `CoupledCapture.completed`."""
+        """Return a microbatch with all arrays of a training step; see
+        `CoupledCapture.completed`."""
         return batch if self._coupled is None else self._coupled.completed(batch)
 
     def _completed(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
@@ -293,7 +307,7 @@ class VulkanProgram:
         """See `backends.base.interface.ComputesCoupledLoss`: the plan of a training step, up to its
         embeddings."""
         coupled, leaves = self._require_coupled(), self._completed(leaves)
-        for group in self._at_once(leaves):
+        for group in self._groups(leaves):
             with self._lock:
                 ready = self._step(leaves[group.start][0])
                 parts = self._parts(ready, len(group))
@@ -314,15 +328,15 @@ class VulkanProgram:
             key = ("step loss", samples)
             if key not in self._plans:
                 capture = coupled.take(samples)
-                parts = sum(len(self._weights.tables.get(n, "1")) - 1 for n in self._trained)
+                parts = sum(len(self._weights.tables.get(n, "1")) - 1 for n in self._trained_names)
                 groups = [list(range(len(capture.outputs) + parts))]
-                self._plans[key] = self._ready(capture, groups, self._trained)
+                self._plans[key] = self._ready(capture, groups, self._trained_names)
             ready = self._plans[key]
             words = self._packed(ready, fields, seed)
             arrays = Running(self._device, ready.submissions[1], ready.upload, words).next()
         assert arrays is not None
-        left = iter(arrays)
-        outputs = [None if held is None else next(left) for held in ready.plan.outputs]
+        results = iter(arrays)
+        outputs = [None if output is None else next(results) for output in ready.plan.outputs]
         return coupled.step_loss(outputs, samples, self._weights.tables)
 
     def take_embedded(self) -> list[Rows]:
@@ -331,7 +345,8 @@ class VulkanProgram:
         return embedded
 
     def step_loss_parity(self) -> CoupledParity | None:
-        """The comparison of a coupled loss with torch's; made before the device has weights."""
+        """Return the comparison of a coupled loss with torch's; call before weights are
+        uploaded."""
         return None if self._coupled is None else CoupledParity(self._coupled, self.values())
 
     def _require_coupled(self) -> CoupledCapture:
@@ -340,11 +355,11 @@ class VulkanProgram:
 
     @property
     def _segments_before(self) -> int:
-        """Segments of a step that come before its blocks: that of its embeddings."""
+        """Number of segments before a step's blocks: 1 if it has embeddings."""
         return int(self._coupled is not None)
 
-    def _note_embedded(self, leaves: Sequence[Leaf], running: Running, group: range) -> bool:
-        """Read the embeddings of microbatches that are computed at once; whether it goes on."""
+    def _read_embeddings(self, leaves: Sequence[Leaf], running: Running, group: range) -> bool:
+        """Read the embeddings of a group; return whether the subtree goes on."""
         if self._coupled is None:
             return True
         arrays = running.next()
@@ -354,45 +369,47 @@ class VulkanProgram:
         return arrays is not None
 
     def evaluate(self, batch: Batch) -> Sums:
-        """Evaluation sums; the model's forward runs on the device, the sums on the host.
+        """Return evaluation sums; the model's forward runs on the device, the sums on the host.
 
         Raises:
-            SamestepError: The task has no evaluation, or it needs more of the model than a call.
+            SamestepError: The task has no evaluation, or the evaluation needs more of the model
+                than a call.
         """
         if self._trainable.evaluate is None:
             raise SamestepError("this task has no evaluation")
-        return self._measured(self._trainable.evaluate, batch)
+        return self._evaluate(self._trainable.evaluate, batch)
 
     def rows(self, batch: Batch) -> Captured:
-        """What is kept of a microbatch: as for `evaluate`, the forward alone is the device's.
+        """Return the captured rows of a microbatch; as in `evaluate`, only forward runs on the
+        device.
 
         Raises:
             SamestepError: The task captures nothing, or needs more of the model than a call.
         """
         if self._trainable.rows is None:
             raise SamestepError("this task captures nothing")
-        return self._measured(self._trainable.rows, batch)
+        return self._evaluate(self._trainable.rows, batch)
 
-    def _measured(self, measure: Callable[[Any, Mapping[str, Any]], T], batch: Batch) -> T:
-        stand_in = StandIn(self._weights.module, self.forward)
+    def _evaluate(self, measure: Callable[[Any, Mapping[str, Any]], T], batch: Batch) -> T:
+        module = StandIn(self._weights.module, self.forward)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         try:
-            return measured(lambda: measure(stand_in, arrays))
+            return measured(lambda: measure(module, arrays))
         except (IndexError, RuntimeError) as error:
-            if (outside := index_outside(error, arrays)) is None:
+            if (bad_index := index_outside(error, arrays)) is None:
                 raise
-            raise DataError(outside.text) from error
+            raise DataError(bad_index.text) from error
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the module gives in evaluation mode, with tensors on the host."""
+        """Return the module's outputs in evaluation mode, with tensors on the host."""
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise SamestepError(
-                "expected evaluation metrics that take the model's outputs alone, got a derivative "
-                "by its inputs, which the vulkan backend computes in training only; leave it out "
-                "of what is measured, or have it computed by cpu or cuda"
+                "expected evaluation metrics computed from the model's outputs, got a derivative "
+                "with respect to its inputs, which the vulkan backend supports in training only; "
+                "remove that metric, or use a cpu or cuda worker"
             )
-        key = (str(structure), tuple(_described(leaf) for leaf in leaves))
+        key = (str(structure), tuple(_leaf_key(leaf) for leaf in leaves))
         arrays = {str(i): x.numpy() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         with self._lock:
             if key not in self._plans:
@@ -413,28 +430,29 @@ class VulkanProgram:
         return pytree.tree_unflatten(tensors, ready.capture.results)
 
     def keeps_subnormals(self) -> bool:
-        """Of the host; what the device does with them is in its driver's name and in the probe."""
+        """Whether the host keeps subnormals; the device's behavior is part of its numerics
+        profile."""
         return subnormals_are_kept()
 
     def close(self) -> None:
-        """Abandon what runs and let go of the device's memory; the device stays open."""
+        """Abandon running work and free the device's memory; the device stays open."""
         with self._lock:
             if self._running is not None:
                 self._running.stop()
             self._plans.clear()
-            self._once = None
+            self._temporary_plan = None
             self._summing.clear()
             self._slots.clear()
             self._sums = self._absent_gradient = None
             self._weights.forget()
 
-    def _at_once(self, leaves: Sequence[Leaf]) -> list[range]:
-        """A subtree's microbatches, in groups that are computed at once: neighbours of one shape,
-        as many as its plan has room for."""
+    def _groups(self, leaves: Sequence[Leaf]) -> list[range]:
+        """Group adjacent microbatches of one shape that are computed at once, up to the plan's
+        limit."""
         groups: list[range] = []
         for leaf, (batch, _) in enumerate(leaves):
-            known = self._plans.get(_shapes(batch))
-            room = known.plan.at_once if known else 1
+            placed = self._plans.get(_shapes(batch))
+            room = placed.plan.at_once if placed else 1
             last = groups[-1] if groups else range(0)
             if 0 < len(last) < room and _shapes(leaves[last.start][0]) == _shapes(batch):
                 groups[-1] = range(last.start, leaf + 1)
@@ -443,7 +461,7 @@ class VulkanProgram:
         return groups
 
     def _start(self, sums: SumStack, leaves: Sequence[Leaf], group: range) -> Running:
-        """Microbatches of a subtree, computed at once and added to its sums one after the other."""
+        """Start a group of microbatches: computed at once, added to the subtree's sums in order."""
         first = leaves[group.start][0]
         with self._lock:
             ready = None if _is_empty(first) else self._step(first)
@@ -451,11 +469,11 @@ class VulkanProgram:
             shapes = None if ready is None else _shapes(first)
             key = (shapes, merges, group.start == 0, merges[-1].last and len(leaves))
             if key not in self._summing:
-                many = len(group)
+                microbatches = len(group)
                 before = self._segments_before
                 segments = len(self._blocks) + before
-                parts = nothing(segments) if ready is None else self._parts(ready, many)
-                sources = self._sources(ready, many)
+                parts = nothing(segments) if ready is None else self._parts(ready, microbatches)
+                sources = self._sources(ready, microbatches)
                 self._summing[key] = tuple(
                     sums.summing(parts, sources, group.start, len(leaves), before)
                 )
@@ -465,27 +483,29 @@ class VulkanProgram:
                 each = [self._uploaded(ready, *leaves[n]) for n in group]
                 words = np.concatenate(each)
                 self._running = Running(self._device, self._summing[key], ready.upload, words)
-            self._adding = not merges[-1].last
+            self._sums_in_use = not merges[-1].last
             return self._running
 
-    def _parts(self, ready: PlacedPlan, many: int) -> tuple[Submission, ...]:
-        """What is submitted for so many microbatches at once."""
-        if many not in ready.submissions:
+    def _parts(self, ready: PlacedPlan, microbatches: int) -> tuple[Submission, ...]:
+        """Return the submissions for that many microbatches at once."""
+        if microbatches not in ready.submissions:
             each = self._field_outputs
-            parts = submissions(ready.plan, ready.buffers, self._device, many, each)
-            ready.submissions[many] = tuple(parts)
-        return ready.submissions[many]
+            parts = submissions(ready.plan, ready.buffers, self._device, microbatches, each)
+            ready.submissions[microbatches] = tuple(parts)
+        return ready.submissions[microbatches]
 
-    def _sources(self, ready: PlacedPlan | None, many: int) -> Sources:
-        """Where steps' results are; of what the loss does not reach they are absent."""
+    def _sources(self, ready: PlacedPlan | None, microbatches: int) -> Sources:
+        """Return the buffers of the results; gradients of unreached tensors are absent."""
         gradients = []
-        for microbatch in range(many):
-            found = [
+        for microbatch in range(microbatches):
+            outputs = [
                 ready.output(number, microbatch) if ready else None
                 for number in range(1, 1 + sum(map(len, self._results)))
             ]
-            held = [self._absent() if each is None else each for each in found]
-            gradients.append([[held[o - 1] for o in self._outputs_of(n)] for n in self._order()])
+            gradient_buffers = [self._absent() if each is None else each for each in outputs]
+            gradients.append(
+                [[gradient_buffers[o - 1] for o in self._outputs_of(n)] for n in self._order()]
+            )
         loss = ready.plan.outputs[0] if ready else None
         if ready is None or loss is None:
             return Sources(gradients, self._device.buffer(4))
@@ -493,7 +513,7 @@ class VulkanProgram:
         return Sources(gradients, ready.buffers[loss], stride)
 
     def _absent(self) -> Buffer:
-        """As long as the largest gradient; made when first needed."""
+        """Return absent values as long as the largest gradient, allocated on first use."""
         if self._absent_gradient is None:
             largest = max(elements for results in self._results for elements in results)
             self._absent_gradient = self._device.buffer(4 * largest)
@@ -501,14 +521,14 @@ class VulkanProgram:
         return self._absent_gradient
 
     def _order(self) -> Sequence[int]:
-        """Blocks as backward gives them."""
+        """Return blocks in backward order."""
         return range(len(self._blocks) - 1, -1, -1)
 
     def _items(
         self, ready: PlacedPlan, running: Running, batch: Batch
     ) -> Iterator[BlockGradient | Loss]:
         loss = 0.0
-        if not self._note_embedded([(batch, 0)], running, range(1)):
+        if not self._read_embeddings([(batch, 0)], running, range(1)):
             return
         for number in self._order():
             arrays = running.next()
@@ -520,10 +540,10 @@ class VulkanProgram:
         yield Loss(loss, batch.weight)
 
     def _flat(self, plan: Plan, number: int, arrays: Sequence[Array]) -> Array:
-        """The block's gradient; of tensors that the loss does not reach it is absent."""
-        rest = iter(arrays)
+        """Return a block's gradient; parts of unreached tensors are absent."""
+        remaining = iter(arrays)
         parts = [
-            np.zeros(elements, np.float32) if plan.outputs[output] is None else next(rest)
+            np.zeros(elements, np.float32) if plan.outputs[output] is None else next(remaining)
             for elements, output in zip(
                 self._results[number], self._outputs_of(number), strict=True
             )
@@ -531,9 +551,14 @@ class VulkanProgram:
         values = np.concatenate(parts) if len(parts) > 1 else np.array(parts[0])
         return mark_absent(self._blocks[number], values, self._unreached(plan, number))
 
-    def _marked(self, batches: Sequence[Batch], number: int, values: Array) -> Array:
-        """The block's sum over a subtree, of batches one of each shape; of tensors that none of
-        them reaches it is absent."""
+    def _mark_absent(self, batches: Sequence[Batch], number: int, values: Array) -> Array:
+        """Return a block's sum over a subtree; parts of tensors that no batch reaches are absent.
+
+        Args:
+            batches: One batch of each shape in the subtree.
+            number: The block.
+            values: Its sum.
+        """
         block = self._blocks[number]
         unreached = {tensor.name for tensor in block.tensors}
         for batch in batches:
@@ -541,48 +566,49 @@ class VulkanProgram:
         return mark_absent(block, values, unreached)
 
     def _unreached(self, plan: Plan, number: int) -> set[str]:
-        """The block's tensors that have no gradient in a step: the same for every microbatch of its
-        shapes, since its graph is."""
+        """Return the block's tensors that have no gradient in a step: the graph, and so the set, is
+        the same for every microbatch of that shape."""
         outputs = iter(self._outputs_of(number))
         unreached = set()
         for tensor in self._blocks[number].tensors:
-            own = [next(outputs) for _ in self._weights.tables.get(tensor.name, "1")]
-            if all(plan.outputs[output] is None for output in own):
+            parts = [next(outputs) for _ in self._weights.tables.get(tensor.name, "1")]
+            if all(plan.outputs[output] is None for output in parts):
                 unreached.add(tensor.name)
         return unreached
 
     def _outputs_of(self, number: int) -> range:
-        """The outputs of a step that are a block's gradients; output 0 is the loss."""
+        """Return the numbers of the outputs that are a block's gradients; output 0 is the loss."""
         first = 1 + sum(map(len, self._results[:number]))
         return range(first, first + len(self._results[number]))
 
     @property
     def _field_outputs(self) -> range:
-        """The outputs of a step that are embeddings."""
+        """Numbers of the outputs that are embeddings."""
         first = 1 + sum(map(len, self._results))
-        many = 0 if self._coupled is None else len(self._coupled.coupled.layout.fields)
-        return range(first, first + many)
+        fields = 0 if self._coupled is None else len(self._coupled.coupled.layout.fields)
+        return range(first, first + fields)
 
     def _results_of(self, block: Block) -> list[int]:
-        """Elements of each gradient that a step gives of a block: a tensor's, or of its parts."""
+        """Return the elements of each gradient output of a block: of a tensor, or of each of its
+        parts."""
         tables = self._weights.tables
-        found = []
+        sizes = []
         for tensor in block.tensors:
             parts = tables.get(tensor.name)
             columns = tensor.shape[-1] if tensor.shape else 1
-            found += [part.rows * columns for part in parts] if parts else [tensor.elements]
-        return found
+            sizes += [part.rows * columns for part in parts] if parts else [tensor.elements]
+        return sizes
 
-    def _nothing(self, batch: Batch) -> Iterator[BlockGradient | Loss]:
+    def _absent_gradients(self, batch: Batch) -> Iterator[BlockGradient | Loss]:
         for number in self._order():
             yield BlockGradient(number, absent(self._blocks[number].elements))
         yield Loss(0.0, batch.weight)
 
     def _uploaded(self, ready: PlacedPlan, batch: Batch, seed: int) -> NDArray[np.uint32]:
-        """What is uploaded for a microbatch of a subtree.
+        """Return the upload of a microbatch of a subtree.
 
         Raises:
-            LossRaised: The device cannot compute with its values.
+            LossRaised: The device cannot compute with the batch's values.
         """
         try:
             return self._packed(ready, batch.arrays, seed)
@@ -594,7 +620,7 @@ class VulkanProgram:
     def _packed(
         self, ready: PlacedPlan, arrays: Mapping[str, NDArray[Any]], seed: int
     ) -> NDArray[np.uint32]:
-        """What is uploaded for a microbatch."""
+        """Pack the upload of a microbatch."""
         plan, capture = ready.plan, ready.capture
         if SCALE in capture.arrays:
             scale = np.array([self.loss_scale, 1.0 / self.loss_scale], np.float32)
@@ -607,10 +633,10 @@ class VulkanProgram:
     def _step(self, batch: Batch) -> PlacedPlan:
         shapes = _shapes(batch)
         if shapes not in self._plans:
-            self._plans[shapes] = self._ready_step(self._captured(batch))
+            self._plans[shapes] = self._ready_step(self._take_capture(batch))
         return self._plans[shapes]
 
-    def _captured(self, batch: Batch) -> Capture:
+    def _take_capture(self, batch: Batch) -> Capture:
         return self._captures.pop(_shapes(batch), None) or self.capture(batch)
 
     def _ready_step(self, capture: Capture) -> PlacedPlan:
@@ -618,52 +644,54 @@ class VulkanProgram:
         groups[-1].append(0)  # the loss comes with the last block
         if self._coupled is not None:
             groups.insert(0, [*self._field_outputs])
-        return self._ready(capture, groups, self._trained, at_once=self._template.microbatches)
+        return self._ready(
+            capture, groups, self._trained_names, at_once=self._template.microbatches
+        )
 
     def _ready(
         self,
         capture: Capture,
         groups: Sequence[Sequence[int]],
-        trained: Sequence[str] = (),
+        trained_names: Sequence[str] = (),
         at_once: int = 1,
     ) -> PlacedPlan:
-        """Lower, plan, and make all that the device needs; for so many microbatches at most."""
+        """Lower and plan a capture and allocate its buffers, for at most `at_once` microbatches."""
         base, constants = self._weights.base, self._weights.constants
         whole_numbers = WholeNumbers(capture.graph, capture.arrays)
         table_indices = TableIndices(capture.graph, capture.arrays)
-        split_tables(capture, self._weights.tables, trained)
-        with _refused("make kernels of this model"):
+        split_tables(capture, self._weights.tables, trained_names)
+        with _explain_failure("generate kernels for this model"):
             plan = lowered_plan(capture, base, constants, self._template, groups)
         if self._sums is not None:
-            plan = several(plan, at_once, self._fits)
+            plan = several(plan, at_once, self._has_room)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
         adapter, largest = self._device.adapter, self._largest_bytes
         refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
         self._make_room()
         upload = self._device.buffer(4 * plan.words * plan.at_once)
         buffers = self._buffers(plan, upload)
-        give_back_freed_memory()  # of the weights that were uploaded just now
-        with _refused("have a kernel of this model compiled"):
+        give_back_freed_memory()  # the host copy of the uploaded weights
+        with _explain_failure("compile a kernel of this model"):
             parts = tuple(submissions(plan, buffers, self._device))
         return PlacedPlan(
             plan, capture, upload, tuple(buffers), whole_numbers, table_indices, {1: parts}
         )
 
-    def _fits(self, plan: Plan) -> bool:
-        """Whether there is room for a plan, and for the sums of a step's microbatches."""
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether memory suffices for a plan and for the sums of a step's microbatches."""
         assert self._sums is not None
-        needed = estimate(plan, self._weights.nbytes())
+        memory = estimate(plan, self._weights.nbytes())
         sums = levels_of(MICROBATCHES_PER_STEP) * self._sums.level_bytes
         largest = max(plan.slots, default=0)
         memory_bytes = self._device.adapter.memory_bytes
-        return largest <= self._largest_bytes and has_room([needed], sums, memory_bytes)
+        return largest <= self._largest_bytes and has_room([memory], sums, memory_bytes)
 
     def _make_room(self) -> None:
-        """Memory that is held for subtree sums gives way to a new plan."""
-        adapter, held = self._device.adapter, self._sums.held_bytes if self._sums else 0
-        if self._sums is None or has_room(self.estimates, held, adapter.memory_bytes):
+        """Free the memory of subtree sums if a new plan needs it."""
+        adapter, sum_bytes = self._device.adapter, self._sums.held_bytes if self._sums else 0
+        if self._sums is None or has_room(self.estimates, sum_bytes, adapter.memory_bytes):
             return
-        if self._adding:
+        if self._sums_in_use:
             raise DeviceError(
                 adapter.name,
                 "a microbatch of a new shape needs the memory that holds the sums of the current "
@@ -675,40 +703,40 @@ class VulkanProgram:
     def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
         slots = self._take_slots(plan.slots)
         buffers = []
-        for place in plan.places:
-            if place.packed:
+        for location in plan.places:
+            if location.packed:
                 buffers.append(upload)
-            elif place.tensor:
-                buffers.append(self._weights.buffer(place.tensor))
-            elif place.constant is not None:
-                words = tensor_words(place.constant, halves=self._template.halves)
+            elif location.tensor:
+                buffers.append(self._weights.buffer(location.tensor))
+            elif location.constant is not None:
+                words = tensor_words(location.constant, halves=self._template.halves)
                 buffers.append(self._device.buffer(words.nbytes))
                 self._device.upload(buffers[-1], words)
             else:
-                buffers.append(slots[place.slot])
+                buffers.append(slots[location.slot])
         return buffers
 
     def _take_slots(self, sizes: Sequence[int]) -> list[Buffer]:
-        """Memory for a plan's slots. Plans run one after the other, so they share it."""
+        """Allocate a plan's slots. Plans never run concurrently, so they share slots."""
         free = sorted(self._slots, key=lambda buffer: buffer.nbytes)
-        found: dict[int, Buffer] = {}
+        slots: dict[int, Buffer] = {}
         for slot in sorted(range(len(sizes)), key=lambda slot: -sizes[slot]):
             fitting = [b for b in free if sizes[slot] <= b.nbytes <= 2 * sizes[slot]]
             if fitting:
-                found[slot] = fitting[0]
+                slots[slot] = fitting[0]
                 free.remove(fitting[0])
             else:
-                found[slot] = self._device.buffer(sizes[slot])
-                self._slots.append(found[slot])
-        return [found[slot] for slot in range(len(sizes))]
+                slots[slot] = self._device.buffer(sizes[slot])
+                self._slots.append(slots[slot])
+        return [slots[slot] for slot in range(len(sizes))]
 
 
 @contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Turn what is no error of ours into one: a model that we do not foresee must end no worker.
+def _explain_failure(task: str) -> Iterator[None]:
+    """Turn any exception into a SamestepError: an unforeseen model must not end the worker.
 
     Raises:
-        SamestepError: In one line, for anything that was raised.
+        SamestepError: One line, for any exception.
     """
     try:
         yield
@@ -717,15 +745,17 @@ def _refused(what: str) -> Iterator[None]:
     except Exception as error:
         reason = _shortened(" ".join(str(error).split()))
         raise SamestepError(
-            f"the vulkan backend cannot {what}: {type(error).__name__}: {reason}; use a cpu or "
+            f"the vulkan backend cannot {task}: {type(error).__name__}: {reason}; use a cpu or "
             "cuda worker for this model"
         ) from error
 
 
-def _shortened(words: str) -> str:
-    """Its beginning, which says where, and its end, where a driver says what."""
+def _shortened(text: str) -> str:
+    """Keep the beginning, which names the location, and the end, which has the driver's reason."""
     return (
-        words if len(words) <= _WORDS else f"{words[: _WORDS // 3]} ... {words[-2 * _WORDS // 3 :]}"
+        text
+        if len(text) <= _REASON_CHARACTERS
+        else f"{text[: _REASON_CHARACTERS // 3]} ... {text[-2 * _REASON_CHARACTERS // 3 :]}"
     )
 
 
@@ -742,17 +772,17 @@ def _refuse_wide_inputs(batch: Batch) -> None:
     for name, array in batch.arrays.items():
         if array.dtype.kind == "c" or (array.dtype.kind == "f" and array.dtype.itemsize > 4):
             raise SamestepError(
-                f"input {name!r} of the batch is {array.dtype}: expected float32 or whole numbers; "
-                "write .float() where the batch is made"
+                f"expected float32 or integers in the batch's input {name!r}, got {array.dtype}; "
+                "cast it with .float() where the batch is made"
             )
 
 
 def _is_empty(batch: Batch) -> bool:
-    """Whether it has no samples at all."""
+    """Whether it has no samples."""
     return any(array.shape[:1] == (0,) for array in batch.arrays.values())
 
 
-def _described(leaf: Any) -> str:
+def _leaf_key(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype}"
     return repr(leaf)

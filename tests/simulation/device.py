@@ -26,7 +26,7 @@ from backends.base.interface import (
     Sums,
     Trainable,
 )
-from backends.base.subtree_gradients import Microbatch, SubtreeGradients, added_on_host
+from backends.base.subtree_gradients import Microbatch, SubtreeGradients, sum_on_host
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
 from protocol.spec.run_spec import RunSpec
@@ -166,7 +166,7 @@ class SimulatedDevice:
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
         assert self._job is not None
-        return added_on_host(leaves, self._microbatch, len(self._job.blocks))
+        return sum_on_host(leaves, self._microbatch, len(self._job.blocks))
 
     def _microbatch(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
         del leaf

@@ -1,12 +1,12 @@
-"""A kernel as C: a loop over what would be invocations, over outputs and nothing else.
+"""Print a kernel as C: loops over invocations.
 
-A kernel whose invocations know only their number becomes one loop, split at the length of a row
-where the number is cut into coordinates, so that a compiler sees neighbours lie side by side. One
-whose invocations work together is cut at its barriers: each piece runs for all of a workgroup
-before the next does, and what lives longer than a piece has a place for each invocation.
+A kernel that uses only its invocation's number becomes one loop. Where the number is divided into
+coordinates, the loop is split at the row length, so that the compiler sees contiguous accesses. A
+kernel with workgroup memory is split at its barriers: each piece runs for a whole workgroup before
+the next piece starts, and a variable used in several pieces becomes an array over invocations.
 
-The order of every sum is the kernel's own. C is compiled without contraction; `fma` is what the
-convention says.
+Every sum is evaluated in the kernel's order. C is compiled without contraction; the convention
+defines `fma`.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from backends.wgpu.canonical.tree import (
     Literal,
     Module,
     Name,
-    NotRead,
     Return,
     Scope,
     Statement,
     Unary,
+    UnsupportedKernel,
     size_of,
 )
 
 Change = Callable[[Expression], Expression | None]
 
 _SHORTEST_ROW: Final = 8
-"""Shorter ones are not worth a loop of their own."""
+"""Shorter rows do not pay for an inner loop."""
 _C_TYPES: Final = {"f32": "float", "u32": "u32", "i32": "i32", "u64": "u64", "bool": "int"}
 _BUILT_IN: Final = {
     "floor": "__builtin_floorf", "ceil": "__builtin_ceilf", "trunc": "__builtin_truncf",
     "round": "__builtin_rintf", "sqrt": "__builtin_sqrtf",
 }  # fmt: skip
-_PLACES: Final = {
+_BUILT_IN_VALUES: Final = {
     "global_invocation_id": "number", "local_invocation_id": "local", "workgroup_id": "group",
     "num_workgroups": "groups", "local_invocation_index": "local_x",
 }  # fmt: skip
@@ -59,7 +59,7 @@ SIGNATURE: Final = (
     "void {name}(void *const *m, const u32 *bytes, usize first, usize last, u32 groups_x, "
     "u32 groups_y, u32 groups_z)"
 )
-"""Of a kernel: its buffers, their sizes, which workgroups, and how many there are."""
+"""Signature of a kernel: buffers, their sizes in bytes, a range of workgroups, and the grid."""
 
 PRELUDE: Final = """\
 typedef unsigned int u32; typedef int i32; typedef unsigned long long u64;
@@ -114,48 +114,50 @@ INLINE vec4f fma_vec4f(vec4f a, vec4f b, vec4f c) { return a * b + c; }
 
 
 def c_functions(functions: Iterable[Function], prefix: str = "") -> str:
-    """Functions that read no buffer, each before those that call it."""
+    """Print functions that read no buffer, callees first."""
     return "\n".join(_Text({}, prefix).function(each) for each in functions)
 
 
 def c_kernel(module: Module, name: str) -> str:
-    """A kernel of the signature above, and the functions that it has for itself."""
+    """Print a kernel with `SIGNATURE`, preceded by its local functions."""
     return _Kernel(module, name).text()
 
 
 @dataclass(slots=True)
 class _Text:
-    """Expressions and statements of one scope.
+    """Print the expressions and statements of one scope.
 
     Attributes:
         arrays: Buffers and workgroup memory.
-        prefix: Of the names of the kernel's own functions.
-        own: Names of these.
-        lanes: Variables that have a place for each invocation.
-        wide: Whether u32 variables are indices, that a compiler shall see as whole addresses.
+        prefix: Prepended to the names of the kernel's local functions.
+        local_functions: Their names.
+        buffer_readers: Local functions that read a buffer, directly or through a call.
+        lanes: Variables that are arrays over invocations.
+        wide_indices: Whether u32 variables become `usize`, so that the compiler sees plain
+            addressing.
     """
 
     arrays: Mapping[str, Array]
     prefix: str = ""
-    own: frozenset[str] = frozenset()
-    reading: frozenset[str] = frozenset()
+    local_functions: frozenset[str] = frozenset()
+    buffer_readers: frozenset[str] = frozenset()
     lanes: set[str] = field(default_factory=set)
     lane: str = "lane"
-    wide: bool = False
+    wide_indices: bool = False
     end: str = "return;"
 
-    def function(self, given: Function) -> str:
-        """One function."""
-        parameters = [f"{_c_type(kind)} v_{name}" for name, kind in given.parameters]
-        if given.name in self.reading:
+    def function(self, node: Function) -> str:
+        """Print one function."""
+        parameters = [f"{_c_type(kind)} v_{name}" for name, kind in node.parameters]
+        if node.name in self.buffer_readers:
             parameters = ["void *const *m", "const u32 *bytes", *parameters]
-        body = "\n".join(self.statements(given.body))
-        inner = "\n".join(self.pointers()) if given.name in self.reading else ""
-        head = f"INLINE {_c_type(given.type)} {self.prefix}{given.name}({', '.join(parameters)})"
+        body = "\n".join(self.statements(node.body))
+        inner = "\n".join(self.pointers()) if node.name in self.buffer_readers else ""
+        head = f"INLINE {_c_type(node.type)} {self.prefix}{node.name}({', '.join(parameters)})"
         return f"{head} {{\n{inner}\n{body}\n}}"
 
     def pointers(self) -> Iterator[str]:
-        """The buffers by name."""
+        """Declare a pointer for each buffer."""
         for array in self.arrays.values():
             if array.binding >= 0:
                 kind = _c_type(array.element)
@@ -171,171 +173,177 @@ class _Text:
         for statement in body:
             yield from self.statement(statement)
 
-    def statement(self, given: Statement) -> Iterator[str]:
-        match given:
+    def statement(self, node: Statement) -> Iterator[str]:
+        match node:
             case Declare():
-                yield self.declared(given) + ";"
+                yield self.declaration(node) + ";"
             case Assignment():
-                yield self.assigned(given) + ";"
+                yield self.assignment(node) + ";"
             case If(condition, then, otherwise):
-                yield f"if ({self.of(condition)}) {{"
+                yield f"if ({self.expression(condition)}) {{"
                 yield from self.statements(then)
                 if otherwise:
                     yield "} else {"
                     yield from self.statements(otherwise)
                 yield "}"
             case For(first, condition, step, body):
-                start = self.declared(first) if first else ""
-                after = self.assigned(step) if step else ""
-                yield f"for ({start}; {self.of(condition)}; {after}) {{"
+                start = self.declaration(first) if first else ""
+                after = self.assignment(step) if step else ""
+                yield f"for ({start}; {self.expression(condition)}; {after}) {{"
                 yield from self.statements(body)
                 yield "}"
             case Return(value):
-                yield self.end if value is None else f"return {self.of(value)};"
+                yield self.end if value is None else f"return {self.expression(value)};"
             case Scope(body):
                 yield "{"
                 yield from self.statements(body)
                 yield "}"
             case Barrier():
-                raise NotRead("a kernel has a barrier where not all of a workgroup come by")
+                raise UnsupportedKernel(
+                    "a kernel has a barrier in control flow that differs within a workgroup"
+                )
 
-    def declared(self, given: Declare) -> str:
-        if given.name in self.lanes:
-            value = "0" if given.value is None else self.of(given.value)
-            return f"v_{given.name}[{self.lane}] = {value}"
-        value = "" if given.value is None else f" = {self.of(given.value)}"
-        return f"{self.variable(given.type)} v_{given.name}{value}"
+    def declaration(self, node: Declare) -> str:
+        if node.name in self.lanes:
+            value = "0" if node.value is None else self.expression(node.value)
+            return f"v_{node.name}[{self.lane}] = {value}"
+        value = "" if node.value is None else f" = {self.expression(node.value)}"
+        return f"{self.variable(node.type)} v_{node.name}{value}"
 
     def variable(self, kind: str) -> str:
-        """Type of a variable of the body."""
-        return "usize" if kind == "u32" and self.wide else _c_type(kind)
+        """Return the C type of a variable in the body."""
+        return "usize" if kind == "u32" and self.wide_indices else _c_type(kind)
 
-    def assigned(self, given: Assignment) -> str:
-        return f"{self.of(given.target)} = {self.of(given.value)}"
+    def assignment(self, node: Assignment) -> str:
+        return f"{self.expression(node.target)} = {self.expression(node.value)}"
 
     # Expressions.
 
-    def of(self, given: Expression) -> str:
-        match given:
+    def expression(self, node: Expression) -> str:
+        match node:
             case Literal():
-                return _literal(given)
+                return _literal(node)
             case Name("local_x"):
                 return "local_x"
             case Name(name):
-                place = f"[{self.lane}]" if name in self.lanes else ""
-                return f"v_{name}{place}"
-            case Unary(sign, of, kind):
+                lane_index = f"[{self.lane}]" if name in self.lanes else ""
+                return f"v_{name}{lane_index}"
+            case Unary(sign, operand, kind):
                 if sign == "!" and size_of(kind) > 1:
                     sign = "~"
-                return f"({sign}{self.of(of)})"
+                return f"({sign}{self.expression(operand)})"
             case Binary():
-                return self.binary(given)
+                return self.binary(node)
             case Application():
-                return self.call(given)
-            case Index(of, at):
-                return f"{self.of(of)}[{self.of(at)}]"
-            case Component(of, name):
-                if isinstance(of, Name) and of.name in _PLACES.values():
-                    return f"{of.name}_{name}"
-                return f"{self.of(of)}[{'xyzw'.index(name)}]"
+                return self.call(node)
+            case Index(operand, at):
+                return f"{self.expression(operand)}[{self.expression(at)}]"
+            case Component(operand, name):
+                if isinstance(operand, Name) and operand.name in _BUILT_IN_VALUES.values():
+                    return f"{operand.name}_{name}"
+                return f"{self.expression(operand)}[{'xyzw'.index(name)}]"
 
-    def binary(self, given: Binary) -> str:
-        sign, left, right = given.sign, self.of(given.left), self.of(given.right)
-        if sign in {"&&", "||"} and not _reads(given.right):
+    def binary(self, node: Binary) -> str:
+        sign, left, right = node.sign, self.expression(node.left), self.expression(node.right)
+        if sign in {"&&", "||"} and not _reads(node.right):
             sign = sign[0]
-        whole = given.type in {"u32", "i32"} and sign not in COMPARISONS
-        if whole and sign in {"/", "%"} and not _is_number(given.right):
-            return f"{'div' if sign == '/' else 'mod'}_{given.type}({left}, {right})"
-        if sign in {"<<", ">>"} and not _is_number(given.right):
-            right = f"({right} & {63 if given.type == 'u64' else 31}u)"
-        kinds = {given.left.type, given.right.type}
-        if sign in COMPARISONS and "u32" in kinds and self.wide:
+        whole = node.type in {"u32", "i32"} and sign not in COMPARISONS
+        if whole and sign in {"/", "%"} and not _is_number(node.right):
+            return f"{'div' if sign == '/' else 'mod'}_{node.type}({left}, {right})"
+        if sign in {"<<", ">>"} and not _is_number(node.right):
+            right = f"({right} & {63 if node.type == 'u64' else 31}u)"
+        kinds = {node.left.type, node.right.type}
+        if sign in COMPARISONS and "u32" in kinds and self.wide_indices:
             return (
                 f"((u32){left} {sign} (u32){right})"
-                if _may_wrap(given)
+                if _may_underflow(node)
                 else f"({left} {sign} {right})"
             )
-        if given.type == "u32" and self.wide and sign in {"-", "<<", "^", "|", "&", ">>"}:
+        if node.type == "u32" and self.wide_indices and sign in {"-", "<<", "^", "|", "&", ">>"}:
             return f"((u32)((u32){left} {sign} (u32){right}))"
         return f"({left} {sign} {right})"
 
-    def call(self, given: Application) -> str:
-        name, kind = given.name, given.type
-        arguments = [self.of(x) for x in given.arguments]
-        first = given.arguments[0].type if given.arguments else ""
-        listed = ", ".join(arguments)
-        if name in self.own:
-            more = "m, bytes, " if name in self.reading else ""
-            return f"{self.prefix}{name}({more}{listed})"
+    def call(self, node: Application) -> str:
+        name, kind = node.name, node.type
+        arguments = [self.expression(x) for x in node.arguments]
+        first = node.arguments[0].type if node.arguments else ""
+        argument_list = ", ".join(arguments)
+        if name in self.local_functions:
+            context = "m, bytes, " if name in self.buffer_readers else ""
+            return f"{self.prefix}{name}({context}{argument_list})"
         if name == "bitcast":
-            return self.bits(kind, first, listed)
+            return self.bits(kind, first, argument_list)
         if name in _C_TYPES:
-            return self.converted(kind, first, listed)
+            return self.conversion(kind, first, argument_list)
         if name.startswith("vec"):
             if len(arguments) > 1:
-                return f"(({kind}){{{listed}}})"
+                return f"(({kind}){{{argument_list}}})"
             if size_of(first) == 1:
-                return f"(({kind})({f'-({listed})' if kind == 'vec4b' else listed}))"
-            return f"__builtin_convertvector({listed}, {kind})"
+                return f"(({kind})({f'-({argument_list})' if kind == 'vec4b' else argument_list}))"
+            return f"__builtin_convertvector({argument_list}, {kind})"
         if name == "select":
-            if size_of(given.arguments[2].type) > 1:
-                return f"pick4_{kind}({listed})"
-            picked = "usize" if kind == "u32" and self.wide else _c_type(kind)
-            return f"pick_{picked}({listed})"
+            if size_of(node.arguments[2].type) > 1:
+                return f"pick4_{kind}({argument_list})"
+            picked = "usize" if kind == "u32" and self.wide_indices else _c_type(kind)
+            return f"pick_{picked}({argument_list})"
         if name in {"max", "min"}:
-            return f"{'most' if name == 'max' else 'least'}_{kind}({listed})"
+            return f"{'most' if name == 'max' else 'least'}_{kind}({argument_list})"
         if name == "clamp":
             x, low, high = arguments
             return f"least_{kind}(most_{kind}({x}, {low}), {high})"
         if name == "fma":
-            return f"fma_{kind}({listed})"
+            return f"fma_{kind}({argument_list})"
         if name in _BUILT_IN and kind == "f32":
-            return f"{_BUILT_IN[name]}({listed})"
+            return f"{_BUILT_IN[name]}({argument_list})"
         if name == "abs":
-            return f"__builtin_fabsf({listed})" if kind == "f32" else f"abs_{kind}({listed})"
+            return (
+                f"__builtin_fabsf({argument_list})"
+                if kind == "f32"
+                else f"abs_{kind}({argument_list})"
+            )
         if name == "any":
-            return "(" + " | ".join(f"{listed}[{i}]" for i in range(4)) + ") != 0"
+            return "(" + " | ".join(f"{argument_list}[{i}]" for i in range(4)) + ") != 0"
         if name == "arrayLength":
-            reference = given.arguments[0]
+            reference = node.arguments[0]
             assert isinstance(reference, Unary)
-            assert isinstance(reference.of, Name)
-            array = self.arrays[reference.of.name]
+            assert isinstance(reference.operand, Name)
+            array = self.arrays[reference.operand.name]
             return f"(bytes[{array.binding}] / {4 * size_of(array.element)}u)"
         if name == "extractBits":
-            return f"bits_{kind}({listed})"
+            return f"bits_{kind}({argument_list})"
         if name == "countLeadingZeros":
-            return f"leading_zeros({listed})"
+            return f"leading_zeros({argument_list})"
         if name in _PLAIN:
-            return f"{name}({listed})"
-        raise NotRead(f"a kernel calls {name!r} of {kind}")
+            return f"{name}({argument_list})"
+        raise UnsupportedKernel(f"a kernel calls {name!r} of {kind}")
 
-    def bits(self, kind: str, first: str, listed: str) -> str:
+    def bits(self, kind: str, first: str, argument_list: str) -> str:
         if size_of(kind) > 1:
-            return f"(({kind})({listed}))"
+            return f"(({kind})({argument_list}))"
         if kind == first:
-            return listed
+            return argument_list
         if kind == "f32":
-            return f"f32_of_u32((u32)({listed}))"
+            return f"f32_of_u32((u32)({argument_list}))"
         if first == "f32":
-            return f"(({_C_TYPES[kind]})u32_of_f32({listed}))"
-        return f"(({_C_TYPES[kind]})({listed}))"
+            return f"(({_C_TYPES[kind]})u32_of_f32({argument_list}))"
+        return f"(({_C_TYPES[kind]})({argument_list}))"
 
-    def converted(self, kind: str, first: str, listed: str) -> str:
+    def conversion(self, kind: str, first: str, argument_list: str) -> str:
         if kind == "bool":
-            return f"({listed} != 0)"
+            return f"({argument_list} != 0)"
         if first == "f32" and kind in {"i32", "u32"}:
-            return f"{'whole' if kind == 'i32' else 'natural'}({listed})"
+            return f"{'whole' if kind == 'i32' else 'natural'}({argument_list})"
         if kind == "f32" and first == "u32":
-            return f"((float)(u32)({listed}))"
-        return f"(({_C_TYPES[kind]})({listed}))"
+            return f"((float)(u32)({argument_list}))"
+        return f"(({_C_TYPES[kind]})({argument_list}))"
 
 
 _PLAIN: set[str] = set()
-"""Functions that all kernels have: those of the library, by name."""
+"""Names of the library's functions, which every kernel may call."""
 
 
-def know(names: Iterable[str]) -> None:
-    """Functions that every text may call."""
+def add_library_names(names: Iterable[str]) -> None:
+    """Register functions that every kernel may call."""
     _PLAIN.update(names)
 
 
@@ -343,38 +351,38 @@ def _c_type(kind: str) -> str:
     return _C_TYPES.get(kind, kind)
 
 
-def _literal(given: Literal) -> str:
-    if given.type in {"f32", "float"}:
-        number = float(np.float32(given.value))
+def _literal(node: Literal) -> str:
+    if node.type in {"f32", "float"}:
+        number = float(np.float32(node.value))
         return f"({number.hex()}f)"
-    if given.type == "bool":
-        return str(int(given.value))
-    if given.type == "u32":
-        return f"{given.value}u"
-    return f"({given.value})" if given.value != -(2**31) else "(-2147483647 - 1)"
+    if node.type == "bool":
+        return str(int(node.value))
+    if node.type == "u32":
+        return f"{node.value}u"
+    return f"({node.value})" if node.value != -(2**31) else "(-2147483647 - 1)"
 
 
-def _is_number(given: Expression) -> bool:
-    return isinstance(given, Literal) and bool(given.value)
+def _is_number(node: Expression) -> bool:
+    return isinstance(node, Literal) and bool(node.value)
 
 
-def _may_wrap(given: Expression) -> bool:
-    return any(isinstance(x, Binary) and x.sign == "-" for x in walk(given))
+def _may_underflow(node: Expression) -> bool:
+    return any(isinstance(x, Binary) and x.sign == "-" for x in walk(node))
 
 
-def _reads(given: Expression) -> bool:
-    """Whether it reads memory, or divides: then it must not be computed for nothing."""
+def _reads(node: Expression) -> bool:
+    """Whether it reads memory or divides, and must therefore not be evaluated speculatively."""
     return any(
-        isinstance(x, Index) or (isinstance(x, Binary) and x.sign == "%") for x in walk(given)
+        isinstance(x, Index) or (isinstance(x, Binary) and x.sign == "%") for x in walk(node)
     )
 
 
-def walk(given: Expression) -> Iterator[Expression]:
-    """An expression and all its parts."""
-    yield given
-    match given:
-        case Unary(_, of) | Component(of):
-            yield from walk(of)
+def walk(node: Expression) -> Iterator[Expression]:
+    """Yield an expression and its subexpressions, parents first."""
+    yield node
+    match node:
+        case Unary(_, operand) | Component(operand):
+            yield from walk(operand)
         case Binary(_, left, right) | Index(left, right):
             yield from walk(left)
             yield from walk(right)
@@ -384,7 +392,7 @@ def walk(given: Expression) -> Iterator[Expression]:
 
 
 def expressions(body: Iterable[Statement]) -> Iterator[Expression]:
-    """All expressions of statements, whole."""
+    """Yield the outermost expressions of statements."""
     for statement in body:
         match statement:
             case Declare(value=value) | Return(value):
@@ -427,10 +435,10 @@ class _Kernel:
     def __init__(self, module: Module, name: str) -> None:
         self.module, self.name = module, name
         self.width = module.workgroup
-        own = frozenset(each.name for each in module.functions)
+        function_names = frozenset(each.name for each in module.functions)
         buffers = {each.name for each in module.arrays.values() if each.binding >= 0}
-        reading: set[str] = set()
-        for _ in module.functions:  # a function that calls one that reads
+        readers: set[str] = set()
+        for _ in module.functions:  # callers of a reader are readers, too
             for each in module.functions:
                 calls = {
                     x.name
@@ -438,18 +446,25 @@ class _Kernel:
                     for x in walk(e)
                     if isinstance(x, Application)
                 }
-                if _names(each.body) & buffers or calls & reading:
-                    reading.add(each.name)
-        places = {name: _PLACES[built_in] for name, built_in in module.inputs.items()}
-        self.body = tuple(_renamed(module.body, places))
+                if _names(each.body) & buffers or calls & readers:
+                    readers.add(each.name)
+        built_ins = {name: _BUILT_IN_VALUES[built_in] for name, built_in in module.inputs.items()}
+        self.body = tuple(_renamed(module.body, built_ins))
         self.text_of = _Text(
-            module.arrays, f"{name}_", own, frozenset(reading), wide=True, end="continue;"
+            module.arrays,
+            f"{name}_",
+            function_names,
+            frozenset(readers),
+            wide_indices=True,
+            end="continue;",
         )
-        self.functions = _Text(module.arrays, f"{name}_", own, frozenset(reading))
+        self.functions = _Text(module.arrays, f"{name}_", function_names, frozenset(readers))
 
     def text(self) -> str:
-        """The whole."""
-        functions = [self.functions.function(each) for each in _in_order(self.module.functions)]
+        """Print the kernel."""
+        functions = [
+            self.functions.function(each) for each in _callees_first(self.module.functions)
+        ]
         linear = self._linear()
         body = linear if linear is not None else self._by_workgroups()
         shared = [
@@ -460,7 +475,7 @@ class _Kernel:
         head = SIGNATURE.format(name=self.name)
         return "\n".join([*functions, head + " {", *self.text_of.pointers(), *shared, *body, "}"])
 
-    # Kernels whose invocations know only their number.
+    # Kernels that use only the invocation's number.
 
     def _linear(self) -> list[str] | None:
         body = self.body
@@ -469,31 +484,31 @@ class _Kernel:
         number, value = body[0], body[0].value
         if number.changes or value is None or not _is_linear(value):
             return None
-        rest: Sequence[Statement] = body[1:]
-        if _names(rest) & {"number", "local", "local_x", "group", "groups"}:
+        statements: Sequence[Statement] = body[1:]
+        if _names(statements) & {"number", "local", "local_x", "group", "groups"}:
             return None
-        rest, limit = self._limited(rest, number.name)
+        statements, limit = self._limited(statements, number.name)
         end = f"usize high = last * {self.width}u;"
         lines = [f"usize low = first * {self.width}u;", end]
         if limit:
             lines.append(f"if (high > {limit}) high = {limit};")
-        row = _row_of(rest, number.name)
+        row = _row_of(statements, number.name)
         if row:
-            return [*lines, *self._rows(rest, number.name, row)]
+            return [*lines, *self._rows(statements, number.name, row)]
         lines.append(
             f"for (usize v_{number.name} = low; v_{number.name} < high; v_{number.name}++) {{"
         )
-        return [*lines, *self.text_of.statements(rest), "}"]
+        return [*lines, *self.text_of.statements(statements), "}"]
 
     def _limited(self, body: Sequence[Statement], number: str) -> tuple[Sequence[Statement], str]:
-        """Without the test whether there is such an output, and how many there are."""
+        """Strip the bounds check; return the remaining statements and the bound."""
         if body and isinstance(body[0], If) and isinstance(body[0].condition, Binary):
             test, condition = body[0], body[0].condition
-            mine = isinstance(condition.left, Name) and condition.left.name == number
-            if mine and condition.sign == ">=" and test.then == (Return(None),):
-                return body[1:], self.text_of.of(condition.right)
-            if mine and condition.sign == "<" and len(body) == 1 and not test.otherwise:
-                return test.then, self.text_of.of(condition.right)
+            tests_number = isinstance(condition.left, Name) and condition.left.name == number
+            if tests_number and condition.sign == ">=" and test.then == (Return(None),):
+                return body[1:], self.text_of.expression(condition.right)
+            if tests_number and condition.sign == "<" and len(body) == 1 and not test.otherwise:
+                return test.then, self.text_of.expression(condition.right)
         return body, ""
 
     def _rows(self, body: Sequence[Statement], number: str, row: int) -> Iterator[str]:
@@ -505,7 +520,7 @@ class _Kernel:
         yield "}"
         yield "}"
 
-    # Kernels of workgroups.
+    # Kernels with workgroup memory.
 
     def _by_workgroups(self) -> list[str]:
         lines = ["for (usize at = first; at < last; at++) {"]
@@ -518,7 +533,7 @@ class _Kernel:
         return [*lines, "}"]
 
     def _pieces(self, body: Sequence[Statement]) -> list[str]:
-        """Statements of a scope that all invocations come by."""
+        """Print statements that all invocations of a workgroup execute."""
         lines: list[str] = []
         piece: list[Statement] = []
 
@@ -527,12 +542,12 @@ class _Kernel:
                 lines.extend(self._piece(piece))
                 piece.clear()
 
-        shared = self._lived(body)
+        shared = self._shared_variables(body)
         for statement in body:
             if isinstance(statement, Declare) and statement.name in shared:
                 if self._is_uniform(statement):
                     close()
-                    lines.append(self.text_of.declared(statement) + ";")
+                    lines.append(self.text_of.declaration(statement) + ";")
                     continue
                 lines_of = f"{_c_type(statement.type)} v_{statement.name}[{self.width}];"
                 close()
@@ -542,27 +557,26 @@ class _Kernel:
                 continue
             if isinstance(statement, Barrier):
                 close()
-            elif self._together(statement):
+            elif self._is_collective(statement):
                 close()
-                lines += self._uniform(statement)
+                lines += self._collective(statement)
             else:
                 piece.append(statement)
         close()
         return lines
 
-    def _lived(self, body: Sequence[Statement]) -> set[str]:
-        """Variables of a scope that are read in more than one piece: here all of them, if there
-        is more than one."""
-        several = any(isinstance(x, Barrier) or self._together(x) for x in body)
-        return {x.name for x in body if isinstance(x, Declare)} if several else set()
+    def _shared_variables(self, body: Sequence[Statement]) -> set[str]:
+        """Variables that may be read in more than one piece: all of them, if there are several."""
+        has_pieces = any(isinstance(x, Barrier) or self._is_collective(x) for x in body)
+        return {x.name for x in body if isinstance(x, Declare)} if has_pieces else set()
 
-    def _is_uniform(self, given: Declare) -> bool:
-        if given.changes or given.value is None:
+    def _is_uniform(self, node: Declare) -> bool:
+        if node.changes or node.value is None:
             return False
-        return self._same_for_all(given.value)
+        return self._is_same_for_all(node.value)
 
-    def _same_for_all(self, given: Expression) -> bool:
-        for part in walk(given):
+    def _is_same_for_all(self, node: Expression) -> bool:
+        for part in walk(node):
             if isinstance(part, Name) and (
                 part.name in {"number", "local", "local_x"}
                 or part.name in self.text_of.lanes
@@ -571,74 +585,77 @@ class _Kernel:
                 return False
         return True
 
-    def _together(self, given: Statement) -> bool:
-        """Whether invocations must stay together within it."""
-        match given:
+    def _is_collective(self, node: Statement) -> bool:
+        """Whether all invocations must execute the statement in lockstep."""
+        match node:
             case If(_, then, otherwise):
-                return any(map(self._together, (*then, *otherwise))) or _has_barrier((given,))
+                return any(map(self._is_collective, (*then, *otherwise))) or _has_barrier((node,))
             case For(body=inner):
                 return (
-                    _has_barrier((given,))
-                    or self._striding(given)
-                    or any(map(self._together, inner))
+                    _has_barrier((node,))
+                    or self._is_strided(node)
+                    or any(map(self._is_collective, inner))
                 )
             case Scope(inner):
-                return any(map(self._together, inner)) or _has_barrier(inner)
+                return any(map(self._is_collective, inner)) or _has_barrier(inner)
         return False
 
-    def _striding(self, given: For) -> bool:
-        """Whether each invocation takes every so manieth term: `r = x + local.x; r += width`."""
-        first, step = given.first, given.step
+    def _is_strided(self, node: For) -> bool:
+        """Whether it is a workgroup-stride loop: `r = x + local.x; r += width`."""
+        first, step = node.first, node.step
         if first is None or step is None or not isinstance(first.value, Binary):
             return False
-        added, start = step.value, first.value
+        increment, start = step.value, first.value
         return (
-            isinstance(added, Binary)
-            and added.sign == "+"
-            and added.right == Literal(self.width, "u32")
+            isinstance(increment, Binary)
+            and increment.sign == "+"
+            and increment.right == Literal(self.width, "u32")
             and start.sign == "+"
             and start.right == Component(Name("local", "vec3u"), "x", "u32")
-            and self._same_for_all(start.left)
-            and isinstance(given.condition, Binary)
-            and given.condition.sign == "<"
-            and self._same_for_all(given.condition.right)
+            and self._is_same_for_all(start.left)
+            and isinstance(node.condition, Binary)
+            and node.condition.sign == "<"
+            and self._is_same_for_all(node.condition.right)
         )
 
-    def _uniform(self, given: Statement) -> list[str]:
-        """One that all invocations take alike."""
+    def _collective(self, node: Statement) -> list[str]:
+        """Print a statement that all invocations execute in lockstep."""
         text = self.text_of
-        match given:
+        match node:
             case If(condition, then, otherwise):
                 lines = [f"if ({self._of_first(condition)}) {{", *self._pieces(then)]
                 if otherwise:
                     lines += ["} else {", *self._pieces(otherwise)]
                 return [*lines, "}"]
-            case For() if self._striding(given):
-                return self._strides(given)
+            case For() if self._is_strided(node):
+                return self._strides(node)
             case For(first, condition, step, body):
-                start = text.declared(first) if first else ""
-                after = text.assigned(step) if step else ""
+                start = text.declaration(first) if first else ""
+                after = text.assignment(step) if step else ""
                 head = f"for ({start}; {self._of_first(condition)}; {after}) {{"
                 return [head, *self._pieces(body), "}"]
             case Scope(body):
                 return ["{", *self._pieces(body), "}"]
-        raise NotRead("a kernel has a statement that invocations take together")
+        raise UnsupportedKernel("a kernel has an unsupported collective statement")
 
     def _of_first(self, condition: Expression) -> str:
-        """What is the same for all, as the first invocation has it."""
+        """Print a uniform condition with the first invocation's values."""
         self.text_of.lane = "0"
-        text = self.text_of.of(condition)
+        text = self.text_of.expression(condition)
         self.text_of.lane = "lane"
         return text
 
-    def _strides(self, given: For) -> list[str]:
-        """All invocations take their terms side by side."""
-        first, condition = given.first, given.condition
+    def _strides(self, node: For) -> list[str]:
+        """Print a workgroup-stride loop as a loop over consecutive terms."""
+        first, condition = node.first, node.condition
         assert first is not None
         assert isinstance(first.value, Binary)
         assert isinstance(condition, Binary)
-        low, high = self.text_of.of(first.value.left), self.text_of.of(condition.right)
-        body = [*self.text_of.statements(given.body)]
+        low, high = (
+            self.text_of.expression(first.value.left),
+            self.text_of.expression(condition.right),
+        )
+        body = [*self.text_of.statements(node.body)]
         name, width = f"v_{first.name}", self.width
         loop = f"for (usize lane = 0; lane < {{}}; lane++) {{{{ const usize {name} = base + lane;"
         return [
@@ -652,53 +669,57 @@ class _Kernel:
         ]  # fmt: skip
 
     def _piece(self, piece: Sequence[Statement]) -> list[str]:
-        """What each invocation does by itself."""
-        used = _names(piece)
+        """Print the code of one piece as a loop over invocations."""
+        names = _names(piece)
         lines = [f"for (usize lane = 0; lane < {self.width}u; lane++) {{"]
-        if "local" in used or "local_x" in used:
+        if "local" in names or "local_x" in names:
             lines.append("const usize local_x = lane; (void)local_x;")
-        if "number" in used:
+        if "number" in names:
             lines.append(f"const usize number_x = group_x * {self.width}u + lane;")
             lines.append("const usize number_y = group_y; (void)number_x; (void)number_y;")
         lines += self.text_of.statements(piece)
         return [*lines, "}"]
 
 
-def _in_order(functions: Sequence[Function]) -> list[Function]:
-    """Each after those that it calls."""
-    left, found = {each.name: each for each in functions}, list[Function]()
+def _callees_first(functions: Sequence[Function]) -> list[Function]:
+    """Order functions so that callees come first."""
+    remaining, ordered = {each.name: each for each in functions}, list[Function]()
 
     def take(function: Function) -> None:
-        if left.pop(function.name, None) is None:
+        if remaining.pop(function.name, None) is None:
             return
         for expression in expressions(function.body):
             for part in walk(expression):
-                if isinstance(part, Application) and part.name in left:
-                    take(left[part.name])
-        found.append(function)
+                if isinstance(part, Application) and part.name in remaining:
+                    take(remaining[part.name])
+        ordered.append(function)
 
     for function in functions:
         take(function)
-    return found
+    return ordered
 
 
-def _is_linear(given: Expression) -> bool:
-    """`id.x`, or `id.x + id.y * (what a row of the grid has)`."""
+def _is_linear(node: Expression) -> bool:
+    """Whether it is `id.x` or `id.x + id.y * ROW`, the linear number of an invocation."""
     x = Component(Name("number", "vec3u"), "x", "u32")
     y = Component(Name("number", "vec3u"), "y", "u32")
-    if given == x:
+    if node == x:
         return True
-    if not isinstance(given, Binary) or given.sign != "+" or given.left != x:
+    if not isinstance(node, Binary) or node.sign != "+" or node.left != x:
         return False
-    return any(part == y for part in walk(given.right))
+    return any(part == y for part in walk(node.right))
 
 
 def _row_of(body: Sequence[Statement], number: str) -> int:
-    """The shortest row that the number is cut into, if longer ones are whole rows of it."""
+    """Return the shortest divisor of the number if it divides all others, else 0."""
     sizes = set()
     for expression in expressions(body):
         for part in walk(expression):
-            if isinstance(part, Binary) and part.sign in {"/", "%"} and _is_it(part.left, number):
+            if (
+                isinstance(part, Binary)
+                and part.sign in {"/", "%"}
+                and _is_name_of(part.left, number)
+            ):
                 if not isinstance(part.right, Literal):
                     return 0
                 sizes.add(int(part.right.value))
@@ -708,97 +729,97 @@ def _row_of(body: Sequence[Statement], number: str) -> int:
     return shortest
 
 
-def _is_it(given: Expression, number: str) -> bool:
-    return isinstance(given, Name) and given.name == number
+def _is_name_of(node: Expression, number: str) -> bool:
+    return isinstance(node, Name) and node.name == number
 
 
 def _by_rows(body: Iterable[Statement], number: str, row: int) -> Iterator[Statement]:
-    """The number as `row` times its length and `column`."""
+    """Replace the number by `row * LENGTH + column`."""
     rows, column = Name("row", "u32"), Name("column", "u32")
 
-    def change(given: Expression) -> Expression | None:
-        if _is_it(given, number):
+    def change(node: Expression) -> Expression | None:
+        if _is_name_of(node, number):
             whole = Binary("*", rows, Literal(row, "u32"), "u32")
             return Binary("+", whole, column, "u32")
-        if isinstance(given, Binary) and given.sign in {"/", "%"} and _is_it(given.left, number):
-            assert isinstance(given.right, Literal)
-            times = Literal(int(given.right.value) // row, "u32")
-            one = times.value == 1
-            if given.sign == "/":
-                return rows if one else Binary("/", rows, times, "u32")
-            if one:
+        if isinstance(node, Binary) and node.sign in {"/", "%"} and _is_name_of(node.left, number):
+            assert isinstance(node.right, Literal)
+            rows_per_unit = Literal(int(node.right.value) // row, "u32")
+            is_row = rows_per_unit.value == 1
+            if node.sign == "/":
+                return rows if is_row else Binary("/", rows, rows_per_unit, "u32")
+            if is_row:
                 return column
-            within = Binary("%", rows, times, "u32")
-            return Binary("+", Binary("*", within, Literal(row, "u32"), "u32"), column, "u32")
+            row_index = Binary("%", rows, rows_per_unit, "u32")
+            return Binary("+", Binary("*", row_index, Literal(row, "u32"), "u32"), column, "u32")
         return None
 
-    return changed(body, change)
+    return rewrite_statements(body, change)
 
 
 def _renamed(body: Iterable[Statement], names: Mapping[str, str]) -> Iterator[Statement]:
-    def change(given: Expression) -> Expression | None:
-        if isinstance(given, Name) and given.name in names:
-            return Name(names[given.name], given.type)
+    def change(node: Expression) -> Expression | None:
+        if isinstance(node, Name) and node.name in names:
+            return Name(names[node.name], node.type)
         return None
 
-    return changed(body, change)
+    return rewrite_statements(body, change)
 
 
-def changed_expression(given: Expression, change: Change) -> Expression:
-    """With parts put in place of others, from above."""
-    new = change(given)
+def rewrite_expression(node: Expression, change: Change) -> Expression:
+    """Replace subexpressions, outermost first; `change` returns the replacement or None."""
+    new = change(node)
     if new is not None:
         return new
-    match given:
-        case Unary(_, of):
-            return replace(given, of=changed_expression(of, change))
-        case Component(of):
-            return replace(given, of=changed_expression(of, change))
+    match node:
+        case Unary(_, operand):
+            return replace(node, operand=rewrite_expression(operand, change))
+        case Component(operand):
+            return replace(node, operand=rewrite_expression(operand, change))
         case Binary(_, left, right):
-            left, right = changed_expression(left, change), changed_expression(right, change)
-            return replace(given, left=left, right=right)
-        case Index(of, at):
+            left, right = rewrite_expression(left, change), rewrite_expression(right, change)
+            return replace(node, left=left, right=right)
+        case Index(operand, at):
             return replace(
-                given, of=changed_expression(of, change), at=changed_expression(at, change)
+                node, operand=rewrite_expression(operand, change), at=rewrite_expression(at, change)
             )
         case Application(_, arguments):
-            return replace(given, arguments=tuple(changed_expression(x, change) for x in arguments))
-    return given
+            return replace(node, arguments=tuple(rewrite_expression(x, change) for x in arguments))
+    return node
 
 
-def changed(body: Iterable[Statement], change: Change) -> Iterator[Statement]:
-    """Statements with expressions changed."""
+def rewrite_statements(body: Iterable[Statement], change: Change) -> Iterator[Statement]:
+    """Apply `rewrite_expression` to all expressions of statements."""
     for statement in body:
         match statement:
             case Declare():
-                yield _declared_otherwise(statement, change)
+                yield _rewrite_declaration(statement, change)
             case Assignment():
-                yield _assigned_otherwise(statement, change)
+                yield _rewrite_assignment(statement, change)
             case If(condition, then, otherwise):
                 yield If(
-                    changed_expression(condition, change),
-                    (*changed(then, change),),
-                    (*changed(otherwise, change),),
+                    rewrite_expression(condition, change),
+                    (*rewrite_statements(then, change),),
+                    (*rewrite_statements(otherwise, change),),
                 )
             case For(first, condition, step, inner):
-                start = None if first is None else _declared_otherwise(first, change)
-                after = None if step is None else _assigned_otherwise(step, change)
-                whether = changed_expression(condition, change)
-                yield For(start, whether, after, (*changed(inner, change),))
+                new_first = None if first is None else _rewrite_declaration(first, change)
+                new_step = None if step is None else _rewrite_assignment(step, change)
+                new_condition = rewrite_expression(condition, change)
+                yield For(new_first, new_condition, new_step, (*rewrite_statements(inner, change),))
             case Return(value):
-                yield Return(None if value is None else changed_expression(value, change))
+                yield Return(None if value is None else rewrite_expression(value, change))
             case Scope(inner):
-                yield Scope((*changed(inner, change),))
+                yield Scope((*rewrite_statements(inner, change),))
             case _:
                 yield statement
 
 
-def _declared_otherwise(given: Declare, change: Change) -> Declare:
-    if given.value is None:
-        return given
-    return replace(given, value=changed_expression(given.value, change))
+def _rewrite_declaration(node: Declare, change: Change) -> Declare:
+    if node.value is None:
+        return node
+    return replace(node, value=rewrite_expression(node.value, change))
 
 
-def _assigned_otherwise(given: Assignment, change: Change) -> Assignment:
-    target = changed_expression(given.target, change)
-    return Assignment(target, changed_expression(given.value, change))
+def _rewrite_assignment(node: Assignment, change: Change) -> Assignment:
+    target = rewrite_expression(node.target, change)
+    return Assignment(target, rewrite_expression(node.value, change))

@@ -1,7 +1,7 @@
-"""C into machine code: by the compiler in the package `ziglang`, kept by what went in.
+"""Compile C with the compiler in the package `ziglang`, and cache the result by its inputs.
 
-No compiler of the system is used, and none of its headers or libraries: what the texts call beside
-each other (`fmaf` where a processor has no such instruction, `memcpy`) is in the process already.
+The system's compiler, headers and libraries are not used. The few external functions (`fmaf` on
+processors without FMA, `memcpy`) are already loaded in the process.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ FLAGS: Final = (
     "-fno-fast-math", "-fwrapv", "-fno-strict-aliasing", "-fno-sanitize=all", "-fPIC", "-shared",
     "-nostdlib", "-w",
 )  # fmt: skip
-"""Never a contraction, never a reordering: what decides bits is in the text alone."""
+"""No contraction and no reordering: only the source decides the bits."""
 _INSTRUCTIONS: Final = "SAMESTEP_CPU_INSTRUCTIONS"
-"""Environment: avx512, avx2 or scalar instead of the best that this processor has. For tests."""
+"""Environment variable for tests: avx512, avx2 or scalar instead of the best supported set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """What code is made for. It decides speed, and no bit.
+    """The instruction set that code is compiled for. It affects speed, never the bits.
 
     Attributes:
-        name: Of the set.
-        flags: For the compiler.
-        lanes: float32 values of a vector.
-        rows: Of a tile of a product that fits the registers.
+        name: Name of the set.
+        flags: Compiler flags.
+        lanes: float32 values per vector.
+        rows: Rows of a matrix product's register tile.
     """
 
     name: str
@@ -59,41 +59,41 @@ SETS: Final = {
     "neon": Instructions("neon", (), 4, 6),
 }  # fmt: skip
 
-_NEEDED: Final = {
+_REQUIRED_FEATURES: Final = {
     "scalar": frozenset[str](),
     "avx2": frozenset({"avx2", "fma", "bmi2"}),
     "avx512": frozenset({
         "avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd",
     }),
 }  # fmt: skip
-"""What a processor must have, worst set first."""
+"""Processor features that each set needs, slowest set first."""
 
 
 @cache
 def instructions() -> Instructions:
-    """The best set that this processor has, or the one that the environment names.
+    """Return the best set that this processor supports, or the one named in the environment.
 
     Raises:
-        BackendUnavailable: There is none for this processor.
+        BackendUnavailable: No set fits this processor.
     """
     machine = platform.machine().lower()
     if machine in {"aarch64", "arm64"}:
         return SETS["neon"]
     if machine not in {"x86_64", "amd64"}:
         raise BackendUnavailable("cpu", f"there is no canonical arithmetic for {machine}")
-    found = processor_features()
-    there = [name for name, needed in _NEEDED.items() if needed <= found]
-    named = os.environ.get(_INSTRUCTIONS, there[-1])
-    if named not in there:
-        offered = " or ".join(there)
+    features = processor_features()
+    available = [name for name, required in _REQUIRED_FEATURES.items() if required <= features]
+    requested = os.environ.get(_INSTRUCTIONS, available[-1])
+    if requested not in available:
+        offered = " or ".join(available)
         raise SamestepError(
-            f"expected {_INSTRUCTIONS} {offered}, as this processor has, got {named!r}"
+            f"expected {_INSTRUCTIONS} {offered}, as this processor has, got {requested!r}"
         )
-    return SETS[named]
+    return SETS[requested]
 
 
 def why_not() -> str:
-    """Why this machine has no compiler for canonical arithmetic; empty if it has."""
+    """Why canonical arithmetic cannot be compiled on this machine; empty if it can."""
     if zig() is None:
         return "ziglang is not installed; pip install 'samestep[canonical]'"
     if sys.platform != "linux":
@@ -102,11 +102,11 @@ def why_not() -> str:
 
 
 def compiled(text: str, made_for: Instructions) -> ctypes.CDLL:
-    """The library of this text, compiled now if it was not yet.
+    """Load the library compiled from `text`, from the cache if possible.
 
     Raises:
-        BackendUnavailable: There is no compiler here.
-        SamestepError: It refused the text.
+        BackendUnavailable: There is no compiler.
+        SamestepError: Compilation failed.
     """
     if reason := why_not():
         raise BackendUnavailable("cpu", reason)
@@ -120,13 +120,13 @@ def compiled(text: str, made_for: Instructions) -> ctypes.CDLL:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, StorageFailed):
         folder = Path(tempfile.mkdtemp(prefix="samestep-canonical-"))
-    made = folder / f"{key}.so"
-    if not made.exists():
-        with tempfile.TemporaryDirectory(prefix="samestep-") as own:
-            source = Path(own) / "kernels.c"
+    library = folder / f"{key}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(prefix="samestep-") as directory:
+            source = Path(directory) / "kernels.c"
             source.write_text(text, encoding="utf-8")
-            compile_c([str(compiler), "cc"], flags, [source], made)
-    return ctypes.CDLL(str(made))
+            compile_c([str(compiler), "cc"], flags, [source], library)
+    return ctypes.CDLL(str(library))
 
 
 @cache

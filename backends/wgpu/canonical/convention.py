@@ -1,4 +1,5 @@
-"""What an implementation of float32 is left free to choose, and a canonical run fixes."""
+"""The choices that IEEE 754 leaves to an implementation of float32 and that a canonical run
+fixes."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """Two devices of one convention give the same bits.
+    """Devices that follow the same convention compute the same bits.
 
     Attributes:
-        fused: Whether fma(a, b, c) is rounded once; else the product is rounded too.
-        flushes: Whether subnormal numbers count as zeros, taken and given; else they are kept.
+        fused: Whether fma(a, b, c) rounds once; otherwise the product is rounded as well.
+        flushes: Whether subnormal inputs and results are flushed to zero.
     """
 
     fused: bool = True

@@ -1,7 +1,7 @@
-"""This CPU as a target of plans: kernels are compiled for it, and run by several threads.
+"""The CPU as a compute target: kernels are compiled and run by several threads.
 
-What `backends.wgpu.device.device.Device` is for a card. Submissions run one after the other, in a
-thread of their own; which instructions and how many threads compute decides no bit.
+The counterpart of `backends.wgpu.device.device.Device`. Submissions run in order, in a dedicated
+thread. The instruction set and the number of threads do not affect the bits.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from protocol.machine.processor import processor_name
 
 _ALIGNMENT_BYTES: Final = 64
 _LARGEST_BYTES: Final = 2**32 - 16
-"""Indices of kernels have 32 bits."""
+"""Kernels use 32-bit indices."""
 _PIECES: Final = 4
-"""Of a kernel for each thread, so that none waits long for the others."""
+"""Pieces of a kernel per thread, to balance the load."""
 _SHORTEST_PIECE: Final = 16
-"""Workgroups: fewer are not worth being told to another thread."""
+"""Workgroups in a piece, at least: fewer do not pay for the synchronization."""
 
 
 class _Call(ctypes.Structure):
@@ -49,23 +49,23 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductShader(Shader):
-    """A matrix product, which a CPU computes by tiles of its own."""
+    """A matrix product, which the CPU computes with `products.TEXT`."""
 
     problem: MatmulProblem
 
 
 def product_shader(problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]]:
-    """The template of matrix products for this target; the grid means nothing."""
+    """Return the shader of a matrix product; the grid is unused."""
     return ProductShader(repr(problem), 3, problem=problem), (1, 1, 1)
 
 
 class _Prepared(Prepared):
-    """Calls, and the same as C has them."""
+    """Prepared calls, and the same as a C array."""
 
     __slots__ = ("array", "counters")
 
-    def __init__(self, calls: list[_Call], kept: list[Any]) -> None:
-        super().__init__(calls, kept)
+    def __init__(self, calls: list[_Call], references: list[Any]) -> None:
+        super().__init__(calls, references)
         self.array = (_Call * len(calls))(*calls)
         self.counters = np.zeros((2, max(1, len(calls))), np.uint32)
 
@@ -82,20 +82,20 @@ class _Readback:
 
 
 class CpuTarget:
-    """This CPU, computing by one convention."""
+    """The CPU, computing by one convention."""
 
     def __init__(
         self, convention: Convention, threads: int = 1, made_for: Instructions | None = None
     ) -> None:
-        """Compile what all programs need.
+        """Compile the library that all programs share.
 
         Args:
-            convention: Whose bits are computed.
-            threads: How many compute.
-            made_for: Instructions; by default the best that the processor has.
+            convention: The convention to follow.
+            threads: Number of computing threads.
+            made_for: Instruction set; by default the best that the processor supports.
 
         Raises:
-            BackendUnavailable: There is no compiler, or none for this processor.
+            BackendUnavailable: There is no compiler, or no instruction set for this processor.
         """
         self.convention, self.threads = convention, threads
         self.made_for = made_for or instructions()
@@ -117,14 +117,14 @@ class CpuTarget:
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """Of one buffer."""
+        """Largest size of a buffer."""
         return _LARGEST_BYTES
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Zeroed memory of at least so many bytes.
+        """Allocate zeroed memory of at least `nbytes` bytes.
 
         Raises:
-            DeviceError: There is no more.
+            DeviceError: Out of memory.
         """
         size = max(1, -(-nbytes // 16)) * 16
         try:
@@ -135,7 +135,7 @@ class CpuTarget:
         return Buffer(size, whole[start : start + size])
 
     def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
-        """Fill the buffer from its start; done before whatever is run after this call."""
+        """Fill the buffer from its start, before any later submission runs."""
         flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
         def write() -> None:
@@ -144,42 +144,44 @@ class CpuTarget:
         self._order.submit(write).result()
 
     def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> Prepared:
-        """Compile the kernels that were not yet, and bind buffers."""
+        """Compile kernels that are not compiled yet, and bind buffers."""
         self._compile([each.shader for each in dispatches])
         calls: list[_Call] = []
-        kept: list[Any] = []
+        references: list[Any] = []
         for dispatch in dispatches:
             bound = [buffers[n] for n in dispatch.buffers]
-            kept.append(bound)
+            references.append(bound)
             if isinstance(dispatch.shader, ProductShader):
-                calls += self._product(dispatch.shader.problem, bound, kept)
+                calls += self._product(dispatch.shader.problem, bound, references)
             else:
-                calls.append(self._kernel(dispatch, bound, kept))
-        return _Prepared(calls, kept)
+                calls.append(self._kernel(dispatch, bound, references))
+        return _Prepared(calls, references)
 
     def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> _Readback:
-        """Begin the dispatches, then copy these buffers back; returns at once."""
+        """Start the dispatches and then copy buffers back; returns immediately."""
         return _Readback(self._order.submit(self._run, prepared, tuple(copies)))
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._order.shutdown(cancel_futures=True)
         self._team.shutdown()
 
-    # What follows runs in the thread of submissions.
+    # The methods below run in the submission thread.
 
     def _run(self, prepared: Prepared, copies: tuple[Copy, ...]) -> list[NDArray[np.float32]]:
         if prepared.calls:
             assert isinstance(prepared, _Prepared)
             prepared.counters.fill(0)
-            taken, done = (ctypes.c_void_p(row.ctypes.data) for row in prepared.counters)
-            given = (
-                prepared.array, ctypes.c_size_t(len(prepared.calls)), taken, done,
+            claimed, completed = (ctypes.c_void_p(row.ctypes.data) for row in prepared.counters)
+            arguments = (
+                prepared.array, ctypes.c_size_t(len(prepared.calls)), claimed, completed,
                 ctypes.c_uint32(self.threads), ctypes.c_uint32(self.convention.flushes),
             )  # fmt: skip
-            others = [self._team.submit(self._run_calls, *given) for _ in range(self.threads - 1)]
-            self._run_calls(*given)
-            wait(others)
+            helpers = [
+                self._team.submit(self._run_calls, *arguments) for _ in range(self.threads - 1)
+            ]
+            self._run_calls(*arguments)
+            wait(helpers)
         return [
             copy.buffer.handle[at : at + copy.nbytes].copy().view(np.float32)
             for copy in copies
@@ -200,23 +202,23 @@ class CpuTarget:
         self._libraries.append(library)
         self._kernels |= {text: _address(library, name) for text, name in new.items()}
 
-    def _kernel(self, dispatch: Dispatch, bound: Sequence[Buffer], kept: list[Any]) -> _Call:
+    def _kernel(self, dispatch: Dispatch, bound: Sequence[Buffer], references: list[Any]) -> _Call:
         pointers = _pointers(bound)
         sizes = (ctypes.c_uint32 * len(bound))(*(buffer.nbytes for buffer in bound))
-        kept += [pointers, sizes]
+        references += [pointers, sizes]
         x, y, z = dispatch.grid
         return self._call(
             self._kernels[dispatch.shader.source], pointers, sizes, (x, y, z), _SHORTEST_PIECE
         )
 
     def _product(
-        self, problem: MatmulProblem, bound: Sequence[Buffer], kept: list[Any]
+        self, problem: MatmulProblem, bound: Sequence[Buffer], references: list[Any]
     ) -> list[_Call]:
         product = products.product_of(problem, self.made_for.lanes, self.made_for.rows)
-        if 4 * product.laid_words > self._room.nbytes:
-            self._room = self.buffer(4 * product.laid_words)
+        if 4 * product.packed_words > self._room.nbytes:
+            self._room = self.buffer(4 * product.packed_words)
         pointers, numbers = _pointers([*bound, self._room]), product.words()
-        kept += [self._room, pointers, numbers]
+        references += [self._room, pointers, numbers]
         calls = []
         if product.panels:
             grid = product.panels, 1, 1

@@ -1,10 +1,9 @@
-"""The functions of canonical arithmetic, each with one definition for all targets.
+"""The functions of canonical arithmetic, with one definition for all targets.
 
-They are written in the kernels' own language, out of +, -, *, fma, comparisons and whole numbers,
-whose results IEEE 754 and the convention fix. A quotient and a square root are the correctly
-rounded ones: a CPU has them, and elsewhere the device's own, of which little is known, is corrected
-by whole numbers. How far the others are from exact is measured by tests/backends/wgpu/canonical,
-and stands in docs/canonical.md.
+They are written in WGSL with +, -, *, fma, comparisons and integers, whose results are fixed by
+IEEE 754 and the convention. Division and square root are correctly rounded: a CPU provides that,
+and on other devices the device's result is corrected with integer arithmetic. The errors of the
+other functions are measured by tests/backends/wgpu/canonical and listed in docs/canonical.md.
 """
 
 from __future__ import annotations
@@ -14,7 +13,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Final
 
-from backends.wgpu.canonical.c_text import c_functions, changed, expressions, know, walk
+from backends.wgpu.canonical.c_text import (
+    add_library_names,
+    c_functions,
+    expressions,
+    rewrite_statements,
+    walk,
+)
 from backends.wgpu.canonical.tree import (
     Application,
     Expression,
@@ -43,7 +48,7 @@ BUILT_IN: Final = {
     "unpack2x16float": "widen_halves",
     "unpack4xI8": "widen_bytes",
 }
-"""What a kernel calls of WGSL's own, and what it gets."""
+"""Built-in functions of WGSL, and the library functions that replace them."""
 
 # exp: Cephes (expf), with the power of two in two factors, so that subnormals are rounded once.
 # log, log1p: fdlibm. erf: Juffa. tanh, sin, cos: Cephes. Powers: fdlibm's e_powf.
@@ -340,74 +345,77 @@ fn power(x: f32, y: f32) -> f32 {
 
 @cache
 def functions() -> dict[str, Function]:
-    """All of them, as a tree, by name."""
+    """Return the parsed library functions by name."""
     return {each.name: each for each in read_functions(_TEXT, {})}
 
 
 @cache
 def c_library() -> str:
-    """All of them as C, after the prelude."""
+    """Print the library as C; needs the prelude."""
     return c_functions(with_vectors())
 
 
 def with_vectors() -> Iterator[Function]:
-    """The functions, and those of them that kernels call with four numbers at once."""
-    known = functions()
-    for each in known.values():
-        yield replace(each, body=tuple(changed(each.body, _instead)))
+    """Yield the functions, and vec4f versions of those that kernels call on vectors."""
+    library = functions()
+    for each in library.values():
+        yield replace(each, body=tuple(rewrite_statements(each.body, _library_call)))
     for name in ("exponential", "most", "least"):
-        yield _by_four(known[name])
+        yield _on_vectors(library[name])
 
 
-def _by_four(one: Function) -> Function:
-    names = [name for name, _ in one.parameters]
+def _on_vectors(function: Function) -> Function:
+    names = [name for name, _ in function.parameters]
     parts: list[Expression] = []
     for i in range(4):
         at = Literal(i, "u32")
-        given = tuple(Index(Name(name, "vec4f"), at, "f32") for name in names)
-        parts.append(Application(one.name, given, "f32"))
+        arguments = tuple(Index(Name(name, "vec4f"), at, "f32") for name in names)
+        parts.append(Application(function.name, arguments, "f32"))
     result = Return(Application("vec4f", tuple(parts), "vec4f"))
-    return Function(f"{one.name}_4", tuple((n, "vec4f") for n in names), "vec4f", (result,))
+    return Function(f"{function.name}_4", tuple((n, "vec4f") for n in names), "vec4f", (result,))
 
 
 def with_library(module: Module) -> Module:
-    """A kernel that calls these functions instead of its own and the language's."""
-    known = functions()
-    own = [each for each in module.functions if each.name not in known]
+    """Replace a kernel's built-in and local functions by the library's."""
+    library = functions()
+    kernel_functions = [each for each in module.functions if each.name not in library]
     return replace(
         module,
-        functions=tuple(replace(x, body=tuple(changed(x.body, _instead))) for x in own),
-        body=tuple(changed(module.body, _instead)),
+        functions=tuple(
+            replace(x, body=tuple(rewrite_statements(x.body, _library_call)))
+            for x in kernel_functions
+        ),
+        body=tuple(rewrite_statements(module.body, _library_call)),
     )
 
 
-def _instead(given: Expression) -> Expression | None:
-    """The library's function for one of the language's."""
-    if not isinstance(given, Application) or given.name not in BUILT_IN:
+def _library_call(node: Expression) -> Expression | None:
+    """Return the call of the library function that replaces a built-in call, else None."""
+    if not isinstance(node, Application) or node.name not in BUILT_IN:
         return None
-    first = given.arguments[0].type
-    if given.name in {"max", "min", "clamp"} and first not in {"f32", "vec4f"}:
+    first = node.arguments[0].type
+    if node.name in {"max", "min", "clamp"} and first not in {"f32", "vec4f"}:
         return None
-    name = BUILT_IN[given.name] + ("_4" if size_of(first) == 4 and given.name != "dot" else "")
-    arguments = tuple(_changed_within(x) for x in given.arguments)
-    return Application(name, arguments, given.type)
+    name = BUILT_IN[node.name] + ("_4" if size_of(first) == 4 and node.name != "dot" else "")
+    arguments = tuple(_with_library_calls(x) for x in node.arguments)
+    return Application(name, arguments, node.type)
 
 
-def _changed_within(given: Expression) -> Expression:
-    from backends.wgpu.canonical.c_text import changed_expression  # noqa: PLC0415
+def _with_library_calls(node: Expression) -> Expression:
+    from backends.wgpu.canonical.c_text import rewrite_expression  # noqa: PLC0415
 
-    return changed_expression(given, _instead)
+    return rewrite_expression(node, _library_call)
 
 
-def called(given: Module) -> list[Function]:
-    """The library's functions that a kernel calls, and those that these call, in order."""
+def called_functions(module: Module) -> list[Function]:
+    """Return the library functions that a kernel needs, directly or indirectly, callees first."""
     all_of = {each.name: each for each in with_vectors()}
-    wanted: set[str] = set()
-    new = {*_calls(given.body)}.union(*(_calls(x.body) for x in given.functions)) & all_of.keys()
+    names: set[str] = set()
+    new = {*_calls(module.body)}.union(*(_calls(x.body) for x in module.functions)) & all_of.keys()
     while new:
-        wanted |= new
-        new = set().union(*(_calls(all_of[name].body) for name in new)) & all_of.keys() - wanted
-    return [each for name, each in all_of.items() if name in wanted]
+        names |= new
+        new = set().union(*(_calls(all_of[name].body) for name in new)) & all_of.keys() - names
+    return [each for name, each in all_of.items() if name in names]
 
 
 def _calls(body: object) -> set[str]:
@@ -419,4 +427,4 @@ def _calls(body: object) -> set[str]:
     }
 
 
-know(each.name for each in with_vectors())
+add_library_names(each.name for each in with_vectors())

@@ -1,8 +1,8 @@
-"""Which convention a device follows: hard cases through canonical kernels, against this CPU.
+"""Find the convention that a device follows: compare hard cases with the CPU's results.
 
-Random bits, signed zeros, subnormals, infinities, what is no number, and sums and products that lie
-halfway between two numbers, through every operator and function, and a matrix product. One bit that
-differs, and the device has no part in a run of that convention.
+Random bits, signed zeros, subnormals, infinities, NaN, and sums and products halfway between two
+floats pass through every operator, every function and a matrix product. A single differing bit
+excludes the device from runs with that convention.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def _kernel() -> Shader:
         f"  out[i + {number * _CASES}u] = {text};"
         for number, text in enumerate(_OPERATORS.values())
     )
-    declared = "\n".join(calls)
+    functions = "\n".join(calls)
     return Shader(
         f"""{buffers}@group(0) @binding(3) var<storage, read_write> out: array<f32>;
-{declared}
+{functions}
 @compute @workgroup_size(64)
 fn main(@builtin(global_invocation_id) id: vec3u) {{
   let i = id.x;
@@ -109,7 +109,7 @@ fn main(@builtin(global_invocation_id) id: vec3u) {{
 
 @cache
 def hard_cases() -> tuple[NDArray[np.float32], ...]:
-    """Three numbers for each case."""
+    """Return three operands per case, as three arrays."""
     draw = np.random.default_rng(0)
     edges = np.array([*_EDGES, *(edge | 0x80000000 for edge in _EDGES)], np.uint32)
     quarter = _CASES // 4
@@ -121,46 +121,48 @@ def hard_cases() -> tuple[NDArray[np.float32], ...]:
     half = draw.integers(0, 4096, (3, quarter)).astype(np.float32)
     half *= np.exp2(draw.integers(-20, 20, (3, quarter))).astype(np.float32)
     bits[:, 2 * quarter : 3 * quarter] = half.view(np.uint32)
-    found = bits.view(np.float32).copy()
-    with np.errstate(all="ignore"):  # what a multiply-add loses all but the last bits of
-        found[2, quarter : 2 * quarter] = -(found[0] * found[1])[quarter : 2 * quarter]
-    return tuple(found)
+    cases = bits.view(np.float32).copy()
+    with np.errstate(all="ignore"):  # cancellation: only the last bits of a multiply-add remain
+        cases[2, quarter : 2 * quarter] = -(cases[0] * cases[1])[quarter : 2 * quarter]
+    return tuple(cases)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a device computed otherwise.
+    """A case in which a device differs from the convention.
 
     Attributes:
-        operator: Of what.
-        given: The numbers that it was given, as bits.
-        got: What it made of them.
-        expected: What the convention says.
+        operator: The operator or function.
+        operands: Its operands, as bits.
+        got: The device's result, as bits.
+        expected: The convention's result, as bits.
     """
 
     operator: str
-    given: tuple[int, ...]
+    operands: tuple[int, ...]
     got: int
     expected: int
 
     def __str__(self) -> str:
-        listed = ", ".join(f"0x{bits:08x}" for bits in self.given)
-        return f"{self.operator} of {listed} gives 0x{self.got:08x}, expected 0x{self.expected:08x}"
+        operands = ", ".join(f"0x{bits:08x}" for bits in self.operands)
+        return (
+            f"{self.operator} of {operands} gives 0x{self.got:08x}, expected 0x{self.expected:08x}"
+        )
 
 
 def first_difference(
     target: CanonicalDevice, matmul: MatmulShader, convention: Convention
 ) -> Difference | None:
-    """The first of the hard cases that the device computes otherwise than this CPU, if any."""
+    """Return the first hard case in which the device differs from the CPU, if any."""
     cases = hard_cases()
-    got = _elements(target)
+    results = _elements(target)
     expected = _expected(convention)
     names = [*_OPERATORS]
-    for number in np.flatnonzero(float_bits(got) != float_bits(expected[0]))[:1]:
+    for number in np.flatnonzero(float_bits(results) != float_bits(expected[0]))[:1]:
         operator, case = divmod(int(number), _CASES)
-        given = tuple(int(x.view(np.uint32)[case]) for x in cases)
-        bits = (int(values.view(np.uint32)[number]) for values in (got, expected[0]))
-        return Difference(names[operator], given, *bits)
+        operands = tuple(int(x.view(np.uint32)[case]) for x in cases)
+        bits = (int(values.view(np.uint32)[number]) for values in (results, expected[0]))
+        return Difference(names[operator], operands, *bits)
     product = _product(target, matmul)
     for number in np.flatnonzero(float_bits(product) != float_bits(expected[1]))[:1]:
         bits = (int(values.view(np.uint32)[number]) for values in (product, expected[1]))
@@ -179,7 +181,7 @@ def _expected(convention: Convention) -> tuple[NDArray[np.float32], NDArray[np.f
 
 def _elements(target: ComputeTarget) -> NDArray[np.float32]:
     nbytes = 4 * _CASES * len(_OPERATORS)
-    return _computed(target, [Dispatch(_kernel(), (0, 1, 2, 3), (_CASES // 64, 1, 1), "probe")],
+    return _run_kernel(target, [Dispatch(_kernel(), (0, 1, 2, 3), (_CASES // 64, 1, 1), "probe")],
                      hard_cases(), nbytes)  # fmt: skip
 
 
@@ -190,24 +192,24 @@ def _product(target: ComputeTarget, matmul: MatmulShader) -> NDArray[np.float32]
 def _one_product(
     target: ComputeTarget, matmul: MatmulShader, m: int, k: int, n: int
 ) -> NDArray[np.float32]:
-    """With a first row of zeros: half of its terms are -0, and all of the first output's."""
+    """Include a row of zeros: its sums contain -0 terms, and the first sum has no others."""
     problem = MatmulProblem(1, m, k, n, Operand((0, k, 1)), Operand((0, n, 1)))
     shader, grid = matmul(problem)
     draw = np.random.default_rng(1)
     left, right = (draw.normal(size=size).astype(np.float32) for size in ((m, k), (k, n)))
     left[0], right[:, 0] = 0, -np.abs(right[:, 0])
     dispatches = [Dispatch(shader, (0, 1, 2), grid, "probe")]
-    return _computed(target, dispatches, [left, right], 4 * m * n)
+    return _run_kernel(target, dispatches, [left, right], 4 * m * n)
 
 
-def _computed(
+def _run_kernel(
     target: ComputeTarget,
     dispatches: Sequence[Dispatch],
-    given: Sequence[NDArray[Any]],
+    inputs: Sequence[NDArray[Any]],
     nbytes: int,
 ) -> NDArray[np.float32]:
-    buffers = [target.buffer(each.nbytes) for each in given] + [target.buffer(nbytes)]
-    for buffer, values in zip(buffers, given, strict=False):
+    buffers = [target.buffer(each.nbytes) for each in inputs] + [target.buffer(nbytes)]
+    for buffer, values in zip(buffers, inputs, strict=False):
         target.upload(buffer, values)
     prepared = target.prepare(dispatches, buffers)
     return target.run(prepared, [Copy(buffers[-1], nbytes)]).result()[0]
@@ -216,37 +218,37 @@ def _computed(
 def followed(
     device: Device, matmul: MatmulShader
 ) -> tuple[list[Convention], dict[Convention, Difference]]:
-    """The conventions that a device follows, and where it departs from the others."""
+    """Return the conventions that a device follows, and its first difference from the others."""
     follows, departs = [], {}
     for convention in CONVENTIONS:
-        found = first_difference(CanonicalDevice(device, convention), matmul, convention)
-        if found is None:
+        difference = first_difference(CanonicalDevice(device, convention), matmul, convention)
+        if difference is None:
             follows.append(convention)
         else:
-            departs[convention] = found
+            departs[convention] = difference
     return follows, departs
 
 
 def refuse_unlike(target: CanonicalDevice, matmul: MatmulShader, convention: Convention) -> None:
-    """Whether the device follows the convention of a run.
+    """Refuse a device that does not follow the run's convention.
 
     Raises:
-        SamestepError: It does not; where, and what to write for one that it follows.
+        SamestepError: Names the first difference, and a convention that the device follows.
     """
-    found = first_difference(target, matmul, convention)
-    if found is None:
+    difference = first_difference(target, matmul, convention)
+    if difference is None:
         return
     device = target.device
     follows, _ = followed(device, matmul)
     advice = "it follows none: use a CPU, or arithmetic: native"
     if follows:
-        other = follows[0]
+        supported = follows[0]
         advice = (
-            f"it follows {other}: set arithmetic.multiply_add="
-            f"{'fused' if other.fused else 'separate'} and arithmetic.subnormals="
-            f"{'flushed' if other.flushes else 'kept'} for the run"
+            f"it follows {supported}: set arithmetic.multiply_add="
+            f"{'fused' if supported.fused else 'separate'} and arithmetic.subnormals="
+            f"{'flushed' if supported.flushes else 'kept'} for the run"
         )
     raise SamestepError(
-        f"{device.adapter.name!r} does not compute by the run's arithmetic ({convention}): "
-        f"{found}; {advice}"
+        f"expected {device.adapter.name!r} to follow the run's arithmetic ({convention}), got a "
+        f"difference: {difference}; {advice}"
     )

@@ -1,12 +1,12 @@
-"""Matrix products on a CPU: registers hold a tile of outputs, k rises, vectors run over outputs.
+"""Matrix products on the CPU: register tiles of outputs, vectorized over columns.
 
-out[b, m, n] = the sum over k, in rising order from zero, each term by one fma: what every kernel
-of `backends.wgpu.shaders.matmul` computes, in tiles that fit a CPU's registers. A sum is never cut:
-so neither tiles nor threads show in the bits.
+out[b, m, n] = the sum over k, in increasing order from zero, each term by one fma, as in every
+kernel of `backends.wgpu.shaders.matmul`. A sum is never split, so tiles and threads do not affect
+the bits.
 
-One text serves all products; a product is a row of numbers (`Product` below). The operand whose
-neighbours do not lie side by side along the vectors is laid out anew first, each panel of columns
-by itself; or the two operands change places, if that leaves less to lay out.
+One C source serves all products; `Product` holds a product's parameters. An operand that is not
+contiguous along the vectors is packed into panels of columns first. The operands are swapped if
+that leaves less to pack.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ void products(void *const *m, const u32 *numbers, usize first, usize last, u32 x
   }
 }
 """
-"""Needs `LANES`, `ROWS`, `FUSED` and the prelude; the kernels' signature, with a `Product` for
-sizes. Buffers: a, b, out, and room for what is laid out anew."""
+"""Needs `LANES`, `ROWS`, `FUSED` and the prelude. Kernels have `SIGNATURE`, with a `Product` in
+place of sizes. Buffers: a, b, out, and scratch memory for packed panels."""
 
 _FIELDS: Final = [
     "batch",
@@ -192,70 +192,68 @@ _FIELDS: Final = [
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product as the text above has it.
+    """The parameters of a product for the C source above.
 
     Attributes:
-        numbers: The structure's fields.
-        panels: Groups to lay out; 0 where all lie as they should.
-        tiles: Groups to compute.
-        laid_words: Room for what is laid out.
+        numbers: The fields of the C structure.
+        panels: Panels to pack; 0 if none.
+        tiles: Tiles to compute.
+        packed_words: Size of the packed panels, in words of 4 bytes.
     """
 
     numbers: tuple[int, ...]
     panels: int
     tiles: int
-    laid_words: int
+    packed_words: int
 
     def words(self) -> ctypes.Array[ctypes.c_uint64]:
-        """The structure."""
+        """Return the C structure."""
         return (ctypes.c_uint64 * len(self.numbers))(*self.numbers)
 
 
 def product_of(problem: MatmulProblem, lanes: int, rows: int) -> Product:
-    """How a product is computed with vectors of so many lanes, and tiles of so many rows."""
+    """Choose the cheaper operand order for vectors of `lanes` floats and tiles of `rows` rows."""
     left, right = sides(problem)
-    ways = [_way(problem, left, right, lanes, rows, swap=False)]
+    candidates = [_candidate(problem, left, right, lanes, rows, swap=False)]
     if problem.b_form is None:
-        ways.append(_way(problem, right, left, lanes, rows, swap=True))
-    return min(ways, key=lambda way: _cost(way, problem, lanes))
+        candidates.append(_candidate(problem, right, left, lanes, rows, swap=True))
+    return min(candidates, key=lambda product: _cost(product, lanes))
 
 
-def _cost(way: Product, problem: MatmulProblem, lanes: int) -> float:
-    """Elements that are laid out, and products, padding among them."""
-    computed = way.tiles * problem.k * 2 * lanes * dict(zip(_FIELDS, way.numbers, strict=True))["k"]
-    del computed
-    fields = dict(zip(_FIELDS, way.numbers, strict=True))
+def _cost(product: Product, lanes: int) -> float:
+    """Estimate the cost: elements to pack, and multiplications including padding."""
+    fields = dict(zip(_FIELDS, product.numbers, strict=True))
     products = fields["batch"] * fields["m"] * fields["panels"] * 2 * lanes * fields["k"]
     return (
         products / lanes
-        + 1.5 * way.laid_words
+        + 1.5 * product.packed_words
         + (0.5 if fields["out_n"] != 1 else 0) * (fields["batch"] * fields["m"] * fields["n"])
     )
 
 
-def _way(
+def _candidate(
     problem: MatmulProblem, row: Side, column: Side, lanes: int, rows: int, *, swap: bool
 ) -> Product:
-    into, width = problem.result, 2 * lanes
+    result, width = problem.result, 2 * lanes
     form = column.form
     panels = -(-column.extent // width)
     row_tiles = -(-row.extent // rows)
-    # What does not fill its last panel is laid out, so that nothing is read past its end.
-    laid = form is not None or column.outer != 1 or column.extent % width != 0
+    # A partial last panel is packed, so that no read passes its end.
+    packs = form is not None or column.outer != 1 or column.extent % width != 0
     distinct = problem.batch if column.batch else 1
-    out = (1, into.row) if swap else (into.row, 1)
+    out = (1, result.row) if swap else (result.row, 1)
     numbers = (
         problem.batch, row.extent, column.extent, problem.k,
         row.batch, row.outer, row.inner, row.offset,
         column.batch, column.inner, column.outer, column.offset,
-        problem.m * problem.n, *out, into.offset,
-        *_stored(form), int(into.onto), int(laid), panels, row_tiles, int(swap), int(not swap),
+        problem.m * problem.n, *out, result.offset,
+        *_stored(form), int(result.onto), int(packs), panels, row_tiles, int(swap), int(not swap),
     )  # fmt: skip
     return Product(
         numbers,
-        distinct * panels if laid else 0,
+        distinct * panels if packs else 0,
         problem.batch * panels * row_tiles,
-        distinct * panels * problem.k * width if laid else 0,
+        distinct * panels * problem.k * width if packs else 0,
     )
 
 

@@ -1,9 +1,9 @@
-"""How several threads run a list of kernels: C, called once by each thread for the whole list.
+"""Run a list of kernels with several threads: C, called once per thread for the whole list.
 
-Each kernel is cut into pieces, of outputs; a thread takes the next that is left, and nobody begins
-a kernel before all pieces of the one before it are done. Which thread computed what decides no bit.
-A thread computes with the convention's subnormals and default rounding, and has its own settings
-again when it returns.
+Each kernel is divided into pieces of workgroups. A thread claims the next unclaimed piece, and no
+thread starts a kernel before the previous one is complete. The assignment of pieces to threads
+does not affect the bits. A thread sets the convention's subnormal mode and default rounding, and
+restores its settings before it returns.
 """
 
 from __future__ import annotations

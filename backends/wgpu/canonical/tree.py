@@ -1,12 +1,11 @@
-"""Reads the kernels of `backends.wgpu.shaders` and `lowering`: WGSL text as a typed tree.
+"""Parse the kernels of `backends.wgpu.shaders` and `lowering`: WGSL as a typed tree.
 
-Kernels are written in WGSL, more than a thousand lines of it, and a driver takes that text as is.
-Canonical arithmetic reads the same text into this tree, its one intermediate representation, which
-`wgsl_text` and `c_text` print.
+Native arithmetic passes a kernel's WGSL to the driver unchanged. Canonical arithmetic parses it
+into this tree, its only intermediate representation, which `wgsl_text` and `c_text` print.
 
-Only what those kernels use of the language is known here; all else is refused by name. Types are
-names: f32, u32, i32, u64, bool, vec4f (and 2, 3; u, i, b), and for literals without a suffix `int`
-and `float`, which become what they meet.
+Only the subset of WGSL that those kernels use is supported; anything else is refused by name. Types
+are strings: f32, u32, i32, u64, bool, vec4f (and 2, 3; u, i, b). Literals without a suffix have the
+abstract types `int` and `float` until an operand fixes their type.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _LIKE_FIRST: Final = frozenset({
 _LIKE_ALL: Final = frozenset({"max", "min", "clamp", "fma"})
 
 
-class NotRead(SamestepError):
-    """A kernel has what canonical arithmetic does not know."""
+class UnsupportedKernel(SamestepError):
+    """A kernel uses WGSL that canonical arithmetic does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A number: the value of a float, an integer or a truth value."""
+    """A float, an integer or a boolean."""
 
     value: float | int | bool
     type: str
@@ -53,7 +52,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A variable, a parameter, a buffer."""
+    """A variable, a parameter or a buffer."""
 
     name: str
     type: str
@@ -64,13 +63,13 @@ class Unary:
     """`-x`, `!x`, `~x`, `&x`."""
 
     sign: str
-    of: Expression
+    operand: Expression
     type: str
 
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """Both operands have the same type, or one is a vector of the other's; not so of shifts."""
+    """Operands have one type, or one is a vector of the other's type; a shift count is u32."""
 
     sign: str
     left: Expression
@@ -80,7 +79,7 @@ class Binary:
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """A function, a conversion or a constructor; `bitcast` is told by its result's type."""
+    """A function call, a conversion or a constructor; a `bitcast`'s target is its type."""
 
     name: str
     arguments: tuple[Expression, ...]
@@ -91,7 +90,7 @@ class Application:
 class Index:
     """An element of an array or a vector."""
 
-    of: Expression
+    operand: Expression
     at: Expression
     type: str
 
@@ -100,7 +99,7 @@ class Index:
 class Component:
     """A component of a vector."""
 
-    of: Expression
+    operand: Expression
     name: str
     type: str
 
@@ -110,7 +109,7 @@ Expression = Literal | Name | Unary | Binary | Application | Index | Component
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """`let` or, if it may change, `var`."""
+    """`let`, or `var` if it is mutable."""
 
     name: str
     type: str
@@ -120,7 +119,7 @@ class Declare:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """`target = value`; compound ones are written out."""
+    """`target = value`; compound assignments are expanded."""
 
     target: Expression
     value: Expression
@@ -128,7 +127,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class If:
-    """A choice."""
+    """`if` with its branches."""
 
     condition: Expression
     then: tuple[Statement, ...]
@@ -137,7 +136,7 @@ class If:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """A loop; `while` has no first and no step."""
+    """`for`; or `while`, with neither first nor step."""
 
     first: Declare | None
     condition: Expression
@@ -147,19 +146,19 @@ class For:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The end of a function."""
+    """`return`."""
 
     value: Expression | None
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """All invocations of a workgroup have come here."""
+    """`workgroupBarrier()`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A scope."""
+    """A nested block."""
 
     body: tuple[Statement, ...]
 
@@ -169,7 +168,7 @@ Statement = Declare | Assignment | If | For | Return | Barrier | Scope
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function besides `main`."""
+    """A function other than `main`."""
 
     name: str
     parameters: tuple[tuple[str, str], ...]
@@ -182,10 +181,10 @@ class Array:
     """A buffer, or workgroup memory.
 
     Attributes:
-        element: Type of an element.
-        elements: How many; 0 of a buffer.
-        binding: Of a buffer; -1 of workgroup memory.
-        writes: Whether it may be written.
+        element: Element type.
+        elements: Number of elements; 0 for a buffer.
+        binding: Binding of a buffer; -1 for workgroup memory.
+        writes: Whether it is writable.
     """
 
     name: str
@@ -200,11 +199,11 @@ class Module:
     """One kernel.
 
     Attributes:
-        arrays: By name.
-        functions: In the order of the text.
-        inputs: Of `main`: name to built-in value.
-        body: Of `main`.
-        workgroup: Invocations of one workgroup, along x.
+        arrays: Buffers and workgroup memory by name.
+        functions: Functions in source order.
+        inputs: Parameters of `main`: name to built-in value.
+        body: Body of `main`.
+        workgroup: Invocations per workgroup, along x.
     """
 
     arrays: Mapping[str, Array]
@@ -215,48 +214,48 @@ class Module:
 
 
 def read_module(source: str) -> Module:
-    """A kernel's text as a tree.
+    """Parse a kernel.
 
     Raises:
-        NotRead: It has what is not known here.
+        UnsupportedKernel: It uses unsupported WGSL.
     """
     return _Reader(source).module()
 
 
-def read_functions(source: str, known: Mapping[str, str]) -> tuple[Function, ...]:
-    """Functions alone.
+def read_functions(source: str, result_types: Mapping[str, str]) -> tuple[Function, ...]:
+    """Parse functions without an entry point.
 
     Args:
-        source: Their text.
-        known: Types of the results of functions that they may call.
+        source: WGSL.
+        result_types: Result types of external functions that they may call.
     """
     reader = _Reader(source)
-    reader.results.update(known)
+    reader.results.update(result_types)
     reader.module(main=False)
     return tuple(reader.functions)
 
 
 def element_of(kind: str) -> str:
-    """Of a vector's type; a scalar's is itself."""
+    """Return a vector's element type, or the scalar type itself."""
     return _ELEMENT[kind[4]] if kind.startswith("vec") else kind
 
 
 def vector_of(element: str, size: int) -> str:
-    """The type of a vector."""
+    """Return the type of a vector."""
     return f"vec{size}{_VECTOR[element]}"
 
 
 def size_of(kind: str) -> int:
-    """Components of a vector; 1 of a scalar."""
+    """Return the number of components; 1 for a scalar."""
     return int(kind[3]) if kind.startswith("vec") else 1
 
 
-def concrete(given: Expression, kind: str) -> Expression:
-    """An expression of literals without a suffix, as of this type."""
-    if given.type not in {"int", "float"} or (kind in {"int", "float"} and given.type == kind):
-        return given
+def concrete(node: Expression, kind: str) -> Expression:
+    """Convert an expression of abstract type to `kind`; leave others unchanged."""
+    if node.type not in {"int", "float"} or (kind in {"int", "float"} and node.type == kind):
+        return node
     target = kind if kind in {"int", "float"} else element_of(kind)
-    match given:
+    match node:
         case Literal(value):
             is_float = target in {"f32", "float"}
             return Literal(float(value) if is_float else int(value), target)
@@ -269,21 +268,21 @@ def concrete(given: Expression, kind: str) -> Expression:
             return Binary(sign, concrete(left, target), concrete(right, target), target)
         case Application(name, arguments):
             return Application(name, tuple(concrete(x, target) for x in arguments), target)
-    raise NotRead(f"expected a number, got {given}")
+    raise UnsupportedKernel(f"expected a number, got {node}")
 
 
-def _settled(given: Expression) -> Expression:
-    """As of the type that a literal has by itself."""
-    return concrete(given, {"int": "i32", "float": "f32"}.get(given.type, given.type))
+def _default_type(node: Expression) -> Expression:
+    """Convert abstract types to WGSL's defaults: i32 and f32."""
+    return concrete(node, {"int": "i32", "float": "f32"}.get(node.type, node.type))
 
 
-def same_type(given: Sequence[Expression]) -> tuple[Expression, ...]:
-    """Operands as of one type: that of the first that has one, the widest of vectors."""
-    kinds = [x.type for x in given if x.type not in {"int", "float"}]
+def same_type(operands: Sequence[Expression]) -> tuple[Expression, ...]:
+    """Convert operands of abstract type to the widest concrete type among them."""
+    kinds = [x.type for x in operands if x.type not in {"int", "float"}]
     kind = max(kinds, key=size_of) if kinds else "float"
-    if not kinds and all(x.type == "int" for x in given):
+    if not kinds and all(x.type == "int" for x in operands):
         kind = "int"
-    return tuple(concrete(x, kind) for x in given)
+    return tuple(concrete(x, kind) for x in operands)
 
 
 @dataclass(slots=True)
@@ -298,30 +297,30 @@ class _Reader:
     scopes: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        place = 0
-        while place < len(self.source):
-            found = _TOKEN.match(self.source, place)
-            if found is None:
-                raise NotRead(f"a kernel has {self.source[place : place + 20]!r}")
-            place = found.end()
-            if found.lastgroup is not None:
-                self.tokens.append((found.lastgroup, found.group()))
+        offset = 0
+        while offset < len(self.source):
+            token = _TOKEN.match(self.source, offset)
+            if token is None:
+                raise UnsupportedKernel(f"a kernel has {self.source[offset : offset + 20]!r}")
+            offset = token.end()
+            if token.lastgroup is not None:
+                self.tokens.append((token.lastgroup, token.group()))
         self.tokens.append(("end", ""))
 
     @property
     def next(self) -> str:
         return self.tokens[self.at][1]
 
-    def take(self, wanted: str = "") -> str:
+    def take(self, token: str = "") -> str:
         text = self.next
-        if wanted and text != wanted:
+        if token and text != token:
             around = " ".join(t for _, t in self.tokens[max(0, self.at - 12) : self.at + 3])
-            raise NotRead(f"a kernel has {text!r} where {wanted!r} was expected: {around}")
+            raise UnsupportedKernel(f"a kernel has {text!r} where {token!r} was expected: {around}")
         self.at += 1
         return text
 
-    def if_taken(self, wanted: str) -> bool:
-        if self.next != wanted:
+    def accept(self, token: str) -> bool:
+        if self.next != token:
             return False
         self.at += 1
         return True
@@ -329,50 +328,50 @@ class _Reader:
     # Declarations.
 
     def module(self, *, main: bool = True) -> Module:
-        self._note_functions()
+        self._read_signatures()
         inputs: dict[str, str] = {}
         body: tuple[Statement, ...] = ()
         workgroup = 1
         while self.tokens[self.at][0] != "end":
             attributes = self._attributes()
-            if self.if_taken("var"):
+            if self.accept("var"):
                 self._variable(int(attributes.get("binding", "-1")))
-            elif self.if_taken("fn"):
+            elif self.accept("fn"):
                 if "compute" in attributes:
                     workgroup = int(attributes["workgroup_size"])
                     inputs, body = self._main()
                 else:
                     self.functions.append(self._function())
             else:
-                raise NotRead(f"a kernel declares {self.next!r}")
+                raise UnsupportedKernel(f"a kernel declares {self.next!r}")
         if main and not body:
-            raise NotRead("a kernel has no entry point")
+            raise UnsupportedKernel("a kernel has no entry point")
         return Module(self.arrays, tuple(self.functions), inputs, body, workgroup)
 
-    def _note_functions(self) -> None:
-        """Types of parameters and results: a function may be called before it is written."""
-        for found in re.finditer(r"fn (\w+)\(([^{]*)\)\s*->\s*([\w<>]+)", self.source):
-            kinds = re.findall(r":\s*([\w<>]+)", found.group(2))
-            self.results[found.group(1)] = _kind(found.group(3))
-            self.parameters[found.group(1)] = [_kind(kind) for kind in kinds]
+    def _read_signatures(self) -> None:
+        """Read all signatures first: a function may be called before its definition."""
+        for signature in re.finditer(r"fn (\w+)\(([^{]*)\)\s*->\s*([\w<>]+)", self.source):
+            kinds = re.findall(r":\s*([\w<>]+)", signature.group(2))
+            self.results[signature.group(1)] = _kind(signature.group(3))
+            self.parameters[signature.group(1)] = [_kind(kind) for kind in kinds]
 
     def _attributes(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        while self.if_taken("@"):
+        attributes: dict[str, str] = {}
+        while self.accept("@"):
             name, value = self.take(), ""
-            if self.if_taken("("):
+            if self.accept("("):
                 value = self.take()
-                while self.if_taken(","):
+                while self.accept(","):
                     if self.take() != "1":
-                        raise NotRead("a kernel has workgroups of several dimensions")
+                        raise UnsupportedKernel("a kernel has workgroups of several dimensions")
                 self.take(")")
-            found[name] = value.rstrip("u")
-        return found
+            attributes[name] = value.rstrip("u")
+        return attributes
 
     def _variable(self, binding: int) -> None:
         self.take("<")
         kind = self.take()
-        writes = self.if_taken(",") and self.take() == "read_write"
+        writes = self.accept(",") and self.take() == "read_write"
         self.take(">")
         name = self.take()
         self.take(":")
@@ -384,13 +383,13 @@ class _Reader:
         self.take("array")
         self.take("<")
         element = self.type()
-        elements = int(self.take().rstrip("u")) if self.if_taken(",") else 0
+        elements = int(self.take().rstrip("u")) if self.accept(",") else 0
         self.take(">")
         return element, elements
 
     def type(self) -> str:
         name = self.take()
-        if self.if_taken("<"):
+        if self.accept("<"):
             name += f"<{self.take()}>"
             self.take(">")
         return _kind(name)
@@ -399,13 +398,13 @@ class _Reader:
         self.take("main")
         self.take("(")
         inputs, scope = {}, {}
-        while not self.if_taken(")"):
+        while not self.accept(")"):
             built_in = self._attributes()["builtin"]
             name = self.take()
             self.take(":")
             scope[name] = self.type()
             inputs[name] = built_in
-            self.if_taken(",")
+            self.accept(",")
         self.scopes = [scope]
         return inputs, self._block()
 
@@ -413,11 +412,11 @@ class _Reader:
         name = self.take()
         self.take("(")
         parameters = []
-        while not self.if_taken(")"):
+        while not self.accept(")"):
             parameter = self.take()
             self.take(":")
             parameters.append((parameter, self.type()))
-            self.if_taken(",")
+            self.accept(",")
         self.take("->")
         kind = self.type()
         self.scopes = [dict(parameters)]
@@ -429,7 +428,7 @@ class _Reader:
         self.take("{")
         self.scopes.append({})
         body: list[Statement] = []
-        while not self.if_taken("}"):
+        while not self.accept("}"):
             body += self._statement()
         self.scopes.pop()
         return tuple(body)
@@ -451,7 +450,7 @@ class _Reader:
                 return [For(None, condition, None, self._block())]
             case "return":
                 self.take()
-                if self.if_taken(";"):
+                if self.accept(";"):
                     return [Return(None)]
                 value = self.expression()
                 self.take(";")
@@ -469,7 +468,7 @@ class _Reader:
         condition = self.expression()
         then = self._block()
         otherwise: tuple[Statement, ...] = ()
-        if self.if_taken("else"):
+        if self.accept("else"):
             otherwise = (self._if(),) if self.next == "if" else self._block()
         return If(condition, then, otherwise)
 
@@ -486,25 +485,25 @@ class _Reader:
         body = self._block()
         self.scopes.pop()
         if not isinstance(first, Declare) or not isinstance(step, Assignment):
-            raise NotRead("a kernel has a loop without a variable of its own")
+            raise UnsupportedKernel("a kernel has a loop without a loop variable")
         return For(first, condition, step, body)
 
     def _simple(self) -> Declare | Assignment:
         if self.next in {"let", "var"}:
             changes = self.take() == "var"
             name = self.take()
-            kind = self.type() if self.if_taken(":") else ""
-            value = self.expression() if self.if_taken("=") else None
+            kind = self.type() if self.accept(":") else ""
+            value = self.expression() if self.accept("=") else None
             if value is not None:
-                value = concrete(value, kind) if kind else _settled(value)
+                value = concrete(value, kind) if kind else _default_type(value)
                 kind = value.type
             self.scopes[-1][name] = kind
             return Declare(name, kind, value, changes)
         target = self._postfix()
         sign = self.take()
         if sign in {"++", "--"}:
-            one = concrete(Literal(1, "int"), target.type)
-            return Assignment(target, Binary(sign[0], target, one, target.type))
+            unit = concrete(Literal(1, "int"), target.type)
+            return Assignment(target, Binary(sign[0], target, unit, target.type))
         value = self.expression()
         if sign == "=":
             return Assignment(target, concrete(value, target.type))
@@ -527,10 +526,10 @@ class _Reader:
         left, right = same_type((left, right))
         kind = max((left.type, right.type), key=size_of)
         if sign in COMPARISONS:
-            left, right = _settled(left), _settled(right)
+            left, right = _default_type(left), _default_type(right)
             size = size_of(kind)
             return Binary(sign, left, right, "bool" if size == 1 else vector_of("bool", size))
-        return _without_effect(sign, left, right, kind) or Binary(sign, left, right, kind)
+        return _identity(sign, left, right, kind) or Binary(sign, left, right, kind)
 
     def _unary(self) -> Expression:
         if self.next in {"-", "!", "~", "&"}:
@@ -542,27 +541,27 @@ class _Reader:
         return self._postfix()
 
     def _postfix(self) -> Expression:
-        found = self._primary()
+        node = self._primary()
         while True:
-            if self.if_taken("["):
-                at = _settled(self.expression())
+            if self.accept("["):
+                at = _default_type(self.expression())
                 self.take("]")
-                array = isinstance(found, Name) and found.name in self.arrays
-                found = Index(found, at, found.type if array else element_of(found.type))
-            elif self.if_taken("."):
+                array = isinstance(node, Name) and node.name in self.arrays
+                node = Index(node, at, node.type if array else element_of(node.type))
+            elif self.accept("."):
                 name = self.take()
                 if len(name) != 1:
-                    raise NotRead(f"a kernel has the components {name!r}")
-                found = Component(found, name, element_of(found.type))
+                    raise UnsupportedKernel(f"a kernel has the components {name!r}")
+                node = Component(node, name, element_of(node.type))
             else:
-                return found
+                return node
 
     def _primary(self) -> Expression:
         group, text = self.tokens[self.at]
         if group == "number":
             self.take()
             return _number(text)
-        if self.if_taken("("):
+        if self.accept("("):
             inner = self.expression()
             self.take(")")
             return inner
@@ -570,7 +569,7 @@ class _Reader:
             self.take()
             return Literal(text == "true", "bool")
         if group != "name":
-            raise NotRead(f"a kernel has {text!r} where a value was expected")
+            raise UnsupportedKernel(f"a kernel has {text!r} where a value was expected")
         self.take()
         if text == "bitcast" or (self.next == "<" and text.startswith("vec")):
             self.take("<")
@@ -586,86 +585,88 @@ class _Reader:
                 return Name(text, scope[text])
         if text in self.arrays:
             return Name(text, self.arrays[text].element)
-        raise NotRead(f"a kernel has the unknown name {text!r}")
+        raise UnsupportedKernel(f"a kernel has the unknown name {text!r}")
 
     def _call(self, name: str, kind: str) -> Expression:
         self.take("(")
         arguments: list[Expression] = []
-        while not self.if_taken(")"):
+        while not self.accept(")"):
             arguments.append(self.expression())
-            self.if_taken(",")
-        given = tuple(arguments)
+            self.accept(",")
+        operands = tuple(arguments)
         if name == "bitcast":
-            return Application(name, tuple(map(_settled, given)), kind)
+            return Application(name, tuple(map(_default_type, operands)), kind)
         if name in _SCALARS:
-            if isinstance(given[0], Literal) and given[0].type in {"int", "float", name}:
-                return concrete(given[0], name)
-            return Application(name, tuple(map(_settled, given)), name)
+            if isinstance(operands[0], Literal) and operands[0].type in {"int", "float", name}:
+                return concrete(operands[0], name)
+            return Application(name, tuple(map(_default_type, operands)), name)
         if name.startswith("vec"):
             kind = _kind(name)
-            return Application(kind, tuple(concrete(x, element_of(kind)) for x in given), kind)
+            return Application(kind, tuple(concrete(x, element_of(kind)) for x in operands), kind)
         if name in self.parameters:
-            pairs = zip(given, self.parameters[name], strict=True)
+            pairs = zip(operands, self.parameters[name], strict=True)
             return Application(name, tuple(concrete(x, k) for x, k in pairs), self.results[name])
         if name in self.results:
-            return Application(name, tuple(map(_settled, given)), self.results[name])
-        return _built_in(name, given)
+            return Application(name, tuple(map(_default_type, operands)), self.results[name])
+        return _built_in(name, operands)
 
 
-def _without_effect(sign: str, left: Expression, right: Expression, kind: str) -> Expression | None:
-    """What remains of an operator that gives its other operand whatever that is, or that negated.
+def _identity(sign: str, left: Expression, right: Expression, kind: str) -> Expression | None:
+    """Simplify an operation with a constant that returns the other operand or its negation, else
+    None.
 
-    Some compilers leave such a one away, and then no subnormal number is flushed: so none meets it.
+    Some compilers drop such an operation, which then does not flush subnormals; dropping it here
+    makes all devices agree.
     """
     if kind not in FLOATS and kind != "float":
         return None
-    for other, given in ((left, right), (right, left)):
-        if other.type != kind or not isinstance(given, Literal):
+    for operand, constant in ((left, right), (right, left)):
+        if operand.type != kind or not isinstance(constant, Literal):
             continue
-        ours = sign, str(float(given.value)), given is right
-        if ours in _NOTHING:
-            return other
-        if ours in _NEGATION:
-            return Unary("-", other, kind)
+        key = sign, str(float(constant.value)), constant is right
+        if key in _IDENTITY_OPERANDS:
+            return operand
+        if key in _NEGATING_OPERANDS:
+            return Unary("-", operand, kind)
     return None
 
 
-_NOTHING: Final = frozenset({
+_IDENTITY_OPERANDS: Final = frozenset({
     ("*", "1.0", True), ("*", "1.0", False), ("/", "1.0", True), ("-", "0.0", True),
     ("+", "-0.0", True), ("+", "-0.0", False),
 })  # fmt: skip
-_NEGATION: Final = frozenset({
+_NEGATING_OPERANDS: Final = frozenset({
     ("*", "-1.0", True), ("*", "-1.0", False), ("/", "-1.0", True), ("-", "-0.0", False),
 })  # fmt: skip
-"""Operators with a number, and whether it is on the right."""
+"""(operator, constant, whether the constant is on the right)."""
 
 
-def _built_in(name: str, given: tuple[Expression, ...]) -> Expression:
+def _built_in(name: str, operands: tuple[Expression, ...]) -> Expression:
     if name == "select":
-        one, two = map(_settled, same_type(given[:2]))
-        return Application(name, (one, two, given[2]), one.type)
+        no, yes = map(_default_type, same_type(operands[:2]))
+        return Application(name, (no, yes, operands[2]), no.type)
     if name in _LIKE_ALL:
-        given = tuple(map(_settled, same_type(given)))
-        return Application(name, given, max((x.type for x in given), key=size_of))
+        operands = tuple(map(_default_type, same_type(operands)))
+        return Application(name, operands, max((x.type for x in operands), key=size_of))
     if name in _LIKE_FIRST:
-        first = _settled(given[0])
-        return Application(name, (first, *(concrete(x, "u32") for x in given[1:])), first.type)
+        first = _default_type(operands[0])
+        return Application(name, (first, *(concrete(x, "u32") for x in operands[1:])), first.type)
     kinds = {
         "dot": "f32", "any": "bool", "all": "bool", "arrayLength": "u32",
         "unpack2x16float": "vec2f", "unpack4xI8": "vec4i",
     }  # fmt: skip
     if name not in kinds:
-        raise NotRead(f"a kernel calls {name!r}")
-    return Application(name, given, kinds[name])
+        raise UnsupportedKernel(f"a kernel calls {name!r}")
+    return Application(name, operands, kinds[name])
 
 
 def _kind(name: str) -> str:
-    found = re.fullmatch(r"vec([234])<(\w+)>", name)
-    if found:
-        return vector_of(found.group(2), int(found.group(1)))
+    vector = re.fullmatch(r"vec([234])<(\w+)>", name)
+    if vector:
+        return vector_of(vector.group(2), int(vector.group(1)))
     if name in _SCALARS or re.fullmatch(r"vec[234][fuib]", name):
         return name
-    raise NotRead(f"a kernel has the type {name!r}")
+    raise UnsupportedKernel(f"a kernel has the type {name!r}")
 
 
 def _number(text: str) -> Literal:
@@ -682,18 +683,20 @@ def _number(text: str) -> Literal:
 
 
 def _returning(body: tuple[Statement, ...], kind: str) -> tuple[Statement, ...]:
-    """Literals that a function gives are of its type."""
-    found: list[Statement] = []
+    """Convert returned literals to the function's result type."""
+    statements: list[Statement] = []
     for statement in body:
         match statement:
             case Return(value) if value is not None:
-                found.append(Return(concrete(value, kind)))
+                statements.append(Return(concrete(value, kind)))
             case If(condition, then, otherwise):
-                found.append(If(condition, _returning(then, kind), _returning(otherwise, kind)))
+                statements.append(
+                    If(condition, _returning(then, kind), _returning(otherwise, kind))
+                )
             case For():
-                found.append(replace(statement, body=_returning(statement.body, kind)))
+                statements.append(replace(statement, body=_returning(statement.body, kind)))
             case Scope(inner):
-                found.append(Scope(_returning(inner, kind)))
+                statements.append(Scope(_returning(inner, kind)))
             case _:
-                found.append(statement)
-    return tuple(found)
+                statements.append(statement)
+    return tuple(statements)

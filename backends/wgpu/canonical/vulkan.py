@@ -1,4 +1,4 @@
-"""A Vulkan device whose kernels are written so that they mean the same on each."""
+"""A Vulkan device that runs canonical kernels."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from backends.wgpu.shaders.dispatch import Dispatch, Shader
 
 
 class CanonicalDevice:
-    """The same device, for programs whose arithmetic is canonical."""
+    """Wrap a device so that it runs canonical versions of kernels."""
 
     def __init__(self, device: Device, convention: Convention) -> None:
         self.device = device
         self.convention = convention
         self._zero = device.uniform()
-        self._written: dict[str, tuple[Shader, bool]] = {}
+        self._rewritten: dict[str, tuple[Shader, bool]] = {}
 
     @property
     def adapter(self) -> Adapter:
-        """What it is."""
+        """The wrapped device's adapter."""
         return self.device.adapter
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """Of one buffer."""
+        """Largest size of a buffer."""
         return self.device.largest_buffer_bytes
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Zeroed memory of at least so many bytes."""
+        """Allocate zeroed memory of at least `nbytes` bytes."""
         return self.device.buffer(nbytes)
 
     def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
@@ -45,27 +45,27 @@ class CanonicalDevice:
         self.device.upload(buffer, values)
 
     def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> Prepared:
-        """The dispatches with their kernels written anew."""
-        given = []
+        """Prepare the dispatches with canonical kernels."""
+        rewritten = []
         for dispatch in dispatches:
             shader, needs_zero = self._canonical(dispatch.shader)
             bound = (*dispatch.buffers, len(buffers)) if needs_zero else dispatch.buffers
-            given.append(replace(dispatch, shader=shader, buffers=bound))
-        return self.device.prepare(given, [*buffers, self._zero])
+            rewritten.append(replace(dispatch, shader=shader, buffers=bound))
+        return self.device.prepare(rewritten, [*buffers, self._zero])
 
     def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> Readback:
-        """Begin the dispatches, then copy these buffers back."""
+        """Start the dispatches, then copy buffers back."""
         return self.device.run(prepared, copies)
 
     def _canonical(self, shader: Shader) -> tuple[Shader, bool]:
-        if shader.source not in self._written:
+        if shader.source not in self._rewritten:
             text, needs_zero = canonical_wgsl(shader.source, self.convention)
-            made = Shader(text, shader.bindings + needs_zero, in_bounds=shader.in_bounds)
-            self._written[shader.source] = made, needs_zero
-        return self._written[shader.source]
+            rewritten = Shader(text, shader.bindings + needs_zero, in_bounds=shader.in_bounds)
+            self._rewritten[shader.source] = rewritten, needs_zero
+        return self._rewritten[shader.source]
 
 
 def float_bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Bits to compare: what is no number is one."""
+    """Return comparable bits: every NaN has the same bits."""
     bits = values.view(np.uint32)
     return np.where(np.isnan(values), np.uint32(0x7FC00000), bits)

@@ -1,13 +1,12 @@
-"""A kernel as WGSL again, so that a driver finds nothing to contract, reorder or do its own way.
+"""Print a kernel as WGSL that leaves a driver nothing to contract, reorder or fold.
 
-A driver may take `a * b + c` for one operation or for two, `0.0 * x` and `x - x` for 0 also where
-x is infinite, and `x + 0.0` for x also where that is -0. So the result of every product, sum,
-difference and negation, every zero, and whatever is taken from something, passes through whole
-numbers on its way to the next operator: the sum with a zero that lies in memory, of which a
-compiler knows nothing. So does every number that gets a name: what is known to a compiler it
-computes itself, and then fuses what the device does not. `fma` is left: what it means is the
-convention; a running sum of such passes through where it is read. Quotients and roots are corrected
-to the nearest by whole numbers, and functions are the library's.
+A driver may evaluate `a * b + c` with one rounding or two, fold `0.0 * x` and `x - x` to 0 although
+x may be infinite, and fold `x + 0.0` to x although x may be -0. Therefore the result of every
+product, sum, difference and negation, every zero, and every subtrahend passes through an integer
+addition of a zero that is read from memory and so unknown to the compiler. Named constants do as
+well, since constant folding could fuse operations that the device does not fuse. `fma` stays: the
+convention defines it, and a running sum of fmas is made opaque only where it is read. Quotients and
+square roots are corrected to the nearest float with integers; other functions are the library's.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import numpy as np
 
 from backends.wgpu.canonical import tree
 from backends.wgpu.canonical.convention import Convention
-from backends.wgpu.canonical.library import called, with_library
+from backends.wgpu.canonical.library import called_functions, with_library
 
-_KEPT: Final = """\
+_OPAQUE: Final = """\
 @group(0) @binding({binding}) var<uniform> unknown_zeros: array<vec4u, 4>;
 var<private> unknown_zero: u32;
 fn kept(x: f32) -> f32 {{ return bitcast<f32>(bitcast<u32>(x) + unknown_zero); }}
@@ -37,7 +36,7 @@ fn to_natural(x: f32) -> u32 {{
   return u32(x);
 }}
 """
-_PLACE: Final = "local_invocation_index"
+_LOCAL_INDEX: Final = "local_invocation_index"
 _CORRECTED: Final = """\
 struct Parts { mantissa: u32, exponent: i32 }
 fn nearest_parts(bits: u32) -> Parts {
@@ -120,48 +119,51 @@ fn square_root(x: f32) -> f32 {
   return nearest_packed(0u, (one.exponent + select(127, 126, odd)) >> 1u, s, rest != 0u);
 }
 """
-"""What a quotient and a square root are made from beside the device's own: whole numbers. Without
-loops, of whose rounds Mesa's software Vulkan has no more than 65,535 for a whole kernel."""
+"""Correct the device's quotient and square root with integers. Without loops, because Mesa's
+software Vulkan limits a kernel to 65,535 iterations in total."""
 
 
 def canonical_wgsl(source: str, convention: Convention) -> tuple[str, bool]:
-    """The kernel's text, and whether it reads the zero: that is its last binding, a uniform.
+    """Return the kernel's canonical WGSL, and whether it reads the zero, its last binding (a
+    uniform).
 
     Raises:
-        NotRead: The kernel has what is not known here.
+        UnsupportedKernel: It uses unsupported WGSL.
     """
     module = with_library(tree.read_module(source))
     text = _Text()
-    functions = [text.function(each) for each in (*called(module), *module.functions)]
+    functions = [text.function(each) for each in (*called_functions(module), *module.functions)]
     body = text.main(module.body)
     needs_zero = "kept" in "\n".join([*functions, body])
     inputs = dict(module.inputs)
     if needs_zero:
         names = {built_in: name for name, built_in in inputs.items()}
-        place = names.get(_PLACE, "place_of_zero")
-        inputs.setdefault(place, _PLACE)
-        # Not one for all invocations: Mesa compiles anew for values that conditions hang on.
-        body = f"unknown_zero = unknown_zeros[{place} & 3u].x;\n{body}"
-    listed = ", ".join(
+        lane = names.get(_LOCAL_INDEX, "place_of_zero")
+        inputs.setdefault(lane, _LOCAL_INDEX)
+        # Differs by invocation: Mesa recompiles for each value of a uniform used in a condition.
+        body = f"unknown_zero = unknown_zeros[{lane} & 3u].x;\n{body}"
+    argument_list = ", ".join(
         f"@builtin({built_in}) {name}: {_built_in_type(built_in)}"
         for name, built_in in inputs.items()
     )
-    main = f"@compute @workgroup_size({module.workgroup})\nfn main({listed}) {{\n{body}\n}}\n"
-    whole = "\n".join([*functions, main])
+    main = (
+        f"@compute @workgroup_size({module.workgroup})\nfn main({argument_list}) {{\n{body}\n}}\n"
+    )
+    code = "\n".join([*functions, main])
     bindings = sum(array.binding >= 0 for array in module.arrays.values())
     helpers = []
-    if "quotient" in whole or "square_root(" in whole:
+    if "quotient" in code or "square_root(" in code:
         helpers.append(_CORRECTED.replace("FLUSHES", str(convention.flushes).lower()))
-        for name, one in (("infinity", _INFINITY), ("not_a_number", _NOT_A_NUMBER)):
-            if f"fn {name}(" not in whole:
-                helpers.append(one)
-    kept = _KEPT.format(binding=bindings)
+        for name, definition in (("infinity", _INFINITY), ("not_a_number", _NOT_A_NUMBER)):
+            if f"fn {name}(" not in code:
+                helpers.append(definition)
+    opaque = _OPAQUE.format(binding=bindings)
     if needs_zero:
-        helpers.append(kept)
-    elif "to_whole(" in whole or "to_natural(" in whole:
-        helpers.append(kept[kept.index("fn to_whole") :])
-    declared = [_declared(array) for array in module.arrays.values()]
-    return "\n".join([*declared, *helpers, whole]), needs_zero
+        helpers.append(opaque)
+    elif "to_whole(" in code or "to_natural(" in code:
+        helpers.append(opaque[opaque.index("fn to_whole") :])
+    declarations = [_declaration(array) for array in module.arrays.values()]
+    return "\n".join([*declarations, *helpers, code]), needs_zero
 
 
 _INFINITY: Final = "fn infinity(sign: u32) -> f32 { return bitcast<f32>(0x7f800000u | sign); }"
@@ -177,7 +179,7 @@ def _type(kind: str) -> str:
     return f"vec{kind[3]}<bool>" if kind.startswith("vec") and kind[4] == "b" else kind
 
 
-def _declared(array: tree.Array) -> str:
+def _declaration(array: tree.Array) -> str:
     if array.binding < 0:
         return f"var<workgroup> {array.name}: array<{_type(array.element)}, {array.elements}>;"
     access = "read_write" if array.writes else "read"
@@ -188,7 +190,7 @@ def _declared(array: tree.Array) -> str:
 
 
 _UNNAMED: Final = frozenset({"select", "max", "min", "clamp", "fma"})
-"""Functions of WGSL's own, whose numbers meet others at once."""
+"""Built-in functions whose constant arguments need not be opaque."""
 
 
 class _Text:
@@ -196,15 +198,15 @@ class _Text:
         self._running: frozenset[tree.Expression] = frozenset()
 
     def main(self, body: tuple[tree.Statement, ...]) -> str:
-        """Of a function's body."""
+        """Print a function's body."""
         self._running = frozenset(_running_sums(body))
         return "\n".join(self.statements(body))
 
-    def function(self, given: tree.Function) -> str:
-        """A function of the module."""
-        listed = ", ".join(f"{name}: {_type(kind)}" for name, kind in given.parameters)
-        body = self.main(given.body)
-        return f"fn {given.name}({listed}) -> {_type(given.type)} {{\n{body}\n}}"
+    def function(self, node: tree.Function) -> str:
+        """Print a function."""
+        argument_list = ", ".join(f"{name}: {_type(kind)}" for name, kind in node.parameters)
+        body = self.main(node.body)
+        return f"fn {node.name}({argument_list}) -> {_type(node.type)} {{\n{body}\n}}"
 
     def statements(self, body: Iterable[tree.Statement]) -> Iterator[str]:
         for statement in body:
@@ -212,25 +214,27 @@ class _Text:
                 case tree.Declare() | tree.Assignment():
                     yield self.simple(statement) + ";"
                 case tree.If(condition, then, otherwise):
-                    yield f"if ({self.of(condition)}) {{"
+                    yield f"if ({self.expression(condition)}) {{"
                     yield from self.statements(then)
                     if otherwise:
                         yield "} else {"
                         yield from self.statements(otherwise)
                     yield "}"
                 case tree.For(None, condition, _, inner):
-                    yield f"while ({self.of(condition)}) {{"
+                    yield f"while ({self.expression(condition)}) {{"
                     yield from self.statements(inner)
                     yield "}"
                 case tree.For(first, condition, step, inner):
                     assert first is not None
                     assert step is not None
-                    head = f"{self.simple(first)}; {self.of(condition)}; {self.simple(step)}"
+                    head = (
+                        f"{self.simple(first)}; {self.expression(condition)}; {self.simple(step)}"
+                    )
                     yield f"for ({head}) {{"
                     yield from self.statements(inner)
                     yield "}"
                 case tree.Return(value):
-                    yield "return;" if value is None else f"return {self.named(value)};"
+                    yield "return;" if value is None else f"return {self.assigned_value(value)};"
                 case tree.Scope(inner):
                     yield "{"
                     yield from self.statements(inner)
@@ -238,110 +242,110 @@ class _Text:
                 case tree.Barrier():
                     yield "workgroupBarrier();"
 
-    def simple(self, given: tree.Declare | tree.Assignment) -> str:
-        if isinstance(given, tree.Assignment):
-            target = self.place(given.target)
-            if (sums := _added_product(given)) is not None:
-                # Nothing that a running sum meets has a factor in common.
-                one, two = map(self.of, sums.arguments[:2])
-                return f"{target} = fma({one}, {two}, {target})"
-            return f"{target} = {self.named(given.value)}"
-        word = "var" if given.changes else "let"
-        value = "" if given.value is None else f" = {self.named(given.value)}"
-        return f"{word} {given.name}: {_type(given.type)}{value}"
+    def simple(self, node: tree.Declare | tree.Assignment) -> str:
+        if isinstance(node, tree.Assignment):
+            target = self.term(node.target)
+            if (sums := _added_product(node)) is not None:
+                # Safe without opaque values: no two terms of a running sum share a factor.
+                factor, other_factor = map(self.expression, sums.arguments[:2])
+                return f"{target} = fma({factor}, {other_factor}, {target})"
+            return f"{target} = {self.assigned_value(node.value)}"
+        keyword = "var" if node.changes else "let"
+        value = "" if node.value is None else f" = {self.assigned_value(node.value)}"
+        return f"{keyword} {node.name}: {_type(node.type)}{value}"
 
-    def named(self, given: tree.Expression) -> str:
-        """The text of a value that has a name from then on."""
-        if isinstance(given, tree.Literal) and _is_float(given):
-            return f"kept({_literal(given)})"
-        return self.of(given)
+    def assigned_value(self, node: tree.Expression) -> str:
+        """Print a value that is assigned to a name."""
+        if isinstance(node, tree.Literal) and _is_float(node):
+            return f"kept({_literal(node)})"
+        return self.expression(node)
 
-    def of(self, given: tree.Expression) -> str:
-        """The text of a value."""
-        match given:
+    def expression(self, node: tree.Expression) -> str:
+        """Print a value."""
+        match node:
             case tree.Literal():
-                text = _literal(given)
-                return f"kept({text})" if _is_float(given) and given.value == 0 else text
-            case tree.Unary("-", of, kind) if kind in tree.FLOATS:
-                return _kept(f"-{self.of(of)}", kind)
-        text = self.place(given)
-        return _kept(text, given.type) if given in self._running else text
+                text = _literal(node)
+                return f"kept({text})" if _is_float(node) and node.value == 0 else text
+            case tree.Unary("-", operand, kind) if kind in tree.FLOATS:
+                return _opaque(f"-{self.expression(operand)}", kind)
+        text = self.term(node)
+        return _opaque(text, node.type) if node in self._running else text
 
-    def place(self, given: tree.Expression) -> str:
-        """The same, or of what is written to."""
-        match given:
+    def term(self, node: tree.Expression) -> str:
+        """Print a value or the target of an assignment."""
+        match node:
             case tree.Literal():
-                return _literal(given)
+                return _literal(node)
             case tree.Name(name):
                 return name
-            case tree.Unary(sign, of):
-                return f"({sign}{self.of(of)})"
+            case tree.Unary(sign, operand):
+                return f"({sign}{self.expression(operand)})"
             case tree.Binary():
-                return self.binary(given)
+                return self.binary(node)
             case tree.Application():
-                return self.call(given)
-            case tree.Index(of, at):
-                return f"{self.of(of)}[{self.of(at)}]"
-            case tree.Component(of, name):
-                return f"{self.of(of)}.{name}"
+                return self.call(node)
+            case tree.Index(operand, at):
+                return f"{self.expression(operand)}[{self.expression(at)}]"
+            case tree.Component(operand, name):
+                return f"{self.expression(operand)}.{name}"
 
-    def binary(self, given: tree.Binary) -> str:
-        sides = given.left, given.right
-        if given.sign in tree.COMPARISONS:
+    def binary(self, node: tree.Binary) -> str:
+        sides = node.left, node.right
+        if node.sign in tree.COMPARISONS:
             left, right = (
-                _literal(x) if isinstance(x, tree.Literal) else self.of(x) for x in sides
+                _literal(x) if isinstance(x, tree.Literal) else self.expression(x) for x in sides
             )
-            return f"({left} {given.sign} {right})"
-        left, right = map(self.of, sides)
-        if given.type not in tree.FLOATS:
-            return f"({left} {given.sign} {right})"
-        four = "4" if tree.size_of(given.type) == 4 else ""
-        if given.sign == "/":
+            return f"({left} {node.sign} {right})"
+        left, right = map(self.expression, sides)
+        if node.type not in tree.FLOATS:
+            return f"({left} {node.sign} {right})"
+        four = "4" if tree.size_of(node.type) == 4 else ""
+        if node.sign == "/":
             if four:
                 left, right = (
                     side if tree.size_of(x.type) == 4 else f"vec4f({side})"
-                    for side, x in ((left, given.left), (right, given.right))
+                    for side, x in ((left, node.left), (right, node.right))
                 )
             return f"quotient{four}({left}, {right})"
-        if given.sign == "-":
-            right = _kept(right, given.right.type)
-        return _kept(f"{left} {given.sign} {right}", given.type)
+        if node.sign == "-":
+            right = _opaque(right, node.right.type)
+        return _opaque(f"{left} {node.sign} {right}", node.type)
 
-    def call(self, given: tree.Application) -> str:
-        text = self.of if given.name in _UNNAMED else self.named
-        listed = ", ".join(map(text, given.arguments))
-        first = given.arguments[0].type if given.arguments else ""
-        if given.name == "bitcast":
-            return f"bitcast<{_type(given.type)}>({listed})"
-        if given.name == "sqrt":
-            return f"square_root({listed})"
-        if first == "f32" and given.name in {"i32", "u32"}:
-            return f"{'to_whole' if given.name == 'i32' else 'to_natural'}({listed})"
-        if given.name == "fma":
-            return _kept(f"fma({listed})", given.type)
-        if given.name == "vec4b":
-            return f"vec4<bool>({listed})"
-        return f"{given.name}({listed})"
+    def call(self, node: tree.Application) -> str:
+        text = self.expression if node.name in _UNNAMED else self.assigned_value
+        argument_list = ", ".join(map(text, node.arguments))
+        first = node.arguments[0].type if node.arguments else ""
+        if node.name == "bitcast":
+            return f"bitcast<{_type(node.type)}>({argument_list})"
+        if node.name == "sqrt":
+            return f"square_root({argument_list})"
+        if first == "f32" and node.name in {"i32", "u32"}:
+            return f"{'to_whole' if node.name == 'i32' else 'to_natural'}({argument_list})"
+        if node.name == "fma":
+            return _opaque(f"fma({argument_list})", node.type)
+        if node.name == "vec4b":
+            return f"vec4<bool>({argument_list})"
+        return f"{node.name}({argument_list})"
 
 
-def _kept(text: str, kind: str) -> str:
+def _opaque(text: str, kind: str) -> str:
     return f"kept{'4' if tree.size_of(kind) == 4 else ''}({text})"
 
 
-def _is_float(given: tree.Literal) -> bool:
-    return tree.element_of(given.type) in {"f32", "float"}
+def _is_float(node: tree.Literal) -> bool:
+    return tree.element_of(node.type) in {"f32", "float"}
 
 
-def _added_product(given: tree.Assignment) -> tree.Application | None:
-    """The `fma` of `x = fma(a, b, x)`."""
-    sums = given.value
+def _added_product(node: tree.Assignment) -> tree.Application | None:
+    """Return the `fma` of `x = fma(a, b, x)`, else None."""
+    sums = node.value
     if not isinstance(sums, tree.Application) or sums.name != "fma":
         return None
-    return sums if sums.arguments[2] == given.target else None
+    return sums if sums.arguments[2] == node.target else None
 
 
 def _running_sums(body: Iterable[tree.Statement]) -> Iterator[tree.Expression]:
-    """What products are added to."""
+    """Yield the targets of running sums."""
     for statement in body:
         match statement:
             case tree.Assignment(target):
@@ -353,15 +357,15 @@ def _running_sums(body: Iterable[tree.Statement]) -> Iterator[tree.Expression]:
                 yield from _running_sums(inner)
 
 
-def _literal(given: tree.Literal) -> str:
-    if given.type == "bool":
-        return str(bool(given.value)).lower()
-    kind = tree.element_of(given.type)
+def _literal(node: tree.Literal) -> str:
+    if node.type == "bool":
+        return str(bool(node.value)).lower()
+    kind = tree.element_of(node.type)
     if kind in {"f32", "float"}:
-        number = np.float32(given.value)
+        number = np.float32(node.value)
         if 0 < abs(number) < np.float32(2.0**-126):
             return f"bitcast<f32>({int(number.view(np.uint32))}u)"
         return f"f32({float(number)!r})"
     if kind == "u32":
-        return f"{given.value}u"
-    return f"i32({given.value})"
+        return f"{node.value}u"
+    return f"i32({node.value})"

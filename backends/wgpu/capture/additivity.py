@@ -24,7 +24,7 @@ _ROWS: Final = "samestep.rows"
 """Beside a batch's arrays: which samples they are of."""
 
 
-def refuse_loss_that_does_not_add_up(
+def refuse_non_additive_loss(
     module: nn.Module,
     loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor],
     arrays: Mapping[str, torch.Tensor],

@@ -20,7 +20,7 @@ from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.device.packing import seed_words
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.parity import rounded_otherwise
+from backends.wgpu.parity import perturbed
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.products import small_tiles
@@ -135,7 +135,7 @@ def _compared(
             capture = compiled.capture(given[0])
             compiled.take(given[0], capture)
             for number, batch in enumerate(batches):
-                got = compiled.computed(given[number], number)
+                got = compiled.gradients_of(given[number], number)
                 _check(module, batch, got, capture, number)
     except SamestepError as error:
         words = str(error)
@@ -159,7 +159,7 @@ def _check(
     names = [name for name in got if name]
     values = named_tensors(module)
     seeds = torch.from_numpy(seed_words(seed, capture.seeds).view(np.int32).copy())
-    nearly = [values, *(rounded_otherwise(values, number) for number in (1, 2))]
+    nearly = [values, *(perturbed(values, number) for number in (1, 2))]
     steps = [HostStep(module, loss_of, each, names, capture.calls) for each in nearly]
     inputs = [{**batch, "x": x} for x in _nearly(batch["x"])]
     expected, *others = (step.run(given, seeds) for step, given in zip(steps, inputs, strict=True))

@@ -25,7 +25,7 @@ from worker.tasks.small.regress import Regress
 PATIENCE_S = 60.0
 LINE = (
     "expected model.precision float32 or float16, got bfloat16: "
-    "Vulkan and canonical arithmetic have no other"
+    "Vulkan and canonical arithmetic support no other"
 )
 SPEC = RegressRun(
     task="regress", steps=1, batch=BatchSpec(samples=8, microbatch=8),

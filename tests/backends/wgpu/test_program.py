@@ -462,8 +462,8 @@ def test_losses_that_draw_or_differentiate_are_trained(compiled):
     for loss in (noisy, steep):
         job = trainable(nn.Linear(4, 4), loss, evaluate=lambda m, a: {"steep": float(steep(m, a))})
         program = compiled(job, Batch({"x": x}, 4.0))
-        assert program.computed(Batch({"x": x}, 4.0), 1)["weight"].any()
-        with pytest.raises(SamestepError, match="got a derivative by its inputs"):
+        assert program.gradients_of(Batch({"x": x}, 4.0), 1)["weight"].any()
+        with pytest.raises(SamestepError, match="got a derivative with respect"):
             program.evaluate(Batch({"x": x}, 4.0))
 
 
@@ -544,7 +544,9 @@ def test_what_torch_s_jit_has_compiled_is_refused_in_a_clear_line(compiled):
 
 
 def test_a_batch_in_float64_is_refused_by_its_input(compiled):
-    with pytest.raises(SamestepError, match=r"input 'x' of the batch is float64: .*\.float\(\)"):
+    with pytest.raises(
+        SamestepError, match=r"in the batch's input 'x', got float64; .*\.float\(\)"
+    ):
         compiled(trainable(nn.Linear(4, 4), total), Batch({"x": np.ones((2, 4))}, 2.0))
 
 
@@ -630,7 +632,7 @@ def test_a_loss_may_change_its_batch_in_place(compiled):
     given = np.linspace(-1, 1, 4, dtype=np.float32)[:, None]
     batch = Batch({"x": given, "y": given.copy()}, 4)
     program = compiled(trainable(nn.Linear(1, 1), in_place), batch)
-    once, again = (dict(program.computed(batch, 0)) for _ in range(2))
+    once, again = (dict(program.gradients_of(batch, 0)) for _ in range(2))
     assert np.array_equal(batch.arrays["x"], np.linspace(-1, 1, 4, dtype=np.float32)[:, None])
     with torch.no_grad():
         weight, bias = (program._weights.module.get_parameter(n) for n in ("weight", "bias"))

@@ -241,7 +241,7 @@ def test_a_trained_table_takes_values_and_gives_a_subtrees_sums_in_parts(device)
     assert_like_the_cpu(module, job.blocks, next_token_loss, short(), after)
     assert any(before[n].tobytes() != after[n].tobytes() for n in before)
     found = []
-    for compute in (program.gradients, program.added_on_host):
+    for compute in (program.gradients, program.sum_on_host):
         items = compute([(short(), leaf) for leaf in range(2)])
         found.append([x.values.tobytes() for x in items if isinstance(x, BlockGradient)])
     program.close()
