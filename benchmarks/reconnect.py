@@ -41,12 +41,12 @@ class Measured:
     """One length of log.
 
     Attributes:
-        kept: Steps that it keeps.
+        resident: Steps that it keeps.
         reconnect_ms: To read what was missed, each time.
         open_ms: To open the log anew.
     """
 
-    kept: int
+    resident: int
     reconnect_ms: list[float]
     open_ms: float
 
@@ -119,7 +119,7 @@ def rows(measured: list[Measured]) -> list[list[str]]:
     """For the table."""
     return [
         [
-            f"{each.kept} kept steps",
+            f"{each.resident} kept steps",
             f"{median(each.reconnect_ms):.2f}",
             f"{max(each.reconnect_ms):.2f}",
             f"{each.open_ms:.1f}",
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
     print_heading(f"reconnect: a worker that has missed {MISSED_STEPS} steps")
-    measured = [measure(kept, arguments.rounds) for kept in arguments.kept]
+    measured = [measure(kept, arguments.rounds) for kept in arguments.resident]
     print_table(["log", "reconnect ms", "worst", "open once ms"], rows(measured))
 
 

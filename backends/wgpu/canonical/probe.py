@@ -22,7 +22,7 @@ from backends.wgpu.device.device import Device
 from backends.wgpu.device.target import ComputeTarget, Copy
 from backends.wgpu.lowering.kernels import MatmulShader
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
-from backends.wgpu.shaders.functions import called
+from backends.wgpu.shaders.functions import called_functions
 from backends.wgpu.shaders.matmul.shader import MatmulProblem, Operand
 from protocol.base.errors import SamestepError
 
@@ -82,7 +82,7 @@ _SIZES: Final = ((16, 65, 24), (8, 4, 16))
 
 
 def _kernel() -> Shader:
-    calls = called(" ".join(_OPERATORS.values()))
+    calls = called_functions(" ".join(_OPERATORS.values()))
     buffers = "".join(
         f"@group(0) @binding({i}) var<storage, read> {name}: array<f32>;\n"
         for i, name in enumerate(("x_values", "y_values", "z_values"))

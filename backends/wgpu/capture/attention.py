@@ -19,13 +19,14 @@ import torch
 from backends.wgpu.capture.half_products import computes_in_half, rounded_to_half
 from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
 from backends.wgpu.shaders.attention.problem import AttentionSizes
-from backends.wgpu.shaders.attention.tiles import rounds
+from backends.wgpu.shaders.attention.tiles import loop_iterations
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION
 
 LARGEST_HEAD: Final = 128
 """An invocation's part of the sums lies in registers, which a larger head would not fit."""
 _ROUNDS: Final = 60_000
-"""Of a loop: software Vulkan ends an invocation's loops after 65,535 rounds, without a word."""
+"""Limit on loop iterations: software Vulkan silently ends an invocation's loops after 65,535
+loop_iterations, without a word."""
 _SOFTWARE_BYTES: Final = 2**28
 
 
@@ -41,7 +42,7 @@ def pays(sizes: AttentionSizes, *, cooperative: bool) -> bool:
     """
     if cooperative:
         return True
-    return sizes.score_bytes > _SOFTWARE_BYTES and rounds(sizes) <= _ROUNDS
+    return sizes.score_bytes > _SOFTWARE_BYTES and loop_iterations(sizes) <= _ROUNDS
 
 
 def written_out(sizes: AttentionSizes) -> bool:

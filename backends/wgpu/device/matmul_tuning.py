@@ -72,7 +72,7 @@ class MatmulTuner:
 
     def choice(self, problem: MatmulProblem) -> Choice:
         """The chosen kernel; measured now if it is worth it and was not yet."""
-        key = repr(problem.alike)
+        key = repr(problem.tuning_key)
         if key not in self._chosen:
             plain = replace(problem, finish=None)  # it takes no part in how long the sums take
             best = candidates(plain, self.traits)[:_TRIED]
@@ -147,7 +147,13 @@ def _load(path: Path | None) -> dict[str, Choice]:
 
 def _sizes(choice: Choice) -> tuple[int, ...]:
     if isinstance(choice, Tiles):
-        return choice.rows, choice.columns, choice.depth, choice.own_rows, choice.own_columns
+        return (
+            choice.rows,
+            choice.columns,
+            choice.depth,
+            choice.rows_per_invocation,
+            choice.columns_per_invocation,
+        )
     return choice.rows, choice.columns, choice.swap, choice.subgroup
 
 

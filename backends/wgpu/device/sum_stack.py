@@ -21,12 +21,12 @@ class Merge:
     """What is done with a microbatch's gradient.
 
     Attributes:
-        held: Sums that are held before it.
+        pending_sums: Pending sums before it.
         merges: How often the newest two become one; the gradient counts as the newest.
         last: Whether it is the subtree's last: then one sum is left, and is brought back.
     """
 
-    held: int
+    pending_sums: int
     merges: int
     last: bool
 
@@ -41,7 +41,7 @@ def merge_of(leaf: int, leaves: int) -> Merge:
 def levels_of(leaves: int) -> int:
     """How many sums of each tensor are held at most."""
     merges = [merge_of(leaf, leaves) for leaf in range(leaves - 1)]
-    return max((merge.held + 1 for merge in merges if not merge.merges), default=0)
+    return max((merge.pending_sums + 1 for merge in merges if not merge.merges), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ class SumStack:
             for gradients, merge in zip(given, merges, strict=True):
                 newest = [buffers[gradients[tensor]] for tensor in tensors]
                 if not merge.merges:
-                    yield keep(newest, sums[merge.held], nbytes)
-                for level in reversed(range(merge.held - merge.merges, merge.held)):
+                    yield keep(newest, sums[merge.pending_sums], nbytes)
+                for level in reversed(range(merge.pending_sums - merge.merges, merge.pending_sums)):
                     yield add(newest, sums[level], nbytes)
                     newest = sums[level]
 

@@ -65,14 +65,14 @@ class Joins:
         emitter: Writes them.
         bindings: Storage buffers that a shader may bind; 0 where nothing is to be joined.
         reads: Of each value with a kernel, and of each call of a layer, the buffers that it reads.
-        held: The outputs.
+        outputs: The outputs.
         early: Values that must not wait for others: those of a layer's forward.
     """
 
     emitter: Emitter
     bindings: int
     reads: Mapping[fx.Node, Collection[fx.Node]]
-    held: Collection[fx.Node | None]
+    outputs: Collection[fx.Node | None]
     early: Collection[fx.Node]
     _waiting: list[Waiting] = field(default_factory=list)
     _readers: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
@@ -116,7 +116,9 @@ class Joins:
 
     def _wanted(self, members: Waiting) -> list[fx.Node]:
         """Those that others read, too."""
-        return [node for node in members if node in self.held or self._readers[node] - {*members}]
+        return [
+            node for node in members if node in self.outputs or self._readers[node] - {*members}
+        ]
 
     def _joined(self, node: fx.Node) -> Waiting | None:
         """The last of those that can take it, if there is one."""

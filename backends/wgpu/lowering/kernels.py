@@ -38,14 +38,14 @@ from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
 from backends.wgpu.shaders.kernel_text import (
     KernelText,
     ReadElsewhere,
-    held_type,
-    rounded,
+    element_type_of,
+    round_to_type,
     stored,
-    where_there,
+    where_valid,
 )
 from backends.wgpu.shaders.matmul.shader import (
+    ElementForm,
     Epilogue,
-    Held,
     MatmulProblem,
     Operand,
     dispatched,
@@ -174,14 +174,14 @@ class Emitter:
         for node in rest:
             if elements_of(node) != count:
                 raise ReadElsewhere
-            value = text.computed(node, split(plain("i", count), shape_of(node)))
+            value = text.compute(node, split(plain("i", count), shape_of(node)))
             text.registers[node] = "i", text.let(value)
             if node in wanted:
                 text.lines.append(f"e{len(written)}[i] = {stored(value, node)};")
                 written.append(node)
-        types = tuple(held_type(node) for node in written)
+        types = tuple(element_type_of(node) for node in written)
         body, stores = "\n".join(text.lines), product in wanted
-        finish = Epilogue(*text.declared(), types, body, stores, text.looks_up)
+        finish = Epilogue(*text.declarations(), types, body, stores, text.looks_up)
         (problem,) = self._problems(product)
         shader, grid = self.matmul(replace(problem, finish=finish))
         a, b = (self._operand(each)[1] for each in next(factors(product))[:2])
@@ -210,7 +210,7 @@ class Emitter:
                 continue
             at = _along_rows(shape_of(node), rows, columns)
             inside = text.scope()
-            value = inside.computed(node, at)
+            value = inside.compute(node, at)
             place = str(linear(at))
             body += [f"for (var r = local.x; r < {columns}u; r += {_WORKGROUP}u) {{"]
             body += [*inside.lines, f"{name}[{place}] = {stored(value, node)};", "}"]
@@ -258,7 +258,7 @@ class Emitter:
         count = elements_of(node)
         guard, grid = _threads(count)
         at = split(plain("i", count), shape_of(node))
-        value = text.computed(node, at) if same is None else text.element(same, at)
+        value = text.compute(node, at) if same is None else text.element(same, at)
         body = [*guard, *text.lines, f"out[i] = {stored(value, node)};"]
         return _kernel(text, node, body, grid)
 
@@ -332,7 +332,7 @@ class Emitter:
         at_column = split(plain("c", columns), shape[len(leading) :])
         at = [*at_row, *at_column]
         value = text.element(source, broadcast(at, shape_of(source)), scalar_of(node))
-        value = where_there(value, places, scalar_of(node))
+        value = where_valid(value, places, scalar_of(node))
         body = [*guard, f"let c = i % {columns}u;", f"let share = i / {columns}u;"]
         body += [f"for (var r = 0u; r < {rows}u; r++) {{", *text.lines[:chosen]]
         body += [f"if ({row} % {shares}u == share) {{", *text.lines[chosen:]]
@@ -363,7 +363,7 @@ class Emitter:
         ]
         at = at[: len(shape_of(node))]
         index, there = text.index(numbers, at, shape[place])
-        value = where_there(text.element(source, at, scalar), [there], scalar)
+        value = where_valid(text.element(source, at, scalar), [there], scalar)
         guard, grid = _threads(count)
         body = [*guard, *text.lines[:before], f"var sum = {start};"]
         body += [f"if ({' && '.join(inside)}) {{"] if inside else ["{"]
@@ -401,8 +401,8 @@ class Emitter:
         found = strided(node, self.buffers, widens=True, rounds=True)
         assert found is not None, node
         strides = (0, *found.strides) if len(found.strides) == 2 else found.strides
-        narrow = form_of(found.base) is not None  # its few bits are not rounded once more
-        held: Held = "f16" if is_half(found.base) else "f32"
+        narrow = form_of(found.base) is not None  # narrow storage is not rounded again
+        held: ElementForm = "f16" if is_half(found.base) else "f32"
         held = "rounded" if found.rounds and not narrow else held
         return Operand((strides[0], strides[1], strides[2]), found.offset, held), found.base
 
@@ -484,7 +484,7 @@ class _Reduction:
     def result(self, folded: str) -> str:
         if self.name == "mean":
             return f"({folded} * {literal(1.0 / self.terms, 'f32')})"
-        return stored(rounded(folded, self.node) if is_half(self.node) else folded, self.node)
+        return stored(round_to_type(folded, self.node) if is_half(self.node) else folded, self.node)
 
     def serial(self, lines: Sequence[str], value: str) -> list[str]:
         """One invocation per output."""

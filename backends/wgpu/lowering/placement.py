@@ -12,7 +12,7 @@ from torch import fx
 from backends.wgpu.graph.index import ZERO, plain
 from backends.wgpu.graph.values import NoRule, Scalar, literal, scalar_of, shape_of
 from backends.wgpu.graph.views import Coordinates
-from backends.wgpu.shaders.kernel_text import KernelText, Rule, where_there
+from backends.wgpu.shaders.kernel_text import KernelText, Rule, where_valid
 
 _aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def _embedding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     table, numbers = node.args[:2]
     assert isinstance(table, fx.Node)
     row, there = k.index(numbers, at[:-1], shape_of(table)[0])
-    return where_there(k.element(table, [row, at[-1]]), [there], scalar_of(node))
+    return where_valid(k.element(table, [row, at[-1]]), [there], scalar_of(node))
 
 
 def _gather(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -32,7 +32,7 @@ def _gather(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     place = operator.index(dim) % len(at)  # type: ignore[arg-type]
     at = [*at]
     at[place], there = k.index(numbers, at, shape_of(source)[place])
-    return where_there(k.element(source, at), [there], scalar_of(node))
+    return where_valid(k.element(source, at), [there], scalar_of(node))
 
 
 def _index(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -42,7 +42,7 @@ def _index(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     shape = shape_of(source)
     found = [k.index(x, at[:count], shape[i], from_end=True) for i, x in enumerate(leading)]
     value = k.element(source, [*(row for row, _ in found), *at[count:]])
-    return where_there(value, [there for _, there in found], scalar_of(node))
+    return where_valid(value, [there for _, there in found], scalar_of(node))
 
 
 def leading_indices(node: fx.Node, given: Any) -> tuple[list[fx.Node], int]:
@@ -168,7 +168,7 @@ def _scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     index, there = k.index(numbers, row, at[place].size)
     new = k.element(value, row, scalar) if isinstance(value, fx.Node) else literal(value, scalar)
     placed = f"select({k.element(under, at, scalar)}, {new}, {index} == {at[place]})"
-    return where_there(placed, [there], scalar)
+    return where_valid(placed, [there], scalar)
 
 
 PLACEMENT: Final[dict[Any, Rule]] = {

@@ -18,7 +18,7 @@ from statistics import median_low
 
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.shaders.dispatch import SLICE_ALIGNMENT_BYTES, WORKGROUPS_PER_DIMENSION
-from backends.wgpu.shaders.repeated import invocations, repeats
+from backends.wgpu.shaders.repeated import can_repeat, invocations
 from protocol.base.limits import ACTIVATIONS_AT_ONCE_BYTES, INVOCATIONS_PER_DISPATCH
 
 
@@ -52,7 +52,7 @@ def _most(plan: Plan) -> int:
 def _is_repeated(plan: Plan, number: int) -> bool:
     """Whether a dispatch can be, and writes nothing that all microbatches have in common."""
     dispatch = plan.dispatches[number]
-    return repeats(dispatch.shader.source) and all(
+    return can_repeat(dispatch.shader.source) and all(
         plan.places[written].slot >= 0 for written in dispatch.written
     )
 

@@ -1,7 +1,7 @@
-"""What a program is made of on the device: shaders, and dispatches of them over buffers.
+"""Shaders, and their dispatches over buffers.
 
-Plain values that plans are written in. They know neither a device nor torch, so that a plan can be
-made, compared and counted anywhere.
+Plain values that know neither a device nor torch, so that plans can be made, compared and counted
+without a device.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 WORKGROUPS_PER_DIMENSION: Final = 65_535
-"""What every adapter offers; a larger grid is folded into its next dimension."""
+"""Limit that every adapter supports; a larger grid is folded into the next dimension."""
 SLICE_ALIGNMENT_BYTES: Final = 256
-"""What every adapter can bind a part of a buffer at."""
+"""Alignment of buffer slices that every adapter supports."""
 
 
 _HALF: Final = re.compile(r"\bf16\b")
@@ -25,10 +25,10 @@ class Shader:
 
     Attributes:
         source: The module; its storage buffers are `@group(0) @binding(i)`.
-        bindings: How many there are. Binding i is the i-th buffer of a dispatch.
-        writes: How many of them, the last ones, are outputs (read_write).
-        in_bounds: Whether its text alone shows that every index lies in its array and every loop
-            ends, whatever the buffers hold. Then a device adds no checks of its own.
+        bindings: Number of bindings. Binding i is the i-th buffer of a dispatch.
+        writes: Number of outputs (read_write), which are the last bindings.
+        in_bounds: Whether every index is in bounds and every loop ends for any content of the
+            buffers. The device then adds no bounds checks.
     """
 
     source: str
@@ -38,7 +38,7 @@ class Shader:
 
     @property
     def module(self) -> str:
-        """The source as a device takes it: what it needs beyond WGSL's core comes first."""
+        """The source with the `enable` directives that it needs."""
         return f"enable f16;\n{self.source}" if _HALF.search(self.source) else self.source
 
 
@@ -47,13 +47,13 @@ class Dispatch:
     """One run of a shader.
 
     Attributes:
-        shader: What runs.
-        buffers: Numbers of the plan's buffers, one for each binding.
+        shader: The shader.
+        buffers: Numbers of the plan's buffers, one per binding.
         grid: Workgroups in x, y and z; each at most WORKGROUPS_PER_DIMENSION.
         label: What it computes, for errors and measurements.
-        strides: For several microbatches at once: for each buffer the bytes from one's slice to
-            the next one's, 0 where all read the same.
-        microbatches: How many at once.
+        strides: For several microbatches at once: per buffer, the distance in bytes between the
+            slices of consecutive microbatches; 0 if all read the same.
+        microbatches: Number of microbatches at once.
     """
 
     shader: Shader
@@ -65,5 +65,5 @@ class Dispatch:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """The buffers that it fills, or adds to."""
+        """The buffers that it writes."""
         return self.buffers[len(self.buffers) - self.shader.writes :]

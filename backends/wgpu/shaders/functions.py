@@ -1,7 +1,7 @@
-"""Functions that WGSL lacks, or has in a form that differs from torch's.
+"""Functions that WGSL lacks, or that differ from torch's.
 
-Drivers may take for granted that there is no NaN: `min`, `max` and `clamp` drop it, `x != 0` is
-false of it, and a product with a written zero is zero. What is here tells NaN by its bits.
+Drivers may assume that NaN does not occur: `min`, `max` and `clamp` drop it, `x != 0` is false for
+it, and a product with a literal zero is zero. These functions detect NaN by its bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOG1P_TERMS: Final = 9
 
 
 def _series(variable: str, coefficients: list[float]) -> str:
-    """A polynomial by Horner, the constant first."""
+    """Print a polynomial by Horner's rule, the constant coefficient first."""
     text = f"{coefficients[-1]!r}"
     for coefficient in reversed(coefficients[:-1]):
         text = f"fma({text}, {variable}, {coefficient!r})"
@@ -25,15 +25,14 @@ def _series(variable: str, coefficients: list[float]) -> str:
 
 
 def _factorials(count: int) -> list[float]:
-    found = [1.0]
+    factors = [1.0]
     for number in range(2, count + 1):
-        found.append(found[-1] / number)
-    return found
+        factors.append(factors[-1] / number)
+    return factors
 
 
 def to_float16(name: str) -> str:
-    """WGSL of a function that rounds to nearest, ties to even; below the smallest normal number in
-    steps of the smallest of all."""
+    """Return WGSL of a function that rounds to float16: nearest, ties to even, with subnormals."""
     return f"""\
 fn {name}(x: f32) -> f32 {{
   let bits = bitcast<u32>(x);
@@ -186,16 +185,16 @@ fn to_bfloat16(x: f32) -> f32 {
 }""",
     "threefry": threefry.SHADER,
 }
-"""By name."""
-_CALLED: Final = re.compile(r"\b([a-z_0-9]+)\(")
+"""Source of each function, by name."""
+_CALL: Final = re.compile(r"\b([a-z_0-9]+)\(")
 
 
-def called(text: str) -> list[str]:
-    """The functions that a kernel's text calls, and those that these call."""
-    wanted: set[str] = set()
-    new = {*_CALLED.findall(text)} & FUNCTIONS.keys()
+def called_functions(text: str) -> list[str]:
+    """Return the sources of all functions that a kernel calls, directly or indirectly."""
+    needed_names: set[str] = set()
+    new = {*_CALL.findall(text)} & FUNCTIONS.keys()
     while new:
-        wanted |= new
-        inside = (_CALLED.findall(FUNCTIONS[name]) for name in new)
-        new = {name for names in inside for name in names} & FUNCTIONS.keys() - wanted
-    return [source for name, source in FUNCTIONS.items() if name in wanted]
+        needed_names |= new
+        calls = (_CALL.findall(FUNCTIONS[name]) for name in new)
+        new = {name for names in calls for name in names} & FUNCTIONS.keys() - needed_names
+    return [source for name, source in FUNCTIONS.items() if name in needed_names]

@@ -1,8 +1,8 @@
-"""Weights stored in fewer bits, as shaders read them.
+"""Read weights in narrow storage in shaders.
 
-A buffer holds what `Quantised.packed` gives: words, then scales. Element i of an int8, int4 or
-nf4 buffer is its number times the scale of group `i / group`, one float32 product; bf16 and f16
-are widened. That is what `backends.base.quantise.dequantise` gives, bit for bit.
+A buffer has the layout of `Quantised.packed`: words, then scales. Element i of an int8, int4 or nf4
+buffer is its number times the scale of group `i / group`, one float32 product; bf16 and f16 are
+widened. The bits equal those of `backends.base.quantise.dequantise`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _META = "narrow"
 
 @dataclass(frozen=True, slots=True)
 class Narrow:
-    """How a buffer holds float32 values.
+    """Narrow storage of float32 values in a buffer.
 
     Attributes:
         storage: bf16, f16, int8, int4 or nf4.
-        group: Elements per scale; 0 where there are none.
-        scales: The word at which they begin.
+        group: Elements per scale; 0 without scales.
+        scales: Index of the first scale's word.
     """
 
     storage: Storage
@@ -33,26 +33,28 @@ class Narrow:
 
     @staticmethod
     def of(stored: Quantised) -> Narrow:
-        """How a stored matrix lies in its buffer."""
+        """Return the layout of a quantized matrix."""
         return Narrow(stored.storage, stored.group, len(stored.words))
 
     @staticmethod
     def of_shape(rows: int, columns: int, storage: Storage) -> Narrow:
-        """How a matrix of this shape lies there."""
+        """Return the layout of a matrix of this shape."""
         if storage in {"bf16", "f16"}:
             return Narrow(storage, 0, rows * columns // 2)
-        held: Storage = "nf4" if storage == "nf4" else "int8" if BITS[storage] == 8 else "int4"
+        packed_storage: Storage = (
+            "nf4" if storage == "nf4" else "int8" if BITS[storage] == 8 else "int4"
+        )
         words = rows * columns * BITS[storage] // 32
-        return Narrow(held, group_of(columns, storage), words)
+        return Narrow(packed_storage, group_of(columns, storage), words)
 
     @property
     def looks_up(self) -> bool:
-        """Whether a number that the buffer holds is the index of a table."""
+        """Whether elements are indices into a table."""
         return self.storage == "nf4"
 
     def one(self, function: str, buffer: str) -> str:
-        """WGSL of `function(i: u32) -> f32`, element i."""
-        per, value = _ONE[self.storage]
+        """Print `function(i: u32) -> f32`, which reads element i."""
+        per, value = _SCALAR[self.storage]
         value = value.replace("NF4", f"{function}_nf4")
         return self._table(function) + (
             f"fn {function}(i: u32) -> f32 {{ let w = {buffer}[i / {per}u]; "
@@ -60,8 +62,9 @@ class Narrow:
         )
 
     def four(self, function: str, buffer: str) -> str:
-        """WGSL of `function(i: u32) -> vec4f`, elements i to i + 3; i is a multiple of 4."""
-        words, value = _FOUR[self.storage]
+        """Print `function(i: u32) -> vec4f`, which reads elements i to i + 3; i is a multiple of
+        4."""
+        words, value = _VECTOR[self.storage]
         value = value.replace("NF4", f"{function}_nf4")
         return self._table(function) + (
             f"fn {function}(i: u32) -> vec4f {{ {words.replace('BUFFER', buffer)} "
@@ -80,17 +83,17 @@ class Narrow:
         return f" * bitcast<f32>({buffer}[{self.scales}u + i / {self.group}u])"
 
 
-_ONE: dict[Storage, tuple[int, str]] = {
+_SCALAR: dict[Storage, tuple[int, str]] = {
     "bf16": (2, "bitcast<f32>((w >> ((i % 2u) * 16u)) << 16u)"),
     "f16": (2, "unpack2x16float(w)[i % 2u]"),
     "int8": (4, "f32(extractBits(i32(w), (i % 4u) * 8u, 8u))"),
     "int4": (8, "f32(i32(extractBits(w, (i % 8u) * 4u, 4u)) - 8)"),
     "nf4": (8, "NF4[extractBits(w, (i % 8u) * 4u, 4u)]"),
 }
-"""Elements per word, and one of them."""
+"""Elements per word, and WGSL that extracts one."""
 
 _TWO_WORDS = "let w = BUFFER[i / 2u]; let v = BUFFER[i / 2u + 1u];"
-_FOUR: dict[Storage, tuple[str, str]] = {
+_VECTOR: dict[Storage, tuple[str, str]] = {
     "bf16": (
         _TWO_WORDS,
         "bitcast<vec4f>(vec4u(w << 16u, w & 0xffff0000u, v << 16u, v & 0xffff0000u))",
@@ -106,30 +109,30 @@ _FOUR: dict[Storage, tuple[str, str]] = {
         "vec4f(NF4[w & 15u], NF4[(w >> 4u) & 15u], NF4[(w >> 8u) & 15u], NF4[(w >> 12u) & 15u])",
     ),
 }
-"""The words that hold four elements, and those as a vector."""
+"""WGSL that loads the words of four elements, and that converts them to a vector."""
 
 
 def mark(node: fx.Node, form: Narrow | None) -> None:
-    """Note that this input's buffer holds its values so."""
+    """Set the storage of an input's buffer."""
     if form is not None:
         node.meta[_META] = form
 
 
 def form_of(node: fx.Node) -> Narrow | None:
-    """How a value's buffer holds it, if not as it is."""
+    """Return the storage of a value's buffer, or None for its plain dtype."""
     form = node.meta.get(_META)
     assert form is None or isinstance(form, Narrow)
     return form
 
 
 def refuse_on_the_left(base: fx.Node, label: str) -> None:
-    """Only the right operand of a product is widened as it is read.
+    """Refuse a narrow left operand: only the right operand of a product is widened on loading.
 
     Raises:
-        SamestepError: This one is stored in fewer bits.
+        SamestepError: The operand has narrow storage.
     """
     if form_of(base) is not None:
         raise SamestepError(
-            f"{label} multiplies a frozen weight from the left, which model.base_dtype "
-            f"{form_of(base)} cannot be for; expected model.base_dtype float32"
+            f"expected model.base_dtype float32, got {form_of(base)}: {label} multiplies by a "
+            "frozen weight from the left, which narrow storage does not support"
         )

@@ -1,8 +1,8 @@
-"""A shader for several microbatches at once: each has its own slice of every buffer.
+"""Transform a shader to process several microbatches at once, each with its slice of every buffer.
 
-The grid is as many times as deep; a workgroup's z tells its microbatch, and what it does there is
-what the shader does alone: indices have the slice's start added, and no other operation is touched,
-so the bits stay. What all microbatches read (parameters, constants) has no slices.
+The grid's depth is multiplied by the number of microbatches, and a workgroup's z selects its
+microbatch. Only indices change, by the slice's offset, so the bits do not. Buffers that all
+microbatches share (parameters, constants) have no slices.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _MAIN: Final = re.compile(r"@compute @workgroup_size\((\d+)\)\s*fn main\(([^{]*)
 _PARAMETER: Final = re.compile(r"@builtin\((\w+)\)\s*(\w+): (\w+)")
 _VECTOR: Final = re.compile(r"vec(\d)(?:<(\w+)>|([fuih]))")
 _SCALAR_BYTES: Final = {"f16": 2, "h": 2, "u64": 8}
-"""All others have four."""
+"""Other types have 4 bytes."""
 _NUMBER: Final = "microbatch"
-"""Of the module's names: which one a workgroup computes."""
+"""Name of the module's variable with a workgroup's microbatch."""
 
-_OF_ONE: Final = {
+_BUILT_INS: Final = {
     "workgroup_id": "vec3u({0}.xy, {0}.z % {1}u)",
     "global_invocation_id": "vec3u({0}.xy, {0}.z % {1}u)",
     "num_workgroups": "vec3u({0}.xy, {1}u)",
 }
-"""What a microbatch's own grid would have; workgroups are one deep."""
+"""Built-in values within a microbatch's part of the grid; workgroups have depth 1."""
 
 
 @cache
 def invocations(source: str) -> int:
-    """Of a workgroup; 0 for what is no WGSL."""
+    """Return the invocations per workgroup; 0 if the source is not WGSL."""
     main = _MAIN.search(source)
     return int(main[1]) if main else 0
 
 
 @cache
-def repeats(source: str) -> bool:
-    """Whether the shader can be had for several microbatches."""
+def can_repeat(source: str) -> bool:
+    """Whether the shader can be transformed."""
     main = _MAIN.search(source)
     if main is None or re.search(rf"\b{_NUMBER}\b", source):
         return False
@@ -52,14 +52,14 @@ def repeats(source: str) -> bool:
 
 
 @cache
-def repeated(shader: Shader, strides: Sequence[int], deep: int) -> Shader:
-    """The shader over slices.
+def repeated(shader: Shader, strides: Sequence[int], depth: int) -> Shader:
+    """Return the shader for several microbatches.
 
     Args:
-        shader: One that `repeats`.
-        strides: For each binding the bytes from a microbatch's slice to the next one's, a multiple
-            of 16; 0 where there is but one, as for all that are not named.
-        deep: Workgroups of one microbatch along z.
+        shader: A shader that `can_repeat`.
+        strides: Per binding, the distance between slices in bytes, a multiple of 16; 0 (also for
+            missing entries) if all microbatches share it.
+        depth: Workgroups of one microbatch along z.
     """
     source = shader.source
     for number, name, kind in _BINDING.findall(source):
@@ -68,27 +68,27 @@ def repeated(shader: Shader, strides: Sequence[int], deep: int) -> Shader:
             source = _shifted(source, name, f"{_NUMBER} * {stride // element_bytes(kind)}u")
     main = _MAIN.search(source)
     assert main is not None
-    lines, listed, group = [], [], ""
+    lines, parameters, group = [], [], ""
     for builtin, name, kind in _PARAMETER.findall(main[2]):
-        given = f"{name}_of_all" if builtin in _OF_ONE else name
-        listed.append(f"@builtin({builtin}) {given}: {kind}")
-        if builtin in _OF_ONE:
-            lines.append(f"let {name} = {_OF_ONE[builtin].format(given, deep)};")
-        group = given if builtin == "workgroup_id" else group
+        parameter = f"{name}_of_all" if builtin in _BUILT_INS else name
+        parameters.append(f"@builtin({builtin}) {parameter}: {kind}")
+        if builtin in _BUILT_INS:
+            lines.append(f"let {name} = {_BUILT_INS[builtin].format(parameter, depth)};")
+        group = parameter if builtin == "workgroup_id" else group
     if not group:
         group = f"{_NUMBER}_group"
-        listed.append(f"@builtin(workgroup_id) {group}: vec3u")
+        parameters.append(f"@builtin(workgroup_id) {group}: vec3u")
     entry = (
         f"var<private> {_NUMBER}: u32;\n@compute @workgroup_size({main[1]})\n"
-        f"fn main({', '.join(listed)}) {{\n"
+        f"fn main({', '.join(parameters)}) {{\n"
     )
-    body = "\n".join([f"{_NUMBER} = {group}.z / {deep}u;", *lines])
+    body = "\n".join([f"{_NUMBER} = {group}.z / {depth}u;", *lines])
     text = source[: main.start()] + entry + body + source[main.end() :]
     return replace(shader, source=text)
 
 
 def element_bytes(kind: str) -> int:
-    """Of an array's element in a storage buffer."""
+    """Return the size of an element in a storage buffer."""
     vector = _VECTOR.fullmatch(kind)
     if vector is None:
         return _SCALAR_BYTES.get(kind, 4)
@@ -96,19 +96,19 @@ def element_bytes(kind: str) -> int:
 
 
 def _shifted(source: str, name: str, start: str) -> str:
-    """Every index into the buffer, from this start on."""
+    """Add `start` to every index into the buffer."""
     read = re.compile(rf"(?<![\w.]){name}\[")
     parts, end = [], 0
-    while found := read.search(source, end):
-        close = _closing(source, found.end())
-        index = _shifted(source[found.end() : close], name, start)
-        parts += [source[end : found.end()], f"{start} + ({index})"]
+    while access := read.search(source, end):
+        close = _closing(source, access.end())
+        index = _shifted(source[access.end() : close], name, start)
+        parts += [source[end : access.end()], f"{start} + ({index})"]
         end = close
     return "".join([*parts, source[end:]])
 
 
 def _closing(source: str, at: int) -> int:
-    """Where the bracket that is open there is closed."""
+    """Return the index of the bracket that closes the one opened before `at`."""
     depth = 1
     while depth:
         depth += {"[": 1, "]": -1}.get(source[at], 0)

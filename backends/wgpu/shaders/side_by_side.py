@@ -1,10 +1,9 @@
-"""Several shaders as one, side by side: each workgroup runs the body of the one that it belongs to.
+"""Merge several shaders into one dispatch: each workgroup runs the body of one of them.
 
-What a body computes is not touched, so the bits stay. Names of one shader that others have as well
-are told apart by a prefix, and none is one that a body may give to a value of its own, which would
-hide the buffer; workgroup memory of the same name is shared, for a workgroup runs only
-one of the bodies. Shaders whose workgroups differ in size, or in what memory they share, are not
-put together: each would hold the registers and memory of the largest.
+Bodies are unchanged, so the bits are as well. Module names get a prefix, which no local name has,
+so that they neither collide nor are shadowed. Workgroup memory of the same name is shared, because
+a workgroup runs only one body. Shaders that differ in workgroup size or workgroup memory are not
+merged: each would occupy the registers and memory of the largest.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ _MAIN: Final = re.compile(r"@compute @workgroup_size\((\d+)\)\s*fn main\(([^{]*)
 _PARAMETER: Final = re.compile(r"@builtin\((\w+)\)\s*(\w+): \w+")
 _NAME: Final = re.compile(r"^(?:fn|const|alias|struct) (\w+)", re.MULTILINE)
 _ANYWHERE: Final = frozenset({"shared_sums"})
-"""Workgroup memory so small that whatever has none may run beside it."""
+"""Workgroup memory so small that shaders without any may be merged with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A shader's text in pieces.
+    """A shader's parsed source.
 
     Attributes:
-        bindings: Access, name and type of each, in order.
-        shared: Workgroup memory by name: the type of an element, and how many.
-        invocations: Of a workgroup.
-        parameters: What `main` calls each of WGSL's builtin values.
-        helpers: Functions and constants, as text.
-        body: Of `main`.
+        bindings: Access, name and type of each binding, in order.
+        shared: Workgroup memory by name: element type and number of elements.
+        invocations: Invocations per workgroup.
+        parameters: Parameters of `main`, by built-in value.
+        helpers: Source of functions and constants.
+        body: Body of `main`.
     """
 
     bindings: tuple[tuple[str, str, str], ...]
@@ -53,7 +52,7 @@ class _Parts:
 
     @property
     def names(self) -> list[str]:
-        """Of the module, that a second one may have too."""
+        """Module-level names, which may collide with another shader's."""
         return [*(name for _, name, _ in self.bindings), *_NAME.findall(self.helpers)]
 
 
@@ -62,11 +61,11 @@ def _parts(source: str) -> _Parts:
     main = _MAIN.search(source)
     assert main is not None
     before, body = source[: main.start()], source[main.end() :].rstrip().removesuffix("}")
-    found = sorted((int(number), rest) for number, *rest in _BINDING.findall(before))
+    bindings = sorted((int(number), binding) for number, *binding in _BINDING.findall(before))
     shared = {name: (kind, int(count)) for name, kind, count in _SHARED.findall(before)}
     helpers = _SHARED.sub("", _BINDING.sub("", before))
     return _Parts(
-        tuple((access, name, kind) for _, (access, name, kind) in found),
+        tuple((access, name, kind) for _, (access, name, kind) in bindings),
         shared,
         int(main[1]),
         dict(_PARAMETER.findall(main[2])),
@@ -75,46 +74,47 @@ def _parts(source: str) -> _Parts:
     )
 
 
-def alike(one: Shader, two: Shader) -> bool:
-    """Whether they may share workgroups."""
-    first, second = _parts(one.source), _parts(two.source)
+def alike(first_shader: Shader, second_shader: Shader) -> bool:
+    """Whether two shaders may be merged."""
+    first, second = _parts(first_shader.source), _parts(second_shader.source)
     return first.invocations == second.invocations and (
         first.shared.keys() - _ANYWHERE == second.shared.keys() - _ANYWHERE
     )
 
 
 def _shared(shaders: Sequence[Shader]) -> dict[str, tuple[str, int]]:
-    most: dict[str, tuple[str, int]] = {}
+    sizes: dict[str, tuple[str, int]] = {}
     for shader in shaders:
         for name, (kind, count) in _parts(shader.source).shared.items():
-            held = name if most.get(name, (kind,))[0] == kind else f"{name}_{kind}"
-            most[held] = kind, max(count, most.get(held, (kind, 0))[1])
-    return most
+            unique_name = name if sizes.get(name, (kind,))[0] == kind else f"{name}_{kind}"
+            sizes[unique_name] = kind, max(count, sizes.get(unique_name, (kind, 0))[1])
+    return sizes
 
 
 def buffer_type(shader: Shader, binding: int) -> str:
-    """Of a binding: the same buffer is bound once for all who read it as the same."""
+    """Return the type of a binding: shaders that read a buffer with the same type share the
+    binding."""
     return _parts(shader.source).bindings[binding][2]
 
 
 def side_by_side(
     shaders: Sequence[tuple[Shader, Grid]], bound: Sequence[Sequence[int]], writes: int
 ) -> tuple[Shader, Grid]:
-    """One shader over the bindings of all, and its grid.
+    """Merge shaders; return the merged shader and its grid.
 
     Args:
-        shaders: With their grids; all `alike`.
-        bound: For each of a shader's bindings the number that it has in the whole.
-        writes: How many of the last bindings are written.
+        shaders: Shaders with their grids; all pairs `alike`.
+        bound: Per shader, the merged numbers of its bindings.
+        writes: Number of outputs, the last bindings.
     """
     parts = [_parts(shader.source) for shader, _ in shaders]
     count = 1 + max(number for numbers in bound for number in numbers)
-    declared: dict[int, str] = {}
+    declarations: dict[int, str] = {}
     for part, numbers in zip(parts, bound, strict=True):
         for (access, _, kind), number in zip(part.bindings, numbers, strict=True):
-            declared[number] = f"var<storage, {access}> bound{number}: {kind};"
+            declarations[number] = f"var<storage, {access}> bound{number}: {kind};"
     shared = _shared([shader for shader, _ in shaders])
-    lines = [f"@group(0) @binding({number}) {declared[number]}" for number in range(count)]
+    lines = [f"@group(0) @binding({number}) {declarations[number]}" for number in range(count)]
     lines += [f"var<workgroup> {name}: array<{k}, {n}>;" for name, (k, n) in shared.items()]
     bodies, first = [], 0
     for number, (part, numbers, (_, grid)) in enumerate(zip(parts, bound, shaders, strict=True)):
@@ -134,41 +134,41 @@ def side_by_side(
             "}",
         ]
         first += groups
-    whole = (first, 1, 1)
-    which = "workgroup.x"
+    grid_of_all = (first, 1, 1)
+    workgroup_number = "workgroup.x"
     if first > WORKGROUPS_PER_DIMENSION:
-        whole = (WORKGROUPS_PER_DIMENSION, -(-first // WORKGROUPS_PER_DIMENSION), 1)
-        which = f"workgroup.x + workgroup.y * {WORKGROUPS_PER_DIMENSION}u"
+        grid_of_all = (WORKGROUPS_PER_DIMENSION, -(-first // WORKGROUPS_PER_DIMENSION), 1)
+        workgroup_number = f"workgroup.x + workgroup.y * {WORKGROUPS_PER_DIMENSION}u"
     entry = (
         f"@compute @workgroup_size({parts[0].invocations})\n"
         "fn main(@builtin(workgroup_id) workgroup: vec3u, "
         "@builtin(local_invocation_index) invocation: u32) {"
     )
-    source = "\n".join([*lines, entry, f"let which = {which};", *bodies, "}\n"])
+    source = "\n".join([*lines, entry, f"let which = {workgroup_number};", *bodies, "}\n"])
     in_bounds = all(shader.in_bounds for shader, _ in shaders)
-    return Shader(source, count, writes, in_bounds), whole
+    return Shader(source, count, writes, in_bounds), grid_of_all
 
 
 def _builtins(part: _Parts, grid: Grid) -> list[str]:
-    """What a body takes from `main`'s parameters, of its own grid."""
+    """Compute the built-in values of a body within its original grid."""
     x, y, z = grid
-    place = (
+    workgroup = (
         "vec3u(at, 0u, 0u)" if y == z == 1 else f"vec3u(at % {x}u, at / {x}u % {y}u, at / {x * y}u)"
     )
     local = "vec3u(invocation, 0u, 0u)"
     values = {
-        "workgroup_id": place,
+        "workgroup_id": workgroup,
         "num_workgroups": f"vec3u({x}u, {y}u, {z}u)",
         "local_invocation_id": local,
         "local_invocation_index": "invocation",
-        "global_invocation_id": f"{place} * vec3u({part.invocations}u, 1u, 1u) + {local}",
+        "global_invocation_id": f"{workgroup} * vec3u({part.invocations}u, 1u, 1u) + {local}",
     }
     return [f"let {name} = {values[builtin]};" for builtin, name in part.parameters.items()]
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
-    """Whole words, but for members of vectors."""
+    """Rename whole words, except vector components."""
     if not names:
         return text
-    words = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-    return re.sub(rf"(?<![\w.])(?:{words})\b", lambda found: names[found[0]], text)
+    pattern = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    return re.sub(rf"(?<![\w.])(?:{pattern})\b", lambda match_: names[match_[0]], text)

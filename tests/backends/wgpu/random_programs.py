@@ -214,8 +214,10 @@ def _grow(draw: Any, growing: _Growing, number: int) -> None:
         name = f"self.m{number}"
         if not growing.run(f"{name} = {line}", growing.init):
             return
-        called = _called(draw, name, line, like, growing)
-        if called is None or not growing.run(f"{new} = {called}", growing.forward):
+        called_functions = _called(draw, name, line, like, growing)
+        if called_functions is None or not growing.run(
+            f"{new} = {called_functions}", growing.forward
+        ):
             growing.init.pop()
             delattr(growing.module, f"m{number}")
     elif "{v}" in template:

@@ -174,8 +174,8 @@ def test_a_product_widens_or_rounds_its_operands(device, backend, kind):
         rounded = [x.astype(np.float16).astype(np.float32) for x in plain.bindings]
         given = [x.astype(np.float16) for x in plain.bindings] if held == "f16" else plain.bindings
         operands = {
-            "a": replace(plain.problem.a, held=held),
-            "b": replace(plain.problem.b, held=held),
+            "a": replace(plain.problem.a, element_form=held),
+            "b": replace(plain.problem.b, element_form=held),
         }
         ours = replace(plain, problem=replace(plain.problem, **operands), bindings=given)
         wanted = replace(plain, bindings=rounded).on(device, tiles)

@@ -19,7 +19,7 @@ from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.several import several, with_room
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.repeated import element_bytes, repeated, repeats
+from backends.wgpu.shaders.repeated import can_repeat, element_bytes, repeated
 from protocol.base.limits import INVOCATIONS_PER_DISPATCH
 from tests.backends.wgpu import test_families as families
 from tests.backends.wgpu.products import small_tiles
@@ -154,8 +154,8 @@ fn main(@builtin(global_invocation_id) id: vec3u, @builtin(num_workgroups) group
 
 def test_an_index_has_the_start_of_its_slice_added():
     shader = Shader(SOURCE, 3)
-    assert repeats(SOURCE)
-    assert not repeats(SOURCE.replace("b0[0]", "arrayLength(&b0)"))
+    assert can_repeat(SOURCE)
+    assert not can_repeat(SOURCE.replace("b0[0]", "arrayLength(&b0)"))
     text = repeated(shader, (512, 0, 256), 3).source
     assert "vec4f(a[microbatch * 64u + (b0[i / 4u])])" in text
     assert "out[microbatch * 64u + (id.x)] = a_four(b0[id.x] + id.z)[b0[0]];" in text

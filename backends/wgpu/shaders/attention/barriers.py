@@ -1,8 +1,8 @@
-"""Puts barriers where workgroup memory needs them, and nowhere else.
+"""Insert workgroup barriers exactly where they are needed.
 
-A kernel is given as steps, each with the arrays that it reads and writes. A barrier stands before a
-step that touches what was written since the last one, or writes what was read. In a loop that holds
-from round to round, and what a choice leaves out may be so.
+A kernel is a sequence of steps, each with the arrays that it reads and writes. A barrier precedes a
+step that accesses an array written since the last barrier, or writes an array read since then. This
+includes accesses of a loop's previous iteration and of a branch that may have been taken.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from collections.abc import Callable, Collection, Iterable
 
 
 class Steps:
-    """WGSL in the making.
+    """Build a sequence of WGSL statements.
 
     Attributes:
-        lines: So far.
+        lines: The statements so far.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._read: set[str] = set()
-        self._written: set[str] = set()
+        self._reads: set[str] = set()
+        self._writes: set[str] = set()
 
     def add(
         self, lines: Iterable[str], reads: Collection[str] = (), writes: Collection[str] = ()
     ) -> None:
-        """A step; within it no invocation touches what another writes."""
-        if self._written & {*reads, *writes} or self._read & {*writes}:
+        """Append a step, within which no invocation accesses what another writes."""
+        if self._writes & {*reads, *writes} or self._reads & {*writes}:
             self.lines.append("workgroupBarrier();")
-            self._read, self._written = set(), set()
+            self._reads, self._writes = set(), set()
         self.lines += lines
-        self._read |= {*reads}
-        self._written |= {*writes}
+        self._reads |= {*reads}
+        self._writes |= {*writes}
 
     def loop(self, head: str, body: Callable[[Steps], None]) -> None:
-        """A loop, whose head opens a block."""
+        """Append a loop; `head` opens its block."""
         while True:
-            after = Steps()
-            after._read, after._written = {*self._read}, {*self._written}
-            body(after)
-            if after._read <= self._read and after._written <= self._written:
+            next_round = Steps()
+            next_round._reads, next_round._writes = {*self._reads}, {*self._writes}
+            body(next_round)
+            if next_round._reads <= self._reads and next_round._writes <= self._writes:
                 break
-            self._read |= after._read
-            self._written |= after._written
+            self._reads |= next_round._reads
+            self._writes |= next_round._writes
         self._block(head, body)
 
     def choice(self, head: str, body: Callable[[Steps], None]) -> None:
-        """What all invocations do, or none."""
+        """Append a branch that either all invocations take or none."""
         self._block(head, body)
 
     def _block(self, head: str, body: Callable[[Steps], None]) -> None:
-        read, written = {*self._read}, {*self._written}
+        reads, writes = {*self._reads}, {*self._writes}
         self.lines.append(head)
         body(self)
         self.lines.append("}")
-        self._read |= read
-        self._written |= written
+        self._reads |= reads
+        self._writes |= writes

@@ -1,4 +1,4 @@
-"""What an attention kernel computes, and how its operands lie in memory.
+"""Description of an attention kernel: what it computes, and its operands' memory layout.
 
 Sizes as in `backends.wgpu.capture.attention`: B batch, H heads of queries, G heads of keys and
 values, T queries, S keys, D the size of a head.
@@ -26,20 +26,20 @@ class AttentionSizes:
 
     @property
     def score_bytes(self) -> int:
-        """What the matrix of scores would take."""
+        """Size of the score matrix in float32, if it were stored."""
         return 4 * self.batch * self.heads * self.queries * self.keys
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor in a buffer: strides and offset, in elements; `half`: of float16."""
+    """A tensor in a buffer: strides and offset in elements; `half` for float16."""
 
     strides: tuple[int, ...]
     offset: int
     half: bool = False
 
     def at(self, *indices: str) -> str:
-        """The address of an element, as WGSL of type u32."""
+        """Return the index of an element, as WGSL of type u32."""
         terms = [
             index if stride == 1 else f"{index} * {stride}u"
             for index, stride in zip(indices, self.strides, strict=True)
@@ -51,25 +51,25 @@ class View:
 
     @property
     def in_fours(self) -> bool:
-        """Whether four neighbours along the last dimension are a vec4f of the buffer."""
+        """Whether aligned groups of four along the last dimension can be read as a vec4f."""
         *outer, last = self.strides
         return last == 1 and all(x % 4 == 0 for x in (*outer, self.offset))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """One kernel.
+    """One attention kernel.
 
     Attributes:
         query: (B, H, T, D).
         key: (B, G, S, D).
         value: (B, G, S, D).
-        mask: (B, H, T, S), if there is one.
-        truth: Whether the mask holds truth values, not what is added.
-        tangent: (B, H, T, D); for the gradients.
-        delta: (B, H, T); for the gradients.
-        scale: Of the scores.
-        causal: Query t sees the keys up to t.
+        mask: (B, H, T, S), or None.
+        truth: Whether the mask is boolean; otherwise it is added.
+        tangent: (B, H, T, D); for gradients.
+        delta: (B, H, T); for gradients.
+        scale: Factor of the scores.
+        causal: Whether query t sees only keys up to t.
     """
 
     part: Part

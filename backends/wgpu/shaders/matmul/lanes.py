@@ -1,12 +1,12 @@
 """Matrix product without workgroup memory, for software adapters (Mesa's lavapipe).
 
-There an invocation is a lane of a vector register, and what costs is the elements that are loaded,
-each by itself; multiplying is cheap. So a subgroup computes a block of `rows` x (`columns` times
-its lanes) outputs: one operand (the *rows*) is read once by the whole subgroup and broadcast, the
-other (the *lanes*) each lane reads for its own columns. Two float32 values that lie side by side
-are read as one u64 (the feature `shader-int64`), which halves the loads.
+There an invocation is a lane of a vector register. Loads, one per element, dominate the cost;
+multiplications are cheap. So a subgroup computes a block of `rows` x (`columns` times its lanes)
+outputs: one operand (the *rows*) is loaded once per subgroup and broadcast; each lane loads the
+other (the *lanes*) for its own columns. Two adjacent float32 values are loaded as one u64 (feature
+`shader-int64`), which halves the loads.
 
-Which operand is broadcast is free (`swap`); the order of summation is k's in any case.
+Either operand can be broadcast (`swap`); sums run over k in order in both cases.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Lanes:
 
     Attributes:
         rows: Outputs of a subgroup along the broadcast operand's outer dimension.
-        columns: Outputs of one lane along the other's.
-        swap: Whether the right operand is the one that is broadcast.
-        subgroup: Lanes of a subgroup, as the adapter has them.
+        columns: Outputs of one lane along the other operand's outer dimension.
+        swap: Whether the right operand is broadcast.
+        subgroup: The adapter's subgroup size.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Lanes:
 
 
 def lanes_shader(problem: MatmulProblem, lanes: Lanes) -> tuple[Shader, tuple[int, int, int]]:
-    """The shader and its grid."""
+    """Return the shader and its grid."""
     kernel = _Kernel(problem, lanes)
     return kernel.shader(), kernel.grid()
 
@@ -48,27 +48,30 @@ class _Kernel:
         self.problem, self.lanes = problem, lanes
         self.row, self.column = (right, left) if lanes.swap else (left, right)
         assert self.row.form is None, "only the operand of the lanes is widened"
-        # How far outputs are apart along the rows and along the lanes.
+        # Distance between outputs along the rows and along the lanes.
         row = problem.result.row
         self.steps = (1, row) if lanes.swap else (row, 1)
         self.row_pairs_k = self.row.along_k(2)
         self.row_pairs = not self.row_pairs_k and self.row.along_outer(2)
         self.column_pairs_k = self.column.form is None and self.column.along_k(2)
         self.fours_k = self.column.form is not None and self.column.along_k(4)
-        self.fours = not self.fours_k and self._columns_together(4) and not self._is_f32
-        self.column_pairs = not self.column_pairs_k and self._columns_together(2) and self._is_f32
-        self.together = self._together()
+        self.fours = not self.fours_k and self._columns_are_adjacent(4) and not self._is_f32
+        self.column_pairs = (
+            not self.column_pairs_k and self._columns_are_adjacent(2) and self._is_f32
+        )
+        self.adjacent_columns = self._adjacent_columns()
         self.unroll = 4 if self.fours_k else 2 if problem.k % 2 == 0 else 1
 
     @property
     def _is_f32(self) -> bool:
         return self.column.form is None
 
-    def _columns_together(self, elements: int) -> bool:
+    def _columns_are_adjacent(self, elements: int) -> bool:
         return self.column.along_outer(elements) and self.lanes.columns % elements == 0
 
-    def _together(self) -> int:
-        """Neighbouring columns of one lane: as it reads them, else as it can store them."""
+    def _adjacent_columns(self) -> int:
+        """Return how many adjacent columns a lane has: as it loads them, or as it can store
+        them."""
         if self.fours:
             return 4
         return 2 if self.column.extent % 2 == 0 and self.lanes.columns % 2 == 0 else 1
@@ -89,7 +92,7 @@ class _Kernel:
             for i, name in enumerate(order)
         )
         out = "u64" if self._paired_stores() else "f32"
-        rest = self.problem.k % self.unroll
+        remainder = self.problem.k % self.unroll
         widen = "" if self._is_f32 else self.column.functions(vector=self.fours or self.fours_k)
         source = f"""\
 {read}@group(0) @binding({len(order)}) var<storage, read_write> out: array<{out}>;
@@ -103,30 +106,30 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
   let {self.column.name}_base = {self.column.base("group.z")};
   let first_row = group.y * {self.lanes.rows}u;
   let first_column = group.x * {self.lanes.columns * self.lanes.subgroup}u;
-{self._places()}
-  for (var k = 0u; k < {self.problem.k - rest}u; k += {self.unroll}u) {{
+{self._coordinates()}
+  for (var k = 0u; k < {self.problem.k - remainder}u; k += {self.unroll}u) {{
 {self._round(self.unroll)}
   }}
-{self._tail(rest)}
+{self._tail(remainder)}
 {self._store()}
 }}
 """
         return Shader(source, len(order) + 1)
 
     def _round(self, terms: int) -> str:
-        """So many terms of every sum, from k on."""
+        """Add `terms` terms to every sum, starting at k."""
         return "\n".join([self._read_columns(terms), self._read_rows(terms), self._products(terms)])
 
-    def _tail(self, rest: int) -> str:
-        """What is left of k after whole rounds."""
-        if not rest:
+    def _tail(self, remainder: int) -> str:
+        """Add the terms that remain after full iterations."""
+        if not remainder:
             return ""
-        return f"  {{\n    let k = {self.problem.k - rest}u;\n{self._round(rest)}\n  }}"
+        return f"  {{\n    let k = {self.problem.k - remainder}u;\n{self._round(remainder)}\n  }}"
 
-    def _places(self) -> str:
-        """Each lane's own columns and rows, clamped to what is there, and the sums."""
+    def _coordinates(self) -> str:
+        """Declare each lane's columns and rows, clamped to the operands' extents, and the sums."""
         lines = [f"  {ZERO}"]
-        per = self.together
+        per = self.adjacent_columns
         for c in range(self.lanes.columns):
             span = per * self.lanes.subgroup
             at = f"first_column + {c // per * span}u + lane * {per}u + {c % per}u"
@@ -145,7 +148,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         return "\n".join(lines)
 
     def _row_groups(self) -> int:
-        """Reads that hold the rows of one k (or two), a row or two per lane."""
+        """Return the number of loads for the rows of one k (or two), one or two rows per lane."""
         each = 2 if self.row_pairs else 1
         return -(-self.lanes.rows // (each * self.lanes.subgroup))
 
@@ -195,7 +198,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         return "\n".join(lines)
 
     def _products(self, terms: int) -> str:
-        """Two rows at a time through all k of this round: their sums stay in registers."""
+        """Multiply two rows at a time through all k of an iteration; sums stay in registers."""
         lines = []
         for first in range(0, self.lanes.rows, 2):
             for t in range(terms):
@@ -210,15 +213,16 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
     def _broadcast(self, i: int, t: int) -> str:
         size = self.lanes.subgroup
         if self.row_pairs:
-            held = "z" if i % 2 else "x"
-            return f"subgroupBroadcast({held}{i // (2 * size)}_{t}, {i % (2 * size) // 2}u)"
+            register = "z" if i % 2 else "x"
+            return f"subgroupBroadcast({register}{i // (2 * size)}_{t}, {i % (2 * size) // 2}u)"
         return f"subgroupBroadcast(x{i // size}_{t}, {i % size}u)"
 
     def _paired_stores(self) -> str:
-        """Along which dimension two outputs are stored as one u64: columns, rows or neither."""
+        """Return the dimension along which two outputs are stored as one u64: columns, rows or
+        none."""
         if not self.problem.result.aligned(2):
             return ""
-        if self.steps[1] == 1 and self.together % 2 == 0:
+        if self.steps[1] == 1 and self.adjacent_columns % 2 == 0:
             return "columns"
         if self.steps[0] == 1 and self.row.extent % 2 == 0 and self.lanes.rows % 2 == 0:
             return "rows"
@@ -230,23 +234,23 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         lines = [f"  let out_base = group.z * {size}u + {result.offset}u;"]
         for sums, at, row, column in self._outputs():
             if len(sums) == 2:
-                place = f"out[({at}) / 2u]"
-                values = self._onto(sums, [f"low({place})", f"high({place})"])
+                target = f"out[({at}) / 2u]"
+                values = self._onto(sums, [f"low({target})", f"high({target})"])
                 low, high = (f"u64(bitcast<u32>({value}))" for value in values)
-                store = f"{place} = {low} | ({high} << 32u);"
+                store = f"{target} = {low} | ({high} << 32u);"
             else:
                 (value,) = self._onto(sums, [f"out[{at}]"])
                 store = f"out[{at}] = {value};"
             lines.append(self._guarded(store, row, column))
         return "\n".join(lines)
 
-    def _onto(self, sums: Sequence[str], there: Sequence[str]) -> list[str]:
+    def _onto(self, sums: Sequence[str], outputs: Sequence[str]) -> list[str]:
         if not self.problem.result.onto:
             return [*sums]
-        return [f"{held} + {each}" for held, each in zip(there, sums, strict=True)]
+        return [f"{output} + {each}" for output, each in zip(outputs, sums, strict=True)]
 
     def _outputs(self) -> Iterator[tuple[tuple[str, ...], str, str, str]]:
-        """The sums of each output (or pair), its index, its row and its column."""
+        """Yield the sums of each output (or pair), its index, its row and its column."""
         paired = self._paired_stores()
         di, dc = (2 if paired == "rows" else 1), (2 if paired == "columns" else 1)
         for i in range(0, self.lanes.rows, di):

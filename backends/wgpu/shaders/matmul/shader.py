@@ -1,12 +1,12 @@
 """Strided batched matrix product as WGSL: out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n].
 
-Every variant sums one accumulator per output in float32 over k in rising order, each term by one
-`fma`, from zero: so all variants and sizes give the same bits on one adapter, and which one is
-chosen decides speed alone. No atomics. A long k is cut at the same places for all of them, into
-dispatches that add up their sums one after the other (`dispatched`).
+Every variant has one float32 accumulator per output, starts at zero and adds the terms in order of
+k, each by one `fma`. All variants and tile sizes therefore give the same bits on one adapter, and
+the choice affects speed only. No atomics. A long k is split at the same indices for all variants,
+into dispatches that add up their sums in order (`dispatched`).
 
 The right operand may be stored as bf16, f16, int8 or int4 (see `backends.wgpu.shaders.narrow`): it
-is widened, and multiplied by its group's scale, as it is loaded; the sum is over float32.
+is widened, and multiplied by its group's scale, on loading; sums are float32.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.matmul.lanes import Lanes, lanes_shader
 from backends.wgpu.shaders.matmul.problem import (
+    ElementForm,
     Epilogue,
-    Held,
     MatmulProblem,
     Operand,
     Result,
@@ -28,8 +28,8 @@ from backends.wgpu.shaders.matmul.side import sides
 from backends.wgpu.shaders.matmul.tiles import Tiles, tiles_shader
 
 __all__ = (
+    "ElementForm",
     "Epilogue",
-    "Held",
     "Lanes",
     "MatmulProblem",
     "MatmulTraits",
@@ -55,25 +55,25 @@ _TILES: Final = (
 )
 _LOAD_COST: Final = 9.0
 _PRODUCT_COST: Final = 1.4
-"""Cycles of an element's load and of a vector's product: measured on lavapipe of Mesa 22.3."""
+"""Cycles of an element's load and of a vector multiplication, measured on Mesa 22.3's lavapipe."""
 
 _COMPILING_COST: Final = 800.0
-"""Cycles of compiling one product of the unrolled code, spread over ten thousand runs of it."""
+"""Cycles of compiling one unrolled multiplication, amortized over ten thousand runs."""
 
 _PRODUCTS_PER_ROUND: Final = 512
-"""Of unrolled code: twice as many compile for a second and win a tenth."""
+"""Limit on unrolled multiplications: twice as many take a second to compile and gain 10 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulTraits:
-    """What of an adapter decides which kernels it can run, and which are quick.
+    """Properties of an adapter that decide which kernels run on it, and how fast.
 
     Attributes:
         subgroup: Lanes of a subgroup on a software adapter that has subgroup operations and
             64-bit integers; else 0.
         workgroup_bytes: Workgroup memory.
-        invocations: At most in a workgroup.
-        units: What computes in parallel, roughly: threads of a software adapter.
+        invocations: Limit per workgroup.
+        units: Approximate number of parallel units, such as threads of a software adapter.
     """
 
     subgroup: int = 0
@@ -85,11 +85,11 @@ class MatmulTraits:
 def matmul_shader(
     problem: MatmulProblem, choice: Choice | None = None
 ) -> tuple[Shader, tuple[int, int, int]]:
-    """The shader of a product and its grid; bindings as in `MatmulProblem`.
+    """Return the shader of a product and its grid; bindings as in `MatmulProblem`.
 
     Args:
         problem: Shapes; k at most `MOST_TERMS`, see `dispatched`.
-        choice: One of `candidates`; by default a kernel that runs everywhere.
+        choice: One of `candidates`; by default a kernel that runs on every adapter.
     """
     if isinstance(choice, Lanes):
         return lanes_shader(problem, choice)
@@ -97,7 +97,7 @@ def matmul_shader(
 
 
 def candidates(problem: MatmulProblem, traits: MatmulTraits) -> tuple[Choice, ...]:
-    """Kernels that fit the adapter, the one expected to be the quickest first."""
+    """Return the kernels that fit the adapter, by expected speed, fastest first."""
     if traits.subgroup and problem.finish is None and problem.in_float32:
         ranked = sorted(_lanes(problem, traits), key=lambda lanes: _cost(problem, lanes, traits))
         return tuple(ranked)
@@ -123,9 +123,9 @@ def _lanes(problem: MatmulProblem, traits: MatmulTraits) -> list[Lanes]:
 
 
 def _cost(problem: MatmulProblem, lanes: Lanes, traits: MatmulTraits) -> float:
-    """Cycles, roughly: loads and stores by element, products by vector, on all units.
+    """Estimate cycles: loads and stores per element, multiplications per vector, over all units.
 
-    What compiling takes is in it: a large kernel for a small product would never win that back.
+    Includes compilation, which a large kernel for a small product would never amortize.
     """
     row, column = reversed(sides(problem)) if lanes.swap else sides(problem)
     size = lanes.subgroup
@@ -133,8 +133,8 @@ def _cost(problem: MatmulProblem, lanes: Lanes, traits: MatmulTraits) -> float:
     blocks = -(-row.extent // lanes.rows) * -(-column.extent // width) * problem.batch
     paired_rows = row.along_k(2) or row.along_outer(2)
     paired_columns = column.along_k(2) or (column.along_outer(2) and lanes.columns % 2 == 0)
-    held = -(-lanes.rows // size) * size
-    loads = held / (2 if paired_rows else 1) + width / (2 if paired_columns else 1)
+    rows = -(-lanes.rows // size) * size
+    loads = rows / (2 if paired_rows else 1) + width / (2 if paired_columns else 1)
     products = lanes.rows * lanes.columns
     stores = lanes.rows * width / 2
     cycles = problem.k * (loads * _LOAD_COST + products * _PRODUCT_COST) + stores * _LOAD_COST
@@ -142,9 +142,9 @@ def _cost(problem: MatmulProblem, lanes: Lanes, traits: MatmulTraits) -> float:
 
 
 def _waste(problem: MatmulProblem, tiles: Tiles) -> float:
-    """Memory traffic per useful output, less for large tiles, more for half-empty ones."""
+    """Estimate memory traffic per useful output: large tiles reduce it, partial tiles raise it."""
     across, down = -(-problem.n // tiles.columns), -(-problem.m // tiles.rows)
-    computed = across * tiles.columns * down * tiles.rows
+    outputs = across * tiles.columns * down * tiles.rows
     per_output = 1 / tiles.rows + 1 / tiles.columns
-    few = max(1.0, 64 / (across * down * problem.batch))
-    return computed / (problem.m * problem.n) * per_output * few
+    idle = max(1.0, 64 / (across * down * problem.batch))
+    return outputs / (problem.m * problem.n) * per_output * idle

@@ -1,7 +1,7 @@
-"""One operand of a product as both kernels read it: an outer dimension (m or n) and k.
+"""One operand of a product as both kernels see it: an outer dimension (m or n) and k.
 
-Where the outer dimension or k is contiguous and everything is aligned, four elements are read at
-once. Forms narrower than float32 are widened as they are read (`backends.wgpu.shaders.narrow`).
+If the outer dimension or k is contiguous and aligned, four elements are loaded at once. Storage
+narrower than float32 is widened on loading (`backends.wgpu.shaders.narrow`).
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backends.wgpu.shaders.functions import to_float16
-from backends.wgpu.shaders.matmul.problem import Held, MatmulProblem
+from backends.wgpu.shaders.matmul.problem import ElementForm, MatmulProblem
 from backends.wgpu.shaders.narrow import Narrow
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """An operand seen from its outer dimension.
+    """An operand, described by its outer dimension and k.
 
     Attributes:
-        name: Of its binding: a or b.
-        extent: Of the outer dimension.
-        k: Of the inner one.
+        name: Name of its binding: a or b.
+        extent: Size of the outer dimension.
+        k: Size of the inner dimension.
         batch: Stride of the batch.
         outer: Stride of the outer dimension.
         inner: Stride of k.
-        offset: Of the first element.
-        form: How it is stored, if in few bits.
-        held: How it lies in memory otherwise, and is read.
+        offset: Offset of the first element.
+        form: Storage, if narrower than its dtype.
+        element_form: Element type otherwise.
     """
 
     name: str
@@ -37,65 +37,75 @@ class Side:
     inner: int
     offset: int
     form: Narrow | None = None
-    held: Held = "f32"
+    element_form: ElementForm = "f32"
 
     def along_k(self, elements: int) -> bool:
-        """Whether so many consecutive elements along k lie side by side, aligned."""
+        """Whether groups of `elements` along k are contiguous and aligned."""
         return self.inner == 1 and self._aligned(elements, self.outer, self.k)
 
     def along_outer(self, elements: int) -> bool:
-        """Whether so many consecutive elements along the outer dimension do."""
+        """Whether groups of `elements` along the outer dimension are contiguous and aligned."""
         return self.outer == 1 and self._aligned(elements, self.inner, self.extent)
 
     def _aligned(self, elements: int, *numbers: int) -> bool:
         return all(number % elements == 0 for number in (*numbers, self.batch, self.offset))
 
     def base(self, batch: str) -> str:
-        """WGSL of the index of the batch's first element."""
+        """Print the index of the batch's first element."""
         if not self.batch:
             return f"{self.offset}u"
         return f"{batch} * {self.batch}u + {self.offset}u"
 
     def index(self, base: str, outer: str, inner: str) -> str:
-        """WGSL of an element's index."""
+        """Print an element's index."""
         return f"{base} + ({outer}) * {self.outer}u + ({inner}) * {self.inner}u"
 
     def element_type(self, *, vector: bool) -> str:
-        """WGSL type of the binding's array."""
+        """Return the WGSL type of the binding's elements."""
         if self.form is not None:
             return "u32"
-        if self.held == "f16":
+        if self.element_form == "f16":
             return "vec4<f16>" if vector else "f16"
         return "vec4f" if vector else "f32"
 
     def functions(self, *, vector: bool) -> str:
-        """WGSL: `NAME_one(i)`, element i; where `vector`, `NAME_four(i)`, elements i to i + 3.
+        """Print `NAME_one(i)`, which reads element i; with `vector`, `NAME_four(i)`, elements i to
+        i + 3.
 
-        No name here is a letter and a number: a kernel's other buffers are called so.
+        Names of a letter and a number are reserved for a kernel's other buffers.
         """
-        one, four = f"{self.name}_one", f"{self.name}_four"
+        scalar_name, vector_name = f"{self.name}_one", f"{self.name}_four"
         if self.form is not None:
-            text = self.form.one(one, self.name)
-            return text + self.form.four(four, self.name) if vector else text
+            text = self.form.one(scalar_name, self.name)
+            return text + self.form.four(vector_name, self.name) if vector else text
         value = f"{self.name}[i / 4u]" if vector else f"{self.name}[i]"
         text = ""
-        if self.held == "f16":
+        if self.element_form == "f16":
             value = f"vec4f({value})" if vector else f"f32({value})"
-        elif self.held == "rounded":
-            nearest = f"{self.name}_rounded"
-            text = to_float16(nearest)
-            parts = ", ".join(f"{nearest}(x[{n}])" for n in range(4))
-            value = f"vec4f({parts})" if vector else f"{nearest}({value})"
-        read = f"let x = {self.name}[i / 4u]; " if self.held == "rounded" and vector else ""
-        kind, name = ("vec4f", four) if vector else ("f32", one)
+        elif self.element_form == "rounded":
+            round_function = f"{self.name}_rounded"
+            text = to_float16(round_function)
+            parts = ", ".join(f"{round_function}(x[{n}])" for n in range(4))
+            value = f"vec4f({parts})" if vector else f"{round_function}({value})"
+        read = f"let x = {self.name}[i / 4u]; " if self.element_form == "rounded" and vector else ""
+        kind, name = ("vec4f", vector_name) if vector else ("f32", scalar_name)
         return f"{text}fn {name}(i: u32) -> {kind} {{ {read}return {value}; }}\n"
 
 
 def sides(problem: MatmulProblem) -> tuple[Side, Side]:
-    """The left operand, whose outer dimension is m, and the right one, whose outer one is n."""
+    """Return the left operand, with outer dimension m, and the right operand, with n."""
     a_batch, a_m, a_k = problem.a.strides
     b_batch, b_k, b_n = problem.b.strides
-    left = Side("a", problem.m, problem.k, a_batch, a_m, a_k, problem.a.offset, held=problem.a.held)
+    left = Side(
+        "a",
+        problem.m,
+        problem.k,
+        a_batch,
+        a_m,
+        a_k,
+        problem.a.offset,
+        element_form=problem.a.element_form,
+    )
     right = Side(
         "b",
         problem.n,
@@ -105,6 +115,6 @@ def sides(problem: MatmulProblem) -> tuple[Side, Side]:
         b_k,
         problem.b.offset,
         problem.b_form,
-        problem.b.held,
+        problem.b.element_form,
     )
     return left, right

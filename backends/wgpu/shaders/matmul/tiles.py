@@ -1,17 +1,17 @@
-"""Matrix product by tiles in workgroup memory: for real GPUs, and right on every adapter.
+"""Tiled matrix product in workgroup memory: tuned for GPUs, correct on every adapter.
 
-A workgroup computes `rows` x `columns` outputs. Per step of k it brings both operands' tiles into
-workgroup memory as vec4 along m and n, in blocks of 4 x 4 that are turned on the way where k is the
-contiguous dimension; then each invocation adds its outputs' products in registers. The next step's
-blocks are read from memory before that, and are in registers when they are wanted.
+A workgroup computes `rows` x `columns` outputs. Per step of k it loads both operands' tiles into
+workgroup memory as vec4 along m and n, in blocks of 4 x 4, transposed if k is the contiguous
+dimension. Each invocation then accumulates its outputs in registers, while the next step's blocks
+are prefetched into registers.
 
-Workgroup memory has 32 banks of 4 bytes, and serves the vec4 of eight neighbours at once if all lie
-in different ones. So the rows of a tile are an odd number of vec4 long, neighbours store two blocks
-along k and four along the other dimension, and the columns of an invocation lie as far apart as
-those of all its neighbours reach. `benchmarks.vulkan_counts` counts what is served twice.
+Workgroup memory has 32 banks of 4 bytes and serves the vec4 of eight adjacent invocations at once
+if they fall into different banks. Therefore a tile's row has an odd number of vec4, adjacent
+invocations store two blocks along k and four along the other dimension, and an invocation's columns
+are interleaved with its neighbors'. `benchmarks.vulkan_counts` counts bank conflicts.
 
-What is read past an operand's end is its last row instead, what lies past the output's is not
-stored: an index depends on sizes and the invocation alone, and is in bounds.
+Reads past an operand's end repeat its last row, and outputs past the end are not stored, so indices
+depend on sizes and the invocation alone, and are in bounds.
 """
 
 from __future__ import annotations
@@ -25,61 +25,67 @@ from backends.wgpu.shaders.matmul.problem import ZERO, MatmulProblem
 from backends.wgpu.shaders.matmul.side import Side, sides
 
 _UNROLLED: Final = 4
-"""Terms of a round of the inner loop."""
+"""Terms per iteration of the inner loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of the kernel: multiples of 4, the depth of 8.
+    """Sizes of the kernel: multiples of 4; the depth is a multiple of 8.
 
     Attributes:
         rows: Outputs of a workgroup along m.
-        columns: Along n.
-        depth: k per step.
-        own_rows: Outputs of an invocation along m; divides `rows`.
-        own_columns: Along n; divides `columns`.
+        columns: Outputs of a workgroup along n.
+        depth: Terms per step of k.
+        rows_per_invocation: Outputs of an invocation along m; divides `rows`.
+        columns_per_invocation: Outputs of an invocation along n; divides `columns`.
     """
 
     rows: int
     columns: int
     depth: int
-    own_rows: int
-    own_columns: int
+    rows_per_invocation: int
+    columns_per_invocation: int
 
     def __post_init__(self) -> None:
-        """Refuse what `_place` leaves holes in."""
-        sizes = (self.rows, self.columns, self.depth // 2, self.own_rows, self.own_columns)
+        """Refuse sizes that `_block_position` does not cover."""
+        sizes = (
+            self.rows,
+            self.columns,
+            self.depth // 2,
+            self.rows_per_invocation,
+            self.columns_per_invocation,
+        )
         if any(size % 4 for size in (*sizes, self.depth)):
             raise ValueError(f"expected multiples of 4, and a depth of 8, got {self}")
 
     @property
     def invocations(self) -> int:
-        """Of a workgroup."""
-        return self.rows // self.own_rows * (self.columns // self.own_columns)
+        """Invocations of a workgroup."""
+        return self.rows // self.rows_per_invocation * (self.columns // self.columns_per_invocation)
 
     @property
     def across(self) -> int:
-        """Invocations beside each other along n."""
-        return self.columns // self.own_columns
+        """Number of invocations along n."""
+        return self.columns // self.columns_per_invocation
 
     @property
     def blocks(self) -> int:
-        """Of 4 x 4, in both tiles: what the invocations bring."""
+        """Number of 4 x 4 blocks in both tiles, which the invocations load."""
         return self.depth // 4 * (self.rows + self.columns) // 4
 
     @property
     def workgroup_bytes(self) -> int:
-        """Of workgroup memory."""
-        return 16 * self.depth * (_padded(self.rows) + _padded(self.columns))
+        """Workgroup memory in bytes."""
+        return 16 * self.depth * (_row_stride(self.rows) + _row_stride(self.columns))
 
 
-def _padded(width: int) -> int:
-    """Vec4 of a tile's row, an odd number."""
+def _row_stride(width: int) -> int:
+    """Return the distance between a tile's rows in vec4, an odd number."""
     return width // 4 + 1 - width // 4 % 2
 
 
 def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[int, int, int]]:
-    """The shader and its grid."""
+    """Return the shader and its grid."""
     left, right = sides(problem)
     across = -(-problem.n // tiles.columns)
     down = -(-problem.m // tiles.rows)
@@ -88,8 +94,8 @@ def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[in
 @group(0) @binding(0) var<storage, read> a: array<{left.element_type(vector=_vector(left))}>;
 @group(0) @binding(1) var<storage, read> b: array<{right.element_type(vector=_vector(right))}>;
 {_bindings(problem, "vec4f" if vector_out else "f32")}
-var<workgroup> left: array<vec4f, {tiles.depth * _padded(tiles.rows)}>;
-var<workgroup> right: array<vec4f, {tiles.depth * _padded(tiles.columns)}>;
+var<workgroup> left: array<vec4f, {tiles.depth * _row_stride(tiles.rows)}>;
+var<workgroup> right: array<vec4f, {tiles.depth * _row_stride(tiles.columns)}>;
 {left.functions(vector=_vector(left))}{right.functions(vector=_vector(right))}
 @compute @workgroup_size({tiles.invocations})
 fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me: u32) {{
@@ -97,10 +103,10 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
   let b_base = {right.base("group.z")};
   let first_m = group.y * {tiles.rows}u;
   let first_n = group.x * {tiles.columns}u;
-  let my_m = me / {tiles.across}u * {tiles.own_rows // 4}u;
+  let my_m = me / {tiles.across}u * {tiles.rows_per_invocation // 4}u;
   let my_n = me % {tiles.across}u;
 {_sums(tiles)}
-{_held(tiles)}
+{_block_registers(tiles)}
   for (var k0 = 0u; k0 < {problem.k + tiles.depth}u; k0 += {tiles.depth}u) {{
     if (k0 < {problem.k}u) {{
 {_read((left, right), tiles)}
@@ -116,7 +122,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
       workgroupBarrier();
     }}
   }}
-{_places(problem, tiles)}
+{_output_rows(problem, tiles)}
 {_store(problem, tiles, vector=vector_out)}
 }}
 """
@@ -129,17 +135,17 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
 
 
 def _bindings(problem: MatmulProblem, element: str) -> str:
-    """What is bound after the operands, and `finish`."""
+    """Declare the bindings after the operands, and the function `finish`."""
     out = f"var<storage, read_write> out: array<{element}>;"
     finish = problem.finish
     if finish is None:
         return f"@group(0) @binding(2) {out}"
     read = [f"var<storage, read> b{i}: {kind};" for i, kind in enumerate(finish.bindings)]
-    written = [
+    write_bindings = [
         f"var<storage, read_write> e{i}: array<{kind}>;" for i, kind in enumerate(finish.writes)
     ]
-    listed = [*read, *([out] if finish.stored else []), *written]
-    lines = [f"@group(0) @binding({i}) {each}" for i, each in enumerate(listed, 2)]
+    bindings = [*read, *([out] if finish.stored else []), *write_bindings]
+    lines = [f"@group(0) @binding({i}) {each}" for i, each in enumerate(bindings, 2)]
     return "\n".join(
         [
             *lines,
@@ -156,29 +162,33 @@ def _vector(side: Side) -> bool:
 
 
 def _sums(tiles: Tiles) -> str:
-    names = (f"c{i}_{j}" for i in range(tiles.own_rows) for j in range(tiles.own_columns // 4))
+    names = (
+        f"c{i}_{j}"
+        for i in range(tiles.rows_per_invocation)
+        for j in range(tiles.columns_per_invocation // 4)
+    )
     return "\n".join([f"  {ZERO}", *(f"  var {name} = vec4f(zero);" for name in names)])
 
 
-def _held(tiles: Tiles) -> str:
-    """What waits for the next step: an invocation's blocks."""
-    names = (f"p{u}_{t}" for u in range(_turns(tiles)) for t in range(4))
+def _block_registers(tiles: Tiles) -> str:
+    """Declare the registers of an invocation's prefetched blocks."""
+    names = (f"p{u}_{t}" for u in range(_blocks_per_invocation(tiles)) for t in range(4))
     return "\n".join(f"  var {name} = vec4f(0.0);" for name in names)
 
 
-def _turns(tiles: Tiles) -> int:
-    """Blocks of an invocation, at most."""
+def _blocks_per_invocation(tiles: Tiles) -> int:
+    """Return the largest number of blocks that an invocation loads."""
     return -(-tiles.blocks // tiles.invocations)
 
 
 def _each_block(tiles: Tiles, of: Callable[[int, str, int], str]) -> str:
-    """For each of an invocation's blocks what `of` says of its number, tile and width.
+    """Print `of(number, tile, width)` for each of an invocation's blocks.
 
-    `r` and `t` are the block's places along the outer dimension and k.
+    `r` and `t` are the block's coordinates along the outer dimension and k.
     """
     first = tiles.depth // 4 * tiles.rows // 4
     lines = []
-    for u in range(_turns(tiles)):
+    for u in range(_blocks_per_invocation(tiles)):
         low, high = u * tiles.invocations, (u + 1) * tiles.invocations
         begins = [
             f"if (me + {low}u < {first}u) {{" if low < first < high else "{",
@@ -191,54 +201,55 @@ def _each_block(tiles: Tiles, of: Callable[[int, str, int], str]) -> str:
             begin = begins[0] if name == "left" else begins[1]
             begin = f"else {begin}" if number and begin.startswith("if") else begin
             begin = "else {" if number and begin == "{" else begin
-            places = f"let q = me + {low}u - {start}u; {_place(width)}"
-            lines.append(f"{begin} {places}\n{of(u, name, width)}\n}}")
+            position = f"let q = me + {low}u - {start}u; {_block_position(width)}"
+            lines.append(f"{begin} {position}\n{of(u, name, width)}\n}}")
     return "\n".join(lines)
 
 
-def _place(width: int) -> str:
-    """Neighbours have two blocks along k, then go along the outer dimension."""
+def _block_position(width: int) -> str:
+    """Print a block's coordinates: two adjacent blocks along k, then along the outer dimension."""
     fours = width // 4
     return f"let r = q / 2u % {fours}u * 4u; let t = (q % 2u + q / {2 * fours}u * 2u) * 4u;"
 
 
-def _read(both: tuple[Side, Side], tiles: Tiles) -> str:
-    """Into registers; what lies past k's end is zero in both tiles."""
-    side_of = dict(zip(("left", "right"), both, strict=True))
+def _read(operands: tuple[Side, Side], tiles: Tiles) -> str:
+    """Load blocks into registers; terms past the end of k are zero in both tiles."""
+    side_of = dict(zip(("left", "right"), operands, strict=True))
 
     def block(number: int, name: str, _width: int) -> str:
         outer = f"{'first_m' if name == 'left' else 'first_n'} + r"
-        kept = " ".join(f"p{number}_{t} = v{t};" for t in range(4))
-        return f"let k = k0 + t;\n{_block(side_of[name], outer)}\n{kept}"
+        assignments = " ".join(f"p{number}_{t} = v{t};" for t in range(4))
+        return f"let k = k0 + t;\n{_block(side_of[name], outer)}\n{assignments}"
 
     return _each_block(tiles, block)
 
 
 def _store_tiles(tiles: Tiles) -> str:
-    """From registers into workgroup memory."""
+    """Store blocks from registers into workgroup memory."""
 
     def block(number: int, name: str, width: int) -> str:
         return " ".join(
-            f"{name}[(t + {t}u) * {_padded(width)}u + r / 4u] = p{number}_{t};" for t in range(4)
+            f"{name}[(t + {t}u) * {_row_stride(width)}u + r / 4u] = p{number}_{t};"
+            for t in range(4)
         )
 
     return _each_block(tiles, block)
 
 
 def _block(side: Side, outer: str) -> str:
-    """WGSL of v0 to v3: at k to k + 3, four elements along the outer dimension."""
+    """Print v0 to v3: for k to k + 3, four elements along the outer dimension."""
     base, last = f"{side.name}_base", side.extent - 1
     if side.along_k(4):
-        within = f"min(k, {side.k - 4}u)"
+        clamped = f"min(k, {side.k - 4}u)"
         rows = [f"min({outer} + {i}u, {last}u)" for i in range(4)]
         reads = [
-            f"      let w{i} = {side.name}_four({side.index(base, row, within)});"
+            f"      let w{i} = {side.name}_four({side.index(base, row, clamped)});"
             for i, row in enumerate(rows)
         ]
-        turned = [f"vec4f(w0[{t}], w1[{t}], w2[{t}], w3[{t}])" for t in range(4)]
+        transposed = [f"vec4f(w0[{t}], w1[{t}], w2[{t}], w3[{t}])" for t in range(4)]
         guard = f"k < {side.k}u"
         values = [
-            f"      let v{t} = select(vec4f(0.0), {v}, {guard});" for t, v in enumerate(turned)
+            f"      let v{t} = select(vec4f(0.0), {v}, {guard});" for t, v in enumerate(transposed)
         ]
         return "\n".join(reads + values)
     lines = []
@@ -258,58 +269,58 @@ def _block(side: Side, outer: str) -> str:
 
 
 def _products(tiles: Tiles) -> str:
-    """So many terms of every sum, in their order."""
+    """Add `_UNROLLED` terms to every sum, in order."""
     lines = []
     for u in range(_UNROLLED):
         lines += [
-            f"      let x{u}_{i} = left[(k + {u}u) * {_padded(tiles.rows)}u + my_m + {i}u];"
-            for i in range(tiles.own_rows // 4)
+            f"      let x{u}_{i} = left[(k + {u}u) * {_row_stride(tiles.rows)}u + my_m + {i}u];"
+            for i in range(tiles.rows_per_invocation // 4)
         ]
         lines += [
-            f"      let y{u}_{j} = right[(k + {u}u) * {_padded(tiles.columns)}u + my_n"
+            f"      let y{u}_{j} = right[(k + {u}u) * {_row_stride(tiles.columns)}u + my_n"
             f" + {j * tiles.across}u];"
-            for j in range(tiles.own_columns // 4)
+            for j in range(tiles.columns_per_invocation // 4)
         ]
-        for i in range(tiles.own_rows):
-            for j in range(tiles.own_columns // 4):
+        for i in range(tiles.rows_per_invocation):
+            for j in range(tiles.columns_per_invocation // 4):
                 c = f"c{i}_{j}"
                 lines.append(f"      {c} = fma(vec4f(x{u}_{i // 4}[{i % 4}]), y{u}_{j}, {c});")
     return "\n".join(lines)
 
 
-def _places(problem: MatmulProblem, tiles: Tiles) -> str:
-    """Rows of this invocation's outputs."""
+def _output_rows(problem: MatmulProblem, tiles: Tiles) -> str:
+    """Print the rows of an invocation's outputs."""
     lines = [f"  let out_base = group.z * {problem.m * problem.n}u + {problem.result.offset}u;"]
-    lines += [f"  let m{i} = first_m + my_m * 4u + {i}u;" for i in range(tiles.own_rows)]
+    lines += [f"  let m{i} = first_m + my_m * 4u + {i}u;" for i in range(tiles.rows_per_invocation)]
     return "\n".join(lines)
 
 
 def _store(problem: MatmulProblem, tiles: Tiles, *, vector: bool) -> str:
     lines = []
-    for sums, place, guard in _outputs(problem, tiles, vector=vector):
-        value = f"{place} + {sums}" if problem.result.onto else sums
-        done = [f"{place} = {value};"]
+    for sums, target, guard in _outputs(problem, tiles, vector=vector):
+        value = f"{target} + {sums}" if problem.result.onto else sums
+        statements = [f"{target} = {value};"]
         if (finish := problem.finish) is not None:
-            first = place.removeprefix("out[").removesuffix("]").removesuffix(" / 4u")
+            first = target.removeprefix("out[").removesuffix("]").removesuffix(" / 4u")
             each = [(f"{first} + {c}u", f"{sums}[{c}]") for c in range(4)]
-            done = done if finish.stored else []
-            done += [f"finish({i}, {x});" for i, x in (each if vector else [(first, sums)])]
-        lines.append(f"  if ({guard}) {{ {' '.join(done)} }}")
+            statements = statements if finish.stored else []
+            statements += [f"finish({i}, {x});" for i, x in (each if vector else [(first, sums)])]
+        lines.append(f"  if ({guard}) {{ {' '.join(statements)} }}")
     return "\n".join(lines)
 
 
 def _outputs(
     problem: MatmulProblem, tiles: Tiles, *, vector: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """The registers of each output (or four), its place, and when it is there."""
+    """Yield the register of each output (or four), its target, and the bounds check."""
     m, n = problem.m, problem.n
-    for i in range(tiles.own_rows):
-        for j in range(tiles.own_columns // 4):
+    for i in range(tiles.rows_per_invocation):
+        for j in range(tiles.columns_per_invocation // 4):
             column = f"first_n + (my_n + {j * tiles.across}u) * 4u"
-            at = f"out_base + m{i} * {problem.result.row}u + {column}"
+            index = f"out_base + m{i} * {problem.result.row}u + {column}"
             if vector:
-                yield f"c{i}_{j}", f"out[({at}) / 4u]", f"m{i} < {m}u && {column} < {n}u"
+                yield f"c{i}_{j}", f"out[({index}) / 4u]", f"m{i} < {m}u && {column} < {n}u"
                 continue
             for c in range(4):
                 guard = f"m{i} < {m}u && {column} + {c}u < {n}u"
-                yield f"c{i}_{j}[{c}]", f"out[{at} + {c}u]", guard
+                yield f"c{i}_{j}[{c}]", f"out[{index} + {c}u]", guard

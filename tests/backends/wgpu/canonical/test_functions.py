@@ -17,7 +17,7 @@ from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.canonical.host import CpuTarget
 from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
-from backends.wgpu.shaders.functions import called
+from backends.wgpu.shaders.functions import called_functions
 
 pytest.importorskip("ziglang")
 
@@ -67,7 +67,7 @@ def computed(convention: Convention) -> dict[str, Floats]:
         "@group(0) @binding(0) var<storage, read> a: array<f32>;",
         "@group(0) @binding(1) var<storage, read> b: array<f32>;",
         "@group(0) @binding(2) var<storage, read_write> out: array<f32>;",
-        *called(" ".join(texts)),
+        *called_functions(" ".join(texts)),
         "@compute @workgroup_size(64)",
         "fn main(@builtin(global_invocation_id) id: vec3u) {",
         f"let i = id.x; if (i >= {len(x)}u) {{ return; }} let x = a[i]; let y = b[i];",
