@@ -19,6 +19,10 @@ from protocol.machine.processor import usable_cores
 _ELEMENTS_AT_ONCE: Final = 1 << 18
 _MOST_THREADS: Final = 4
 
+PART_ELEMENTS: Final = 1 << 22
+"""What a device other than the CPU has in float32 at a time, of a weight in few bits that is
+converted to half precision."""
+
 
 def quantise_tensor(weight: torch.Tensor, storage: Storage) -> Quantised:
     """Store a matrix in fewer bits, and let go of its pages if it is mapped from a file.

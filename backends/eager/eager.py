@@ -59,7 +59,7 @@ from backends.eager import numerics, torch_devices
 from backends.eager.block_order import BlockOrder, unused_parameters
 from backends.eager.device_sums import BlockCopier, BlockCopy, SubtreeSums, joined
 from backends.eager.inner_steps import EagerInnerSteps
-from backends.eager.narrow_linear import narrow_frozen_base
+from backends.eager.narrow_linear import convert_again_in_backward, narrow_frozen_base
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,
@@ -171,6 +171,8 @@ class EagerProgram(HostSummedProgram):
         # Before the move, which gives each parameter memory of its own, shared or not.
         checked = trained_parameters(self._module, trained_blocks(self._blocks))
         narrow_frozen_base(self._module, trainable.base_dtype, device)
+        if trainable.precision != "float32":
+            convert_again_in_backward(self._module, device)
         tied = _names_by_parameter(self._module)
         self._place(self._module)
         if _names_by_parameter(self._module) != tied:

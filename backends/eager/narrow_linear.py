@@ -1,8 +1,10 @@
-"""Frozen linear layers that store their weights in few bits and widen them to compute.
+"""Frozen linear layers whose weights are converted to compute, in forward and again in backward.
 
-A weight is widened for its product in forward and again in backward, so only one is in float32 at
-any time. The products are torch's, on the same values in the same layout, so the bits are those of
-a layer with float32 weights.
+A weight in few bits is widened for its product, so only one is wide at any time. One that is stored
+in the type in which the layer computes (bfloat16 under autocast to bfloat16) is the operand itself.
+A float32 weight under autocast is converted twice, since autograd would keep a copy of each. The
+products are torch's, on the same values in the same layout, so the bits are those of a layer with
+float32 weights.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import torch
 from torch import nn
 
 from backends.base.frozen_base import frozen_base, widen
-from backends.base.narrowing import quantise_tensor
+from backends.base.narrowing import PART_ELEMENTS, quantise_tensor
 from backends.base.progress import Meter
 from backends.base.quantise import NF4, STORAGE, Quantised, dequantise
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.sections.model import BaseDtype
 
+_PART_ELEMENTS_OF_CPU: Final = 1 << 18
+"""As `PART_ELEMENTS`: few enough for its cache."""
+_SAME_DTYPE: Final = {"bf16": torch.bfloat16, "f16": torch.float16}
 _PLACES_AT_ONCE: Final = 1 << 16
 """Of nf4, as indices: few enough to leave no hole in memory; see `Bench`."""
 _PAIRS_OF_NF4: Final = torch.from_numpy(NF4[np.arange(256)[:, None] >> np.array([0, 4]) & 15])
@@ -40,9 +45,13 @@ class NarrowWeight:
         self._storage = stored.storage
         self._group = stored.group
         kept = {"bf16": "int16", "f16": "float16", "int8": "int8"}.get(stored.storage, "uint8")
-        self._bits = torch.from_numpy(stored.words.view(kept)).to(device)
-        if stored.storage == "bf16":
-            self._bits = self._bits.view(torch.bfloat16)
+        bits = torch.from_numpy(stored.words.view(kept))
+        self.dtype: torch.dtype | None = _SAME_DTYPE.get(stored.storage)
+        """The floating-point type in which it is stored; None for numbers with scales."""
+        # In memory of torch's own: where an operand begins can decide the bits of a product.
+        self._bits = bits.to(device, copy=self.dtype is not None)
+        if self.dtype is not None:
+            self._bits = self._bits.view(self.dtype)
         self._scales = torch.from_numpy(stored.scales).to(device)
         self._pairs = _PAIRS_OF_NF4.to(device)
 
@@ -51,30 +60,44 @@ class NarrowWeight:
         """Of bits and scales."""
         return self._bits.nbytes + self._scales.nbytes
 
-    def wide(self, whole: torch.Tensor) -> torch.Tensor:
-        """The float32 values, as `quantise.dequantise` has them, written into `whole`."""
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The stored values, (rows, columns) of `dtype`."""
+        return self._bits.view(self.shape)
+
+    def wide(self, whole: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Write float32 values, as `quantise.dequantise` has them, into `whole`, and return it.
+
+        Args:
+            whole: float32, (rows, columns), of as many rows as are wanted.
+            first: The first of them.
+        """
+        per_row = len(self._bits) // self.shape[0]
+        bits = self._bits[first * per_row : (first + len(whole)) * per_row]
         if self._storage in ("bf16", "f16", "int8"):
-            whole.view(-1).copy_(self._bits)
+            whole.view(-1).copy_(bits)
             if self._storage != "int8":
                 return whole
         elif self._storage == "nf4":
             pairs = whole.view(-1, 2)
-            at_once = _PLACES_AT_ONCE if self.device.type == "cpu" else len(self._bits)
-            for lo in range(0, len(self._bits), at_once):
+            at_once = _PLACES_AT_ONCE if self.device.type == "cpu" else len(bits)
+            for lo in range(0, len(bits), at_once):
                 part = slice(lo, lo + at_once)
-                torch.index_select(self._pairs, 0, self._bits[part].int(), out=pairs[part])
+                torch.index_select(self._pairs, 0, bits[part].int(), out=pairs[part])
         else:  # the lower half of a byte comes first
             pairs = whole.view(-1, 2)
-            pairs[:, 0] = self._bits & 15
-            pairs[:, 1] = self._bits >> 4
+            pairs[:, 0] = bits & 15
+            pairs[:, 1] = bits >> 4
             whole.sub_(8)
-        whole.view(-1, self._group).mul_(self._scales[:, None])
+        groups = self.shape[1] // self._group
+        scales = self._scales[first * groups : (first + len(whole)) * groups]
+        whole.view(-1, self._group).mul_(scales[:, None])
         return whole
 
 
 class Bench:
-    """Where one weight at a time is wide: what each layer took anew would leave holes in memory,
-    which what autograd keeps would fill.
+    """Where one weight at a time is converted: what each layer took anew would leave holes in
+    memory, which what autograd keeps would fill.
 
     Args:
         elements: Of the largest weight.
@@ -84,19 +107,32 @@ class Bench:
     def __init__(self, elements: int, device: torch.device) -> None:
         self._elements = elements
         self._device = device
+        self._part = PART_ELEMENTS if device.type != "cpu" else _PART_ELEMENTS_OF_CPU
         self._flat: dict[torch.dtype, torch.Tensor] = {}
 
-    def wide(self, narrow: NarrowWeight, kind: torch.dtype) -> torch.Tensor:
-        """The values until the next are asked for: (rows, columns) of that type."""
-        whole = narrow.wide(self._room(narrow.shape, torch.float32))
+    def operand(self, weight: NarrowWeight | torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+        """The values, (rows, columns) of that type, until the next are asked for."""
+        rows, columns = weight.shape
+        if isinstance(weight, torch.Tensor):
+            return self._room(kind, rows, columns, self._elements).copy_(weight)
+        if kind == weight.dtype:
+            return weight.matrix
+        converted = self._room(kind, rows, columns, self._elements)
         if kind == torch.float32:
-            return whole
-        return self._room(narrow.shape, kind).copy_(whole)
+            return weight.wide(converted)
+        # Part by part: a float32 copy of the whole would be written and read for nothing.
+        at_once = max(1, self._part // columns)
+        for first in range(0, rows, at_once):
+            part = converted[first : first + at_once]
+            wide = self._room(torch.float32, len(part), columns, max(self._part, columns))
+            part.copy_(weight.wide(wide, first))
+        return converted
 
-    def _room(self, shape: tuple[int, int], kind: torch.dtype) -> torch.Tensor:
-        if kind not in self._flat:
-            self._flat[kind] = torch.empty(self._elements, dtype=kind, device=self._device)
-        return self._flat[kind][: shape[0] * shape[1]].view(shape)
+    def _room(self, kind: torch.dtype, rows: int, columns: int, most: int) -> torch.Tensor:
+        elements = rows * columns
+        if kind not in self._flat or len(self._flat[kind]) < elements:
+            self._flat[kind] = torch.empty(most, dtype=kind, device=self._device)
+        return self._flat[kind][:elements].view(rows, columns)
 
 
 class NarrowLinear(nn.Linear):
@@ -111,23 +147,58 @@ class NarrowLinear(nn.Linear):
         return self.narrow.wide(torch.empty(self.narrow.shape, device=self.narrow.device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name
-        """As `nn.Linear`'s; what autograd would keep of the weight is widened again instead."""
-        kind = _computed_in(input)
-        weight = self.bench.wide(self.narrow, kind)
-        place = weight.untyped_storage().data_ptr()
+        """As `nn.Linear`'s; the weight is widened again in backward."""
+        return _product(input, self.narrow, self.bias, self.bench)
 
-        def kept(tensor: torch.Tensor) -> Any:
-            if tensor.untyped_storage().data_ptr() != place:
-                return tensor
-            return tensor.size(), tensor.stride(), tensor.storage_offset()
 
-        def again(given: Any) -> torch.Tensor:
-            if isinstance(given, torch.Tensor):
-                return given
-            return self.bench.wide(self.narrow, kind).as_strided(*given)
+class ConvertedLinear(nn.Linear):
+    """A frozen float32 `nn.Linear` of a model that computes in half precision."""
 
-        with torch.autograd.graph.saved_tensors_hooks(kept, again):
-            return nn.functional.linear(input, weight, self.bias)
+    bench: Bench
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name
+        """As `nn.Linear`'s; the weight is converted again in backward."""
+        if _computed_in(input) == self.weight.dtype:
+            return super().forward(input)
+        return _product(input, self.weight.detach(), self.bias, self.bench)
+
+
+def _product(
+    given: torch.Tensor,
+    weight: NarrowWeight | torch.Tensor,
+    bias: torch.Tensor | None,
+    bench: Bench,
+) -> torch.Tensor:
+    """The linear layer's output; autograd keeps no copy of the weight."""
+    kind = _computed_in(given)
+    operand = bench.operand(weight, kind)
+    place = operand.untyped_storage().data_ptr()
+
+    def kept(tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != place:
+            return tensor
+        return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def again(stored: Any) -> torch.Tensor:
+        if isinstance(stored, torch.Tensor):
+            return stored
+        return bench.operand(weight, kind).as_strided(*stored)
+
+    with torch.autograd.graph.saved_tensors_hooks(kept, again):
+        return nn.functional.linear(given, operand, bias)
+
+
+def convert_again_in_backward(module: nn.Module, device: torch.device) -> None:
+    """Let frozen float32 layers convert their weights in backward, too, under autocast."""
+    layers = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, nn.Linear) and _is_plain(layer) and not layer.weight.requires_grad
+    ]
+    bench = Bench(max((layer.weight.numel() for layer in layers), default=0), device)
+    for layer in layers:
+        layer.__class__ = ConvertedLinear
+        layer.bench = bench  # type: ignore[assignment]
 
 
 def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.device) -> None:

@@ -16,15 +16,17 @@ from typing import Any, Final
 
 from safetensors import SafetensorError
 
+from backends.base.narrowing import PART_ELEMENTS
 from protocol.base.errors import DataError, DeviceOutOfMemory
 from protocol.base.limits import byte_size
 from protocol.spec.files.sources import model_source
 from protocol.spec.run_spec import ModelRun
-from protocol.spec.sections.model import LoraSpec
+from protocol.spec.sections.model import LoraSpec, ModelSpec
 from worker.models.lora import ATTENTION
 from worker.models.main_memory import bytes_in, is_narrow, stored_tensors
 
 _FLOAT: Final = 4
+_HALF: Final = 2
 _SIZES: Final = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
 )  # fmt: skip
@@ -95,12 +97,11 @@ def estimate(run: ModelRun) -> DeviceMemory | None:
         return None  # loading it reports the error, or is not from safetensors
     if not shapes:
         return None
-    is_half = run.model.precision != "float32"
-    base_dtype = run.model.base_dtype
-    lora = run.lora
+    base_dtype, lora = run.model.base_dtype, run.lora
+    config = config.get("text_config", config)
     weights = sum(bytes_in(name, shape, base_dtype) for name, shape in shapes.items())
-    widened = [math.prod(s) for name, s in shapes.items() if is_narrow(name, s, base_dtype)]
-    weights += max(widened, default=0) * (_FLOAT + 2 * is_half)
+    if lora is not None:
+        weights += _converted(run.model, shapes, is_tied=bool(config.get("tie_word_embeddings")))
     adapted = {} if lora is None else _adapted(lora, shapes)
     trained = sum(lora.r * (s[0] + s[1]) for s in adapted.values()) if lora is not None else 0
     weights += _FLOAT * trained
@@ -108,7 +109,7 @@ def estimate(run: ModelRun) -> DeviceMemory | None:
         trained = sum(math.prod(shape) for shape in shapes.values())
     microbatches = -(-run.batch.samples // run.batch.microbatch)
     gradients = _FLOAT * trained * math.ceil(math.log2(microbatches))
-    activations = _activations(run, config.get("text_config", config), shapes, adapted)
+    activations = _activations(run, config, shapes, adapted)
     return DeviceMemory(weights, gradients, activations, _FLOAT * trained)
 
 
@@ -157,6 +158,20 @@ def _what_to_set(run: ModelRun, memory_bytes: int) -> str:
     return "use a larger device, or shard the base: torchrun -m worker --shard"
 
 
+def _converted(model: ModelSpec, shapes: Shapes, *, is_tied: bool) -> int:
+    """Room for the largest frozen matrix, converted to the type in which it is computed with."""
+    linear = {n: s for n, s in shapes.items() if len(s) == 2 and ("embed" not in n or is_tied)}
+    narrow = [math.prod(s) for n, s in linear.items() if is_narrow(n, s, model.base_dtype)]
+    wide = [math.prod(s) for n, s in linear.items() if not is_narrow(n, s, model.base_dtype)]
+    largest = max(narrow, default=0)
+    if model.precision == "float32":
+        return _FLOAT * largest
+    room = _HALF * max(wide, default=0)
+    if model.precision != model.base_dtype:
+        room += _HALF * largest + _FLOAT * min(largest, PART_ELEMENTS)
+    return room
+
+
 def _adapted(lora: LoraSpec, shapes: Shapes) -> Shapes:
     """The matrices that LoRA's stand beside."""
     matrices = {n.removesuffix(".weight"): s for n, s in shapes.items() if len(s) == 2}
@@ -188,7 +203,7 @@ def _activations(run: ModelRun, config: Mapping[str, Any], shapes: Shapes, adapt
     passing = max(_PASSING[0] * inner / (1 + is_half), _PASSING[1] * vocabulary)
     tokens = run.batch.microbatch * length
     copies = 0
-    if is_half and run.model.base_dtype == "float32":  # autograd keeps each weight in half
+    if is_half and run.lora is None:  # autograd keeps each weight in half
         matrices = [math.prod(s) for n, s in shapes.items() if len(s) == 2 and "embed" not in n]
-        copies = 2 * sum(matrices) // (layers if run.model.gradient_checkpointing else 1)
+        copies = _HALF * sum(matrices) // (layers if run.model.gradient_checkpointing else 1)
     return int(_FLOAT * tokens * (kept + passing)) + copies

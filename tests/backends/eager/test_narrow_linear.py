@@ -14,10 +14,10 @@ from backends.base.frozen_base import round_frozen_base
 from backends.base.interface import Batch, BlockGradient, Trainable
 from backends.base.quantise import dequantise, quantise
 from backends.eager import eager
-from backends.eager.narrow_linear import NarrowLinear, NarrowWeight, narrow_frozen_base
+from backends.eager.narrow_linear import Bench, NarrowLinear, NarrowWeight, narrow_frozen_base
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.manifest import Block, TensorSpec
-from tests.resident_memory import MIB, measured_growth
+from tests.resident_memory import MIB, Growth, measured_growth
 from tests.small_chat import chat_run
 from tests.tested_backend import KIND
 from worker.tasks.registry import build
@@ -52,7 +52,9 @@ def gradients(spec: Any) -> list[bytes]:
     ("base_dtype", "how"),
     [
         ("bfloat16", {}),
+        ("bfloat16", {"precision": "bfloat16"}),
         ("float16", {}),
+        ("float16", {"precision": "float16"}),
         ("int8", {}),
         ("int4", {"precision": "bfloat16"}),
         ("int4", {"gradient_checkpointing": True}),
@@ -125,9 +127,26 @@ class Deep(nn.Module):
         return out
 
 
-def test_what_is_kept_and_the_peak_of_a_step_are_narrow():
-    """Of 64 MiB of frozen weights in 16 layers: int4 keeps a seventh, and widens one at a time."""
-    module = Deep(16, 1024)
+def test_a_float32_base_in_half_precision_has_the_bits_of_torch_s_own_autocast(
+    tmp_path, monkeypatch
+):
+    run = chat_run(tmp_path)
+    model = {"source": str(tmp_path / "model"), "precision": "bfloat16"}
+    spec = load_run_spec(run, [f"model={json.dumps(model)}"])
+    converted = gradients(spec)
+    monkeypatch.setattr(eager, "convert_again_in_backward", lambda *_: None)
+    assert gradients(spec) == converted
+
+
+def test_a_weight_stored_as_it_is_computed_in_is_the_operand_itself():
+    stored = quantise(np.ones((8, 64), np.float32), "bf16")
+    narrow, bench = NarrowWeight(stored, CPU), Bench(8 * 64, CPU)
+    assert bench.operand(narrow, torch.bfloat16).data_ptr() == narrow.matrix.data_ptr()
+    assert bench.operand(narrow, torch.float16).data_ptr() != narrow.matrix.data_ptr()
+
+
+def step_of(module: Deep, **how: Any) -> Growth:
+    """The growth of memory in one microbatch."""
     tensors = tuple(
         TensorSpec(name=name, shape=tuple(each.shape))
         for name, each in module.named_parameters()
@@ -135,13 +154,24 @@ def test_what_is_kept_and_the_peak_of_a_step_are_narrow():
     )
     trainable = Trainable(
         (Block(name="head", kind="block", tensors=tensors),), module,
-        lambda m, arrays: (m(arrays["x"]) ** 2).sum(), base_dtype="int4",
+        lambda m, arrays: (m(arrays["x"]) ** 2).sum(), **how,
     )  # fmt: skip
     batch = Batch({"x": np.ones((2, 8), np.float32)}, 2.0)
     program = eager.EagerBackend(KIND).compile(trainable, batch)
     with measured_growth() as growth:
         [*program.gradients([(batch, 0)])]
     program.close()
-    assert growth.peak_bytes < 64 * MIB / 3
+    return growth
+
+
+def test_what_is_kept_and_the_peak_of_a_step_are_narrow():
+    """Of 64 MiB of frozen weights in 16 layers: int4 keeps a seventh, and widens one at a time."""
+    module = Deep(16, 1024)
+    assert step_of(module, base_dtype="int4").peak_bytes < 64 * MIB / 3
     held = sum(layer.narrow.nbytes for layer in module.layers if isinstance(layer, NarrowLinear))
     assert held < 64 * MIB / 7
+
+
+def test_no_half_copy_of_a_float32_base_is_kept_for_backward():
+    """Of 64 MiB in 16 layers, all copies in bfloat16 would take 32."""
+    assert step_of(Deep(16, 1024), precision="bfloat16").peak_bytes < 64 * MIB / 4
