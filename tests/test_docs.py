@@ -140,17 +140,18 @@ def key_table(sections: Collection[str]) -> str:
     """Return a table of the keys of these sections."""
     rows = [
         "<!-- generated: SAMESTEP_REWRITE=1 python -m pytest tests/test_docs.py -->",
-        "| key | type | default | meaning |",
-        "|---|---|---|---|",
+        "| key | type | default | unit | meaning |",
+        "|---|---|---|---|---|",
     ]
     for key in schema_keys():
         if key.is_section or key.path.split(".")[0] not in sections:
             continue
-        choices = ", ".join(f"`{each}`" for each in key.choices.split(" | ") if each)
-        kind = " ".join(filter(None, [key.type, choices]))
+        values = [each for each in key.choices.split(" | ") if each]
+        choices = key.choices if key.type else ", ".join(f"`{each}`" for each in values)
+        kind = ", ".join(filter(None, [key.type, choices]))
         default = f"`{key.default}`" if key.default not in ("required", "-") else key.default
         meaning = "; ".join(filter(None, [key.description, key.variants]))
-        cells = (f"`{key.path}`", kind, default, meaning)
+        cells = (f"`{key.path}`", kind, default, key.unit, meaning)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

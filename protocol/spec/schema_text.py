@@ -18,6 +18,31 @@ from protocol.spec.sections.section import Tagged, flat, has_key, model_at
 _SHOWN: Final = 5
 """Number of similar keys that an error suggests."""
 _TYPE_NAMES: Final = {str: "text", int: "integer", float: "number", bool: "true or false"}
+_KEYS_BY_UNIT: Final = {
+    "steps": (
+        "steps evaluate_every double_check_every model.loss_scale_every optimizer.warmup_steps "
+        "optimizer.milestones checkpoint.every replicas.inner_steps replicas.boundary_every"
+    ),
+    "epochs": "epochs",
+    "samples": "batch.samples batch.microbatch data.holdout_samples regress.samples "
+    "scripted.samples",
+    "tokens": "batch.tokens data.max_tokens data.generate_tokens tokenizer.vocab_size "
+    "capture.drawn",
+    "share": "data.holdout data.mask_share lora.dropout digits.holdout digits.dropout",
+    "share of lr": "optimizer.min_lr_ratio optimizer.start_lr_ratio optimizer.rates",
+    "share of all steps": "optimizer.rise_ratio optimizer.decay_ratio",
+    "threads": "threads",
+    "classes": "data.num_classes",
+    "logits": "capture.top_k",
+    "replicas": "replicas.count",
+    "checkpoints": "checkpoint.keep_last",
+    "evaluations": "stop.patience",
+    "units": "digits.hidden",
+    "blocks": "scripted.blocks",
+    "bytes": "scripted.block_bytes",
+}
+UNITS: Final = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
+"""The unit of each number that counts something; the others are pure numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +68,11 @@ class Key:
     description: str
 
     @property
+    def unit(self) -> str:
+        """The unit of a number; empty without one."""
+        return UNITS.get(self.path, "")
+
+    @property
     def name(self) -> str:
         """The last part of the path."""
         return self.path.rpartition(".")[2]
@@ -50,7 +80,8 @@ class Key:
     @property
     def text(self) -> str:
         """Everything except path and default, in one line."""
-        return "; ".join(filter(None, [self.variants, self.choices, self.description]))
+        choices = " ".join(filter(None, [self.choices, self.unit]))
+        return "; ".join(filter(None, [self.variants, choices, self.description]))
 
 
 def schema_lines(like: str = "") -> list[str]:
@@ -121,11 +152,13 @@ def _default(field: FieldInfo) -> str:
 
 
 def _words(field: FieldInfo) -> list[str]:
-    return [each for each in get_args(field.annotation) if isinstance(each, str)]
+    """Return the values of a field that is one of some words, also of a union of such."""
+    parts = [each for part in get_args(field.annotation) for each in (get_args(part) or (part,))]
+    return [each for each in parts if isinstance(each, str)]
 
 
 def _choices(field: FieldInfo) -> str:
-    return " | ".join(_words(field)) or " ".join(filter(None, map(_bound, field.metadata)))
+    return " | ".join(_words(field)) or _range(field)
 
 
 def _type(field: FieldInfo) -> str:
@@ -145,12 +178,25 @@ def _type_name(annotation: Any) -> str:
     return _TYPE_NAMES.get(annotation, "")
 
 
-def _bound(constraint: Any) -> str:
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    for name, sign in signs.items():
-        if (value := getattr(constraint, name, None)) is not None:
-            return f"{sign} {value:g}"
-    return ""
+def _range(field: FieldInfo) -> str:
+    """Describe the bounds of a number: `1 to 256`, `0 or more, below 1`; empty without any."""
+    found = {
+        name: _number(value)
+        for constraint in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if (value := getattr(constraint, name, None)) is not None
+    }
+    if "ge" in found and "le" in found:
+        return f"{found['ge']} to {found['le']}"
+    words = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+    return ", ".join(words[name].format(found[name]) for name in words if name in found)
+
+
+def _number(value: float) -> str:
+    """Format a bound without loss: `1,000,000`, `2^63`, `1e-30`."""
+    if value >= 2**24 and value == int(value) and int(value).bit_count() == 1:
+        return f"2^{int(value).bit_length() - 1}"
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
 def _meant(keys: list[Key], like: str) -> list[Key]:

@@ -276,7 +276,7 @@ async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, told)
         run_id = live.service.submit(slow())
         busy = await at_work(told, "w0", "w1", "w2")
         lines = list(status_lines(status_document(live.service, 0.0)))
-        assert sum("stands by" in line for line in lines) == 1
+        assert sum("standing by" in line for line in lines) == 1
         assert any(re.search(r"w\d: active.*, replica [01]: step \d+ of 12", x) for x in lines)
         kill(live, busy)
         result = await live.result(run_id)

@@ -292,7 +292,7 @@ def _refuse_own(more: Mapping[str, Any]) -> None:
     if more.get("generator") is not None or more.get("out") is not None:
         raise SamestepError(
             "Vulkan and canonical arithmetic draw random numbers from the run's seed, not from a "
-            "generator of the model's own, and into no tensor that is given as out"
+            "private generator of the model, and into no tensor that is given as out"
         )
 
 

@@ -346,7 +346,7 @@ function differing(status, run) {
   if (groups.length > 1) return groups.slice(1).map(group => `${names(group)} (${group[0].signature_text})`).join("; ")
     + `, from ${names(groups[0])} (${groups[0][0].signature_text})`;
   const gone = run.workers.filter(each => each.signature && !alike.has(each.signature));
-  return gone.length ? `${names(gone)}, gone meanwhile` : "a worker that began from another state";
+  return gone.length ? `${names(gone)}, disconnected` : "a worker that started from another state";
 }
 function linksOf(worker) {
   return Object.entries(worker.links ?? {}).map(([peer, link]) =>
@@ -370,7 +370,7 @@ function showWorkers(run, status) {
       [worker.cannot ? make("span", { className: "bad" }, "cannot take part") : worker.aside_until ? `aside until step ${figure(worker.aside_until)}` : worker.late ? `${worker.state}, late` : worker.state, waited],
       [worker.device || "-", make("small", {}, worker.backend)],
       !all || share === undefined ? "" : at ? [`replica ${at.replica}: step ${at.inner_step} of ${at.inner_steps}`, part]
-        : status.replicas && !share ? "stands by" : [`${share} of ${all}`, part],
+        : status.replicas && !share ? "standing by" : [`${share} of ${all}`, part],
       worker.ms_per_microbatch == null ? "" : `${figure(worker.ms_per_microbatch)} ms`,
       worker.last_seen_s < 5 ? "just now" : `${duration(worker.last_seen_s)} ago`,
       worker.signature ? [make("span", { className: unlike ? "mono warn" : "mono", title: worker.signature_text ?? "" }, worker.signature), unlike ? make("small", { className: "warn" }, "unlike the others") : ""] : "",
@@ -379,15 +379,15 @@ function showWorkers(run, status) {
   });
   const names = new Set(here.map(worker => worker.name));
   const gone = run.workers.filter(worker => !names.has(worker.name)).map(worker => ({
-    cells: [worker.name, [worker.here ? "was here at the end" : "gone", make("small", {}, worker.why)],
+    cells: [worker.name, [worker.here ? "connected at the end" : "gone", make("small", {}, worker.why)],
       [worker.device || "-", make("small", {}, worker.backend)], "", "", worker.here ? "" : moment(worker.since),
       make("span", { className: "mono" }, worker.signature), error(worker.name), ""],
     kind: "gone",
   }));
-  table("workers", ["worker", "state", "device", "share of this step", status?.replicas ? "a replica" : "a microbatch", "heard of", "numerics", "last error", ""], [...present, ...gone]);
+  table("workers", ["worker", "state", "device", "share of this step", status?.replicas ? "per replica" : "per microbatch", "last seen", "numerics", "last error", ""], [...present, ...gone]);
 }
 function revoking(name) {
-  return button("Revoke", `Revoke ${name}`, () => act(`Revoke ${name}? It is sent away, its key and the join token count no more.`,
+  return button("Revoke", `Revoke ${name}`, () => act(`Revoke ${name}? It is disconnected; its key and the join token become invalid.`,
     "Revoke", () => tell("revoke", { name })));
 }
 function showEvents(events) {
@@ -399,7 +399,7 @@ function showEvents(events) {
 function showRuns(status) {
   const { runs, queued } = shown.runs;
   const look = (id, run) => { $(id).value = run; $(id).dispatchEvent(new Event("change")); scrollTo({ top: 0 }); };
-  table("runs", ["run", "task", "state", "steps", "loss", "held out", "last heard of", ""], [
+  table("runs", ["run", "task", "state", "steps", "loss", "held-out metrics", "last update", ""], [
     ...queued.map((run, at) => ({ cells: [run, "", `queued, ${at + 1} of ${queued.length}`, "", "", "", "", ""] })),
     ...runs.map(run => {
       const present = run.run_id === status.run_id, going = present && !ENDED.includes(status.phase), here = run.run_id === $("run").value;
@@ -408,9 +408,9 @@ function showRuns(status) {
         Object.entries(going ? status.eval ?? {} : run.eval).filter(([name]) => !name.startsWith("confusion[")).slice(0, 3)
           .map(([name, value]) => `${name} ${figure(value)}`).join(", "), going ? "now" : moment(run.changed),
         [...(here ? ["shown"] : [button("Show", `Show ${run.run_id}`, () => look("run", run.run_id)), " ",
-          button("Beside", `Lay ${run.run_id} beside`, () => look("beside", run.run_id))]),
+          button("Beside", `Show ${run.run_id} beside`, () => look("beside", run.run_id))]),
           ...(going || run.outcome === "finished" || queued.includes(run.run_id) ? [] : [" ", button("Resume", `Resume ${run.run_id}`,
-            () => act(`Resume ${run.run_id}? It goes on when those before it are over.`, "Resume", () => tell("resume", { run_id: run.run_id })))])]] };
+            () => act(`Resume ${run.run_id}? It continues when the runs before it have ended.`, "Resume", () => tell("resume", { run_id: run.run_id })))])]] };
     }),
   ]);
 }

@@ -113,7 +113,7 @@ class DataSpec(Section):
     )
     generate_tokens: Annotated[Count | None, OmittedByDefault()] = Field(
         None,
-        description="evaluate also by targets that the model writes, of at most so many tokens: "
+        description="also evaluate targets that the model generates, of at most this many tokens: "
         "ROUGE and exact match",
     )
     skip_bad_rows: bool = Field(

@@ -2,7 +2,7 @@ import pytest
 
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import RunSpec
-from protocol.spec.schema_text import schema_lines
+from protocol.spec.schema_text import UNITS, schema_keys, schema_lines
 
 
 def test_every_key_has_its_line_with_default_and_meaning():
@@ -28,3 +28,18 @@ def test_a_key_that_there_is_not_is_an_error_with_those_like_it():
         schema_lines("chekpoint")
     with pytest.raises(UsageError, match="expected a key of a run spec, got 'zzz'"):
         schema_lines("zzz")
+
+
+def test_every_unit_belongs_to_a_number():
+    kinds = {key.path: key.type for key in schema_keys()}
+    for path in UNITS:
+        assert kinds[path] in {"integer", "number", "list of integer", "list of number"}, path
+
+
+def test_bounds_are_words_and_lose_no_digit():
+    bounds = {key.path: key.choices for key in schema_keys()}
+    assert bounds["threads"] == "1 to 256"
+    assert bounds["seed"] == "0 or more, below 2^63"
+    assert bounds["tokenizer.vocab_size"] == "257 to 1,000,000"
+    assert bounds["dpo.beta"] == "above 0, at most 100"
+    assert bounds["optimizer.eps"] == "1e-30 to 1,000"

@@ -1,6 +1,6 @@
 """Task embed: an encoder or decoder learns embeddings of texts for retrieval.
 
-Each anchor is to score highest with its own passage among all passages of the step, whoever
+Each anchor should score highest with its own passage among all passages of the step, whoever
 computed them: the loss couples all samples of a step (`backends.base.coupled_loss`).
 """
 
