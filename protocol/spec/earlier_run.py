@@ -93,7 +93,10 @@ def _of_card(directory: Path) -> dict[str, Any]:
     from protocol.spec.model_card import read_card  # noqa: PLC0415  (it imports run_spec)
 
     facts = read_card(directory)
-    return {} if facts is None else {"source": facts.base, "base_dtype": facts.base_dtype}
+    if facts is None:
+        return {}
+    added = {"added_tokens": [*facts.added_tokens]} if facts.added_tokens else {}
+    return {"source": facts.base, "base_dtype": facts.base_dtype, **added}
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
 
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 
-OF_BASE: Final = ("base_dtype",)
+OF_BASE: Final = ("base_dtype", "added_tokens")
 """Keys of `model` that are inherited with an adapter; a whole model has no frozen base."""
 COMPUTING: Final = ("dtype", "precision", "attention")
 """Keys of `model` that are always inherited."""

@@ -48,6 +48,7 @@ class CardFacts(BaseModel):
         train_samples: Number of training samples.
         base: The name or source of the base model; None for a model trained from scratch.
         base_dtype: The type to which frozen weights were rounded.
+        added_tokens: Tokens that the base does not have.
         adapter: Whether the result is a LoRA adapter.
         digests: Digests of what was read; see `Manifest.digests`.
         weights_digest: Digest of the trained tensors.
@@ -67,6 +68,7 @@ class CardFacts(BaseModel):
     train_samples: int
     base: str | None
     base_dtype: BaseDtype
+    added_tokens: tuple[str, ...] = ()
     adapter: bool
     digests: dict[str, str]
     weights_digest: str
@@ -103,6 +105,7 @@ class CardFacts(BaseModel):
             train_samples=manifest.train_samples,
             base=(model.name or model.source) if model is not None else None,
             base_dtype=model.base_dtype if model is not None else "float32",
+            added_tokens=model.added_tokens if model is not None else (),
             adapter=spec.lora is not None,
             digests=manifest.digests,
             weights_digest=str(result["weights_digest"]),

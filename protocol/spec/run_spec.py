@@ -50,6 +50,7 @@ from protocol.spec.sections.model import (
     LoraSpec,
     ModelSpec,
     PretrainedModel,
+    StudentModel,
     TeacherModel,
     TokenizerSpec,
 )
@@ -443,6 +444,7 @@ class DistilRun(ModelRun, lacks=SECTIONS - {"model", "lora", "data", "distil"}):
     """Distillation from captured logits."""
 
     task: Literal["distil"]
+    model: StudentModel
     data: CapturedData
 
 

@@ -95,7 +95,7 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
     data = spec.data
     found = read_text_groups(data)
     valid = None if data.validation is None else read_text_groups(validation_data(data))
-    tokenizer = load_tokenizer(spec.model.source)
+    tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
     table = _TextTable()
     rows = np.array([table.numbers(row) for row in _all(found, valid)], np.int64)
     texts, truncated = DiskArrays("<u4", np.int64), 0

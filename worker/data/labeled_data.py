@@ -98,7 +98,7 @@ def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
     section = spec.data
     data, valid = _read(section)
     train, held_out = (np.array(rows, np.int64) for rows in _divided(spec, data, valid))
-    tokenizer = load_tokenizer(spec.model.source)
+    tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
     padding = int(tokenizer.pad_token_id)
     texts = itertools.chain(data.texts, valid.texts)
     where = partial(_location, data, valid)

@@ -34,6 +34,7 @@ from worker.data.chat_template import ChatTemplate, Counted, Rendered
 from worker.data.disk_arrays import DiskArrays, joined
 from worker.data.document_tokens import encode_documents
 from worker.data.packing import PackedSamples
+from worker.models.added_tokens import add_to_tokenizer
 from worker.models.tokens import (
     NOTHING,
     Tokens,
@@ -493,7 +494,11 @@ def load_or_train_tokenizer(spec: ModelRun, texts: Iterable[str]) -> Any:
     """Load the named tokenizer or the model's own, or train one on the training documents."""
     asked = spec.tokenizer or TokenizerSpec()
     source = asked.source or (spec.model.source if spec.tokenizer is None else None)
-    return load_tokenizer(source) if source else train_tokenizer(texts, asked.vocab_size)
+    if source:
+        return load_tokenizer(source, spec.model.added_tokens)
+    tokenizer = train_tokenizer(texts, asked.vocab_size)
+    add_to_tokenizer(tokenizer, spec.model.added_tokens)
+    return tokenizer
 
 
 def documents_digest(documents: Sequence[str]) -> str:

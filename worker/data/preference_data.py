@@ -59,7 +59,7 @@ def read_preference_data(spec: DpoRun) -> PreferenceData:
     """
     data = spec.data
     read = read_preferences(data)
-    tokenizer = load_tokenizer(spec.model.source)
+    tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
     template = ChatTemplate(tokenizer, data.chat_template, loss="last", else_all=False)
     pairs = EncodedPairs(data.max_tokens)
     documents = pairs.add(template, read, data)

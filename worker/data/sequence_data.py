@@ -107,7 +107,7 @@ def read_tagged_data(spec: TagRun) -> SequenceData:
     valid = None if spec.data.validation is None else read_tagged_words(validation_data(spec.data))
     names = tuple(sorted({tag for row in found for tag in row.tags}))
     number = {name: index for index, name in enumerate(names)}
-    tokenizer = load_tokenizer(spec.model.source)
+    tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
 
     def encoded(row: TaggedWords) -> tuple[Tokens, Tokens, bool]:
         unknown = {*row.tags} - number.keys()
@@ -164,7 +164,7 @@ def read_pair_data(spec: Seq2SeqRun) -> PairData:
     """
     found = read_text_pairs(spec.data)
     valid = None if spec.data.validation is None else read_text_pairs(validation_data(spec.data))
-    tokenizer = load_tokenizer(spec.model.source)
+    tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
     how: dict[str, Any] = {"truncation": True, "max_length": spec.data.max_tokens, "verbose": False}
 
     def encoded(row: TextPair) -> tuple[Tokens, Tokens, bool]:

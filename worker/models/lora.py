@@ -29,6 +29,7 @@ from protocol.spec.files.adapter import (
 )
 from protocol.spec.manifest import ADAPTER_CONFIG, Block, Export
 from protocol.spec.sections.model import LoraSpec
+from worker.models.added_tokens import table_names
 from worker.models.pretrained import fill
 
 TaskType = Literal[
@@ -62,6 +63,7 @@ class Lora:
         heads: Modules that are trained in full: a classifier's head, what the checkpoint lacks.
         seed: The run's.
         adapter: The directory of one to go on with, in PEFT's layout.
+        added_tokens: Tokens whose rows of the embeddings and the head are trained.
 
     Attributes:
         adapter_digest: Of the one it goes on with; empty without.
@@ -79,6 +81,7 @@ class Lora:
         seed: int,
         *,
         adapter: str | None = None,
+        added_tokens: Sequence[int] = (),
     ) -> None:
         import peft  # noqa: PLC0415  (full fine-tuning does without)
 
@@ -104,6 +107,7 @@ class Lora:
             "target_modules": list(targets),
             "task_type": None if task_type == "MASKED_LM" else task_type,  # peft has none for it
             **_seldom(spec),
+            **_trained_rows(model, added_tokens, heads, targets),
         }
         try:
             with warnings.catch_warnings():
@@ -159,6 +163,35 @@ def _seldom(spec: LoraSpec) -> dict[str, Any]:
         "target_parameters": list(spec.target_parameters),
     }
     return {key: value for key, value in keys.items() if value}
+
+
+def _trained_rows(
+    model: torch.nn.Module, tokens: Sequence[int], heads: Sequence[str], targets: Sequence[str]
+) -> dict[str, Any]:
+    """Return peft's key for rows that are trained, unless their whole tables are.
+
+    Raises:
+        DataError: A table has low-rank matrices, or this peft has no such key.
+    """
+    tables = [name for name in table_names(model) if not _is_named(name, heads)] if tokens else []
+    adapted = [name for name in tables if _is_named(name, targets)]
+    if adapted:
+        raise DataError(
+            f"lora.targets names {adapted[0].rpartition('.')[2]!r}, whose rows of "
+            "model.added_tokens are trained beside the matrices: leave it out, or name it in "
+            "lora.modules_to_save"
+        )
+    if not tables:
+        return {}
+    import peft  # noqa: PLC0415
+
+    if not hasattr(peft.LoraConfig, "trainable_token_indices"):
+        raise DataError("model.added_tokens with lora needs peft 0.15; pip install -U peft")
+    return {"trainable_token_indices": {name: sorted(tokens) for name in tables}}
+
+
+def _is_named(module: str, names: Sequence[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _all_linear(model: torch.nn.Module, heads: Sequence[str]) -> tuple[str, ...]:

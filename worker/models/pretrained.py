@@ -70,6 +70,7 @@ class Pretrained:
         config: Its configuration.
         weights_digest: Of all weights, those that were drawn included.
         forward_options: Go along with every forward: a cache for generating is of no use here.
+        added_tokens: The tokens that the run adds (`worker.models.added_tokens`).
         drawn: The parameters that the source lacks, which were drawn, with their elements; none
             of a model that was started from its configuration.
     """
@@ -79,6 +80,7 @@ class Pretrained:
     weights_digest: str
     forward_options: Mapping[str, Any]
     drawn: Mapping[str, int] = field(default_factory=dict)
+    added_tokens: tuple[int, ...] = ()
 
     @property
     def vocabulary(self) -> int:

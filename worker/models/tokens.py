@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from protocol.base.errors import DataError
-from worker.models.pretrained import locate, quiet, refusal
+from protocol.spec.sections.model import ModelSpec
+from worker.models.added_tokens import add_to_tokenizer, with_rows
+from worker.models.pretrained import Pretrained, locate, quiet, refusal
 
 END_OF_TEXT: Final = "<|endoftext|>"
 EXPORT_CHARACTERS: Final = 3_000_000
@@ -37,13 +39,37 @@ NOTHING: Final = -100
 """The label of what is not predicted."""
 
 
-def load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str, added: Sequence[str] = ()) -> Any:
     """The fast tokenizer of a model's source, with a padding token.
+
+    Args:
+        source: The model's, or the tokenizer's own.
+        added: `model.added_tokens` of the run spec.
 
     Raises:
         DataError: There is none, or it has neither a padding nor an end token.
     """
-    return _load(source, *locate(source, tokenizer=True))
+    tokenizer = _load(source, *locate(source, tokenizer=True))
+    add_to_tokenizer(tokenizer, added)
+    return tokenizer
+
+
+def with_added_tokens(
+    loaded: Pretrained, model: ModelSpec, tokenizer: Any, source: str | None = None
+) -> Pretrained:
+    """Return a model with rows for `model.added_tokens`; without any, as it is.
+
+    Args:
+        loaded: The model; changed in place.
+        model: The section `model` of the run spec.
+        tokenizer: With the added tokens.
+        source: Of the tokenizer, if it is not the model's.
+    """
+    if not model.added_tokens:
+        return loaded
+    source = source or model.source
+    is_new = model.config is not None or source is None
+    return with_rows(loaded, model, tokenizer, None if is_new else load_tokenizer(str(source)))
 
 
 def tokenizer_in(directory: Path) -> Any:

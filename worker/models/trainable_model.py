@@ -69,22 +69,27 @@ class TrainableModel:
             told = () if usual else new
             return TrainableModel(loaded, None, cut_into_blocks(loaded.model), model, told)
         heads = [*usual, *new] if heads is None else heads
-        added = Lora(loaded.model, lora, task_type, heads, seed, adapter=model.adapter)
+        added = Lora(
+            loaded.model, lora, task_type, heads, seed,
+            adapter=model.adapter, added_tokens=loaded.added_tokens,
+        )  # fmt: skip
         return TrainableModel(loaded, added, cut_into_blocks(added.module), model, new)
 
     @property
     def notes(self) -> dict[str, int]:
-        """Number of parameters drawn for each module that the checkpoint lacks, for the manifest.
+        """Number of tokens added, and of parameters drawn for each module that the checkpoint
+        lacks, for the manifest.
 
         Without a classifier's head, which a checkpoint is not expected to have.
         """
-        drawn = self.loaded.drawn
-        return {
+        drawn, added = self.loaded.drawn, len(self.loaded.added_tokens)
+        counts = {
             cut_text(f"drawn_as_the_checkpoint_lacks[{owner}]", limits.NAME_CHARACTERS): sum(
                 elements for name, elements in drawn.items() if owner_of(name) == owner
             )
             for owner in self.new
         }
+        return {"tokens_added": added, **counts} if added else counts
 
     @property
     def module(self) -> nn.Module:

@@ -19,6 +19,7 @@ from protocol.base.errors import DataError, describe_error
 from protocol.spec.files.sources import model_source
 from protocol.spec.sections.model import ModelSpec
 from worker.models import pretrained
+from worker.models.added_tokens import fill_rows
 from worker.models.lora import LOG_SCALE, adapter_name
 from worker.models.tokens import load_tokenizer, tokenizer_in
 from worker.results.saved_model import ADAPTER_WEIGHTS, SavedModel
@@ -71,6 +72,10 @@ def load(saved: SavedModel, base: str | None) -> LoadedModel:
         pretrained.refuse_drawn_weights(loaded, source, "take a model with its head")
     model: Any = loaded.model
     model.requires_grad_(requires_grad=False)
+    own = (saved.directory / "tokenizer.json").is_file()
+    tokenizer = tokenizer_in(saved.directory) if own else load_tokenizer(source)
+    if saved.adapter is not None and own:
+        fill_rows(model, len(tokenizer), ())  # the adapter has their values
     if saved.adapter is not None:
         if saved.facts is not None:
             round_frozen_base(model, saved.facts.base_dtype)
@@ -78,8 +83,6 @@ def load(saved: SavedModel, base: str | None) -> LoadedModel:
             round_frozen_base(model, trained.model.base_dtype)
         model = _with_adapter(model, saved)
     model.eval()
-    own = (saved.directory / "tokenizer.json").is_file()
-    tokenizer = tokenizer_in(saved.directory) if own else load_tokenizer(source)
     return LoadedModel(model, tokenizer, loaded.weights_digest, trained, saved.embeds)
 
 

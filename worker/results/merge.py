@@ -125,7 +125,8 @@ def _untie(model: Any) -> None:
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     for layer in model.modules():
-        weight = getattr(layer, "weight", None) if hasattr(layer, "base_layer") else None
+        adapts = hasattr(layer, "base_layer") and not hasattr(layer, "trainable_tokens_delta")
+        weight = getattr(layer, "weight", None) if adapts else None
         if weight is not None and uses[id(weight)] > 1:
             layer.base_layer.weight = torch.nn.Parameter(weight.detach().clone(), False)
             for config in (model.config, model.config.get_text_config()):
@@ -182,7 +183,12 @@ def _save(model: Any, loaded: LoadedModel, new: Path) -> None:
         loaded.tokenizer.save_pretrained(new)
     if loaded.trained is not None:
         whole = loaded.trained.model.model_copy(
-            update={"source": "merged", "name": None, "base_dtype": "float32"}
+            update={
+                "source": "merged",
+                "name": None,
+                "base_dtype": "float32",
+                "added_tokens": (),
+            }
         )
         result_info = loaded.trained.model_copy(update={"lora": None, "model": whole})
         (new / FILE).write_text(result_info.document(), encoding="utf-8")

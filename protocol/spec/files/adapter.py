@@ -144,6 +144,14 @@ def _check_earlier(directory: Path, spec: RunSpec, base_dtype: str) -> None:
             f"the adapter in {str(directory)!r} has model.base_dtype {rounded}, the run spec "
             f"{base_dtype}: --set model.base_dtype={rounded}"
         )
+    added = [*(earlier.model.get("added_tokens") or ())]
+    ours = [] if spec.model is None else [*spec.model.added_tokens]
+    if added != ours:
+        raise DataError(
+            f"the adapter in {str(directory)!r} has model.added_tokens {added}, the run spec "
+            f"{ours}: "
+            f"--set 'model.added_tokens={json.dumps(added)}'"
+        )
     if earlier.tokenizer is not None and spec.tokenizer is None:
         remedy = f"--set tokenizer.source={directory}"
         if spec.task != "causal-lm":

@@ -19,7 +19,7 @@ from pydantic import (
 
 from protocol.base import limits
 from protocol.base.fields import Count, Document, Fraction, sort_keys
-from protocol.spec.sections.section import RESTORED, KeyFault, Needs, Section
+from protocol.spec.sections.section import RESTORED, KeyFault, Needs, OmittedByDefault, Section
 
 ComputePrecision = Literal["float32", "bfloat16", "float16"]
 
@@ -38,6 +38,9 @@ BaseDtype = Annotated[
     Literal["float32", "bfloat16", "float16", "int8", "int4", "nf4", "q8_0", "q4_0"],
     BeforeValidator(_offered_dtype),
 ]
+
+
+AddedText = Annotated[str, Field(min_length=1, max_length=200, pattern=r"\S")]
 
 
 class ModelSpec(Section):
@@ -84,6 +87,13 @@ class ModelSpec(Section):
     loss_scale_every: Annotated[Count, Needs("precision", ("float16",))] = Field(
         2_000, description="float16: steps after which the loss scale doubles"
     )
+    added_tokens: Annotated[
+        tuple[AddedText, ...], Field(max_length=limits.ADDED_TOKENS), OmittedByDefault()
+    ] = Field(
+        (),
+        description="texts, such as marks of a chat template, that become tokens of their own; "
+        "with lora only their rows of the embeddings and the head are trained beside it",
+    )
     attention: Literal["eager", "sdpa"] = Field("eager", description="implementation of attention")
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in backward, to save memory"
@@ -97,6 +107,8 @@ class ModelSpec(Section):
             raise ValueError("expected either a source to load from or a config to initialize from")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("expected a model_type in config, such as llama")
+        if len({*self.added_tokens}) < len(self.added_tokens):
+            raise KeyFault("expected each token once, got one twice", "added_tokens")
         if math.frexp(self.loss_scale)[0] != 0.5:
             raise KeyFault(f"expected a power of two, got {self.loss_scale:g}", "loss_scale")
         return self
@@ -108,7 +120,11 @@ class PretrainedModel(ModelSpec, lacks={"config"}):
     source: str = Field(description="a directory, `package:DISTRIBUTION`, or a hub name")
 
 
-class TeacherModel(ModelSpec, lacks={"adapter", "gradient_checkpointing"}):
+class StudentModel(ModelSpec, lacks={"added_tokens"}):
+    """A model that learns from captured logits, which are of the teacher's tokens."""
+
+
+class TeacherModel(ModelSpec, lacks={"adapter", "gradient_checkpointing", "added_tokens"}):
     """A model that is evaluated and not trained."""
 
 

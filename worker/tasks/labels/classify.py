@@ -22,7 +22,7 @@ from worker.data import holdout
 from worker.data.disk_arrays import DiskArrays
 from worker.data.labeled_data import LabeledTexts, read_labeled_texts
 from worker.models import pretrained
-from worker.models.tokens import check_tokens, tokenizer_files
+from worker.models.tokens import check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
     ROWS,
@@ -54,6 +54,7 @@ class Classify(TransformerTask):
         loaded = pretrained.load_classifier(
             spec.model, names, samples.padding, spec.seed, problem=problem
         )
+        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         tuned = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         check_tokens(max(samples.padding, samples.tokens.highest), loaded.vocabulary)

@@ -24,6 +24,7 @@ from worker.tasks.labels.result_info import ResultInfo
 
 if TYPE_CHECKING:
     from worker.data.labeled_data import LabeledSamples
+    from worker.models.lora import TaskType
     from worker.models.trainable_model import TrainableModel
 
 _HALF: Final = 0.5
@@ -89,9 +90,9 @@ def classify(
     from worker.tasks.labels.classify import class_loss  # noqa: PLC0415
 
     bare = info.lora is None and not (directory / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(str(info.model.source) if bare else source)
+    tokenizer = load_tokenizer(str(info.model.source) if bare else source, info.model.added_tokens)
     padding = int(tokenizer.pad_token_id)
-    classifier = _model(directory, info, source, padding)
+    classifier = _model(directory, info, source, tokenizer)
     loaded = classifier.loaded
     if info.task == "tag":
         yield from _tagged(texts, tokenizer, classifier, info, _values(weights, classifier))
@@ -115,23 +116,26 @@ def classify(
     program.close()
 
 
-def _model(directory: Path, info: ResultInfo, source: str, padding: int) -> TrainableModel:
+def _model(directory: Path, info: ResultInfo, source: str, tokenizer: Any) -> TrainableModel:
     """Load the base with its head, and add what was trained of it, without its values.
 
     Raises:
         DataError: The base is another one.
     """
     from worker.models.pretrained import load_classifier, load_tagger  # noqa: PLC0415
+    from worker.models.tokens import with_added_tokens  # noqa: PLC0415
     from worker.models.trainable_model import TrainableModel  # noqa: PLC0415
 
     model = info.model.model_copy(update={"source": source})
     heads = _heads(directory) if info.lora is not None else None
     if info.task == "tag":
         loaded = load_tagger(model, info.labels, info.seed)
-        tuned = TrainableModel.of(loaded, model, info.lora, "TOKEN_CLS", info.seed, heads=heads)
     else:
+        padding = int(tokenizer.pad_token_id)
         loaded = load_classifier(model, info.labels, padding, info.seed, problem=info.problem)
-        tuned = TrainableModel.of(loaded, model, info.lora, "SEQ_CLS", info.seed, heads=heads)
+    loaded = with_added_tokens(loaded, model, tokenizer)
+    kind: TaskType = "TOKEN_CLS" if info.task == "tag" else "SEQ_CLS"
+    tuned = TrainableModel.of(loaded, model, info.lora, kind, info.seed, heads=heads)
     if info.lora is not None and loaded.weights_digest != info.base_weights:
         raise DataError(
             f"the model {source!r} is not the one that {str(directory)!r} was trained on: its "

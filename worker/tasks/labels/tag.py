@@ -18,7 +18,7 @@ from protocol.spec.run_spec import TagRun
 from worker.data import holdout
 from worker.data.sequence_data import read_tagged_data
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts, logits_of
 from worker.tasks.labels.result_info import FILE, result_info
@@ -34,6 +34,7 @@ class Tag(TransformerTask):
     def __init__(self, spec: TagRun) -> None:
         data = read_tagged_data(spec)
         loaded = pretrained.load_tagger(spec.model, data.names, spec.seed)
+        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         tuned = TrainableModel.of(loaded, spec.model, spec.lora, "TOKEN_CLS", spec.seed)
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         check_tokens(data.highest, loaded.vocabulary)

@@ -20,7 +20,7 @@ from worker.data import holdout
 from worker.data.language_data import read_language_data
 from worker.data.packing import check_packing
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts
 
@@ -78,7 +78,8 @@ def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
         end = tokenizer.eos_token_id
         loaded = pretrained.start_causal_lm(spec, len(tokenizer), end)
     pretrained.check_length(loaded.model, spec.data.max_tokens)
-    return loaded
+    source = None if spec.tokenizer is None else spec.tokenizer.source
+    return with_added_tokens(loaded, spec.model, tokenizer, source)
 
 
 def token_loss(

@@ -19,7 +19,7 @@ from protocol.spec.run_spec import DpoRun
 from worker.data import holdout
 from worker.data.preference_data import read_preference_data
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts
 
@@ -37,6 +37,7 @@ class Dpo(TransformerTask):
         loaded = pretrained.load_causal_lm(spec.model, 0)
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "train it by causal-lm first")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
+        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         check_tokens(data.pairs.highest, loaded.vocabulary)
         tuned = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
         measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)

@@ -26,7 +26,7 @@ from worker.data.embedding_data import PADDING_TOKENS, read_embedding_data
 from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
 from worker.models.lora import LOG_SCALE
-from worker.models.tokens import check_tokens, tokenizer_files
+from worker.models.tokens import check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask
 
@@ -44,6 +44,7 @@ class Embed(TransformerTask):
         loaded = pretrained.without_pooler(pretrained.load_encoder(spec.model))
         pretrained.refuse_drawn_weights(loaded, str(spec.model.source), "take a pretrained one")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
+        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         check_tokens(max(data.padding, data.texts.highest), loaded.vocabulary)
         tuned = TrainableModel.of(loaded, spec.model, spec.lora, "FEATURE_EXTRACTION", spec.seed)
         if spec.embed.learn_temperature:

@@ -24,7 +24,7 @@ from protocol.spec.run_spec import MaskedLmRun
 from worker.data import holdout
 from worker.data.language_data import Samples, read_language_data
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
     Objective,
@@ -48,6 +48,7 @@ class MaskedLM(TransformerTask):
         loaded = pretrained.load_masked_lm(spec.model)
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "take one with its head")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
+        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         check_tokens(data.highest, loaded.vocabulary)
         self._masks = masks = Masks.of(data.tokenizer, loaded.vocabulary, spec.data.mask_share)
         self._train, self._length = data.train, spec.data.max_tokens

@@ -23,7 +23,13 @@ from protocol.spec.run_spec import Seq2SeqRun
 from worker.data import holdout
 from worker.data.sequence_data import PairData, read_pair_data
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, end_tokens, tokenizer_files
+from worker.models.tokens import (
+    NOTHING,
+    check_tokens,
+    end_tokens,
+    tokenizer_files,
+    with_added_tokens,
+)
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
     ROWS,
@@ -50,6 +56,7 @@ class Seq2Seq(TransformerTask):
         loaded = pretrained.load_seq2seq(spec.model, 0 if spec.lora else spec.seed)
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "take a pretrained one")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
+        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         check_tokens(max(data.highest, data.labels.highest), loaded.vocabulary)
         start = _start_token(loaded)
         tuned = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_2_SEQ_LM", spec.seed)

@@ -1,0 +1,236 @@
+"""Added tokens: rows as transformers begins them, results that PEFT, merge and GGUF read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.base.interface import BlockGradient
+from backends.registry import choose
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import parse_run_spec
+from tests.commands import called
+from tests.small_chat import conversation, jsonl, save_chat_model
+from tests.small_sequences import PAIRS, save_encoder_decoders
+from tests.worker.tasks.test_classify import export, moved
+from worker.results.merge import merge
+from worker.results.saved_model import find
+from worker.tasks.registry import build
+
+MARKS = ["<tool>", "</tool>", "Zylophyte"]
+TEXT = " <tool>call</tool> Zylophyte"
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> Path:
+    """Models with tied and untied heads, of decoders, encoder-decoders and an encoder."""
+    import torch
+    import transformers
+
+    path: Path = tmp_path_factory.mktemp("bases")
+    save_chat_model(path / "untied")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path / "untied")
+    torch.manual_seed(1)
+    config: Any = transformers.AutoConfig.from_pretrained(path / "untied")
+    config.tie_word_embeddings = True
+    transformers.LlamaForCausalLM(config).save_pretrained(path / "tied")
+    tokenizer.save_pretrained(path / "tied")
+    # More rows than tokens, as Qwen has: the first marks take rows that no token had.
+    config.vocab_size = len(tokenizer) + 2
+    transformers.LlamaForCausalLM(config).save_pretrained(path / "padded")
+    tokenizer.save_pretrained(path / "padded")
+    save_encoder_decoders(path)
+    small: Any = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.BertModel(small).save_pretrained(path / "bert")
+    tokenizer.save_pretrained(path / "bert")
+    chats = [conversation(n) for n in range(12)]
+    for messages in chats:
+        messages[-1]["content"] += TEXT
+    jsonl(path / "chat.jsonl", [{"messages": messages} for messages in chats])
+    jsonl(path / "pairs.jsonl", [{**row, "target": row["target"] + TEXT} for row in PAIRS])
+    labeled = [{"text": f"{n} plus {n}{TEXT * (n % 2)}", "label": n % 2} for n in range(12)]
+    jsonl(path / "labels.jsonl", labeled)
+    return path
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "causal-lm": {"train": "chat.jsonl", "format": "messages", "max_tokens": 96},
+    "seq2seq": {"train": "pairs.jsonl", "max_tokens": 64},
+    "classify": {"train": "labels.jsonl", "max_tokens": 64},
+}
+BASES = {
+    "tied": "causal-lm", "untied": "causal-lm", "padded": "causal-lm", "t5": "seq2seq",
+    "bart": "seq2seq", "bert": "classify",
+}  # fmt: skip
+
+
+def spec_of(bases: Path, base: str, lora: Any, added: Any = MARKS, **more: Any) -> Any:
+    data = TASKS[BASES[base]]
+    return parse_run_spec({
+        "task": BASES[base], "seed": 7, "steps": 1, "lora": lora,
+        "model": {"source": str(bases / base), "added_tokens": added, **more},
+        "batch": {"samples": 4, "microbatch": 2},
+        "data": {**data, "train": str(bases / data["train"])},
+    })  # fmt: skip
+
+
+def transformers_model(saved: Path, base: str, of: Path) -> Any:
+    """As transformers and PEFT load a result: the vocabulary resized to the tokenizer's."""
+    import peft
+    import transformers
+
+    kinds = {
+        "causal-lm": transformers.AutoModelForCausalLM,
+        "seq2seq": transformers.AutoModelForSeq2SeqLM,
+        "classify": transformers.AutoModelForSequenceClassification,
+    }
+    kind: Any = kinds[BASES[base]]
+    if not (saved / "adapter_config.json").is_file():
+        return kind.from_pretrained(saved).eval()
+    model = kind.from_pretrained(of)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved)
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
+    return peft.PeftModel.from_pretrained(model, saved).eval()
+
+
+@pytest.mark.parametrize("lora", [{"r": 2}, None], ids=["lora", "whole"])
+@pytest.mark.parametrize("base", list(BASES))
+def test_results_compute_in_transformers_what_the_run_computed(bases, tmp_path, base, lora):
+    import torch
+    import transformers
+
+    task: Any = build(spec_of(bases, base, lora))
+    assert task.manifest.notes["tokens_added"] == 3
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bases / base)
+    tokenizer.add_tokens(MARKS)
+    ids: Any = tokenizer.convert_tokens_to_ids(MARKS)
+    batch = task.batch([0, 1, 2, 3])
+    read = batch.arrays["labels" if base in {"t5", "bart"} else "input_ids"]
+    assert set(ids) <= {*read.reshape(-1).tolist()}
+    named = dict(task.trainable.module.named_parameters())
+    given = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    values = moved(task)
+    with torch.no_grad():
+        for block, array in zip(task.manifest.blocks, values, strict=True):
+            for tensor, place in block.slices():
+                named[tensor.name].copy_(torch.tensor(array[place].reshape(tensor.shape)))
+        assert task.trainable.loss is not None
+        ours = float(task.trainable.loss(task.trainable.module.eval(), given)) / batch.weight
+    saved = export(task, values, tmp_path)
+    model = transformers_model(saved, base, bases / base)
+    with torch.no_grad():
+        if BASES[base] == "causal-lm":  # whose labels are shifted already
+            logits = model(input_ids=given["input_ids"]).logits
+            theirs = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), given["labels"].flatten()
+            )
+        else:
+            theirs = model(**given).loss
+    assert ours == pytest.approx(float(theirs), rel=1e-5)
+    if lora is not None:
+        merge(find(saved), None, tmp_path / "merged")  # which compares logits
+        again = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+        assert again.convert_tokens_to_ids(MARKS) == ids
+
+
+@pytest.mark.parametrize("base", ["untied", "padded", "t5"])
+def test_new_rows_begin_where_transformers_begins_them(bases, base):
+    import torch
+    import transformers
+
+    task = build(spec_of(bases, base, {"r": 2}))
+    rows = {
+        tensor.name: values[place].reshape(tensor.shape)
+        for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True)
+        for tensor, place in block.slices()
+        if "trainable_tokens_delta" in tensor.name
+    }
+    assert len(rows) == (2 if base == "untied" else 1)
+    assert all(each.shape[0] == 3 for each in rows.values())
+    kind: Any = transformers.AutoModelForCausalLM
+    if base == "t5":
+        kind = transformers.AutoModelForSeq2SeqLM
+    model = kind.from_pretrained(bases / base)
+    if base == "padded":
+        model.resize_token_embeddings(model.config.vocab_size - 2)
+    count = model.get_input_embeddings().num_embeddings
+    torch.manual_seed(0)
+    model.resize_token_embeddings(count + 3)
+    for name, each in rows.items():
+        table = model.get_output_embeddings() if "lm_head" in name else model.get_input_embeddings()
+        np.testing.assert_allclose(each, table.weight.detach()[count:].numpy(), atol=1e-3)
+    again = build(spec_of(bases, base, {"r": 2}))
+    for one, other in zip(task.initial_parameters(), again.initial_parameters(), strict=True):
+        assert (one == other).all()
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_rows_are_trained_beside_a_base_in_fewer_bits(bases, base_dtype):
+    assert (np.abs(row_gradients(bases, "cpu", base_dtype=base_dtype)).max(axis=1) > 0).all()
+
+
+def row_gradients(bases: Path, backend: str, **model: Any) -> Any:
+    """The gradients of the added rows, (rows, width), of a microbatch that has them all."""
+    task = build(spec_of(bases, "tied", {"r": 2}, **model))
+    batch = task.batch([0, 1])
+    program = choose(backend).backend.compile(task.trainable, batch)
+    program.load(moved(task))
+    found = program.gradients([(batch, 0)])
+    flat = {each.block: each.values for each in found if isinstance(each, BlockGradient)}
+    program.close()
+    [rows] = [
+        flat[number][place].reshape(tensor.shape)
+        for number, block in enumerate(task.manifest.blocks)
+        for tensor, place in block.slices()
+        if "trainable_tokens_delta" in tensor.name
+    ]
+    return rows
+
+
+def test_a_result_is_used_by_every_command(bases, tmp_path):
+    pytest.importorskip("gguf")
+    task = build(spec_of(bases, "tied", {"r": 2}))
+    saved = export(task, moved(task), tmp_path)
+    said = called("worker", "generate", str(saved), f"What is{TEXT}?", "--max-tokens", "4")
+    assert said.returncode == 0, said.stderr
+    made = called("worker", "export", str(saved), "--gguf", "f32", "--out", str(tmp_path / "gguf"))
+    assert made.returncode == 0, made.stderr
+    import gguf
+
+    [file] = (tmp_path / "gguf").glob("*.gguf")
+    tokens = gguf.GGUFReader(file).get_field("tokenizer.ggml.tokens")
+    assert tokens is not None
+    assert tokens.contents()[-3:] == MARKS
+    task = build(spec_of(bases, "bert", {"r": 2}))
+    (tmp_path / "bert").mkdir()
+    saved = export(task, moved(task), tmp_path / "bert")
+    said = called("worker", "classify", str(saved), f"1 plus 1{TEXT}", "--json")
+    assert said.returncode == 0, said.stderr
+    merged = called("worker", "merge", str(saved), "--out", str(tmp_path / "merged"))
+    assert merged.returncode == 0, merged.stderr
+    again = called("worker", "classify", str(tmp_path / "merged"), f"1 plus 1{TEXT}", "--json")
+    one, other = (json.loads(each.stdout) for each in (said, again))
+    assert one["label"] == other["label"]
+    assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("added", "lora", "expected"),
+    [
+        (["plus"], {"r": 2}, "'plus', which the tokenizer has as an ordinary token"),
+        (MARKS, {"targets": ["embed_tokens"]}, "lora.targets names 'embed_tokens'"),
+    ],
+)
+def test_a_mistake_is_one_line(bases, added, lora, expected):
+    with pytest.raises(DataError) as raised:
+        build(spec_of(bases, "tied", lora, added))
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
