@@ -74,8 +74,8 @@ def refuse_missing(name: str, wanted: int | str | None = None) -> None:
 def trial_device(name: str, wanted: int | str | None = None) -> Iterator[torch.device]:
     """Yield where a user's loss is tried before a run: the card that `choose` would take.
 
-    The CPU where torch does not compute there (Vulkan) or not in float64 (MPS), or where there is
-    no such card, which `choose` then says.
+    The CPU where torch does not compute there (Vulkan) or not in float64 (MPS, some of Intel's), or
+    where there is no such card, which `choose` then says.
 
     Args:
         name: As in `choose`.
@@ -97,9 +97,20 @@ def trial_device(name: str, wanted: int | str | None = None) -> Iterator[torch.d
             continue
         if (info := _device(each, wanted)).usable:
             device = EagerBackend(each, info.index).device
+            if not torch_devices.has_float64(device):
+                device = torch.device("cpu")
             break
     with torch_devices.naming_device_errors(device, "the model with a few samples"):
         yield device
+
+
+@contextmanager
+def torch_settings_restored() -> Iterator[None]:
+    """Restore afterwards every setting of torch that a backend changes."""
+    from backends.eager.numerics import settings_restored  # noqa: PLC0415  (imports torch)
+
+    with settings_restored():
+        yield
 
 
 def devices() -> list[DeviceInfo]:

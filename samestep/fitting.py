@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from backends.registry import refuse_missing
+from backends.registry import refuse_missing, torch_settings_restored
 from coordinator.operator.control_client import request
 from protocol.base.address import parse_address
 from protocol.base.errors import (
@@ -785,23 +785,10 @@ def _torch_settings_restored() -> Iterator[None]:
         [] if cards is None else [cards.get_rng_state(n) for n in range(cards.device_count())]
     )
     current_card = None if cards is None else cards.current_device()
-    cudnn = torch.backends.cudnn
-    sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    half_sums = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    benchmark, tf32 = cudnn.benchmark, cudnn.allow_tf32
-    mode = torch.get_deterministic_debug_mode()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    matmul, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     try:
-        yield
+        with torch_settings_restored():
+            yield
     finally:
-        torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-        torch.set_float32_matmul_precision(matmul)
-        torch.set_num_threads(threads)
-        cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
-        torch.backends.cuda.enable_cudnn_sdp(sdp)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = half_sums
         torch.set_rng_state(generators[0])
         np.random.set_state(generators[1])  # noqa: NPY002
         random.setstate(generators[2])

@@ -408,4 +408,5 @@ def _host_name() -> str:
 
 def main() -> None:
     """Entry point."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbers are nvidia-smi's
     run_command(app, "worker")

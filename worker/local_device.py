@@ -38,6 +38,10 @@ class LocalDevice:
             self._tell(f"device: {info.name}: {choice.reason}")
             if info.backend == "vulkan":
                 _end_in_order(info.name)
+            if info.backend == "cuda":
+                from backends.eager import torch_devices  # noqa: PLC0415 -- imported by now
+
+                torch_devices.grow_without_holes(torch_devices.torch_device("cuda", info.index))
             self._backend = _sharded(info) if self._shard else choice.backend
         return self._backend
 

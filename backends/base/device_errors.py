@@ -6,8 +6,23 @@ from typing import Final
 
 import torch
 
-_OUT_OF_MEMORY: Final = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED")
-_FAILED: Final = ("CUDA error", "HIP error", "XPU error", "CUDNN_STATUS", "CUBLAS_STATUS")
+_OUT_OF_MEMORY: Final = (
+    "out of memory",
+    "_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER, hipBLAS
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
+)
+_FAILED: Final = (
+    "CUDA error", "CUDA driver error", "CUDA driver initialization failed", "CUDA unknown error",
+    "No CUDA GPUs are available", "CUDNN_STATUS", "CUBLAS_STATUS", "CUSOLVER_STATUS",
+    "CUSPARSE_STATUS", "NCCL error", "NCCL Error",
+    "HIP error", "HIPBLAS_STATUS", "rocblas_status", "miopenStatus",
+    "XPU error", "UR_RESULT_ERROR", "level_zero backend failed", "XCCL error",
+    "MPS backend", "Metal error",
+)  # fmt: skip
+"""What torch and the libraries of NVIDIA, AMD, Intel and Apple write."""
+_DEVICE_CLASS: Final = getattr(torch, "AcceleratorError", None)
+"""Since torch 2.8."""
 _NO_FIXED_ORDER: Final = "does not have a deterministic implementation"
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -25,7 +40,7 @@ def has_failed(error: BaseException) -> bool:
 
     This process can compute nothing more on it.
     """
-    if isinstance(error, torch.AcceleratorError):
+    if _DEVICE_CLASS is not None and isinstance(error, _DEVICE_CLASS):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FAILED)
 

@@ -21,8 +21,6 @@ from protocol.exact.tree_sum import TreeSum, tree_sum
 from protocol.spec.manifest import Block
 
 _LEAST_STAGING_ELEMENTS: Final = 1 << 20
-_FLOATS_OF_A_LOSS: Final = 2
-"""A float64, as it travels among float32 values."""
 
 
 def joined(
@@ -60,6 +58,7 @@ class SubtreeSums:
         self._device = device
         self._blocks = [TreeSum[torch.Tensor](leaves, _add) for _ in range(blocks)]
         self._losses: list[torch.Tensor | None] = [None] * leaves
+        """Each as float32 values: one, or the two halves of a float64."""
         self._weights = [0.0] * leaves
 
     def add(self, leaf: int, block: int, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -79,7 +78,10 @@ class SubtreeSums:
 
         A microbatch that is computed again after a failure replaces what it noted.
         """
-        self._losses[leaf] = loss.detach().to(self._device, torch.float64).reshape(1)
+        values = loss.detach().to(self._device).reshape(1)
+        if values.dtype != torch.float64:  # which not all cards have
+            values = values.float()
+        self._losses[leaf] = values.view(torch.float32)
         self._weights[leaf] = weight
 
     def with_losses(self, block: torch.Tensor) -> torch.Tensor:
@@ -87,17 +89,25 @@ class SubtreeSums:
         losses = [loss for loss in self._losses if loss is not None]
         if len(losses) != self.leaves:
             raise AssertionError(f"expected {self.leaves} losses, got {len(losses)}")
-        return torch.cat([block, torch.cat(losses).view(torch.float32)])
+        return torch.cat([block, *losses])
 
     @property
     def loss_elements(self) -> int:
         """What `with_losses` adds."""
-        return _FLOATS_OF_A_LOSS * self.leaves
+        return sum(self._loss_sizes())
 
     def loss(self, copied: Array) -> Loss:
         """The subtree's loss, from the values that `with_losses` added."""
-        losses = copied.view(np.float64).tolist()
+        losses, lo = [], 0
+        for size in self._loss_sizes():
+            # A copy: as float64 it has to be aligned.
+            values = copied[lo : lo + size].copy()
+            losses.append(float(values.view(np.float64 if size > 1 else np.float32)[0]))
+            lo += size
         return Loss(tree_sum(losses), tree_sum(self._weights))
+
+    def _loss_sizes(self) -> list[int]:
+        return [0 if loss is None else len(loss) for loss in self._losses]
 
 
 def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -188,8 +198,7 @@ class BlockCopy:
         if self.sums is None:
             return values, None
         split = len(values) - self.sums.loss_elements
-        # A copy: as float64 it has to be aligned.
-        return values[:split].copy(), self.sums.loss(values[split:].copy())
+        return values[:split].copy(), self.sums.loss(values[split:])
 
 
 class BlockCopier:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -87,10 +87,11 @@ class EagerBackend:
         """
         numerics.make_deterministic()
         self.device = torch_devices.torch_device(kind, index)
-        torch_devices.set_current(self.device)
+        with torch_devices.naming_device_errors(self.device):
+            torch_devices.set_current(self.device)
         self._kind, self._index = kind, index
 
-    @property
+    @cached_property  # also a driver that hangs by now does not hold up who names its device
     def info(self) -> DeviceInfo:
         """Name and, where it has its own, memory."""
         name = torch_devices.device_name(self.device)
@@ -116,6 +117,7 @@ class EagerBackend:
             DeviceError: The device fails, or has too little memory.
         """
         del others, evaluations  # a new shape takes no time
+        torch_devices.release_memory(self.device)  # of the run before
         if trainable.arithmetic.is_canonical:
             raise SamestepError(
                 f"the run's arithmetic is canonical, which torch on {self.device.type} does not "
@@ -402,7 +404,7 @@ class EagerProgram(HostSummedProgram):
                     for parameter in self._parameters.values():
                         parameter.grad = None
                 # Another program's memory, or holes between what torch keeps: it may fit now.
-                torch_devices.release_cached_memory(self._device)
+                torch_devices.release_memory(self._device)
                 can_retry = False
 
     def _forward_and_backward(self, work: _Work) -> Loss | None:
@@ -757,20 +759,26 @@ class _DeviceThread(Executor):
         self._thread.join()
 
     def _run(self, threads: int) -> None:
-        torch_devices.set_current(self._device)
-        numerics.use_threads(threads)
+        begin: Callable[[], None] | None = partial(self._begin, threads)
         while (item := self._work.get()) is not None:
             future, function = item
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 with torch_devices.naming_device_errors(self._device):
+                    if begin is not None:
+                        begin()
+                        begin = None
                     result = function()
             except BaseException as error:  # noqa: BLE001 -- the future's, as in every executor
                 future.set_exception(error)
             else:
                 future.set_result(result)
             del item, future, function
+
+    def _begin(self, threads: int) -> None:
+        torch_devices.set_current(self._device)
+        numerics.use_threads(threads)
 
 
 def _tensor_of(values: Array) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from backends.base.inner_steps import InnerState, SchedulePosition
 from backends.base.interface import Array, Batch, Leaf, Loss
+from backends.eager.torch_devices import has_float64
 from protocol.exact.parameter_groups import TensorRule, tensor_rule
 from protocol.exact.update import (
     StepScalars,
@@ -81,6 +82,8 @@ class EagerInnerSteps:
         names = [tensor.name for block in blocks for tensor in block.tensors]
         self._parameters = [parameters[name] for name in names]
         self._rules = [tensor_rule(name, optimizer) for name in names]
+        device = next(iter(parameters.values())).device
+        self._wide = torch.float64 if has_float64(device) else torch.float32
         self._moments: list[Tensors] = []
         self._missed: list[int] = []
         """Missed updates by tensor, as in `Replica.missed`."""
@@ -174,7 +177,7 @@ class EagerInnerSteps:
         )
         for chosen, own_scalars in self._updates(reached, scalars, position.update):
             self._take(chosen, own_scalars)
-        total = float(torch.stack(losses).double().sum())
+        total = float(torch.stack(losses).to(self._wide).sum())
         return total if math.isfinite(total) else math.nan
 
     def _clip(self, reached: dict[int, torch.Tensor]) -> None:
@@ -189,7 +192,7 @@ class EagerInnerSteps:
             chosen = [g for n, g in reached.items() if self._rules[n].clip_group == number]
             if limit is None or not chosen:
                 continue
-            norm = torch.stack([g.double().square().sum() for g in chosen]).sum().sqrt()
+            norm = torch.stack([g.to(self._wide).square().sum() for g in chosen]).sum().sqrt()
             torch._foreach_mul_(chosen, torch.clamp(limit / (norm + 1e-6), max=1.0).float())
 
     def _take(self, chosen: _Chosen, scalars: StepScalars) -> None:

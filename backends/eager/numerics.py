@@ -10,9 +10,10 @@ import importlib.metadata
 import os
 import platform
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -55,14 +56,52 @@ def make_deterministic() -> None:
     # As use_deterministic_algorithms(True) does; but that one imports torch's compiler as well,
     # which doubles the time that a worker takes to start.
     torch.set_deterministic_debug_mode("error")
+    for module, name, value in _settings():
+        setattr(module, name, value)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no fixed order
+
+
+def _settings() -> Iterator[tuple[Any, str, object]]:
+    """Each setting of torch that decides bits: the module, its name, and the value for a run."""
+    backends = torch.backends
     # It would fill every fresh tensor with NaN; ours are all written before they are read.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    # Sums over bfloat16 products are float32, and attention's backward has one fixed order.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cudnn.benchmark = False
+    yield torch.utils.deterministic, "fill_uninitialized_memory", False
+    yield backends.cudnn, "benchmark", False
+    for name in (
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    ):
+        if hasattr(backends.cuda.matmul, name):  # the last one since torch 2.7
+            yield backends.cuda.matmul, name, False
+    if not hasattr(backends, "fp32_precision"):  # before torch 2.9
+        yield backends.cuda.matmul, "allow_tf32", False
+        yield backends.cudnn, "allow_tf32", False
+        return
+    # Not by set_float32_matmul_precision and allow_tf32: those leave convolutions as they are where
+    # the user has set these, and torch raises where both are read.
+    yield backends, "fp32_precision", "ieee"
+    yield backends.cuda.matmul, "fp32_precision", "ieee"
+    for library in (backends.cudnn, backends.mkldnn):
+        for part in (library, *(getattr(library, n, None) for n in ("conv", "rnn", "matmul"))):
+            if hasattr(part, "fp32_precision"):
+                yield part, "fp32_precision", "ieee"
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """Restore afterwards every setting that `make_deterministic` and `use_threads` change."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in _settings()]
+    mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
+    sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.set_num_threads(threads)
+        torch.backends.cuda.enable_cudnn_sdp(sdp)
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def use_threads(threads: int) -> None:

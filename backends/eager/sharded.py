@@ -77,8 +77,18 @@ def shard_frozen(module: nn.Module, device: torch.device, mesh: DeviceMesh) -> N
         own = {parameter for parameter in layer.parameters() if parameter in trained}
         fully_shard(layer, mesh=mesh, ignored_params=own)
     for tensor in (*trained, *module.buffers()):
-        tensor.data = tensor.data.to(device).clone(memory_format=torch.contiguous_format)
+        _move(tensor, tensor.data.to(device).clone(memory_format=torch.contiguous_format))
         assert tensor.data_ptr() % numerics.ALIGNMENT_BYTES == 0
+
+
+def _move(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a tensor these values, where they lie; it stays the same object."""
+    if torch._has_compatible_shallow_copy_type(tensor, values):  # noqa: SLF001 -- as Module.to does
+        tensor.data = values
+        return
+    is_parameter = isinstance(tensor, nn.Parameter)
+    moved = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

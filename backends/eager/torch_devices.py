@@ -7,6 +7,8 @@ as well, and on Intel's XPU. `accelerator` is whatever else torch has been exten
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ class DeviceKind:
         copies_asynchronously: Whether it has streams, events and pinned memory: then sums are
             taken on the device, and copied to the host while backward goes on.
         keeps_alignment: Whether `Tensor.data_ptr` is an address.
+        has_float64: Whether all of its devices have it.
     """
 
     backend: str
@@ -38,6 +41,7 @@ class DeviceKind:
     is_numbered: bool = True
     copies_asynchronously: bool = True
     keeps_alignment: bool = True
+    has_float64: bool = True
 
 
 KINDS: Final = {
@@ -47,11 +51,12 @@ KINDS: Final = {
         DeviceKind("cuda", "CUDA"),
         DeviceKind("xpu", "XPU"),
         DeviceKind(
-            "mps", "MPS", is_numbered=False, copies_asynchronously=False, keeps_alignment=False
+            "mps", "MPS", is_numbered=False, copies_asynchronously=False, keeps_alignment=False,
+            has_float64=False,
         ),
         DeviceKind("accelerator", "torch's accelerator"),
     )
-}
+}  # fmt: skip
 
 
 def torch_device(backend: str, index: int = 0) -> torch.device:
@@ -159,6 +164,26 @@ def multiprocessors(device: torch.device) -> int:
     return 0
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether it computes in float64; Intel's Arc cards of the first generation do not."""
+    if device.type != "xpu":
+        return kind_of(device).has_float64
+    return bool(torch.xpu.get_device_properties(device).has_fp64)
+
+
+def grow_without_holes(device: torch.device) -> None:
+    """Have a card's memory grow in place, so that samples of unlike lengths leave no holes.
+
+    Of the whole process, before its first tensor there; nothing where the user has chosen.
+    """
+    chosen = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if device.type != "cuda" or torch.version.hip is not None or chosen:
+        return
+    # Since torch 2.9; the earlier name warns.
+    choose = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001
+    (choose or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")  # noqa: SLF001
+
+
 def set_current(device: torch.device) -> None:
     """Make it the device of the calling thread, for what is created without naming one."""
     if kind_of(device).is_numbered:
@@ -167,14 +192,18 @@ def set_current(device: torch.device) -> None:
 
 def seed(device: torch.device, seed: int) -> None:
     """Seed the device's own generators."""
-    if kind_of(device).is_numbered:
+    if device.type == "mps":
+        torch.mps.manual_seed(seed)
+    elif device.type != "cpu":
         _module(device).manual_seed_all(seed)
 
 
-def release_cached_memory(device: torch.device) -> None:
-    """Give memory that torch keeps for later tensors back to the device."""
-    if kind_of(device).is_numbered:
-        _module(device).empty_cache()
+def release_memory(device: torch.device) -> None:
+    """Give memory back to the device: what nothing refers to, and what torch keeps for later."""
+    if device.type == "cpu":
+        return
+    gc.collect()  # a model may be in a reference cycle, and a full card starts no collection
+    _module(device).empty_cache()
 
 
 @contextmanager
@@ -192,9 +221,10 @@ def naming_device_errors(device: torch.device, needs: str = "") -> Iterator[None
     try:
         yield
     except RuntimeError as error:
-        if not kind_of(device).is_numbered or describe_error(error) == NO_MEMORY:
+        if device.type == "cpu" or describe_error(error) == NO_MEMORY:
             raise
-        name = f"{kind_of(device).backend} {device.index}"
+        kind = kind_of(device)
+        name = f"{kind.backend} {device.index}" if kind.is_numbered else kind.backend
         first_line = str(error).partition("\n")[0]
         if is_out_of_memory(error):
             advice = (

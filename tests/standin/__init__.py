@@ -9,6 +9,7 @@ installed packages name.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import types
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +36,9 @@ KERNELS_TO_FAULT: Final = "SAMESTEP_STANDIN_KERNELS"
 """The one that says after how many kernels the devices break."""
 KERNELS_TO_HANG: Final = "SAMESTEP_STANDIN_HANGS"
 """The one that says after how many kernels they hang, which is noticed soon."""
+TOUCHED: Final = "SAMESTEP_STANDIN_TOUCHED"
+"""The one that names a folder where each process writes, at its end, a line for each thread and
+device that it touched."""
 _SOURCE: Final = Path(__file__).with_name("device.cpp")
 _BUILD: Final = Path(sys.prefix) / "standin"
 """In the environment, whose torch it is built for."""
@@ -108,6 +113,20 @@ def register() -> None:
     if kernels := os.environ.get(KERNELS_TO_HANG):
         device_watch._LEAST_S = device_watch._LEAST_WITH_DATA_S = 1.0  # type: ignore[misc]
         torch.ops.standin.set_fault_after(int(kernels), "")
+    if folder := os.environ.get(TOUCHED):
+        atexit.register(_write_touched, Path(folder))
+    torch.distributed.Backend.register_backend(NAME, _collectives, devices=[NAME])
+
+
+def _write_touched(folder: Path) -> None:
+    lines = [*take_touched(), *take_reports()]
+    (folder / f"rank-{os.environ.get('RANK', '')}-{os.getpid()}").write_text("\n".join(lines))
+
+
+def _collectives(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    from tests.standin.collectives import HostCollectives
+
+    return HostCollectives(store, rank, size, timeout)
 
 
 def _device_module() -> types.ModuleType:
@@ -136,6 +155,8 @@ def _device_module() -> types.ModuleType:
     module.get_rng_state = lambda device=None: ops.rng_state(index_of(device))
     module.set_rng_state = lambda state, device=None: ops.set_rng_state(index_of(device), state)
     module.Stream, module.Event = torch.Stream, torch.Event
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(index_of(device))
+    module.stream = lambda stream: nullcontext() if stream is None else stream
     module.empty_cache = lambda: None
     return module
 
@@ -148,6 +169,11 @@ def take_reports() -> list[str]:
 def take_counts() -> dict[str, int]:
     """How often what was done, since the last call: kernels, copies, waits, by name."""
     return dict(torch.ops.standin.take_counts())
+
+
+def take_touched() -> list[str]:
+    """A line for each device and thread that has used it, since the last call."""
+    return list(torch.ops.standin.take_touched())
 
 
 def peak_bytes(device: int) -> int:
@@ -164,6 +190,11 @@ def set_memory_limit(limit_bytes: int | None) -> None:
 def set_fault(text: str = "") -> None:
     """Break all devices: each later call raises this text. Without one, mend them."""
     torch.ops.standin.set_fault(text)
+
+
+def set_float64(*, is_there: bool) -> None:
+    """Whether the devices have float64: Intel's Arc cards and Apple's do not."""
+    torch.ops.standin.set_float64(is_there)
 
 
 def set_hanging(*, hangs: bool) -> None:

@@ -12,6 +12,8 @@
 //   an index out of range                 breaks the device: every later call raises
 //   memory                                has a limit, with torch's OutOfMemoryError beyond it
 //   random draws                          come from the device's own generator
+//   float64                               raises if asked to, as on cards that have none
+//   threads                               are listed by the devices that they touched
 //
 // Order between streams is checked by vector clocks: each stream counts its operations, and knows
 // up to which operation of every other stream it has waited. It cannot show the bits of real
@@ -33,6 +35,8 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -92,9 +96,10 @@ struct State {
   std::map<uintptr_t, size_t> pinned;
   std::vector<std::string> reports;
   std::map<std::string, int64_t> counts;
+  std::set<std::pair<int, int>> touched;  // (device, thread)
   std::array<size_t, kDevices> used_bytes{}, peak_bytes{};
   size_t limit_bytes = SIZE_MAX;
-  std::atomic<bool> is_hanging = false;
+  std::atomic<bool> is_hanging = false, has_float64 = true;
   std::string fault;  // what every call raises once the device is broken
   std::string coming_fault;
   int64_t kernels_to_fault = -1;
@@ -131,6 +136,9 @@ void raise_if_broken() {
               "\nCUDA kernel errors might be asynchronously reported at some other API call");
 }
 
+// The calling thread uses a device: on a card that makes a context there, which takes memory.
+void touch(int device) { state().touched.emplace(device, static_cast<int>(gettid())); }
+
 // Streams and vector clocks.
 
 void run_deferred(int stream, Time until) {
@@ -152,6 +160,7 @@ void merge(Times& into, const Times& other) {
 // Give a stream one more operation: what the host has waited for comes before it.
 Time advance(int stream) {
   auto& s = state();
+  touch(stream / kStreamsPerDevice);
   merge(s.waited[stream], s.host_waited);
   s.waited[stream][stream] = ++s.time[stream];
   return s.time[stream];
@@ -257,6 +266,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     const c10::Device on(kType, static_cast<c10::DeviceIndex>(device));
     if (wanted_bytes == 0) return {nullptr, nullptr, &free_nothing, on};
     const size_t bytes = (wanted_bytes + kAllocationBytes - 1) / kAllocationBytes * kAllocationBytes;
+    touch(device);
     release_finished();
     TORCH_CHECK_WITH(OutOfMemoryError, s.used_bytes[device] + bytes <= s.limit_bytes,
                      "CUDA out of memory. Tried to allocate ", bytes >> 20, " MiB. GPU ", device,
@@ -292,7 +302,16 @@ struct DeviceMemory final : c10::DeviceAllocator {
     if (auto* memory = find_allocation(pointer.get()))
       memory->recorded[stream_key(stream)] = state().time[stream_key(stream)];
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    Lock lock(state().mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
+      auto& all = (*bytes)[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+      all.current = static_cast<int64_t>(state().used_bytes[device]);
+      all.peak = static_cast<int64_t>(state().peak_bytes[device]);
+    }
+    return stats;
+  }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override {
     Lock lock(state().mutex);
@@ -315,6 +334,7 @@ struct PinnedMemory final : c10::Allocator {
     TORCH_CHECK(posix_memalign(&pointer, 4096, std::max<size_t>(bytes, 1)) == 0, "no host memory");
     std::memset(pointer, kPoisonByte, bytes);
     state().pinned[reinterpret_cast<uintptr_t>(pointer)] = bytes;
+    touch(current_device);  // as CUDA does
     state().counts["pinned allocations"]++;
     return {pointer, pointer, &free_pinned, c10::Device(c10::DeviceType::CPU)};
   }
@@ -371,6 +391,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
     Lock lock(state().mutex);
+    touch(index_of(device));
     int& next = state().next_stream[index_of(device)];
     const int stream = next;
     next = next + 1 < kStreamsPerDevice ? next + 1 : 1;
@@ -396,6 +417,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
     Lock lock(state().mutex);
+    touch(device);
     state().counts["waits for a device"]++;
     for (int stream = 0; stream < kStreamsPerDevice; ++stream)
       host_wait(stream_key(device, stream));
@@ -502,9 +524,15 @@ at::Tensor on_host(const at::Tensor& tensor) {
       tensor.options().device(at::kCPU));
 }
 
+void raise_if_lacking(std::optional<c10::ScalarType> dtype) {
+  TORCH_CHECK(state().has_float64 || dtype != c10::ScalarType::Double || kernel_depth,
+              "Required aspect fp64 is not supported on the device");
+}
+
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
                  std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>,
                  std::optional<c10::MemoryFormat> format) {
+  raise_if_lacking(dtype);
   const c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_generic(size, &device_memory,
                                    c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
@@ -514,6 +542,7 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                          std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
                          std::optional<c10::Device> device, std::optional<bool>) {
+  raise_if_lacking(dtype);
   const c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_strided_generic(size, stride, &device_memory,
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
@@ -862,6 +891,13 @@ c10::Dict<std::string, int64_t> take_counts() {
 TORCH_LIBRARY(standin, m) {
   m.def("take_reports() -> str[]", take_reports);
   m.def("take_counts() -> Dict(str, int)", take_counts);
+  m.def("take_touched() -> str[]", []() {
+    Lock lock(state().mutex);
+    std::vector<std::string> found;
+    for (const auto& [device, thread] : std::exchange(state().touched, {}))
+      found.push_back("standin:" + std::to_string(device) + " thread " + std::to_string(thread));
+    return found;
+  });
   m.def("used_bytes(int device) -> int", [](int64_t device) {
     Lock lock(state().mutex);
     return static_cast<int64_t>(state().used_bytes[device]);
@@ -885,6 +921,7 @@ TORCH_LIBRARY(standin, m) {
     state().coming_fault = std::move(text);
   });
   m.def("set_hanging(bool on) -> ()", [](bool on) { state().is_hanging = on; });
+  m.def("set_float64(bool on) -> ()", [](bool on) { state().has_float64 = on; });
   m.def("seed(int seed) -> ()", [](int64_t seed) {
     Lock lock(state().mutex);
     for (auto& generator : state().generators)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +21,16 @@ import pytest
 import torch
 import transformers
 
+from backends.base.inner_steps import InnerState, SchedulePosition
 from backends.base.interface import Batch, BlockGradient, Loss, LossRaised, Trainable
 from backends.eager import device_sums, torch_devices
 from backends.eager.eager import EagerBackend, EagerProgram
-from backends.registry import choose, devices
+from backends.registry import choose, devices, trial_device
 from protocol.base.errors import DeviceError, SamestepError
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.run_spec import ModelRun
 from protocol.spec.sections.model import ModelSpec
+from protocol.spec.sections.optimizer import Sgd
 from tests import standin
 from tests.backends.eager.test_eager import Net, batch, trainable
 from tests.small_decoder import decoder_run
@@ -86,6 +90,122 @@ def test_a_subtree_is_copied_once_a_block_and_no_microbatch_waits(leaves):
     counts.pop("pinned allocations")
     counts.pop("kernels")
     assert counts == {}, "nothing else copies or waits"
+
+
+@pytest.mark.parametrize("loss_type", [torch.float32, torch.float64, torch.int64])
+def test_a_loss_has_its_value_whatever_its_type(loss_type):
+    def constant(_: torch.nn.Module, arrays: Any) -> torch.Tensor:
+        return (arrays["x"].sum() * 1000).to(loss_type)
+
+    def with_graph(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+        return constant(module, arrays) + next(module.parameters()).sum() * 0
+
+    for loss in (constant, with_graph):
+        found = []
+        for backend in ("cpu", "accelerator"):
+            program: Any = EagerBackend(backend).compile(fresh(), batch())
+            program._loss = loss
+            *_, total = program.gradients(SUBTREE)
+            program.close()
+            found.append(total)
+        assert found[0] == found[1]
+
+
+def test_a_card_without_float64_computes_and_is_not_where_a_loss_is_tried():
+    def loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+        total: torch.Tensor = (module(arrays["x"]) - arrays["y"]).square().sum()
+        return total
+
+    lacking = replace(torch_devices.KINDS["accelerator"], has_float64=False)
+    standin.set_float64(is_there=False)
+    try:
+        with pytest.raises(RuntimeError, match="fp64"):
+            torch.zeros(1, dtype=torch.float64, device="standin")
+        with mock.patch.dict(torch_devices.KINDS, accelerator=lacking):
+            found = gradients("accelerator", fresh(loss=loss))
+            inner = inner_step(fresh(loss=loss))
+            with trial_device("accelerator") as device:
+                assert device.type == "cpu"
+    finally:
+        standin.set_float64(is_there=True)
+    assert found == gradients("cpu", fresh(loss=loss))
+    np.testing.assert_allclose(inner, inner_step(fresh(loss=loss)), rtol=1e-6)
+
+
+def inner_step(job: Trainable) -> Any:
+    program: Any = EagerBackend("accelerator").compile(job, batch())
+    optimizer = Sgd(name="sgd", lr=0.1, clip_norm=0.5)
+    steps = program.inner_steps(optimizer)
+    assert job.module is not None
+    named = dict(job.module.named_parameters())
+    start = [
+        np.concatenate([named[t.name].detach().cpu().numpy().ravel() for t in block.tensors])
+        for block in job.blocks
+    ]
+    steps.begin(InnerState(start, [], []))
+    for _ in steps.step(SUBTREE[:2], SchedulePosition(1, 0, 1)):
+        pass
+    values = np.concatenate(steps.parameters())
+    program.close()
+    return values
+
+
+def test_a_device_that_copies_at_once_and_has_no_number_computes_the_same():
+    """Apple's, by its row of the table: no streams, no float64, no addresses, sums on the host."""
+    like_mps = replace(torch_devices.KINDS["mps"], backend="accelerator")
+    with (
+        mock.patch.dict(torch_devices.KINDS, accelerator=like_mps),
+        mock.patch.object(torch_devices, "torch_device", return_value=torch.device("standin", 0)),
+    ):
+        found = gradients("accelerator", fresh())
+        small = fresh()
+        standin.set_memory_limit(2048)
+        try:
+            with pytest.raises(DeviceError, match=r"'accelerator'.*out of memory.*microbatch"):
+                EagerBackend("accelerator").compile(small, batch())
+        finally:
+            standin.set_memory_limit(None)
+    assert found == gradients("cpu", fresh())
+
+
+def test_memory_of_one_model_is_there_for_the_next_even_if_it_is_in_a_reference_cycle():
+    """A card that is full starts no collection of Python's."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            job = fresh()
+            vars(job.module)["itself"] = [job.module]
+            standin.peak_bytes(0)
+            EagerBackend("accelerator").compile(job, batch()).close()
+            del job
+            standin.set_memory_limit(standin.peak_bytes(0) + 2048)
+    finally:
+        standin.set_memory_limit(None)
+        gc.enable()
+
+
+def test_every_thread_uses_the_program_s_own_card():
+    standin.take_touched()
+    gradients("accelerator", fresh(), index=1)
+    lines = standin.take_touched()
+    assert {line.partition(" ")[0] for line in lines} == {"standin:1"}
+    assert len(lines) >= 3, "the caller's thread, the device's, autograd's"
+    with mock.patch.object(torch_devices, "set_current"):  # planted
+        thread = threading.Thread(target=gradients, args=("accelerator", fresh(), SUBTREE, 1))
+        thread.start()
+        thread.join()
+    assert any(line.startswith("standin:0 ") for line in standin.take_touched())
+
+
+def test_a_card_that_cannot_be_taken_by_the_device_thread_is_named():
+    busy = RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+    backend = EagerBackend("accelerator")
+    with (
+        mock.patch.object(torch_devices, "set_current", side_effect=busy),
+        pytest.raises(DeviceError, match=r"accelerator 0.*busy or unavailable"),
+    ):
+        backend.compile(fresh(), batch())
 
 
 DECODERS: dict[str, dict[str, Any]] = {
@@ -297,7 +417,7 @@ def test_a_microbatch_that_did_not_fit_once_is_tried_again(limit, where):
         limit(None)
 
     with (
-        mock.patch.object(torch_devices, "release_cached_memory", end_what_else_uses_it),
+        mock.patch.object(torch_devices, "release_memory", end_what_else_uses_it),
         mock.patch.object(torch.Tensor, "backward", does_not_fit),
     ):
         if where == "forward":

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests import house, standin
+from tests import house
 
 pytestmark = pytest.mark.slow
 
@@ -16,13 +16,6 @@ SUITES = {
     "model families": ["tests/backends/eager/models.py"],
     "the eager backend's": ["tests/backends/eager", "tests/backends/test_conformance.py"],
 }
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    if why := standin.why_missing():
-        pytest.skip(why)
-    return standin.environment(tmp_path_factory.mktemp("standin") / "packages")
 
 
 @pytest.mark.parametrize("suite", SUITES)

@@ -1,0 +1,68 @@
+"""Settings of torch's that decide bits: set for a run, and the user's own again after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from backends.eager import numerics
+
+BACKENDS: Any = torch.backends
+
+
+def every_product_in_tf32() -> None:
+    BACKENDS.fp32_precision = "tf32"
+
+
+def each_library_by_its_own_name() -> None:
+    BACKENDS.cuda.matmul.fp32_precision = "tf32"
+    BACKENDS.cudnn.conv.fp32_precision = "tf32"
+    BACKENDS.mkldnn.conv.fp32_precision = "bf16"
+
+
+def by_the_earlier_names() -> None:
+    torch.set_float32_matmul_precision("medium")
+    BACKENDS.cudnn.allow_tf32 = BACKENDS.cudnn.benchmark = True
+    BACKENDS.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+
+
+def precisions() -> list[str]:
+    cudnn, mkldnn = BACKENDS.cudnn, BACKENDS.mkldnn
+    parts = (
+        BACKENDS, BACKENDS.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn,
+        mkldnn, mkldnn.conv, mkldnn.rnn, mkldnn.matmul,
+    )  # fmt: skip
+    return [part.fp32_precision for part in parts]
+
+
+def flags() -> list[object]:
+    products = BACKENDS.cuda.matmul
+    return [
+        torch.get_deterministic_debug_mode(),
+        torch.get_num_threads(),
+        BACKENDS.cudnn.benchmark,
+        BACKENDS.cuda.cudnn_sdp_enabled(),
+        products.allow_bf16_reduced_precision_reduction,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_fp16_accumulation,
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    ]
+
+
+@pytest.mark.skipif(not hasattr(BACKENDS, "fp32_precision"), reason="torch has one name for each")
+@pytest.mark.parametrize(
+    "change", [every_product_in_tf32, each_library_by_its_own_name, by_the_earlier_names]
+)
+def test_a_run_computes_in_float32_whatever_was_set_and_leaves_that_set(change: Callable[[], None]):
+    with numerics.settings_restored():
+        change()
+        set_by_user = precisions(), flags()
+        with numerics.settings_restored():
+            numerics.make_deterministic()
+            numerics.use_threads(1)
+            assert precisions() == ["ieee"] * len(set_by_user[0])
+            assert flags() == [2, 1, *[False] * 6]
+        assert (precisions(), flags()) == set_by_user

@@ -1,0 +1,12 @@
+"""The environment of a process whose torch has the stand-in."""
+
+import pytest
+
+from tests import standin
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    if why := standin.why_missing():
+        pytest.skip(why)
+    return standin.environment(tmp_path_factory.mktemp("standin") / "packages")
