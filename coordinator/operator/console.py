@@ -54,6 +54,7 @@ from coordinator.service.events import (
     SecretsRestored,
     WorkerConnected,
     WorkerDisconnected,
+    WorkerOutpaced,
     document,
 )
 from coordinator.service.execution import Execution
@@ -87,6 +88,9 @@ _SENTENCES: Final[dict[type[Event], str]] = {
     SubtreesSpeculated: "step {step}: idle workers take microbatches {nodes} as well",
     RedoneOtherwise: "step {step} was repeated with different bits than before the restart",
     LogUnreadable: "the log cannot be read: {error}",
+    WorkerOutpaced: "worker {worker} receives steps more slowly than the run takes them: it had "
+    "reached step {reached} of {step}, and starts again from a newer checkpoint; it needs a faster "
+    "link or machine",
     LossScaleHalved: "step {step}: overflow in float16; repeated with loss scale {loss_scale:g}",
     StepRestarted: "step {step} starts over: a worker left before its state was verified",
     Halted: "HALTED at step {step}: {reason}",
@@ -124,6 +128,7 @@ _PRIORITIES: Final[dict[type, Priority]] = {
     SecretsDamaged: Priority.ERROR,
     CopyFailed: Priority.ERROR,
     LogUnreadable: Priority.ERROR,
+    WorkerOutpaced: Priority.WARNING,
     Halted: Priority.ERROR,
     EventLoopBlocked: Priority.WARNING,
     InternalError: Priority.CRITICAL,

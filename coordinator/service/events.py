@@ -122,6 +122,22 @@ class LogUnreadable(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerOutpaced(Event):
+    """A worker reads the state more slowly than the run takes steps: it starts over.
+
+    Attributes:
+        worker: The worker.
+        reached: How many steps its state had.
+        step: Steps committed by the run.
+    """
+
+    name = "worker_outpaced"
+    worker: str
+    reached: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class InternalError(Event):
     """An internal error."""
 

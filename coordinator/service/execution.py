@@ -47,6 +47,7 @@ from coordinator.service.events import (
     InternalError,
     LogUnreadable,
     RunFailing,
+    WorkerOutpaced,
 )
 from coordinator.service.flapping import Phase
 from coordinator.service.journal_lines import record_of, records_of
@@ -57,7 +58,7 @@ from coordinator.storage.copies import copy_checkpoint
 from coordinator.storage.directory.journal_records import CommandName, CommandReceived
 from coordinator.storage.log.log_records import chunk_id
 from coordinator.storage.recovery import Recovery
-from coordinator.storage.run_storage import RunStorage
+from coordinator.storage.run_storage import LogHold, RunStorage
 from coordinator.storage.states.checkpoint import Checkpoint
 from protocol.base.errors import (
     ExitCode,
@@ -568,15 +569,15 @@ class Execution:
     async def _transfer_once(self, session: MemberSession, missed: Replay | None) -> None:
         """Send a worker what it lacks, then subscribe it."""
         tried: Checkpoint | None = None
-        async with self._storage.joining() as needs:
+        async with self._storage.joining() as hold:
             reached = None
             if missed is not None and not self._is_far(missed.step):
-                needs(missed.step)
-                reached = await self._replayed(session, missed)
+                hold.needs(missed.step)
+                reached = await self._replayed(session, missed, hold)
             while reached is None and not self._is_gone(session):
                 tried = await self._checkpoint_near(tried)
-                needs(tried.info.step)
-                reached = await self._seeded(session, tried)
+                hold.needs(tried.info.step)
+                reached = await self._seeded(session, tried, hold)
             if reached is None or self._is_gone(session):
                 return
             self._subscribers.join(session, reached)
@@ -588,7 +589,9 @@ class Execution:
     def _is_far(self, step: int) -> bool:
         return self._subscribers.is_far(step, self.run.steps_committed, self._replica.manifest)
 
-    async def _seeded(self, session: MemberSession, checkpoint: Checkpoint) -> int | None:
+    async def _seeded(
+        self, session: MemberSession, checkpoint: Checkpoint, hold: LogHold
+    ) -> int | None:
         """Send a worker a checkpoint's state and later steps; None if they cannot be read."""
         try:
             with await self._storage.open_state(checkpoint) as saved:
@@ -598,16 +601,28 @@ class Execution:
         except SamestepError as error:
             self._emit(LogUnreadable(str(error)))
             return None
-        return await self._replayed(session, Replay(session.name, checkpoint.info.step, None))
+        missed = Replay(session.name, checkpoint.info.step, None)
+        return await self._replayed(session, missed, hold)
 
-    async def _replayed(self, session: MemberSession, missed: Replay) -> int | None:
+    async def _replayed(self, session: MemberSession, missed: Replay, hold: LogHold) -> int | None:
+        """Send a worker the steps that it missed; None if the log does not have them."""
+        reached, problem = None, ""
         try:
-            return await self._subscribers.replay(
-                session.channel, self._storage, self._replica.manifest, missed, self.run.term
+            reached = await self._subscribers.replay(
+                session.channel,
+                self._storage,
+                self._replica.manifest,
+                missed,
+                self.run.term,
+                hold=hold,
             )
         except SamestepError as error:
-            self._emit(LogUnreadable(str(error)))
-            return None
+            problem = str(error)
+        if reached is None and hold.is_dropped:
+            self._emit(WorkerOutpaced(session.name, hold.step or 0, self.run.steps_committed))
+        elif problem:
+            self._emit(LogUnreadable(problem))
+        return reached
 
     async def _checkpoint_near(self, tried: Checkpoint | None) -> Checkpoint:
         """Return the newest checkpoint, or make one if the log since is longer than the state.

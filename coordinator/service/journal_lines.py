@@ -23,7 +23,13 @@ from coordinator.run.outputs.events import (
     WorkerUnready,
 )
 from coordinator.run.run import Run
-from coordinator.service.events import CopyFailed, InternalError, LogUnreadable, RunFailing
+from coordinator.service.events import (
+    CopyFailed,
+    InternalError,
+    LogUnreadable,
+    RunFailing,
+    WorkerOutpaced,
+)
 from coordinator.service.flapping import WorkerFlapping
 from coordinator.storage.directory.journal_records import Fault
 
@@ -36,6 +42,7 @@ _RESPONSES: Final[dict[type[Event], tuple[str, str]]] = {
     DeviceFault: ("device_fault", "its work goes to the machine's other devices"),
     WorkerPutAside: ("worker_put_aside", "it takes no part for some steps"),
     RedoneOtherwise: ("redone_otherwise", "the run continues: all replicas are equal"),
+    WorkerOutpaced: ("worker_outpaced", "it starts again from a newer checkpoint"),
     LogUnreadable: ("log_unreadable", "the worker gets the whole state"),
     SubtreesSpeculated: (
         "speculated",

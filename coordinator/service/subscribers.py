@@ -15,9 +15,8 @@ from typing import Final
 from coordinator.members.session import MemberSession
 from coordinator.run.outputs.actions import Replay
 from coordinator.storage.log.log_index import LoggedStep
-from coordinator.storage.run_storage import RunStorage
+from coordinator.storage.run_storage import LogHold, RunStorage, replay_bytes
 from coordinator.storage.states.checkpoint_state import CheckpointState
-from protocol.base import limits
 from protocol.exact.codecs import packed
 from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest
@@ -35,10 +34,6 @@ from protocol.wire.messages import (
     StepPlan,
 )
 from protocol.wire.transport import Channel
-
-_MOST_STATE_PARTS: Final = 3
-"""Parameters and two moments: the state is at most as long as the averages of three steps."""
-
 
 _FOR_JOINERS: Final = (AveragedBlockGradient, AveragedNonBlockGradient, Commit)
 _IN_STEP: Final = (*_FOR_JOINERS, StepPlan, Assign, Cancel, EvalPlan)
@@ -130,8 +125,7 @@ class Subscribers:
 
     def is_far(self, step: int, now: int, manifest: Manifest) -> bool:
         """Whether the averages of all steps since are more to send than the state."""
-        missed_bytes = (now - step) * manifest.elements * 4
-        return missed_bytes > max(limits.REPLAY_BYTES, _MOST_STATE_PARTS * manifest.elements * 4)
+        return (now - step) * manifest.elements * 4 > replay_bytes(manifest)
 
     async def send_state(
         self, channel: Channel, run_id: str, storage: RunStorage, saved: CheckpointState
@@ -160,6 +154,8 @@ class Subscribers:
         manifest: Manifest,
         missed: Replay,
         term: int,
+        *,
+        hold: LogHold,
     ) -> int | None:
         """Send a worker committed steps from the log, as fast as it reads, up to those kept here.
 
@@ -169,6 +165,7 @@ class Subscribers:
             manifest: Has the kind of each block.
             missed: The first step, and the state before it.
             term: Of the coordinator, for the messages, whichever term wrote the step.
+            hold: Of the log, for this worker; moved on with it.
 
         Returns:
             How many steps the worker has then, for `join`; None if the log does not lead there.
@@ -187,6 +184,7 @@ class Subscribers:
                     return None
                 await self._send_step(channel, storage, manifest, term, logged)
                 step += 1
+                hold.step = step
         return step
 
     async def _send_step(

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Final, NamedTuple, TypeVar
@@ -51,6 +52,8 @@ from protocol.wire.messages import Boundary, StretchRequest
 
 T = TypeVar("T")
 _STEPS_AT_ONCE: Final = 16
+_MOST_STATE_PARTS: Final = 3
+"""Parameters and two moments: the state is at most as long as the averages of three steps."""
 _THREADS: Final = ("log", "journal", "checkpoint", "capture")
 
 
@@ -69,6 +72,28 @@ def _some(items: Iterator[T], length: Callable[[T], int]) -> Iterator[T]:
     while left_bytes > 0 and (item := next(items, None)) is not None:
         left_bytes -= length(item)
         yield item
+
+
+def replay_bytes(manifest: Manifest) -> int:
+    """Return the most bytes of averages that a worker is sent instead of the state."""
+    return max(limits.REPLAY_BYTES, _MOST_STATE_PARTS * manifest.elements * 4)
+
+
+@dataclass(slots=True, eq=False)
+class LogHold:
+    """The log from a step on, kept for a worker that is getting the run's state.
+
+    Attributes:
+        step: The next step that the worker needs; None if not known yet.
+        is_dropped: The run went on faster than the worker reads: the log no longer has that step.
+    """
+
+    step: int | None = None
+    is_dropped: bool = False
+
+    def needs(self, step: int) -> None:
+        """Keep the log from this step on instead."""
+        self.step, self.is_dropped = step, False
 
 
 class RunStorage:
@@ -125,9 +150,7 @@ class RunStorage:
         self._digests: Digests = {}
         self._has_ended = False
         self._metrics: dict[int, tuple[str, dict[str, float]]] = {}
-        self._joining = 0
-        self._needed: dict[object, int] = {}
-        self._intact = 0
+        self._holds: set[LogHold] = set()
         self._copying: int | None = None
         self._boundary_bytes = 0
         self._boundary_room = asyncio.Event()
@@ -324,26 +347,26 @@ class RunStorage:
         return await self._do("log", lambda: self._opened().index.averages_from)
 
     @asynccontextmanager
-    async def joining(self) -> AsyncIterator[Callable[[int], None]]:
+    async def joining(self) -> AsyncIterator[LogHold]:
         """Make the log keep averages while a worker gets the run's state.
 
         Yields:
-            A function to call with the step from which on the worker needs them. They are kept
-            until a second checkpoint after that step: a slower worker starts over.
+            The hold, to be moved on as the worker gets further. The log is kept until what it holds
+            for one worker is twice `replay_bytes`: a worker that reads at least as fast as averages
+            are made needs no more. A slower one starts over from a newer checkpoint.
 
         Raises:
             StorageFailed: A write failed.
         """
-        sparse, worker = self._spec.log == "checkpoint", object()
-        self._joining += 1
+        sparse, hold = self._spec.log == "checkpoint", LogHold()
+        self._holds.add(hold)
         try:
             if sparse:  # each time: it may have failed for an earlier worker
                 await self._do("log", self._keep_averages)
-            yield partial(self._needed.__setitem__, worker)
+            yield hold
         finally:
-            self._needed.pop(worker, None)
-            self._joining -= 1
-            if sparse and not self._joining:
+            self._holds.discard(hold)
+            if sparse and not self._holds:
                 self._spawn("log", lambda: self._opened().roll("checkpoint"))
 
     def _keep_averages(self) -> None:
@@ -501,9 +524,16 @@ class RunStorage:
 
     def _cut(self, intact: int) -> None:
         self._guard()  # another coordinator may be reading these segments
-        needed = min([intact, *self._needed.values()])
-        before, self._intact = self._intact, intact
-        self._opened().cut(max(needed, before))
+        manifest = self._begun.manifest
+        oldest = intact - 2 * replay_bytes(manifest) // (manifest.elements * 4)
+        first = intact
+        for hold in tuple(self._holds):
+            if hold.step is None:
+                continue
+            hold.is_dropped |= hold.step < oldest
+            if not hold.is_dropped:
+                first = min(first, hold.step)
+        self._opened().cut(first)
 
     def keep_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation with the checkpoint of that state, if there is one."""

@@ -29,6 +29,7 @@ MANY_BLOCKS: Final = 112
 BLOCK_BYTES: Final = 1 * MIB
 WORKERS: Final = 3
 JOINERS: Final = 1
+STEP_MS: Final = 100
 BASE_BYTES: Final = 48 * MIB
 """Of the process itself: what it imports, and what its allocator keeps between arrays. Beside few
 parameters that is much; beside many it is within the sixth."""
@@ -87,7 +88,8 @@ def grown(tmp_path: Path, large: dict[str, Any], steps: int = 5) -> Growth:
     hired: list[Worker] = []
 
     def hire(number: int) -> None:
-        name = f"scripted:{3 * number}"
+        # So slow that a joiner gains on them, however loaded the machine is.
+        name = f"scripted:{STEP_MS + STEP_MS * number // 4}"
         worker = Worker(
             coordinator.address, f"w{number}", name, tmp_path,
             anew=False, module="tests.small_bodies",
@@ -144,6 +146,7 @@ def joined(coordinator: Coordinator, worker: str) -> None:
     coordinator.wait_for(
         f"{worker} joined",
         lambda event: event.name == "worker_joined" and event.fields["worker"] == worker,
+        patience_s=150,
     )
 
 

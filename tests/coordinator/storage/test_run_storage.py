@@ -179,6 +179,29 @@ async def test_who_comes_next_has_averages_kept_though_the_disk_refused_the_firs
     await storage.close()
 
 
+async def test_the_log_waits_for_a_joiner_through_checkpoints_but_not_for_ever(
+    directory, monkeypatch
+):
+    """A joiner that starts over whenever two checkpoints pass would never join a busy run."""
+    monkeypatch.setattr(run_storage.limits, "REPLAY_BYTES", 0)  # a state: three steps' averages
+    storage, failures = begin(directory)
+    replica, losses = state_zero(), [float("nan")] * 9
+    async with storage.joining() as hold:
+        await storage.save(replica, ())
+        hold.needs(0)
+        for step in range(7):
+            await storage.commit(record := record_of(step, 0, skip=True))
+            apply_logged_step(replica, record, [])
+            await storage.roll()
+            await storage.save(replica, losses[: step + 1])
+            first = [logged.step for logged in await storage.logged(0)][:1]
+            assert (first, hold.is_dropped) == (([], True) if step == 6 else ([0], False))
+        hold.needs(6)
+        assert not hold.is_dropped
+    await storage.close()
+    assert failures == []
+
+
 async def test_a_checkpoint_that_comes_after_later_figures_has_its_own(directory):
     """Else which state is the best would be decided by how fast the disk is."""
     storage, _ = begin(directory)
