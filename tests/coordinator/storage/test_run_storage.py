@@ -16,6 +16,7 @@ from coordinator.storage.log.log_index import apply_logged_step
 from coordinator.storage.log.log_records import ChunkId
 from coordinator.storage.run_storage import RunStorage
 from coordinator.storage.states.checkpoint import checkpoint_steps, read_metrics, write_checkpoint
+from protocol.base import limits
 from protocol.base.errors import RunFailed, StorageFailed
 from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, read_journal, record_of, state_zero
 
@@ -183,7 +184,7 @@ async def test_the_log_waits_for_a_joiner_through_checkpoints_but_not_for_ever(
     directory, monkeypatch
 ):
     """A joiner that starts over whenever two checkpoints pass would never join a busy run."""
-    monkeypatch.setattr(run_storage.limits, "REPLAY_BYTES", 0)  # a state: three steps' averages
+    monkeypatch.setattr(limits, "REPLAY_BYTES", 0)  # a state: three steps' averages
     storage, failures = begin(directory)
     replica, losses = state_zero(), [float("nan")] * 9
     async with storage.joining() as hold:
