@@ -126,8 +126,6 @@ EVALUATION_PARTS: Final = 2**24
 EVALUATION_SUMS: Final = 64
 """Sums of an evaluation, from which metrics are computed: two for each mean, and two for each of 24
 samples where a metric is of their ranks."""
-ADDED_TOKENS: Final = 4096
-"""Tokens that a run adds to a vocabulary."""
 END_METRICS_BYTES: Final = 320
 """Evaluation metrics, with their names, in the message that ends a run."""
 ROW_LOGITS_ELEMENTS: Final = 65_536

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocol.base.regular_file import read_regular
+from protocol.spec.hub_metadata import hub_metadata
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.sections.document import read_yaml
@@ -46,6 +47,9 @@ class CardFacts(BaseModel):
         outcome: How the run ended.
         steps: Number of steps taken.
         train_samples: Number of training samples.
+        data: The training data as the run spec names it.
+        data_name: Its name, such as a hub's.
+        workers: How many workers took part.
         base: The name or source of the base model; None for a model trained from scratch.
         base_dtype: The type to which frozen weights were rounded.
         added_tokens: Tokens that the base does not have.
@@ -55,6 +59,7 @@ class CardFacts(BaseModel):
         exact: Whether all workers computed with the same numerics profile.
         evaluations: Evaluation metrics, in order of steps.
         made: What was done to the result later, in sentences.
+        run_spec: The run spec; empty in cards of earlier releases.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -75,6 +80,10 @@ class CardFacts(BaseModel):
     exact: bool
     evaluations: tuple[Measured, ...]
     made: tuple[str, ...] = ()
+    data: str | None = None
+    data_name: str | None = None
+    workers: int | None = None
+    run_spec: dict[str, Any] = {}
 
     @staticmethod
     def of(
@@ -116,18 +125,36 @@ class CardFacts(BaseModel):
                 )
                 for each in evaluations
             ),
+            data=spec.data.train if spec.data is not None else None,
+            data_name=spec.data.name if spec.data is not None else None,
+            workers=len(result.get("workers") or ()) or None,
+            run_spec=spec.model_dump(mode="json"),
         )
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        """The last evaluation metrics, if they are of the last step."""
+        last = self.evaluations[-1] if self.evaluations else None
+        return last.figures if last is not None and last.step == self.steps else {}
 
 
 def card_text(facts: CardFacts) -> str:
     """Return the card's text."""
-    library = "peft" if facts.adapter else "transformers"
-    head: dict[str, Any] = {"library_name": library, "tags": [_KEY, *(["lora"] * facts.adapter)]}
-    if facts.base is not None:
-        head["base_model"] = facts.base
+    head = hub_metadata(
+        name=facts.name,
+        task=facts.task,
+        library="peft" if facts.adapter else "transformers",
+        is_adapter=facts.adapter,
+        base=facts.base,
+        data=facts.data_name,
+        metrics=facts.metrics,
+    )
     head[_KEY] = facts.model_dump(mode="json")
-    front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=100)
-    return f"{_FENCE}{front}{_FENCE}\n" + "\n".join(_body(facts)) + "\n"
+    return f"{_FENCE}{_yaml(head)}{_FENCE}\n" + "\n".join(_body(facts)) + "\n"
+
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
 
 
 def read_card(directory: Path) -> CardFacts | None:
@@ -160,12 +187,20 @@ def _body(facts: CardFacts) -> Iterator[str]:
     yield "| | |"
     yield "|---|---|"
     for name, value in _rows(facts):
-        yield f"| {name} | {value} |"
+        cell = str(value).replace("|", "\\|")
+        yield f"| {name} | {cell} |"
     if facts.evaluations:
         yield ""
         yield "## Evaluation metrics"
         yield ""
         yield from _table(facts.evaluations)
+    if facts.run_spec:
+        yield ""
+        yield "## Run spec"
+        yield ""
+        yield "```yaml"
+        yield _yaml(facts.run_spec).rstrip()
+        yield "```"
 
 
 def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
@@ -175,10 +210,16 @@ def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
     if facts.base_dtype != "float32":
         yield "base weights rounded to", facts.base_dtype
     yield "steps", f"{facts.steps} ({facts.outcome})"
+    if facts.added_tokens:
+        yield "added tokens", " ".join(f"`{each}`" for each in facts.added_tokens)
+    if facts.data is not None:
+        yield "data", f"`{facts.data_name or facts.data}`"
     yield "training samples", facts.train_samples
     for name, digest in facts.digests.items():
         yield f"BLAKE3 of {name.replace('_', ' ')}", f"`{digest}`"
     yield "BLAKE3 of the trained weights", f"`{facts.weights_digest}`"
+    if facts.workers is not None:
+        yield "workers", facts.workers
     yield (
         "exact",
         (

@@ -49,6 +49,11 @@ class DataSpec(Section):
         "`package:DISTRIBUTION`; for causal-lm also `python-stdlib`, Python's top-level modules; "
         "for distil the directory of a capture"
     )
+    name: Annotated[str | None, OmittedByDefault()] = Field(
+        None,
+        max_length=400,
+        description="name of the data in the model card, such as a hub's data set: ORG/NAME",
+    )
     text: str = Field("text", description="column or key of the text")
     label: str = Field("label", description="column or key of the label")
     pattern: str = Field(
@@ -131,7 +136,7 @@ class DataSpec(Section):
 
 
 _KEYS: Final = frozenset(DataSpec.model_fields)
-_HELD_OUT: Final = {"train", "validation", "holdout", "holdout_samples"}
+_HELD_OUT: Final = {"train", "name", "validation", "holdout", "holdout_samples"}
 
 
 class OwnData(DataSpec):

@@ -87,12 +87,12 @@ class ModelSpec(Section):
     loss_scale_every: Annotated[Count, Needs("precision", ("float16",))] = Field(
         2_000, description="float16: steps after which the loss scale doubles"
     )
-    added_tokens: Annotated[
-        tuple[AddedText, ...], Field(max_length=limits.ADDED_TOKENS), OmittedByDefault()
-    ] = Field(
-        (),
-        description="texts, such as marks of a chat template, that become tokens of their own; "
-        "with lora only their rows of the embeddings and the head are trained beside it",
+    added_tokens: Annotated[tuple[AddedText, ...], Field(max_length=4_096), OmittedByDefault()] = (
+        Field(
+            (),
+            description="texts, such as marks of a chat template, that become tokens of their own; "
+            "with lora only their rows of the embeddings and the head are trained beside it",
+        )
     )
     attention: Literal["eager", "sdpa"] = Field("eager", description="implementation of attention")
     gradient_checkpointing: bool = Field(

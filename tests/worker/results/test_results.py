@@ -14,7 +14,7 @@ import torch
 from backends.base.frozen_base import frozen_base
 from backends.eager.narrow_linear import NarrowLinear, narrow_frozen_base
 from protocol.base.errors import DataError, SamestepError
-from protocol.spec.model_card import read_card
+from protocol.spec.model_card import Measured, card_text, read_card
 from protocol.spec.sections.model import ModelSpec
 from tests.commands import called
 from tests.finished_run import finished_run
@@ -46,6 +46,29 @@ def test_a_card_says_what_the_run_recorded(run):
     assert "License: not stated" in text
     assert card.digests["base_weights"] in text
     assert "ab" * 32 in text
+    assert "## Run spec\n\n```yaml\nname: " in text
+
+
+def test_a_hub_reads_the_front_matter_of_a_card(run):
+    from huggingface_hub import ModelCard
+
+    card = read_card(run / "adapter")
+    assert card is not None
+    measured = Measured(step=4, figures={"perplexity": 3.5, "loss_per_token": 1.25, "f1": None})
+    change: dict[str, Any] = {"base": "org/base", "data_name": "org/set", "evaluations": [measured]}
+    read = ModelCard(card_text(card.model_copy(update=change))).data.to_dict()
+    expected = {
+        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["samestep", "lora"],
+        "base_model": "org/base", "base_model_relation": "adapter", "datasets": ["org/set"],
+        "metrics": ["perplexity"],
+    }  # fmt: skip
+    assert {key: read[key] for key in expected} == expected
+    [result] = read["model-index"][0]["results"]
+    assert result["dataset"]["type"] == "org/set"
+    assert [(each["name"], each["value"]) for each in result["metrics"]] == [("perplexity", 3.5)]
+    # A hub has no model of a path, and refuses a card that names one.
+    here = ModelCard((run / "adapter" / "README.md").read_text()).data.to_dict()
+    assert not {"base_model", "datasets"} & here.keys()
 
 
 def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
