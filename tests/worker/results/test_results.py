@@ -55,7 +55,7 @@ def test_a_hub_reads_the_front_matter_of_a_card(run):
     card = read_card(run / "adapter")
     assert card is not None
     measured = Measured(step=4, figures={"perplexity": 3.5, "loss_per_token": 1.25, "f1": None})
-    change: dict[str, Any] = {"base": "org/base", "data_name": "org/set", "evaluations": [measured]}
+    change = {"base": "org/base", "data_name": "org/set", "evaluations": (measured,)}
     read = ModelCard(card_text(card.model_copy(update=change))).data.to_dict()
     expected = {
         "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["samestep", "lora"],
