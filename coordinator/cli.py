@@ -199,9 +199,10 @@ def serve(
     # Cheap checks come before a second of imports, which the subcommands do not need.
     bind_at, control_at = parse_address(bind, "--bind"), parse_address(control, "--control")
     local_backend, local_devices = _local_devices(backend, gpus, local_workers)
-    from coordinator.short_forms import ShortForms, run_spec_from
+    from coordinator.short_forms import ShortForms, run_spec_or_changes
 
-    spec = run_spec_from(run, ShortForms(task, model, data, num_classes, steps, epochs), overrides)
+    short = ShortForms(task, model, data, num_classes, steps, epochs)
+    spec, changes = run_spec_or_changes(run, short, overrides, resume=resume)
     from coordinator.main import main
 
     options = CoordinatorOptions(
@@ -217,7 +218,7 @@ def serve(
         local_devices=local_devices,
         address_file=address_file,
         trace=trace,
-        trackers=tuple(track), log_json=log_json, data_roots=tuple(data_root),
+        trackers=tuple(track), log_json=log_json, data_roots=tuple(data_root), changes=changes,
     )  # fmt: skip
     raise typer.Exit(main(options))
 
@@ -341,10 +342,16 @@ def resume(
         int | None,
         typer.Option(min=0, metavar="N", help="First roll back to the checkpoint of step N."),
     ] = None,
+    overrides: Annotated[
+        list[str],
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a key of its run spec, such as steps."
+        ),
+    ] = [],  # noqa: B006
     control: Control = DEFAULT_CONTROL,
 ) -> None:
     """Have a serving coordinator resume a run that was given up, failed or was drained."""
-    command = {"run_id": run, "from_step": from_step}
+    command = {"run_id": run, "from_step": from_step, "changes": overrides}
     answer = _ask(control, "POST", "/resume", command, timeout_s=_HASHING_TIMEOUT_S)
     typer.echo(f"{answer['run_id']} continues when the runs before it are over")
 

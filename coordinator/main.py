@@ -210,6 +210,8 @@ def _directory(options: CoordinatorOptions) -> Path:
         )
     if options.from_step is not None:
         _check_rollback(options)
+    if options.changes:
+        _check_is_run(options.out)
     if options.out is None and options.spec is not None and not options.resume:
         return new_directory(options.spec.name)
     directory = options.out or DEFAULT_OUT
@@ -253,6 +255,16 @@ def _check_rollback(options: CoordinatorOptions) -> None:
         raise UsageError(f"--from-step: expected a run in {str(options.out)!r}, found no run.json")
 
 
+def _check_is_run(directory: Path | None) -> None:
+    if directory is None:
+        raise UsageError("--set with --resume needs --out: the directory of the run to change")
+    if RunDirectory(directory).read_run_file() is None:
+        raise UsageError(
+            f"--set with --resume: expected the directory of one run, got {str(directory)!r} "
+            "without run.json; name the run's own directory (--out)"
+        )
+
+
 def new_directory(name: str) -> Path:
     """Return a free directory for a run of this name: the first free number."""
     number = 1
@@ -271,7 +283,7 @@ def _queue(
             service.submit(options.spec, directory, blobs)
         return True
     if RunDirectory(directory).read_run_file() is not None:
-        if service.resume(directory, options.spec, options.from_step) is not None:
+        if service.resume(directory, options.spec, options.from_step, options.changes) is not None:
             return True
         text = f"the run in {str(directory)!r} has finished; there is nothing to resume"
         console.print(Text(text), soft_wrap=True)

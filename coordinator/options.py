@@ -23,6 +23,7 @@ class CoordinatorOptions:
 
     Attributes:
         name: The name announced on the network if others can reach `bind`; empty for none.
+        changes: With `resume` and no `spec`: `key=value` pairs to change in the run's spec.
         script: The script whose `samestep.fit` started it; empty for a notebook, None without one.
     """
 
@@ -44,6 +45,7 @@ class CoordinatorOptions:
     trackers: tuple[str, ...]
     log_json: bool
     data_roots: tuple[Path, ...] = ()
+    changes: tuple[str, ...] = ()
     script: str | None = None
 
 

@@ -77,6 +77,20 @@ def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> 
     return parse_run_spec(document, every, "the command line", _LOG.warning)
 
 
+def run_spec_or_changes(
+    run: Path | None, short: ShortForms, overrides: list[str], *, resume: bool
+) -> tuple[RunSpec | None, tuple[str, ...]]:
+    """Return the run spec of the command line, or the pairs that change that of the resumed run.
+
+    Raises:
+        UsageError: A short form without a task or a run spec.
+        RunSpecError: The run spec is not valid.
+    """
+    if resume and run is None and short.task is None:
+        return None, (*short.overrides(), *overrides)
+    return run_spec_from(run, short, overrides), ()
+
+
 def _name_of(task: str) -> str:
     """Return a task's name, or that of a user's class, reduced to characters of a directory
     name."""

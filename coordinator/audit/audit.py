@@ -7,6 +7,7 @@ applied again.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,8 @@ from coordinator.storage.states.replica_states import replica_state_steps, state
 from protocol.base.errors import SamestepError, StorageFailed, UsageError
 from protocol.exact.digest import weights_digest
 from protocol.spec.manifest import RESERVED, Manifest
+from protocol.spec.run_spec import parse_run_spec_bytes
+from protocol.spec.spec_changes import changes_between, refused_change
 
 Check = Literal[
     "journal", "head", "files", "inputs", "coverage", "checkpoints", "replicas", "digests",
@@ -240,12 +243,27 @@ def _check_captured(evidence: _Evidence, manifest: Manifest) -> None:
     evidence.note("files", ok=first_lost == commit_count, text=text)
 
 
+def _check_changes(evidence: _Evidence) -> None:
+    """Name the changes of the run spec; only some keys may change in a run that has begun."""
+    history = evidence.history
+    if history.run is None:
+        return
+    spec = parse_run_spec_bytes(json.dumps(history.run.spec).encode())
+    for record in history.changes:
+        new = parse_run_spec_bytes(json.dumps(record.spec).encode())
+        fault, made = refused_change(spec, new), "; ".join(changes_between(spec, new))
+        text = f"the run spec changed after {record.step} steps: {made}"
+        evidence.note("inputs", ok=not fault, text=f"{text}; {fault}" if fault else text)
+        spec = new
+
+
 def _check_inputs(evidence: _Evidence) -> None:
     history, run, manifest = evidence.history, evidence.run, evidence.manifest
     recorded = history.run
-    same = recorded is not None and recorded.spec == run.document and recorded.run_id == run.run_id
+    same = recorded is not None and history.spec == run.document and recorded.run_id == run.run_id
     text = "run.json is as recorded in the journal" if same else "run.json differs from the journal"
     evidence.note("inputs", ok=same, text=text)
+    _check_changes(evidence)
     if manifest is None and history.manifest is None:
         evidence.note("inputs", ok=True, text="no worker was ever ready: there is no manifest")
         return

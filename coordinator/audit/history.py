@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from coordinator.disk.canonical_json import json_digest
 from coordinator.run.outputs.events import (
     Checkpointed,
     Committed,
@@ -18,7 +19,13 @@ from coordinator.run.outputs.events import (
     Record,
 )
 from coordinator.storage.directory.journal import Entry
-from coordinator.storage.directory.journal_records import Ended, FileDigests, Resumed, RunStarted
+from coordinator.storage.directory.journal_records import (
+    Ended,
+    FileDigests,
+    Resumed,
+    RunStarted,
+    SpecChanged,
+)
 
 T = TypeVar("T", bound=Record)
 
@@ -37,6 +44,8 @@ class History:
 
     Attributes:
         run: How the run began.
+        specs: The run specs, as documents, each with the step from which on it counts.
+        changes: The changes of the run spec.
         manifest: The run's manifest.
         commits: The commits that count, in order, each with its line.
         plans: The plans, by attempt.
@@ -50,6 +59,8 @@ class History:
     """
 
     run: RunStarted | None = None
+    specs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    changes: list[SpecChanged] = field(default_factory=list)
     manifest: ManifestSettled | None = None
     commits: list[tuple[int, Committed]] = field(default_factory=list)
     plans: dict[Attempt, list[Planned]] = field(default_factory=dict)
@@ -60,6 +71,11 @@ class History:
     void: int = 0
     end: tuple[int, Ended] | None = None
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def spec(self) -> dict[str, Any] | None:
+        """The newest run spec, as a document."""
+        return self.specs[-1][1] if self.specs else None
 
     def commit_of(self, step: int) -> Committed | None:
         """Return the commit of a step that counts."""
@@ -75,6 +91,7 @@ def read_history(entries: Iterable[Entry]) -> History:
         match entry.record:
             case RunStarted() as record:
                 history.run = _only(history, history.run, record, entry.number)
+                history.specs = history.specs or [(0, record.spec)]
             case ManifestSettled() as record:
                 history.manifest = _only(history, history.manifest, record, entry.number)
             case Planned() as record:
@@ -82,6 +99,8 @@ def read_history(entries: Iterable[Entry]) -> History:
                 history.plans.setdefault(attempt, []).append(record)
             case Resumed() as record:
                 _resume(history, record, entry.number)
+            case SpecChanged() as record:
+                _change_spec(history, record, entry.number)
             case Committed() as record:
                 _commit(history, record, entry.number)
             case Checkpointed() as record:
@@ -113,6 +132,26 @@ def _resume(history: History, record: Resumed, number: int) -> None:
     for records in (history.checkpoints, history.figures):
         for step in [step for step in records if step > record.step]:
             del records[step]
+
+    if history.specs and history.specs[-1][0] > record.step:
+        # The steps that are done again are those of the newest spec.
+        earlier = [each for each in history.specs if each[0] < record.step]
+        history.specs = [*earlier, (record.step, history.specs[-1][1])]
+
+
+def _change_spec(history: History, record: SpecChanged, number: int) -> None:
+    if history.spec is None or json_digest(history.spec) != record.before:
+        history.faults.append(f"line {number}: the run spec before this change is another one")
+    if json_digest(record.spec) != record.spec_digest:
+        history.faults.append(f"line {number}: the changed run spec does not match its digest")
+    if record.step != len(history.commits):
+        history.faults.append(
+            f"line {number}: the run spec changed after {record.step} steps, but the lines before "
+            f"have {len(history.commits)} commits"
+        )
+    earlier = [each for each in history.specs if each[0] < record.step]
+    history.specs = [*earlier, (record.step, record.spec)]
+    history.changes.append(record)
 
 
 def _commit(history: History, record: Committed, number: int) -> None:

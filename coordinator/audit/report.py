@@ -127,11 +127,12 @@ def _page(title: str, sections: Iterable[str]) -> str:
 
 def _epochs(history: History) -> list[tuple[str, object]]:
     """Return how many epochs were done, if the run spec counts epochs."""
-    if history.run is None or history.manifest is None or not history.run.spec.get("epochs"):
+    spec = history.spec
+    if spec is None or history.manifest is None or not spec.get("epochs"):
         return []
-    samples = history.run.spec["batch"]["samples"]
+    samples = spec["batch"]["samples"]
     passes = len(history.commits) / -(-history.manifest.train_samples // samples)
-    return [("epochs of them", f"{passes:.3g} of {history.run.spec['epochs']}")]
+    return [("epochs of them", f"{passes:.3g} of {spec['epochs']}")]
 
 
 def _summary(verified: Verified, history: History) -> str:
@@ -334,6 +335,9 @@ def _inputs(history: History) -> str:
         rows.append(("run spec", history.run.spec_digest))
         rows += sorted(history.run.versions.items())
         rows += [(f"spec: {key}", value) for key, value in _flat(used_sections(history.run.spec))]
+    for change in history.changes:
+        rows += [(f"changed after {change.step} steps", made) for made in change.changes]
+        rows.append((f"run spec after {change.step} steps", change.spec_digest))
     return "<h2>Data, model and settings</h2>" + _table((), rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.audit.history import History
@@ -18,6 +19,7 @@ from protocol.exact.plateau import Plateau
 from protocol.exact.replica import Replica
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import parse_run_spec_bytes
 
 Progress = Callable[[int, int], None]
 """Called with the number of checked steps, and the total."""
@@ -52,7 +54,11 @@ class StateProof:
         self.history = history
         self._progress = progress
         figures = {step: record.figures for step, record in history.figures.items()}
-        self._plateau = Plateau(run.spec.update, figures)
+        self._specs = [
+            (since, spec, Plateau(spec.update, figures))
+            for since, document in history.specs
+            for spec in [parse_run_spec_bytes(json.dumps(document).encode())]
+        ]
 
     @property
     def steps(self) -> int:
@@ -150,9 +156,10 @@ class StateProof:
     def _compare_gradients_and_commit(
         self, logged: LoggedStep, averages: Sequence[Array] | None
     ) -> Iterator[str]:
-        commit, spec = logged.record.commit, self._run.spec
+        commit = logged.record.commit
         if averages is None or commit.scalars is None:
             return
+        _, spec, plateau = next(each for each in reversed(self._specs) if each[0] <= logged.step)
         blocks = list(zip(self._manifest.blocks, averages, strict=True))
         if averages_digest(block_digest(*block) for block in blocks) != commit.averages_digest:
             yield "the digest of the averaged gradients differs from the commit's"
@@ -163,7 +170,7 @@ class StateProof:
         steps = spec.steps_with(self._manifest.epoch_samples)
         expected = step_scalars(
             spec.update, updates, commit.step, steps, norms, loss_scale=commit.scalars.loss_scale,
-            rate_factor=self._plateau.factor_at(commit.step),
+            rate_factor=plateau.factor_at(commit.step),
         )  # fmt: skip
         if commit.scalars != expected:
             yield "the scalars of the update do not follow from run spec and gradients"

@@ -52,6 +52,7 @@ class _Resumption(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     run_id: str
     from_step: int | None = None
+    changes: tuple[str, ...] = ()
 
 
 class ControlPort:
@@ -226,7 +227,9 @@ class ControlPort:
                 "without --run"
             )
         resumption = await _body(request, _Resumption)
-        run_id = await self._service.resume_by_name(resumption.run_id, resumption.from_step)
+        run_id = await self._service.resume_by_name(
+            resumption.run_id, resumption.from_step, resumption.changes
+        )
         if run_id is None:
             return _conflict(f"run {resumption.run_id!r} has finished; there is nothing to resume")
         return web.json_response({"run_id": run_id})

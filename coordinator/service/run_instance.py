@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -14,6 +14,7 @@ from coordinator.files.blob_index import BlobIndex, read_or_build_index, write_i
 from coordinator.files.permitted_files import PermittedFiles
 from coordinator.run.outputs.events import Checkpointed, Committed, ManifestSettled, Record
 from coordinator.run.outputs.restart import AdmissionRecord, Resumption
+from coordinator.service.spec_change import SpecChange, spec_change
 from coordinator.storage.copies import check_directory
 from coordinator.storage.directory.journal import (
     JournalEnd,
@@ -73,7 +74,9 @@ class RunInstance:
         if not journal.begun:
             lines.append(RunStarted.of(self.stored.run_id, self.stored.document, _versions()))
         if self.restart is not None:
-            lines += _lines_after_restart(self.restart.recovery, journal, self.lock.term)
+            recovery = self.restart.recovery
+            lines += _lines_after_restart(recovery, journal, self.lock.term)
+            lines += spec_change(self.directory, self.stored, self.lock.term, recovery.step)
         return lines
 
 
@@ -101,6 +104,7 @@ def load_run(
     spec: RunSpec | None = None,
     from_step: int | None = None,
     permitted: PermittedFiles | None = None,
+    changes: Sequence[str] = (),
 ) -> RunInstance | None:
     """Load the run in a locked directory to continue it.
 
@@ -109,13 +113,15 @@ def load_run(
         spec: The expected run spec; None for any.
         from_step: Roll back to the checkpoint after so many steps, even of a finished run.
         permitted: Which files the run may read that it has not read before; None for all.
+        changes: `key=value` pairs to change in its run spec first, even of a finished run.
 
     Returns:
         None if there is no run, or it has finished.
 
     Raises:
         Mismatch: It is another run.
-        UsageError: There is no such checkpoint.
+        RunSpecError: The changed run spec is not valid.
+        UsageError: There is no such checkpoint, or the run spec may not change like that.
         StorageDamaged: A file is damaged in a way that no crash explains.
         StorageFailed: A read or write failed.
     """
@@ -129,17 +135,20 @@ def load_run(
             f"{str(lock.directory)!r} holds run {stored.run_id!r} of another run spec; leave "
             f"the run spec out to continue it, or choose another {option('--out')}"
         )
-    if from_step is None and not is_unfinished(lock.directory):
+    change = SpecChange.of(directory, stored, changes, from_step)
+    if from_step is None and change is None and not is_unfinished(lock.directory):
         return None
     blobs = read_or_build_index(directory.files_file, stored.spec, permitted)
     admission = directory.read_admission_record()
     rollback_notes = () if from_step is None else (roll_back(directory, from_step, lock.term),)
+    stored, change_notes = (stored, ()) if change is None else change.write(lock)
     recovery = recover(directory)
     if recovery is None:
         return RunInstance(stored, directory, lock, None, blobs)
-    if rollback_notes:
+    if rollback_notes or change is not None:
         # Later commits are void, even if their steps could be compared.
-        recovery = replace(recovery, redo=(), notes=(*recovery.notes, *rollback_notes))
+        notes = (*recovery.notes, *rollback_notes, *change_notes)
+        recovery = replace(recovery, redo=(), notes=notes)
     metrics: dict[int, dict[str, float]] = {}
     if stored.spec.stop is not None or stored.spec.optimizer.plateau is not None:
         metrics = evaluations(directory.journal, recovery.step)

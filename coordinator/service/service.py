@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,7 +264,11 @@ class Service:
         return run_id
 
     def resume(
-        self, directory: Path, spec: RunSpec | None = None, from_step: int | None = None
+        self,
+        directory: Path,
+        spec: RunSpec | None = None,
+        from_step: int | None = None,
+        changes: Sequence[str] = (),
     ) -> str | None:
         """Queue the run in a directory to continue it.
 
@@ -272,6 +276,7 @@ class Service:
             directory: Of the run.
             spec: The expected run spec; None for any.
             from_step: Roll back to the checkpoint after so many steps first.
+            changes: `key=value` pairs to change in its run spec first.
 
         Returns:
             The run's ID; None if there is no run, or it has finished.
@@ -281,13 +286,15 @@ class Service:
         """
         lock = self.lock(directory)
         try:
-            instance = load_run(lock, spec, from_step)
+            instance = load_run(lock, spec, from_step, changes=changes)
         except SamestepError:
             self._release(lock)
             raise
         return self._queue_found(lock, instance)
 
-    async def resume_by_name(self, run_id: str, from_step: int | None = None) -> str | None:
+    async def resume_by_name(
+        self, run_id: str, from_step: int | None = None, changes: Sequence[str] = ()
+    ) -> str | None:
         """Queue a run as `resume` does, but read its files in a thread.
 
         Raises:
@@ -303,7 +310,9 @@ class Service:
             raise UsageError(f"expected the name of a run, found no run at {str(directory)!r}")
         lock = self.lock(directory)
         try:
-            instance = await asyncio.to_thread(load_run, lock, None, from_step, self.permitted)
+            instance = await asyncio.to_thread(
+                load_run, lock, None, from_step, self.permitted, changes
+            )
         except SamestepError:
             self._release(lock)
             raise

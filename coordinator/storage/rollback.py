@@ -91,6 +91,23 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
     )
 
 
+def set_result_aside(directory: RunDirectory, term: int) -> str:
+    """Set aside the result of a finished run that goes on.
+
+    Returns:
+        What was done, for people and for the journal.
+
+    Raises:
+        StorageFailed: A write failed; the call can be repeated.
+    """
+    manifest, aside = directory.read_manifest(), directory.set_aside / f"term-{term:06d}"
+    with storing("set aside the result in", directory.path):
+        _move(directory.result_file, aside)
+        if manifest is not None and manifest.capture is None:
+            _move(directory.path / manifest.export.directory, aside)
+    return f"the result so far is in {aside.relative_to(directory.path)}"
+
+
 def _intact_steps(directory: RunDirectory, run_id: str, manifest: Manifest) -> list[int]:
     """Return the steps of the intact checkpoints."""
     intact = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import Cluster
+from tests.cluster import RUNS, Cluster
 from tests.commands import called
 from tests.small_chat import chat_run
 
@@ -17,6 +17,22 @@ def trained(run: Path, out: Path, *more: str) -> dict[str, Any]:
     with Cluster(out, "--expect-workers", "1", "--run", str(run), *more) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         return cluster.result()
+
+
+@pytest.mark.slow  # in one process: tests/coordinator/service/test_spec_change.py
+def test_a_finished_run_goes_on_with_more_steps_by_the_command(tmp_path):
+    run = RUNS / "regress.yaml"
+    settings = ("--set", "optimizer={name: adamw, amsgrad: true, swa: {}}", "--set", "steps=20")
+    whole = trained(run, tmp_path / "whole", *settings)
+    part = trained(run, tmp_path / "part", *settings, "--set", "steps=10")
+    with Cluster(
+        tmp_path / "part", "--expect-workers", "2", "--resume", "--set", "steps=20"
+    ) as cluster:
+        cluster.worker("w0", "--backend", "cpu")
+        cluster.worker("w1", "--backend", "cpu")
+        more = cluster.result()
+    assert more["weights_digest"] == whole["weights_digest"] != part["weights_digest"]
+    assert called("coordinator", "audit", str(tmp_path / "part" / "out")).returncode == 0
 
 
 @pytest.mark.slow  # in parts: tests/worker/models/test_adapter.py, test_epochs.py

@@ -49,6 +49,22 @@ class RunStarted(Record):
         )
 
 
+class SpecChanged(Record):
+    """The run goes on with another run spec: steps from `step` on are those of the new one."""
+
+    articles = (10, 12, 13)
+    serves = "which settings were changed, when, and what the steps before were computed with"
+
+    kind: Literal["spec_changed"] = "spec_changed"
+    term: Number
+    step: Number
+    changes: tuple[Words, ...]
+    before: Digest
+    """`spec_digest` of the spec until then."""
+    spec: dict[str, Any]
+    spec_digest: Digest
+
+
 class FileDigests(Record):
     """BLAKE3 of the small files that a restart reads.
 
@@ -129,8 +145,8 @@ class Ended(Record):
 
 
 RECORDS: tuple[type[Record], ...] = (
-    RunStarted, ManifestSettled, FileDigests, Resumed, ViewChanged, Planned, Owned, Committed,
-    Halted, Fault, CommandReceived, Checkpointed, Evaluated, Ended,
+    RunStarted, ManifestSettled, FileDigests, Resumed, SpecChanged, ViewChanged, Planned, Owned,
+    Committed, Halted, Fault, CommandReceived, Checkpointed, Evaluated, Ended,
 )  # fmt: skip
 
 AnyRecord = Annotated[Union[RECORDS], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007 - from the table

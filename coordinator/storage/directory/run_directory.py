@@ -148,8 +148,18 @@ class RunDirectory:
             "accepted_ns": time.time_ns(),
             "spec": spec.model_dump(mode="json"),
         }
-        document["blake3"] = _seal(document)
-        replace_file(self.run_file, (json.dumps(document, indent=2) + "\n").encode())
+        replace_file(self.run_file, _sealed(document))
+
+    def run_file_with(self, spec: RunSpec) -> bytes:
+        """Return the content of `run.json` with another run spec.
+
+        Raises:
+            StorageDamaged: `run.json` cannot be read.
+            StorageFailed: Likewise.
+        """
+        with storing("read", self.run_file):
+            document = read_json(self.run_file)
+        return _sealed({**document, "spec": spec.model_dump(mode="json")})
 
     def keep_manifest(self, manifest: Manifest) -> None:
         """Write the run's manifest, if there is none.
@@ -329,6 +339,11 @@ class RunDirectory:
 def is_intact(document: dict[str, Any]) -> bool:
     """Whether ID and spec in `run.json` are intact; older releases stored no digest."""
     return document.get("blake3") in (None, _seal(document))
+
+
+def _sealed(document: dict[str, Any]) -> bytes:
+    document["blake3"] = _seal(document)
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def _seal(document: dict[str, Any]) -> str:

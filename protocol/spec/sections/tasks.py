@@ -136,7 +136,7 @@ class BatchSpec(Section):
     ) -> dict[str, Any]:
         document: dict[str, Any] = dump(self)
         if self.unit == "sample":
-            del document["unit"]
+            document.pop("unit", None)
         return document
 
     @model_validator(mode="after")

@@ -33,6 +33,7 @@ from coordinator.storage.directory.journal_records import (
     FileDigests,
     Resumed,
     RunStarted,
+    SpecChanged,
     kind_of,
     read_record,
 )
@@ -60,6 +61,9 @@ EXAMPLES = [
     CommandReceived(term=1, step=1, command="continue", source="control port"),
     Fault(term=1, step=1, what="straggler", worker="w1", response="subtrees given to w2"),
     Resumed(term=2, step=1, optimizer_step=1, notes=("a torn tail was cut",)),
+    SpecChanged(
+        term=2, step=1, changes=("steps: 10 -> 20",), before=D, spec={"steps": 20}, spec_digest=D
+    ),
     Evaluated(term=2, step=1, metrics={"accuracy": 0.5, "odd": float("nan")}),
     Ended(term=2, step=1, outcome="finished", reason="é \u2028 \U0001f600 </script>"),
 ]  # fmt: skip

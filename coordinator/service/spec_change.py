@@ -1,0 +1,143 @@
+"""A run goes on with another run spec: checked, written to `run.json`, told in the journal.
+
+The journal announces the new content of `run.json` before it is written, so that a crash may leave
+either one; its `SpecChanged` follows when the run continues.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from coordinator.disk.canonical_json import json_digest
+from coordinator.disk.directory_lock import DirectoryLock
+from coordinator.disk.durable_file import replace_file
+from coordinator.storage.directory.journal import Journal, first_record, newest_record
+from coordinator.storage.directory.journal_records import FileDigests, RunStarted, SpecChanged
+from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
+from coordinator.storage.file_digests import file_digest, present_digests
+from coordinator.storage.recovery import recover
+from coordinator.storage.rollback import set_result_aside
+from protocol.base.errors import UsageError
+from protocol.spec.run_spec import parse_run_spec_bytes
+from protocol.spec.spec_changes import changed_spec, changes_between
+
+
+@dataclass(frozen=True, slots=True)
+class SpecChange:
+    """A valid change of a run's spec, not written yet.
+
+    Attributes:
+        directory: Of the run.
+        stored: The run with its new spec.
+        content: The new `run.json`.
+    """
+
+    directory: RunDirectory
+    stored: StoredRun
+    content: bytes
+
+    @classmethod
+    def of(
+        cls,
+        directory: RunDirectory,
+        stored: StoredRun,
+        changes: Sequence[str],
+        from_step: int | None,
+    ) -> SpecChange | None:
+        """Check a change; return None if it changes nothing.
+
+        Args:
+            directory: Of the run.
+            stored: The run as it is.
+            changes: `key=value` pairs.
+            from_step: Steps that a rollback will leave; None without one.
+
+        Raises:
+            RunSpecError: The changed run spec is not valid.
+            UsageError: A key may not change, or the run has more steps already.
+            StorageDamaged: A file is damaged.
+            StorageFailed: A read or write failed.
+        """
+        if not changes:
+            return None
+        spec, made = changed_spec(stored.spec, changes)
+        if not made:
+            return None
+        recovery = recover(directory)
+        if recovery is None:
+            raise UsageError(
+                "--set: expected a run that has begun, got one without a saved state; submit it "
+                "again with the other settings"
+            )
+        step = recovery.step if from_step is None else from_step
+        steps = spec.steps_with(recovery.manifest.epoch_samples)
+        if steps < step or (steps == step and directory.read_result() is not None):
+            raise UsageError(
+                f"--set: the run has taken {step} steps, and the changed run spec has {steps}: set "
+                f"steps (or epochs) to more, or go back first (--from-step N)"
+            )
+        document = spec.model_dump(mode="json")
+        changed = StoredRun(stored.run_id, spec, document)
+        return cls(directory, changed, directory.run_file_with(spec))
+
+    def write(self, lock: DirectoryLock) -> tuple[StoredRun, tuple[str, ...]]:
+        """Write `run.json`, and set aside the result of a finished run.
+
+        Returns:
+            The run with its new spec, and what was set aside.
+
+        Raises:
+            StorageFailed: A write failed; the call can be repeated.
+        """
+        notes: tuple[str, ...] = ()
+        if self.directory.result_file.exists():
+            notes = (set_result_aside(self.directory, lock.term),)
+        journal = Journal(self.directory.journal, guard=lock.check)
+        try:
+            digests = present_digests(self.directory)
+            either = (file_digest(self.directory.run_file), blake3(self.content).hexdigest())
+            digests[self.directory.run_file.name] = either
+            journal.append(FileDigests(term=lock.term, digests=digests))
+            journal.sync()
+        finally:
+            journal.close()
+        replace_file(self.directory.run_file, self.content)
+        return self.stored, notes
+
+
+def spec_change(
+    directory: RunDirectory, stored: StoredRun, term: int, step: int
+) -> tuple[SpecChanged, ...]:
+    """Return the line that the journal lacks if `run.json` has another spec than its newest one."""
+    before = spec_in_journal(directory.journal)
+    if before is None or before == stored.document:
+        return ()
+    earlier = parse_run_spec_bytes(json.dumps(before).encode())
+    line = SpecChanged(
+        term=term,
+        step=step,
+        changes=tuple(changes_between(earlier, stored.spec)),
+        before=json_digest(before),
+        spec=stored.document,
+        spec_digest=json_digest(stored.document),
+    )
+    return (line,)
+
+
+def spec_in_journal(path: Path) -> dict[str, Any] | None:
+    """Return the newest run spec in a journal, as a document; None if it has not begun.
+
+    Raises:
+        StorageFailed: The journal cannot be read.
+    """
+    newest = newest_record(path, SpecChanged)
+    if newest is not None:
+        return newest.spec
+    first = first_record(path)
+    return first.spec if isinstance(first, RunStarted) else None

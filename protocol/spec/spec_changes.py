@@ -1,0 +1,136 @@
+"""What a resumed run may change in its run spec, and why it may not change the rest.
+
+A run goes on from its state with another spec only where the state stays what it is: the steps that
+were committed keep their meaning, and the later ones are those of the new spec.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from protocol.base.errors import UsageError
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+
+MAY_CHANGE: Final = {
+    "steps": "a longer or shorter run",
+    "epochs": "likewise",
+    "optimizer.lr": "the rate from the next step on",
+    "optimizer.schedule": "likewise, with the keys of the schedule",
+    "optimizer.warmup_steps": "counted from the run's first step",
+    "optimizer.warmup_from_zero": "likewise",
+    "optimizer.min_lr_ratio": "a key of the schedule",
+    "optimizer.power": "likewise",
+    "optimizer.cycles": "likewise",
+    "optimizer.rise_ratio": "likewise",
+    "optimizer.start_lr_ratio": "likewise",
+    "optimizer.milestones": "likewise",
+    "optimizer.gamma": "likewise",
+    "optimizer.rates": "likewise",
+    "optimizer.rates_every": "likewise",
+    "optimizer.decay_ratio": "likewise",
+    "optimizer.decay": "likewise",
+    "optimizer.plateau": "likewise; evaluations so far count",
+    "optimizer.weight_decay": "from the next step on",
+    "optimizer.clip_norm": "likewise",
+    "optimizer.clip_value": "likewise",
+    "evaluate_every": "which states are evaluated",
+    "checkpoint": "which states are kept",
+    "stop": "when the run ends early; evaluations so far count",
+    "double_check_every": "how often two workers compute the same",
+}
+"""Keys, each with what it changes; a section stands for its keys."""
+
+_OF_SCHEDULES: Final = {
+    "min_lr_ratio", "power", "cycles", "rise_ratio", "start_lr_ratio", "milestones", "gamma",
+    "rates", "rates_every", "decay_ratio", "decay", "plateau",
+}  # fmt: skip
+"""Keys of `optimizer` that another schedule does not have."""
+
+_REASONS: Final = {
+    "seed": "it decides the order of samples and every random draw",
+    "batch": "it decides which samples each step has had",
+    "data": "it decides which samples there are",
+    "model": "it decides what the state is a state of",
+    "lora": "it decides what the state is a state of",
+    "arithmetic": "it decides the bits of every gradient so far",
+    "threads": "it decides the bits of every gradient so far",
+    "exchange": "it decides the bits of every average so far",
+    "replicas": "it decides what a round is",
+    "optimizer": "the moments so far are those of another optimizer",
+}
+_NEW_RUN: Final = (
+    "begin a new run from the result of this one (init_from, or model.source) with other settings"
+)
+
+
+def changed_spec(spec: RunSpec, overrides: Sequence[str]) -> tuple[RunSpec, tuple[str, ...]]:
+    """Apply `key=value` pairs to the spec of a run that is to be resumed.
+
+    Args:
+        spec: The run's.
+        overrides: As in `parse_run_spec`.
+
+    Returns:
+        The new spec, and each change, as `steps: 10 -> 20`; none if nothing changes.
+
+    Raises:
+        RunSpecError: The result is not valid.
+        UsageError: A key may not change.
+    """
+    document = spec.model_dump(mode="json", exclude_defaults=True)
+    # Its sources were resolved when the run began.
+    init_from = document.pop("init_from", None)
+    if any(each.startswith("optimizer.schedule=") for each in overrides):
+        for key in _OF_SCHEDULES & document.get("optimizer", {}).keys():
+            del document["optimizer"][key]
+    new = parse_run_spec(document, overrides, "the run's spec")
+    new = new.model_copy(update={"init_from": init_from})
+    if fault := refused_change(spec, new):
+        raise UsageError(f"--set: {fault}")
+    return new, tuple(changes_between(spec, new))
+
+
+def refused_change(spec: RunSpec, new: RunSpec) -> str:
+    """Describe a change that a resumed run may not make; empty if there is none."""
+    free = spec.optimizer.name == "schedule-free"
+    for key, _, _ in _differences(spec, new):
+        allowed = any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
+        if free and key in {"optimizer.lr", "optimizer.warmup_steps"}:
+            return f"{key} cannot change: schedule-free weighs its average by the rates; {_NEW_RUN}"
+        if not allowed:
+            section = key.partition(".")[0]
+            reason = _REASONS.get(section, "the steps so far were computed with it")
+            return (
+                f"{key} cannot change in a run that has begun: {reason}; a resumed run may change "
+                f"{', '.join(MAY_CHANGE)}; for others, {_NEW_RUN}"
+            )
+    return ""
+
+
+def changes_between(spec: RunSpec, new: RunSpec) -> Iterator[str]:
+    """Yield each difference, as `steps: 10 -> 20`."""
+    for key, before, after in _differences(spec, new):
+        yield f"{key}: {_text(before)} -> {_text(after)}"
+
+
+def _differences(spec: RunSpec, new: RunSpec) -> Iterator[tuple[str, Any, Any]]:
+    old_keys, new_keys = (dict(_flat(each.model_dump(mode="json"))) for each in (spec, new))
+    for key in sorted(old_keys | new_keys):
+        before, after = old_keys.get(key), new_keys.get(key)
+        if before != after:
+            yield key, before, after
+
+
+def _flat(document: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield before + key, value
+
+
+def _text(value: Any) -> str:
+    text = "not set" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,157 @@
+"""A run goes on with more: other steps, another rate, never silently, and nothing else."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.audit.audit import audit
+from coordinator.audit.report import report
+from coordinator.cli import app
+from coordinator.service.spec_change import SpecChange
+from coordinator.storage.directory.journal_records import SpecChanged
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.file_digests import lock_directory
+from protocol.base.errors import RunSpecError, UsageError
+from protocol.spec.files.run_spec_file import load_run_spec
+from protocol.spec.spec_changes import changed_spec
+from tests.cluster import RUNS
+from tests.durable_run import read_journal
+from tests.live_service import live_service, scripted_spec, undisturbed
+
+ADAM = {"name": "adam", "lr": 0.01, "weight_decay": 0.1, "ema": {"decay": 0.5}}
+
+
+def spec_of(steps=10, **changes):
+    return scripted_spec(steps=steps, optimizer=ADAM, checkpoint={"every": 4}, **changes)
+
+
+async def finished(directory, spec):
+    async with live_service(directory, 1) as live:
+        run_id = live.service.submit(spec)
+        live.worker("w0")
+        await live.result(run_id)
+        return directory / run_id
+
+
+async def gone_on(directory, *changes, workers=1, **how):
+    async with live_service(directory.parent, workers) as live:
+        assert live.service.resume(directory, changes=changes, **how) == directory.name
+        for number in range(workers):
+            live.worker(f"w{number}")
+        return await live.result(directory.name)
+
+
+async def test_ten_steps_and_ten_more_are_one_run_of_twenty(tmp_path):
+    reference = await undisturbed(tmp_path / "twenty", spec_of(20))
+    run = await finished(tmp_path / "ten", spec_of(10))
+    first = json.loads((run / "result.json").read_text())
+    result = await gone_on(run, "steps=20", workers=2)
+    assert result["weights_digest"] == reference["weights_digest"] != first["weights_digest"]
+    assert result["losses"] == reference["losses"]
+    journal = [entry.record for entry in read_journal(run / "journal.jsonl")]
+    [change] = [record for record in journal if isinstance(record, SpecChanged)]
+    assert (change.step, change.changes) == (10, ("steps: 10 -> 20",))
+    assert change.before != change.spec_digest
+    [aside] = (run / "set-aside").iterdir()
+    assert json.loads((aside / "result.json").read_text()) == first
+    found = audit(run)
+    assert found.ok, found.lines()
+    assert any("changed after 10 steps: steps: 10 -> 20" in line for line in found.lines())
+    assert "steps: 10 -&gt; 20" in report(run)
+
+
+async def test_another_rate_counts_from_its_step_and_the_audit_knows_both(tmp_path):
+    keep = {"checkpoint": {"every": 2, "keep_last": 9, "keep_log": True}}
+    run = await finished(tmp_path, scripted_spec(steps=6, optimizer=ADAM, **keep))
+    changes = ("steps=12", "optimizer.lr=0.001", "optimizer.schedule=linear", "stop=null")
+    await gone_on(run, *changes)
+    assert audit(run).ok
+    await gone_on(run, from_step=4)
+    found = audit(run)
+    assert found.ok, found.lines()  # steps 4 and 5 are now of the newest spec
+    stored = RunDirectory(run).read_run()
+    assert stored is not None
+    assert stored.spec.optimizer.lr == 0.001
+    with pytest.raises(UsageError, match=r"the run has taken 12 steps.*has 12"):
+        await gone_on(run, "evaluate_every=3")
+
+
+async def test_a_crash_between_the_file_and_the_journal_is_made_good(tmp_path):
+    run = await finished(tmp_path, spec_of(6))
+    directory = RunDirectory(run)
+    stored = directory.read_run()
+    assert stored is not None
+    change = SpecChange.of(directory, stored, ["steps=9"], None)
+    assert change is not None
+    lock = lock_directory(run)
+    change.write(lock)
+    lock.release()
+    assert audit(run).ok is False, "run.json is ahead of the journal"
+    result = await gone_on(run)
+    assert result["steps"] == 9
+    assert audit(run).ok
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("seed=4", "seed cannot change in a run that has begun: it decides the order of samples"),
+        ("batch.samples=4", "batch.samples cannot change .* which samples each step has had"),
+        ("optimizer.name=adamw", "optimizer.name cannot change .* the moments so far"),
+        ("optimizer.betas=[0.5, 0.9]", "optimizer.betas cannot change"),
+        ("optimizer.ema=null", "optimizer.ema.* cannot change"),
+        ("threads=2", "threads cannot change .* the bits of every gradient"),
+        ("scripted.blocks=2", "scripted.blocks cannot change .* computed with it"),
+    ],
+)
+def test_what_the_state_rests_on_cannot_change(change, text):
+    with pytest.raises(UsageError, match=text):
+        changed_spec(spec_of(), [change])
+
+
+def test_every_sample_run_spec_may_change_its_length():
+    for path in sorted(RUNS.glob("*.yaml")):
+        spec = load_run_spec(path)
+        key = "steps" if spec.epochs is None else "epochs"
+        new, made = changed_spec(spec, [f"{key}=77"])
+        assert [each.partition(":")[0] for each in made] == [key], path
+        assert new == spec.model_copy(update={key: 77})
+        assert changed_spec(spec, []) == (spec, ())
+
+
+def test_changes_of_a_schedule_and_of_nothing():
+    linear = scripted_spec(
+        optimizer={"schedule": "linear", "min_lr_ratio": 0.1, "warmup_steps": 2}, evaluate_every=2
+    )
+    assert changed_spec(linear, ["steps=4"]) == (linear, ())
+    new, made = changed_spec(linear, ["optimizer.schedule=constant"])
+    assert new.optimizer.schedule == "constant"
+    assert made == (
+        "optimizer.min_lr_ratio: 0.1 -> not set", 'optimizer.schedule: "linear" -> "constant"',
+    )  # fmt: skip
+    free = scripted_spec(optimizer={"name": "schedule-free"})
+    with pytest.raises(UsageError, match="schedule-free weighs its average by the rates"):
+        changed_spec(free, ["optimizer.lr=0.5"])
+    with pytest.raises(RunSpecError, match=r"optimizer[.]lr"):
+        changed_spec(linear, ["optimizer.lr=-1"])
+
+
+async def test_fewer_steps_than_taken_and_other_runs_are_refused(tmp_path):
+    run = await finished(tmp_path, spec_of(6))
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "lock" not in p.name}
+    with pytest.raises(UsageError, match=r"has taken 6 steps, and the changed run spec has 5"):
+        await gone_on(run, "steps=5")
+    with pytest.raises(UsageError, match="seed cannot change"):
+        await gone_on(run, "seed=5", "steps=9")
+    changed = {p for p, content in before.items() if p.read_bytes() != content}
+    assert {p.name for p in changed} <= {"term.json"}
+
+
+def test_a_command_line_names_the_run_that_it_changes(tmp_path):
+    for words, text in (
+        (["--resume", "--set", "steps=9"], "needs --out"),
+        (["--resume", "--out", str(tmp_path), "--set", "steps=9"], "the directory of one run"),
+    ):
+        done = CliRunner().invoke(app, words)
+        assert text in str(done.exception) + done.output
