@@ -92,6 +92,8 @@ class CoordinatorProcess(Process):
         try:
             await service.start()
             for ledger in cluster.ledgers:
+                if not self.alive:
+                    return  # it died while it queued the one before
                 if ledger.outcome is None:
                     self._queue(service, ledger)
             await service.over.wait()
