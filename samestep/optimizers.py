@@ -14,15 +14,16 @@ from functools import partial
 from glob import escape
 from typing import Any, Final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from protocol.base.errors import DataError
 from samestep.schedulers import (
     Interval,
     Rates,
     check_scheduler,
+    plateau_of,
     rates_of,
     scale_between,
     schedule_of,
@@ -112,7 +113,7 @@ class OptimizerArguments:
         optimizer = _optimizer_for(self.optimizer, module)
         scheduler = self.scheduler
         if scheduler is not None:
-            if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+            if not isinstance(scheduler, LRScheduler):
                 scheduler = _called(scheduler, optimizer, "scheduler")
             check_scheduler(scheduler, optimizer)
         interval_steps = epoch_steps if self.interval == "epoch" else 1
@@ -120,12 +121,17 @@ class OptimizerArguments:
         kept = [*kept, "weight_decay"]
         rates = rates_of(optimizer, scheduler, -(-steps // interval_steps), kept)
         section = _section(optimizer, rates, module, interval_steps, steps)
-        if both := sorted(section.keys() & (self.extra or {}).keys()):
+        extra = dict(self.extra or {})
+        if isinstance(scheduler, ReduceLROnPlateau):
+            section |= plateau_of(scheduler, section["lr"])
+            if isinstance(metric := extra.pop("plateau", {}), Mapping):
+                section["plateau"] |= metric
+        if both := sorted(section.keys() & extra.keys()):
             raise DataError(
                 f"settings: expected keys of optimizer that torch's object does not set, got "
                 f"{both[0]!r}: leave it out"
             )
-        return {**section, **(self.extra or {})}
+        return {**section, **extra}
 
 
 def _optimizer_for(given: Any, module: nn.Module) -> Optimizer:

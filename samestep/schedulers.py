@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from protocol.base.errors import DataError
 from protocol.exact.schedule import learning_rate
 from protocol.spec.sections.optimizer import OptimizerSpec
+from samestep.torch_kinds import rate_of
 
 Interval = Literal["step", "epoch"]
 Rates = list[float]
@@ -23,6 +24,8 @@ Rates = list[float]
 
 _SAME: Final = 1e-9
 """Rates are equal if they differ by at most this share of the highest one: float32 has 1e-7."""
+_USUAL_EPS: Final = 1e-8
+"""Of ReduceLROnPlateau: the smallest change of the rate, as in `protocol.exact.plateau`."""
 _MOST_RATES: Final = 8_000
 """Rates that a run spec lists; it may have 256 KiB."""
 
@@ -41,15 +44,15 @@ def rates_of(
     Raises:
         DataError: The scheduler changes one of `values`, fails, or needs an evaluation.
     """
-    if scheduler is None:
-        return [[float(group["lr"])] for group in optimizer.param_groups]
+    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
+        return [[rate_of(group)] for group in optimizer.param_groups]
     own = _copied(optimizer, scheduler)
     groups = own.optimizer.param_groups
     before = [{name: group.get(name) for name in values} for group in groups]
     rates: list[Rates] = [[] for _ in groups]
     for _ in _stepped(own, count):
         for group, found, unchanged in zip(groups, rates, before, strict=True):
-            found.append(float(group["lr"]))
+            found.append(rate_of(group))
             if changed := [name for name, value in unchanged.items() if group.get(name) != value]:
                 remedy = ": write cycle_momentum=False" if hasattr(own, "cycle_momentum") else ""
                 raise DataError(
@@ -63,15 +66,9 @@ def check_scheduler(scheduler: object, optimizer: object) -> None:
     """Check that a scheduler's rates can be read before the run.
 
     Raises:
-        DataError: It is none of torch's, follows a metric, or belongs to another optimizer.
+        DataError: It is none of torch's, or belongs to another optimizer.
     """
     kind = type(scheduler).__name__
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise DataError(
-            "scheduler: expected rates that are known before the run, got ReduceLROnPlateau, which "
-            'follows a metric: leave it out, and write settings={"stop": {"figure": "loss"}} to '
-            "stop when the metric no longer improves, or another schedule"
-        )
     if not isinstance(scheduler, LRScheduler):
         raise DataError(
             f"scheduler: expected a scheduler of torch, or a function of the optimizer that "
@@ -82,6 +79,42 @@ def check_scheduler(scheduler: object, optimizer: object) -> None:
             f"scheduler: expected one of the optimizer that fit gets, got {kind} of another: "
             "create it with that optimizer"
         )
+
+
+def plateau_of(scheduler: ReduceLROnPlateau, rate: float) -> dict[str, Any]:
+    """Return the keys of a run spec's section `optimizer` for a rate that follows a metric.
+
+    The metric is the held-out loss, which `settings` may change.
+
+    Args:
+        scheduler: The scheduler.
+        rate: The rate of the section.
+
+    Raises:
+        DataError: Its groups have lowest rates of their own, or it has taken a step.
+    """
+    lowest = set(scheduler.min_lrs)
+    if len(lowest) > 1 or (max(lowest) and len(scheduler.min_lrs) > 1):
+        raise DataError(
+            "scheduler: expected one lowest rate for ReduceLROnPlateau, got min_lr beside several "
+            "groups of parameters: leave min_lr out"
+        )
+    if scheduler.last_epoch or scheduler.eps != _USUAL_EPS:
+        raise DataError(
+            "scheduler: expected a new ReduceLROnPlateau with eps 1e-8, got another: create it "
+            "anew, and leave eps out"
+        )
+    plateau = {
+        "metric": "loss",
+        "better": "lower" if scheduler.mode == "min" else "higher",
+        "factor": scheduler.factor,
+        "patience": scheduler.patience,
+        "threshold": scheduler.threshold,
+        "threshold_mode": scheduler.threshold_mode,
+        "cooldown": scheduler.cooldown,
+    }
+    section: dict[str, Any] = {"lr": rate, "schedule": "plateau", "plateau": plateau}
+    return section | ({"min_lr_ratio": max(lowest) / rate} if max(lowest) else {})
 
 
 def _copied(optimizer: torch.optim.Optimizer, scheduler: object) -> Any:

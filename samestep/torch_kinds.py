@@ -15,15 +15,21 @@ import torch
 Settings = Mapping[str, Any]
 Translated = tuple[dict[str, Any], list[str]]
 
-_UNSUPPORTED: Final = ("dampening", "maximize", "amsgrad")
+_UNSUPPORTED: Final = ("dampening", "maximize")
 """Settings that have no equivalent here unless they are off."""
+
+
+def rate_of(settings: Settings) -> float:
+    """Return the learning rate of a group; transformers' Adafactor may find its own."""
+    return 1e-2 if settings["lr"] is None else float(settings["lr"])
 
 
 def section_of_settings(kind: type, settings: Settings) -> Translated | None:
     """Translate the settings of a group; None if the class has no exact equivalent."""
-    if kind not in KINDS:
+    translate = KINDS.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    if translate is None:
         return None
-    section, unsupported = KINDS[kind](settings)
+    section, unsupported = translate(settings)
     unsupported += [f"{name}={settings[name]!r}" for name in _UNSUPPORTED if settings.get(name)]
     return section, unsupported
 
@@ -41,15 +47,52 @@ def _adam(settings: Settings, *, decoupled: bool = False) -> Translated:
         "name": "adamw" if is_decoupled else "adam",
         "betas": [float(beta) for beta in settings["betas"]],
         "eps": float(settings["eps"]),
+        **({"amsgrad": True} if settings["amsgrad"] else {}),
     }
     return section, []
 
 
 def _rmsprop(settings: Settings) -> Translated:
-    section = {
+    section: dict[str, Any] = {
         "name": "rmsprop", "alpha": float(settings["alpha"]), "eps": float(settings["eps"]),
     }  # fmt: skip
-    return section, _set(settings, "momentum", "centered")
+    if settings["centered"]:
+        section["centered"] = True
+    if settings["momentum"]:
+        section["momentum"] = float(settings["momentum"])
+    return section, []
+
+
+def _adafactor(settings: Settings) -> Translated:
+    first, second = settings["eps"]
+    section = {
+        "name": "adafactor",
+        "beta2_decay": float(settings["beta2_decay"]),
+        "clip_threshold": float(settings["d"]),
+        "min_parameter_rms": float(second),
+        "relative_step": True,
+    }
+    return section, [] if first is None else [f"eps={settings['eps']!r}"]
+
+
+def _adafactor_of_transformers(settings: Settings) -> Translated:
+    """Translate `transformers.Adafactor`, which has options that torch's does not."""
+    first, second = settings["eps"]
+    scales = bool(settings["scale_parameter"])
+    section = {
+        "name": "adafactor",
+        "beta2_decay": float(settings["decay_rate"]),
+        "clip_threshold": float(settings["clip_threshold"]),
+        "eps": float(first),
+        "scale_parameter": scales,
+        "relative_step": bool(settings["relative_step"]),
+        **({"min_parameter_rms": float(second)} if scales else {}),
+        **({"warmup_steps": 10_000} if settings["warmup_init"] else {}),  # 1e-6 more each step
+    }
+    unsupported = [] if settings["beta1"] is None else [f"beta1={settings['beta1']!r}"]
+    if settings["weight_decay"] and scales:  # it decays by the scaled rate
+        unsupported.append(f"weight_decay={settings['weight_decay']!r} beside scale_parameter=True")
+    return section, unsupported
 
 
 def _adagrad(settings: Settings) -> Translated:
@@ -67,5 +110,10 @@ KINDS: Final[dict[type, Callable[[Settings], Translated]]] = {
     torch.optim.AdamW: partial(_adam, decoupled=True),
     torch.optim.RMSprop: _rmsprop,
     torch.optim.Adagrad: _adagrad,
+    torch.optim.Adafactor: _adafactor,
 }
 """Classes that have an exact equivalent."""
+_BY_NAME: Final[dict[str, Callable[[Settings], Translated]]] = {
+    "transformers.optimization.Adafactor": _adafactor_of_transformers,
+}
+"""Those of packages that are imported only if a script uses them."""

@@ -30,6 +30,8 @@ from coordinator.storage.directory.journal_records import (
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import used_sections
+from protocol.spec.sections.tasks import BatchSpec
+from protocol.spec.unit import unit_text
 
 _MOST_ROWS: Final = 2_000
 _MOST_CHARTS: Final = 4
@@ -135,6 +137,14 @@ def _epochs(history: History) -> list[tuple[str, object]]:
     return [("epochs of them", f"{passes:.3g} of {spec['epochs']}")]
 
 
+def _unit(history: History) -> list[tuple[str, object]]:
+    """The row that says what gradients depend on; tensors that forward changes are in a note."""
+    if history.run is None:
+        return []
+    batch = BatchSpec.model_validate(history.run.spec["batch"])
+    return [("unit", unit_text(batch, None))]
+
+
 def _summary(verified: Verified, history: History) -> str:
     entries = verified.entries
     end = history.end[1] if history.end is not None else None
@@ -143,6 +153,7 @@ def _summary(verified: Verified, history: History) -> str:
         ("outcome", f"{end.outcome}: {end.reason}" if end else "not ended"),
         ("steps committed", len(history.commits)),
         *_epochs(history),
+        *_unit(history),
         ("skipped steps", sum(commit.skipped for _, commit in history.commits)),
         ("last loss", f"{losses[-1]:.6g}" if losses else "-"),
         ("resumed", history.resumed),

@@ -20,6 +20,7 @@ from coordinator.service.execution import Execution
 from coordinator.service.service import Service
 from protocol import __version__
 from protocol.base.address import format_address
+from protocol.spec.unit import unit_text
 
 Stage = Literal["compute", "up", "reduce", "down", "disk"]
 """The stages of a step: gradients are computed; sums are sent; sums are added; averages and commit
@@ -95,6 +96,7 @@ def _run_part(execution: Execution) -> dict[str, Any]:
         "weights_digest": execution.weights_digest,
         "exact": not run.progress.mixed if run.progress is not None else None,
         "exactness": run.spec.exactness,
+        "unit": unit_text(run.spec.batch, run.manifest),
         "view": run.members.view,
         "directory": str(execution.directory),
         "checkpoint": run.checkpoints.saved,

@@ -46,6 +46,7 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
             yield f"digest   {document['weights_digest']} (weights, {_digest_of(document)})"
         exact = {True: "exact", False: "mixed", None: "not known yet"}[document["exact"]]
         yield f"numbers  {exact} (exactness: {document['exactness']})"
+        yield f"unit     {document['unit']}"
         yield f"files    {document['directory']}, checkpoint after step {document['checkpoint']}"
     if document.get("queued_runs"):
         yield f"queued   {', '.join(document['queued_runs'])}"

@@ -13,6 +13,7 @@ from glob import escape
 from typing import Any, Final
 
 import transformers
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from protocol.base.errors import DataError, SamestepError
 from samestep.hf.arguments import named_optimizer, word_of
@@ -59,11 +60,16 @@ def fit_optimizer(trainer: Any, steps: int) -> dict[str, Any]:
             f"{word_of(trainer.args.lr_scheduler_type)!r} cannot be honored: {error}; the trainer "
             "takes that as samestep={...}"
         ) from error
-    clip = trainer.args.max_grad_norm
+    extra: dict[str, Any] = {}
+    if clip := trainer.args.max_grad_norm:
+        extra["clip_norm"] = clip
+    if isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
+        metric = trainer.args.metric_for_best_model or "loss"
+        extra["plateau"] = {"metric": metric.removeprefix("eval_")}
     return {
         "optimizer": trainer.optimizer,
         "scheduler": trainer.lr_scheduler,
-        "settings": {"optimizer": {"clip_norm": clip}} if clip else {},
+        "settings": {"optimizer": extra} if extra else {},
     }
 
 

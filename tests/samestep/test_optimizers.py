@@ -12,7 +12,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
 from torch.utils.data import TensorDataset
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers import (
+    Adafactor,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 
 import samestep
 from protocol.base.errors import DataError
@@ -45,10 +49,13 @@ def groups(module: nn.Sequential) -> list[dict[str, Any]]:
 
 def section_of(optimizer: object, scheduler: object = None, **more: Any) -> dict[str, Any]:
     module = more.pop("module", None) or net()
+    every = 5 if more.pop("evaluates", False) else 0
     arguments = OptimizerArguments(optimizer, scheduler, **more)
     arguments.check()
     section = arguments.section(module, STEPS, EPOCH)
-    parse_run_spec({"task": "regress", "steps": STEPS, "optimizer": section})
+    parse_run_spec(
+        {"task": "digits", "steps": STEPS, "optimizer": section, "evaluate_every": every}
+    )
     return section
 
 
@@ -97,6 +104,14 @@ OPTIMIZERS: list[Callable[[Any], Any]] = [
     lambda module: AdamW(groups(module), **ADAMW),
     lambda module: RMSprop(module.parameters(), lr=0.01, alpha=0.9, weight_decay=0.1),
     lambda module: Adagrad(module.parameters(), lr=0.1),
+    lambda module: Adam(module.parameters(), lr=0.01, amsgrad=True),
+    lambda module: RMSprop(module.parameters(), lr=0.01, momentum=0.5, centered=True),
+    lambda module: torch.optim.Adafactor(module.parameters(), weight_decay=0.01),
+    lambda module: Adafactor(
+        module.parameters(), lr=0.01, scale_parameter=False, relative_step=False, weight_decay=0.01
+    ),
+    lambda module: Adafactor(module.parameters()),
+    lambda module: Adafactor(module.parameters(), warmup_init=True),
 ]
 
 
@@ -170,6 +185,20 @@ def test_a_schedule_with_a_name_is_written_by_that_name():
     assert clipped["clip_norm"] == 1.0
 
 
+def test_a_plateau_follows_the_held_out_loss_or_a_metric_that_settings_name():
+    section = section_of(
+        partial(SGD, lr=0.1),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, "max", 0.5, 3, min_lr=1e-3, cooldown=2),
+        extra={"plateau": {"metric": "accuracy"}},
+        evaluates=True,
+    )
+    assert (section["schedule"], section["min_lr_ratio"]) == ("plateau", pytest.approx(0.01))
+    assert section["plateau"] == {
+        "metric": "accuracy", "better": "higher", "factor": 0.5, "patience": 3,
+        "threshold": 1e-4, "threshold_mode": "rel", "cooldown": 2,
+    }  # fmt: skip
+
+
 def stepped() -> torch.optim.Optimizer:
     module = net()
     optimizer = AdamW(module.parameters())
@@ -198,8 +227,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: section_of(SGD, lambda _: lr_scheduler.ExponentialLR(SGD(net().parameters()), 1)),
         "ExponentialLR of another",
     ),
-    "plateau": (
-        lambda: section_of(SGD, lr_scheduler.ReduceLROnPlateau), "known before the run, got Reduce"
+    "several lowest rates": (
+        lambda: section_of(
+            lambda m: SGD(groups(m)), lambda o: lr_scheduler.ReduceLROnPlateau(o, min_lr=1e-4)
+        ),
+        "leave min_lr out",
+    ),
+    "first moments of Adafactor": (
+        lambda: section_of(lambda m: Adafactor(m.parameters(), beta1=0.9)), "beta1=0.9"
     ),
     "cycled momentum": (
         lambda: section_of(AdamW, lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS)),

@@ -31,6 +31,7 @@ from protocol.exact.tree import Subtree, is_subtree
 from protocol.exact.update import is_finite
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
+from protocol.spec.unit import unit_text
 from protocol.wire.connection import Body
 from protocol.wire.messages import (
     Assign,
@@ -369,10 +370,12 @@ class WorkerSession:
         )
         memory = f"; memory: {event.memory}" if event.memory else ""
         parity = f"; {event.parity}" if event.parity else ""
+        batch = self._run.spec.batch
+        unit = f"; unit: {unit_text(batch, manifest)}" if batch.unit != "sample" else ""
         return [
             Expect(manifest.blocks, self._run.spec.codecs),
             Transmit(ready, manifest.to_bytes()),
-            Tell(f"run {self.run_id}: ready on {event.device}{memory}{parity}"),
+            Tell(f"run {self.run_id}: ready on {event.device}{memory}{parity}{unit}"),
         ]
 
     def _build_failed(self, event: events.BuildFailed) -> list[Action]:

@@ -55,6 +55,10 @@ class HeldOut:
             self.sets.append(HeldOutSet(name, data, range(self.parts, self.parts + count)))
             self.parts += count
 
+    def evaluation_parts(self, *, at_once: bool) -> int:
+        """Return the number of parts that workers evaluate; `at_once`: one worker, all of them."""
+        return min(1, self.parts) if at_once else self.parts
+
     def index_of(self, part: int) -> int:
         """Return the number of the set that a part belongs to."""
         return next(n for n, each in enumerate(self.sets) if part in each.parts)

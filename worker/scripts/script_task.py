@@ -122,11 +122,10 @@ class ScriptTask:
                 blocks=(*buffers, *cut_by_size(user.module, limits.SCRIPT_BLOCK_ELEMENTS)),
                 train_samples=len(user.train),
                 sampling=sampling_of(user.sampler, len(user.train)),
-                evaluation_parts=min(1, self._held_out.parts)
-                if user.evaluate
-                else self._held_out.parts,
+                evaluation_parts=self._held_out.evaluation_parts(at_once=bool(user.evaluate)),
                 metrics=self._metrics(),
                 digests={**data, **digests},
+                notes={"buffers_averaged": sum(len(b.tensors) for b in buffers)} if buffers else {},
                 embeddings=None if self._coupled is None else self._coupled.layout,
             )
             self.trainable = Trainable(

@@ -237,7 +237,9 @@ async def test_unlike_workers_show_as_mixed():
     )
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
     assert document["exact"] is False
-    assert "numbers  mixed (exactness: prefer)" in list(status_lines(document))
+    lines = list(status_lines(document))
+    assert "numbers  mixed (exactness: prefer)" in lines
+    assert any(line.startswith("unit     sample, computed") for line in lines)
     signatures = {worker["signature"] for worker in document["workers"]}
     assert len(signatures) == 2
 

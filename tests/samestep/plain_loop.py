@@ -1,0 +1,100 @@
+"""A plain training loop in torch for a `samestep.Task`, on samestep's order of samples.
+
+What it computes is what a run computes, up to rounding: a mean over microbatches, each of which
+starts from the step's buffers, with generators seeded for each microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+import samestep
+from protocol.exact.samples import SampleOrder, microbatch_seed
+from protocol.spec.sections.tasks import BatchSpec
+from worker.scripts.samplers import sampling_of
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
+
+
+def trained_by_torch(build: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[float]]:
+    """Train with torch's own optimizer and scheduler.
+
+    Args:
+        build: Returns the task.
+        arguments: Those of `fit`, with functions that make optimizer and scheduler.
+
+    Returns:
+        The trained module, and the loss of each step.
+    """
+    seed = arguments.get("seed", 0)
+    seed_all(seed)
+    task: samestep.Task = build()
+    module, samples = task.module.train(), len(task.train)
+    batch = BatchSpec(samples=arguments["batch"], microbatch=arguments["microbatch"])
+    order = SampleOrder(seed, samples, batch, sampling=sampling_of(task.sampler, samples))
+    steps = arguments.get("steps") or math.ceil(arguments["epochs"] * order.steps_per_epoch)
+    optimizer = _optimizer(arguments["optimizer"], module)
+    scheduler = arguments["scheduler"](optimizer) if arguments.get("scheduler") else None
+    clip = arguments.get("settings", {}).get("optimizer", {}).get("clip_norm")
+    every = order.steps_per_epoch if arguments.get("scheduler_interval") == "epoch" else 1
+    losses = []
+    for step in range(steps):
+        module.zero_grad()
+        losses.append(_accumulated(task, order, step, seed))
+        if clip:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None and (step + 1) % every == 0:
+            scheduler.step()
+    return module.eval(), losses
+
+
+def _optimizer(make: Any, module: nn.Module) -> torch.optim.Optimizer:
+    kind = getattr(make, "func", make)
+    made: torch.optim.Optimizer
+    made = make(module.parameters() if isinstance(kind, type) else module)
+    return made
+
+
+def _accumulated(task: samestep.Task, order: SampleOrder, step: int, seed: int) -> float:
+    """Add up the gradients of a step's microbatches, and average the buffers they leave."""
+    module, parts = task.module, order.microbatches(step)
+    batches = []
+    for leaf, part in enumerate(parts):
+        seed_all(microbatch_seed(seed, step, leaf))
+        batches.append((task.collate or default_collate)([task.train[n] for n in part]))
+    weights = [
+        float(task.weight(batch)) if task.weight else len(part)
+        for batch, part in zip(batches, parts, strict=True)
+    ]
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    state = {n: v.clone() for n, v in module.state_dict().items() if n not in trained}
+    means = {n: torch.zeros(v.shape, dtype=torch.float64) for n, v in state.items()}
+    total = 0.0
+    for leaf, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+        module.load_state_dict(state, strict=False)
+        seed_all(microbatch_seed(seed, step, leaf))
+        assert task.loss is not None
+        value = task.loss(module, batch)
+        share = weight / sum(weights) if task.unit == "microbatch" else 1 / sum(weights)
+        (value * share).backward()
+        total += float(value.detach()) * share
+        for name in means:
+            means[name] += module.state_dict()[name].double() * weight / sum(weights)
+    with torch.no_grad():
+        for name, mean in means.items():
+            target = module.state_dict()[name]
+            target.copy_(mean if target.is_floating_point() else mean.round())
+    return total

@@ -1,0 +1,112 @@
+"""Five scripts of people's kinds: torch's numbers, and one digest for any number of workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import samestep
+from tests.processes import ROOT
+from tests.samestep.plain_loop import trained_by_torch
+from tests.samestep.scripts import RunningScript, close
+
+RESNET = ROOT / "docs" / "examples" / "resnet.py"
+SCRIPTS = [RESNET, *sorted((Path(__file__).parent / "real_scripts").glob("*.py"))]
+
+
+GATE = """import samestep
+import dataclasses
+import pathlib
+import time
+
+BORN_S = time.time()
+HOLD = pathlib.Path("hold")
+
+
+def gated(build):
+    def made():
+        task = build()
+
+        def loss(module, batch):
+            while HOLD.exists() and HOLD.stat().st_mtime > BORN_S:
+                time.sleep(0.02)
+            return task.loss(module, batch)
+
+        return dataclasses.replace(task, loss=loss)
+
+    return made
+"""
+"""The run waits while there is the file `hold`, except for a process that began after it."""
+
+
+def loaded(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_trains_with_the_numbers_of_torch(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = loaded(path)
+    arguments = {**module.FIT}
+    if path == RESNET:  # its rounding grows from step to step
+        arguments["steps"] = 10
+    result = samestep.fit(module.build, device="cpu", **arguments)
+    expected, losses = trained_by_torch(module.build, arguments)
+    assert [row["loss"] for row in result.history] == pytest.approx(losses, rel=1e-5)
+    found, there = result.module.state_dict(), expected.state_dict()
+    assert found.keys() == there.keys()
+    for name, values in there.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_has_one_digest_for_any_number_of_workers(path, tmp_path):
+    script = tmp_path / "train.py"
+    text = path.read_text().replace("STEPS = 60", "STEPS = 10").replace("import samestep\n", GATE)
+    script.write_text(text.replace("samestep.fit(build,", "samestep.fit(gated(build),"))
+    expected = digest(RunningScript(script).ended())
+    for workers in (2, 4):
+        running = RunningScript(script, {"SAMESTEP_EXPECT_WORKERS": str(workers)})
+        others = [running.joined(f"worker-{n}") for n in range(workers - 2)]
+        hold, killed = running.held("killed", 3)
+        hold.reached()
+        (tmp_path / "hold").touch()
+        others.append(running.joined("late"))
+        running.wait_for("worker late ready")
+        killed.kill()
+        (tmp_path / "hold").unlink()
+        assert digest(running.ended()) == expected, f"{workers} workers"
+        hold.close()
+        killed.wait()
+        for each in others:
+            each.wait(300)
+        close(killed, *others)
+
+
+def digest(text: str) -> str:
+    (found,) = re.findall(r"digest (\w{64})$", text.replace("weights digest:", ""), re.MULTILINE)
+    return str(found)
+
+
+@pytest.mark.slow
+def test_the_resnet_of_the_docs_runs_from_the_command_line_and_learns(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(RESNET)], cwd=tmp_path, capture_output=True, text=True, check=True,
+        timeout=600,
+    )  # fmt: skip
+    (accuracy,) = re.findall(r"^accuracy (\S+), digest \w{64}$", done.stdout, re.MULTILINE)
+    assert float(accuracy) > 0.9
