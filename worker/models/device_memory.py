@@ -24,6 +24,7 @@ from protocol.spec.run_spec import ModelRun
 from protocol.spec.sections.model import LoraSpec, ModelSpec
 from worker.models.lora import ATTENTION
 from worker.models.main_memory import bytes_in, is_narrow, stored_tensors
+from worker.models.vocabulary_loss import tokens_at_once
 
 _FLOAT: Final = 4
 _HALF: Final = 2
@@ -40,7 +41,11 @@ _KEPT_IF_TRAINED: Final = (4.0, 1.0)
 size."""
 _PASSING: Final = 5, 3
 """Floats of a token that the backward of one layer and the loss take for a while: per intermediate
-size (half of it in half precision) and per token of the vocabulary."""
+size (half of it in half precision) and, for each token whose logits are computed at once, per token
+of the vocabulary."""
+
+_AFTER_HEAD: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Keys of models that change their logits, which then are computed all at once."""
 
 _LESS_MEMORY: Final = (
     ("model.gradient_checkpointing", True), ("model.base_dtype", "bfloat16"),
@@ -200,10 +205,20 @@ def _activations(run: ModelRun, config: Mapping[str, Any], shapes: Shapes, adapt
         if run.lora.dropout:  # its input as well, and the mask in bytes
             layer += 1.25 * sum(shape[1] for shape in adapted.values()) / layers
     kept = layers * hidden + layer if run.model.gradient_checkpointing else layers * layer
-    passing = max(_PASSING[0] * inner / (1 + is_half), _PASSING[1] * vocabulary)
     tokens = run.batch.microbatch * length
+    at_once = min(tokens, _tokens_at_once(run, config))
+    passing = max(tokens * _PASSING[0] * inner / (1 + is_half), at_once * _PASSING[1] * vocabulary)
+    if run.lora is None and at_once < tokens:  # gradients of the head, of two parts
+        passing += 2 * hidden * vocabulary
     copies = 0
     if is_half and run.lora is None:  # autograd keeps each weight in half
         matrices = [math.prod(s) for n, s in shapes.items() if len(s) == 2 and "embed" not in n]
         copies = _HALF * sum(matrices) // (layers if run.model.gradient_checkpointing else 1)
-    return int(_FLOAT * tokens * (kept + passing)) + copies
+    return int(_FLOAT * (tokens * kept + passing)) + copies
+
+
+def _tokens_at_once(run: ModelRun, config: Mapping[str, Any]) -> int:
+    """How many tokens of a microbatch have logits at the same time."""
+    in_parts = run.task in ("causal-lm", "dpo") and not any(config.get(k) for k in _AFTER_HEAD)
+    tokens = run.batch.microbatch * run.data.max_tokens
+    return tokens_at_once(config["vocab_size"]) if in_parts else tokens

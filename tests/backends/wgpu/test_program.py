@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from tests.backends.wgpu.small_models import (
     text,
     trainable,
 )
+from worker.tasks.language.causal_lm import token_loss
 
 
 @pytest.fixture
@@ -80,6 +82,9 @@ MODELS: dict[str, Any] = {
         lambda: llama(tie_word_embeddings=True), next_token_loss, text,
     ),
     "a BERT, embeddings too": (bert, class_loss, labelled),
+    "a loss of a few tokens at a time": (
+        qwen3_with_lora, partial(token_loss, options={"use_cache": False}, at_once=7), text,
+    ),
     "fused attention": (lambda: llama(attn_implementation="sdpa"), next_token_loss, text),
 }  # fmt: skip
 LIKE_OTHERS = (

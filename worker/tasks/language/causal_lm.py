@@ -22,6 +22,7 @@ from worker.data.packing import check_packing
 from worker.models import pretrained
 from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
+from worker.models.vocabulary_loss import token_losses
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts
 
 PART_TOKENS: Final = 1_024
@@ -47,7 +48,9 @@ class CausalLM(TransformerTask):
             tuned,
             Split(len(data.train), data.train.batch, parts, data.held_out.batch),
             Objective(
-                partial(token_loss, options=options), partial(_evaluate, options=options), METRICS
+                partial(token_loss, options=options, at_once=loaded.tokens_at_once),
+                partial(_evaluate, options=options),
+                METRICS,
             ),
             digests=data.digests,
             notes=data.notes,
@@ -83,17 +86,11 @@ def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
 
 
 def token_loss(
-    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any], at_once: int = 0
 ) -> torch.Tensor:
-    """Cross-entropy in float32, summed over the tokens predicted."""
-    packed = {name: arrays[name] for name in ("position_ids",) if name in arrays}
-    logits = module(input_ids=arrays["input_ids"], **packed, **options).logits
-    return nn.functional.cross_entropy(
-        logits.float().flatten(0, 1),  # (samples * length, vocabulary)
-        arrays["labels"].flatten(),
-        ignore_index=NOTHING,
-        reduction="sum",
-    )
+    """Cross-entropy in float32, summed over the tokens predicted; see `vocabulary_loss`."""
+    inputs = {name: arrays[name] for name in ("input_ids", "position_ids") if name in arrays}
+    return token_losses(module, {**inputs, **options}, arrays["labels"], at_once)
 
 
 def _evaluate(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Sums:

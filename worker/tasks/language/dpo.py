@@ -19,8 +19,9 @@ from protocol.spec.run_spec import DpoRun
 from worker.data import holdout
 from worker.data.preference_data import read_preference_data
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
+from worker.models.vocabulary_loss import token_losses
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts
 
 PART_PAIRS: Final = 4
@@ -51,7 +52,11 @@ class Dpo(TransformerTask):
                 in_parts(data.held_out[measured], PART_PAIRS),
                 data.pairs.batch,
             ),
-            Objective(partial(dpo_loss, **settings), partial(_evaluate, **settings), _METRICS),
+            Objective(
+                partial(dpo_loss, **settings, at_once=loaded.tokens_at_once),
+                partial(_evaluate, **settings),
+                _METRICS,
+            ),
             digests=data.digests,
             notes=data.notes,
             files=tokenizer_files(data.tokenizer),
@@ -66,38 +71,44 @@ _METRICS: Final = (
 
 
 def dpo_loss(
-    module: nn.Module, arrays: Mapping[str, Any], beta: float, options: Mapping[str, Any]
+    module: nn.Module,
+    arrays: Mapping[str, Any],
+    beta: float,
+    options: Mapping[str, Any],
+    at_once: int = 0,
 ) -> torch.Tensor:
-    """-log sigmoid of the margins, summed over pairs."""
-    return -nn.functional.logsigmoid(_margins(module, arrays, beta, options)).sum()
+    """-log sigmoid of the margins, summed over pairs; `at_once` as in `vocabulary_loss`."""
+    return -nn.functional.logsigmoid(_margins(module, arrays, beta, options, at_once)).sum()
 
 
 def _margins(
-    module: Any, arrays: Mapping[str, Any], beta: float, options: Mapping[str, Any]
+    module: Any,
+    arrays: Mapping[str, Any],
+    beta: float,
+    options: Mapping[str, Any],
+    at_once: int = 0,
 ) -> torch.Tensor:
     """Return the reward of each chosen answer minus that of the rejected, (pairs,), float32."""
     training = module.training
     # No dropout in the base: its noise would look like something the adapter has learned.
     module.eval()
     with torch.no_grad(), module.disable_adapter():
-        reference = _log_likelihoods(module, arrays, options)
+        reference = _log_likelihoods(module, arrays, options, at_once)
     for name, each in module.named_modules():
         if "lora_dropout" in name:
             each.train(training)
-    rewards = beta * (_log_likelihoods(module, arrays, options) - reference)  # (pairs, 2)
+    rewards = beta * (_log_likelihoods(module, arrays, options, at_once) - reference)  # (pairs, 2)
     module.train(training)
     return rewards[:, 0] - rewards[:, 1]
 
 
 def _log_likelihoods(
-    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any], at_once: int
 ) -> torch.Tensor:
     """Return the log-probability of each answer, summed over its tokens: (pairs, 2), float32."""
     labels = arrays["labels"]  # (pairs, 2, tokens)
-    logits = module(input_ids=arrays["input_ids"].flatten(0, 1), **options).logits
-    losses = nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=NOTHING, reduction="none"
-    )
+    inputs = {"input_ids": arrays["input_ids"].flatten(0, 1), **options}
+    losses = token_losses(module, inputs, labels.flatten(0, 1), at_once, "none")
     return -losses.reshape(labels.shape).sum(dim=-1)
 
 
