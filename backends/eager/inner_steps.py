@@ -73,7 +73,6 @@ class EagerInnerSteps:
         self._program = program
         self._blocks = blocks
         self._optimizer = optimizer
-        # A group keeps its place, but has no norm of its own.
         groups = tuple(g.model_copy(update={"clip_norm": None}) for g in optimizer.groups)
         self._unclipped = optimizer.model_copy(
             update={"clip_norm": None, "clip_value": None, "groups": groups}
@@ -81,7 +80,8 @@ class EagerInnerSteps:
         self._thread = thread
         names = [tensor.name for block in blocks for tensor in block.tensors]
         self._parameters = [parameters[name] for name in names]
-        self._rules = [tensor_rule(name, optimizer) for name in names]
+        self._rules = [tensor_rule(name, self._unclipped) for name in names]
+        self._clip_groups = [tensor_rule(name, optimizer).clip_group for name in names]
         device = next(iter(parameters.values())).device
         self._wide = torch.float64 if has_float64(device) else torch.float32
         self._moments: list[Tensors] = []
@@ -189,7 +189,7 @@ class EagerInnerSteps:
         limits: dict[int | None, float | None] = {None: spec.clip_norm}
         limits |= {n: group.clip_norm for n, group in enumerate(spec.clipped_groups)}
         for number, limit in limits.items():
-            chosen = [g for n, g in reached.items() if self._rules[n].clip_group == number]
+            chosen = [g for n, g in reached.items() if self._clip_groups[n] == number]
             if limit is None or not chosen:
                 continue
             norm = torch.stack([g.to(self._wide).square().sum() for g in chosen]).sum().sqrt()
