@@ -5,7 +5,7 @@ The engine, its sums along the tree, the replica and its digests are the product
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -131,16 +131,16 @@ class SimulatedDevice:
         samples = batch.arrays["sample_ids"].tolist()
         return Captured(job.rows(samples), job.captured_loss(samples))
 
-    def embed(self, batch: Batch, seed: int) -> Rows:
+    def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
         job = self._job
         assert job is not None
-        del batch
-        self._around.charge(self._flaws.microbatch_ms / 3)
-        step, microbatch = job.place(seed)
-        rows = job.embedded(self._parameters, step, microbatch)
-        if self._is_spoilt(step, microbatch, -1):
-            rows[0, :4].view(np.float32)[0] = np.nan
-        return rows
+        for _, seed in leaves:
+            self._around.charge(self._flaws.microbatch_ms / 3)
+            step, microbatch = job.place(seed)
+            rows = job.embedded(self._parameters, step, microbatch)
+            if self._is_spoilt(step, microbatch, -1):
+                rows[0, :4].view(np.float32)[0] = np.nan
+            yield rows
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
         del seed

@@ -92,8 +92,6 @@ class CoordinatorProcess(Process):
         try:
             await service.start()
             for ledger in cluster.ledgers:
-                if not self.alive:
-                    return  # it died while it queued the one before
                 if ledger.outcome is None:
                     self._queue(service, ledger)
             await service.over.wait()
@@ -137,8 +135,8 @@ class CoordinatorProcess(Process):
         self.clock.current = self
         for thread in self.machine.threads:
             thread.die(disk)
+        self.end()  # runs `finally` clauses: what they open is this process's, and is closed too
         self.clock.current = None
-        self.end()
         disk.close(self.fds)
         self._cluster.network.listens_no_more(self)
 
