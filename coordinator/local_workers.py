@@ -69,7 +69,7 @@ class LocalWorkers:
         self._child_end, self._pipe_end = os.pipe()  # open for as long as this process lives
 
     async def start(self, count: int) -> None:
-        """Start so many workers: one by itself, several as the devices of one machine."""
+        """Start local workers: one process for one device, or one worker with several devices."""
         if not count:
             return
         name = "local-0" if count == 1 else "local"

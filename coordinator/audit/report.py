@@ -134,7 +134,7 @@ def _epochs(history: History) -> list[tuple[str, object]]:
         return []
     samples = spec["batch"]["samples"]
     passes = len(history.commits) / -(-history.manifest.train_samples // samples)
-    return [("epochs of them", f"{passes:.3g} of {spec['epochs']}")]
+    return [("epochs", f"{passes:.3g} of {spec['epochs']}")]
 
 
 def _unit(history: History) -> list[tuple[str, object]]:
@@ -317,8 +317,8 @@ def _fault_row(entry: Entry) -> tuple[object, ...] | None:
         case Halted() as halt:
             return at, halt.step, "halt", halt.worker or "", halt.reason
         case Fault() as fault:
-            done = f"{fault.reason}; {fault.response}".strip("; ")
-            return at, fault.step, fault.what, fault.worker or "", done
+            note = f"{fault.reason}; {fault.response}".strip("; ")
+            return at, fault.step, fault.what, fault.worker or "", note
         case CommandReceived() as command:
             return at, command.step, "command", "", f"{command.command} {command.source}"
         case Resumed() as resumed:

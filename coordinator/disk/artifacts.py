@@ -39,7 +39,7 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[s
 
 
 def begin_model(
-    stack: ExitStack, directory: Path, manifest: Manifest, named: Mapping[str, Array]
+    stack: ExitStack, directory: Path, manifest: Manifest, tensors_by_name: Mapping[str, Array]
 ) -> dict[str, NewFile]:
     """Write the files of `write_model`, not yet durable: the replica may change from then on.
 
@@ -47,7 +47,7 @@ def begin_model(
         stack: Closes the files.
         directory: As for `write_model`.
         manifest: As for `write_model`.
-        named: The tensors by name.
+        tensors_by_name: The tensors by name.
 
     Returns:
         Each file by its path below `directory`, to be confirmed in this order.
@@ -56,7 +56,7 @@ def begin_model(
     target = directory / export.directory
     with storing("make", target):
         make_below(directory, target)
-    tensors = {export.names.get(name, name): values for name, values in named.items()}
+    tensors = {export.names.get(name, name): values for name, values in tensors_by_name.items()}
     contents: dict[str, bytes | Iterator[memoryview]] = {
         export.weights_file: safetensors_pieces(tensors, {"format": "pt"})
     }

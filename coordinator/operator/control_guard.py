@@ -31,7 +31,7 @@ OPEN: Final = ("/healthz", *PAGE_PATHS)
 READS: Final = frozenset({
     "/readyz", "/status", "/metrics", "/events", "/runs", "/history", "/report",
 })  # fmt: skip
-"""Open with the reader token: changes nothing and shows no secret, unlike /join."""
+"""Readable with the reader token: changes nothing and shows no secret, unlike /join."""
 _HOSTS: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _PORT: Final = re.compile(r":[0-9]{1,5}$")
 _SITES: Final = frozenset({"same-origin", "none"})

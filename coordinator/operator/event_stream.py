@@ -16,7 +16,7 @@ from protocol.base.errors import UsageError
 from protocol.base.fields import finite_or_none
 
 KEPT_EVENTS: Final = 4096
-"""How many events a reader can fall behind, or miss while disconnected."""
+"""Events that a reader can lag behind, or miss while disconnected."""
 
 
 class EventStream:

@@ -43,7 +43,7 @@ class RequestLimiter:
             if oldest is None:
                 return None
             oldest.end()
-        connection = _LimitedConnection(self._serve(), self._left)
+        connection = _LimitedConnection(self._serve(), self._on_closed)
         self._connections[connection.handler] = connection
         return connection
 
@@ -55,16 +55,16 @@ class RequestLimiter:
             if connection is not None:
                 connection.trust()
 
-    def _left(self, connection: _LimitedConnection) -> None:
+    def _on_closed(self, connection: _LimitedConnection) -> None:
         self._connections.pop(connection.handler, None)
 
 
 class _LimitedConnection(asyncio.Protocol):
     """One connection; passes everything on to the handler of its requests."""
 
-    def __init__(self, handler: Handler, left: Callable[[_LimitedConnection], None]) -> None:
+    def __init__(self, handler: Handler, on_closed: Callable[[_LimitedConnection], None]) -> None:
         self.handler = handler
-        self._left = left
+        self._on_closed = on_closed
         self._transport: asyncio.Transport | None = None
         loop = asyncio.get_running_loop()
         self.deadline: asyncio.TimerHandle | None = loop.call_later(
@@ -80,7 +80,7 @@ class _LimitedConnection(asyncio.Protocol):
     def end(self) -> None:
         """Close the connection now; its place is free at once."""
         self.trust()
-        self._left(self)
+        self._on_closed(self)
         if self._transport is not None:
             self._transport.abort()
 
@@ -92,7 +92,7 @@ class _LimitedConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.trust()
-        self._left(self)
+        self._on_closed(self)
         if self._transport is not None:
             self.handler.connection_lost(exc)
 

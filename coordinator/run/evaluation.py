@@ -378,15 +378,15 @@ class Evaluators:
         """Note a newer state: a pending evaluation of an older one gets no metrics."""
         if self._pending_step is None or self._pending_step[0] == step:
             return []
-        missed, self._pending_step = EvaluationMissed(*self._pending_step), None
-        return [Report(missed)]
+        missed_evaluation, self._pending_step = EvaluationMissed(*self._pending_step), None
+        return [Report(missed_evaluation)]
 
     def run_ends(self) -> list[Action]:
         """Report evaluations in progress or pending as missed."""
         actions = self.committed(-1)
         if self.evaluation is not None:
-            missed = EvaluationMissed(self.evaluation.step, "the run ended first")
-            actions = [Report(missed), *actions]
+            missed_evaluation = EvaluationMissed(self.evaluation.step, "the run ended first")
+            actions = [Report(missed_evaluation), *actions]
         self.evaluation, self.pending = None, False
         return actions
 

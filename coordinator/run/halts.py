@@ -1,4 +1,4 @@
-"""Halts: how one is announced, and what it leaves to do when the run continues. Pure."""
+"""Halts: how one is announced, and what remains to be done when the run continues. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Failures:
     def __init__(self) -> None:
         self._microbatches: list[tuple[str, frozenset[int]]] = []
 
-    def note(self, worker: str, owed: Iterable[Subtree]) -> str:
+    def note(self, worker: str, subtrees: Iterable[Subtree]) -> str:
         """Note a worker whose device failed while it had these subtrees.
 
         Returns:
             Which two workers failed with which microbatches, if this is the second; else empty.
         """
-        leaves = frozenset(leaf for subtree in owed for leaf in range(subtree.lo, subtree.hi))
+        leaves = frozenset(leaf for subtree in subtrees for leaf in range(subtree.lo, subtree.hi))
         for other, earlier in self._microbatches:
             if common := sorted(leaves & earlier):
                 return (

@@ -124,7 +124,8 @@ class WorkerCaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFellBehind:
-    """A worker that nobody waits for reads too slowly: from `step` on it is served from the log."""
+    """A worker whose answer is not awaited reads too slowly: from `step` on it is served from the
+    log."""
 
     worker: str
     step: int

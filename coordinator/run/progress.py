@@ -86,10 +86,10 @@ from protocol.wire.peers import Traffic, parse
 
 _NO_AVERAGES: Final = "0" * 64
 _DEMOTED_STEPS: Final = 16
-"""For so many steps an owner that was too slow owns nothing."""
+"""Number of steps for which an owner that was too slow owns nothing."""
 PeerMessage = AveragedGradient | ChunkReduced | SumsArrived
 _MAX_SUBTREES: Final = 64
-"""In one message."""
+"""Most subtrees in one message."""
 
 
 OfRound = (
@@ -175,9 +175,9 @@ class Progress:
         term: The coordinator's.
         manifest: What was settled.
         members: Who takes part.
-        resumption: Where a restart goes on from; None for a new run.
+        resumption: The point from which a restart continues; None for a new run.
         mesh: The members that reach each other; None: all send to the coordinator.
-        allocate: Makes arrays for averages, of so many elements.
+        allocate: Makes an array for averages, given its number of elements.
     """
 
     def __init__(
@@ -287,12 +287,18 @@ class Progress:
         sizes = self._order.microbatch_sizes(self.step)
         side_outputs = SideOutputs([samples * layout.sample_bytes for samples in sizes])
         self.round = Round(
-            (), len(sizes), self.term, self.step, self.attempt, kept=side_outputs, embeds=layout
+            (),
+            len(sizes),
+            self.term,
+            self.step,
+            self.attempt,
+            side_outputs=side_outputs,
+            embeds=layout,
         )
         return self._begin_round(self.round, [], "embeddings")
 
     def continue_with_gradients(self, round_: Round) -> list[Action]:
-        """All embeddings of the step are there: have gradients computed, as the next attempt."""
+        """Begin the attempt that computes gradients, now that all embeddings have arrived."""
         embeddings = round_.join_embeddings()
         self.attempt += 1
         return self._begin_gradients(embeddings)
@@ -309,7 +315,7 @@ class Progress:
             self.term,
             self.step,
             self.attempt,
-            kept=self._keeps(),
+            side_outputs=self._keeps(),
             exchange=self._spec.codecs,
             stretches=self._spec.replicas is not None,
             embeddings=embeddings,
@@ -355,7 +361,7 @@ class Progress:
             if member.name in active
         }
         spec = self._spec
-        # After one step workers have unlike pasts: a user's task that remembers shows it.
+        # After one step workers have different histories, which reveals a user's task with memory.
         surely = self.step == 1 and spec.is_own_task
         every = spec.double_check_every
         double = chosen_double(spec.seed, self.step, every, subtrees, signed, surely=surely)
@@ -406,18 +412,18 @@ class Progress:
         orphans = round_.unassigned()
         if not speeds or not orphans:
             return owned
-        if not round_.begun:  # nobody was there when the step began
+        if not round_.has_begun:  # no worker was active when the step began
             cause: Cause = "embeddings" if round_.embeds else "step"
             actions = self._spread(round_, orphans, speeds, cause)
             return actions + self._give_twice(round_, list(speeds))
         event = SubtreesReassigned(self.step, [str(subtree) for subtree in orphans])
-        if round_.stretches:  # as large as a whole share: to whoever has none left, if anyone
+        if round_.stretches:  # as large as a whole share: goes to a worker without any
             idle = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
             speeds = idle or speeds
         return [*owned, *self._spread(round_, orphans, speeds, "reassigned"), Report(event)]
 
     def _reown(self, round_: Round) -> list[Action]:
-        """What lost owners had goes to those that are left, or to the coordinator."""
+        """Give the chunks of lost owners to the remaining ones, or to the coordinator."""
         table, number = round_.peers.table, self.mesh.number
         if not table.has_peers:
             return []
@@ -426,7 +432,7 @@ class Progress:
         return self._told_owners(round_) if self.mesh.number != number else []
 
     def _told_owners(self, round_: Round) -> list[Action]:
-        """All go on with the newest table."""
+        """Let all workers continue with the newest table."""
         round_.reown(self.mesh.number, self.mesh.table)
         workers = [name for name in round_.shares if name in self._members]
         return [*self.mesh.tell(workers), *self.credit(round_), Report(self._owned())]
@@ -481,7 +487,7 @@ class Progress:
         member = self._members.get(worker)
         round_.assign(worker, subtrees, local=member is not None and not member.host)
         if member is not None:
-            round_.double_check.given(worker, member.numerics_profile, subtrees)
+            round_.double_check.assign(worker, member.numerics_profile, subtrees)
         self._stragglers.assigned(worker)
         place, view = self.place(), self._members.view
         if is_member:
@@ -523,12 +529,12 @@ class Progress:
         ]
 
     def _note_numerics_profiles(self) -> None:
-        """Also of those that have left since: what they computed stays."""
+        """Note the profiles of all workers, also of those that leave: their sums stay."""
         self.numerics_profiles |= self._members.numerics_profiles
         self.mixed = self.mixed or len(self.numerics_profiles) > 1
 
     def tick(self, now_ms: float) -> list[Action]:
-        """Time goes on: see who is late, and let nobody wait for them."""
+        """Advance the time; stop waiting for workers that are late."""
         self._now_ms = now_ms
         self._stragglers.tick(now_ms)
         if self.persisting:
@@ -566,9 +572,9 @@ class Progress:
         return actions + self.reassign()
 
     def _speculate(self, round_: Round) -> list[Action]:
-        """Give what late workers owe to idle ones as well; whichever is there first counts.
+        """Assign what late workers owe to idle ones as well; the first result counts.
 
-        Where all are late, nobody goes on without them: nothing is told.
+        If all are late, there is nobody to continue without them, so nothing is reported.
         """
         late = self._stragglers.late_workers(round_)
         names = [member.name for member in late]
@@ -610,7 +616,7 @@ class Progress:
         return self.round if theirs == ours and not self.persisting else None
 
     def delivered(self, worker: str) -> None:
-        """It has sent a part of what it owes."""
+        """Note that a worker sent a part of what it owes."""
         self._stragglers.delivered(worker)
 
     def subtree_loss(
@@ -625,7 +631,7 @@ class Progress:
         return None if isinstance(outcome, bool) else outcome
 
     def averages_request(self, worker: str, message: AveragesRequest) -> list[Action]:
-        """Owners were to send it what is committed, and are gone: it gets that here."""
+        """Send a worker committed averages that lost owners did not send."""
         is_committed = message.term == self.term and message.step < self.step
         if not is_committed or self._sent_again.get(worker, -1) >= message.step:
             return []
@@ -672,7 +678,7 @@ class Progress:
             embedded=None if rows is None else Embedded.made_by(rows.digest, rows.origin),
         )  # fmt: skip
         self._committing = _Committing(record, round_)
-        side_outputs = () if skip or round_.kept is None else round_.kept.content
+        side_outputs = () if skip or round_.side_outputs is None else round_.side_outputs.content
         return [*self._compare(digest), Persist(record, side_outputs)]
 
     def _compare(self, digest: str) -> list[Action]:
@@ -715,7 +721,7 @@ class Progress:
         self.optimizer_step = record.optimizer_step
         self.losses.append(commit.loss)
         self.step += 1
-        # A skipped step tells no scale: a restart would know only of the one before it.
+        # A skipped step records no scale: a restart would know only the one before it.
         scale = self._scale_at_first if commit.scalars is None else self.loss_scale
         self.loss_scale = self._scale_at_first = scale_after(self._spec, scale, self.step)
         self.attempt = 0
@@ -809,7 +815,7 @@ class Progress:
                 return Taken([AnswerStretchRequest(name, message)], may_complete=False)
 
     def on_subtree_loss(self, incoming: FromMember[SubtreeLoss]) -> Taken:
-        """Take the loss of a subtree, with which all of it is there."""
+        """Take the loss of a subtree, the last of its results to arrive."""
         round_ = self._round_of(incoming)
         if round_ is None:
             return _LATE
@@ -817,7 +823,7 @@ class Progress:
         return Taken(self.release() + self.cancel_surplus(round_), fault)
 
     def on_non_finite(self, incoming: FromMember[NonFiniteSum]) -> Taken:
-        """Halt for NaN or infinity that a worker found in its own gradients, or in what it sums."""
+        """Halt for NaN or infinity that a worker found in its own gradients, or in its sums."""
         round_, name, non_finite = (
             self.present(incoming.message),
             incoming.member.name,

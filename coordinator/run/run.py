@@ -385,7 +385,7 @@ class Run:
         return []
 
     def _advance(self) -> list[Action]:
-        """Continue if everything that the phase waits for is there."""
+        """Continue if everything that the phase waits for has arrived."""
         match self.phase:
             case RunPhase.TRAINING:
                 return self._advance_step()
@@ -473,7 +473,7 @@ class Run:
         return [Report(CapturePlanned(samples, progress.steps, size, layout.logits_bytes))]
 
     def _ready(self, incoming: FromMember[Ready]) -> list[Action]:
-        """While the run goes on, admit a ready worker; it computes once it has the state."""
+        """Admit a ready worker to a run in progress; it computes once it has the state."""
         settled, member = self._parts, incoming.member
         actions = self._check_ready(
             member, Manifest.from_bytes(incoming.document), incoming.message
@@ -725,7 +725,7 @@ class Run:
         return actions
 
     def _durable_too_late(self, commit: CommitDurable) -> list[Action]:
-        """Count a step that became durable after the run had ended; no worker hears of it."""
+        """Count a step that became durable after the run had ended; no worker receives it."""
         self._parts.progress.durable(commit.step, commit.own_digest)
         return []
 
@@ -760,7 +760,8 @@ class Run:
             self._parts.evaluations.evaluators.applied(member, incoming.message)
             return self._judge(step) + self._parts.evaluations.end_beside()
         if agreement.catching_up and agreement.digest(step) is None:
-            # Provisional: compared with the others now, and with the replica once it is there.
+            # Provisional: compared with the others now, and with the replica once that has caught
+            # up.
             return self._confirm_state(member, step) + self._advance()
         return self._judge(step)
 
@@ -1003,8 +1004,8 @@ class Run:
     ) -> list[Action]:
         self._enter(RunPhase.OVER, reason)
         self.outcome = outcome
-        missed = self.settled.evaluations.evaluators.run_ends() if self.settled else []
-        return [*missed, Finish(outcome, reason, exit_code, is_resumable)]
+        missed_evaluations = self.settled.evaluations.evaluators.run_ends() if self.settled else []
+        return [*missed_evaluations, Finish(outcome, reason, exit_code, is_resumable)]
 
     def _not_written(self, result: ResultNotWritten) -> list[Action]:
         self._enter(RunPhase.TRAINING)  # the run is not over after all

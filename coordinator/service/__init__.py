@@ -1,4 +1,4 @@
-"""The shell: it does what a run decides, and tells the run what came of it.
+"""The shell: execute what a run decides, and return the results to it.
 
 Imports `run`, `storage`, `members` and `files`. Start with `service`, then `execution`.
 """

@@ -88,7 +88,7 @@ class RunWaitsForDisk(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunResumed(Event):
-    """A run continues after so many steps; `notes` say what its files lacked."""
+    """A run continues after `step` steps; `notes` list what its files lacked."""
 
     name = "run_resumed"
     task: str
@@ -147,7 +147,7 @@ class InternalError(Event):
 
 @dataclass(frozen=True, slots=True)
 class EventLoopBlocked(Event):
-    """The event loop was blocked for so many milliseconds."""
+    """The event loop was blocked for `held_ms` milliseconds."""
 
     name = "event_loop_held"
     held_ms: int

@@ -1,6 +1,6 @@
-"""Workers that reconnect again and again: their connections end alike, before they take a step.
+"""Workers that keep reconnecting: their connections end in the same way, before they take a step.
 
-Pure. One lost connection is an incident; three alike in a row are a persistent fault.
+Pure. One lost connection is an incident; three of the same kind in a row are a persistent fault.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROCESS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerFlapping(Event):
-    """A worker's connections have ended alike `count` times in a row, without a step.
+    """A worker's connections have ended in the same way `count` times in a row, without a step.
 
     `worker` is an address if it has never joined.
     """

@@ -58,7 +58,7 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, spec: RunSpec, manifest: Manifest, workers: int) -> MemoryBudget:
-        """Compute the budget of a run with so many workers."""
+        """Compute the memory budget of a run with this many workers."""
         parameters = manifest.elements * 4
         # One body is read while another is summed; a third follows the transport's buffer.
         connection = 2 * limits.BODY_BYTES + limits.WRITE_HIGH_WATER_BYTES + limits.BODY_BYTES

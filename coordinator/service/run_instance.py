@@ -1,4 +1,4 @@
-"""A run that this coordinator has taken on: begun anew, or loaded from its locked directory."""
+"""A run that this coordinator executes: a new one, or one loaded from its locked directory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from protocol.spec.run_spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Where a run continues: what is on disk, and the starting point of its decisions."""
+    """The point at which a run continues: its state on disk, and where its decisions start."""
 
     recovery: Recovery
     resumption: Resumption
@@ -63,7 +63,7 @@ class RunInstance:
     blobs: BlobIndex | None = None
 
     def first_lines(self) -> list[Record]:
-        """Return the lines to add to the journal before the run goes on; its end must be intact.
+        """Return the lines to add to the journal before the run continues; its end must be intact.
 
         Raises:
             StorageFailed: The journal cannot be read.
@@ -71,7 +71,7 @@ class RunInstance:
         saved = self.restart.resumption.saved if self.restart is not None else 0
         journal = read_end(self.directory.journal, saved)
         lines: list[Record] = []
-        if not journal.begun:
+        if not journal.has_run:
             lines.append(RunStarted.of(self.stored.run_id, self.stored.document, _versions()))
         if self.restart is not None:
             recovery = self.restart.recovery
@@ -111,7 +111,7 @@ def load_run(
     Args:
         lock: Locks the directory.
         spec: The expected run spec; None for any.
-        from_step: Roll back to the checkpoint after so many steps, even of a finished run.
+        from_step: Roll back to the checkpoint after this many steps, even in a finished run.
         permitted: Which files the run may read that it has not read before; None for all.
         changes: `key=value` pairs to change in its run spec first, even of a finished run.
 
@@ -172,9 +172,9 @@ def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
     """
     saved = recovery.checkpoint.info.step
     journal = read_end(directory.journal, saved)
-    if not journal.begun or journal.commits < saved:
+    if not journal.has_run or journal.commits < saved:
         problem = (
-            f"it has {journal.commits} steps" if journal.begun else "its first line is missing"
+            f"it has {journal.commits} steps" if journal.has_run else "its first line is missing"
         )
         reason = f"{problem}, and there is a checkpoint after {saved}; restore it from a copy"
         raise StorageDamaged(str(directory.journal), "", reason)
@@ -192,7 +192,7 @@ def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
 def _resumption(recovery: Recovery, record: AdmissionRecord | None) -> Resumption:
     """Return where the run's decisions continue."""
     info = recovery.checkpoint.info
-    known = info.step == recovery.step and info.format == FORMAT
+    has_digest = info.step == recovery.step and info.format == FORMAT
     begins = recovery.step == 0 and record is None
     redone = {
         record.commit.step: None if record.commit.scalars is None else record.commit.averages_digest
@@ -203,7 +203,7 @@ def _resumption(recovery: Recovery, record: AdmissionRecord | None) -> Resumptio
         step=recovery.step,
         optimizer_step=recovery.optimizer_step,
         losses=recovery.losses,
-        state_digest=info.state_digest if known else None,
+        state_digest=info.state_digest if has_digest else None,
         saved=info.step,
         redone=redone,
         admission=record,
@@ -233,7 +233,7 @@ def _loss_scale(directory: RunDirectory, recovery: Recovery) -> float:
 
 
 def _lines_after_restart(recovery: Recovery, journal: JournalEnd, term: int) -> Iterator[Record]:
-    """Return what the journal must say before the run goes on.
+    """Return the lines that the journal must have before the run continues.
 
     Args:
         recovery: What was found on disk.
@@ -241,7 +241,7 @@ def _lines_after_restart(recovery: Recovery, journal: JournalEnd, term: int) -> 
         term: Of the new coordinator.
     """
     info = recovery.checkpoint.info
-    if not journal.settled:
+    if not journal.has_manifest:
         yield ManifestSettled.of(recovery.manifest)
     commits = min(journal.commits, recovery.step)
     updates = {info.step: info.optimizer_step}
@@ -252,7 +252,7 @@ def _lines_after_restart(recovery: Recovery, journal: JournalEnd, term: int) -> 
         optimizer_step=updates.get(commits, info.optimizer_step),
         notes=tuple(note[:2000] for note in recovery.notes),
     )
-    if not journal.saved:
+    if not journal.has_checkpoint:
         yield Checkpointed(
             term=info.term,
             step=info.step,

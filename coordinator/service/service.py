@@ -275,7 +275,7 @@ class Service:
         Args:
             directory: Of the run.
             spec: The expected run spec; None for any.
-            from_step: Roll back to the checkpoint after so many steps first.
+            from_step: First roll back to the checkpoint after this many steps.
             changes: `key=value` pairs to change in its run spec first.
 
         Returns:

@@ -152,7 +152,7 @@ class Subscribers:
         channel: Channel,
         storage: RunStorage,
         manifest: Manifest,
-        missed: Replay,
+        replay: Replay,
         term: int,
         *,
         hold: LogHold,
@@ -163,7 +163,7 @@ class Subscribers:
             channel: Of the worker.
             storage: Has the log.
             manifest: Has the kind of each block.
-            missed: The first step, and the state before it.
+            replay: The first step, and the state before it.
             term: Of the coordinator, for the messages, whichever term wrote the step.
             hold: Of the log, for this worker; moved on with it.
 
@@ -173,7 +173,7 @@ class Subscribers:
         Raises:
             SamestepError: The log cannot be read.
         """
-        step, digest = missed.step, missed.state_digest
+        step, digest = replay.step, replay.state_digest
         while step < self.since and not (channel.closed or self.over):
             row = await storage.logged(step)
             if not row or digest not in (None, row[0].record.state_before):

@@ -1,4 +1,4 @@
-"""The files that a run writes while it goes on, and how a restart finds them.
+"""The files that a run writes while it executes, and how a restart finds them.
 
 Imports `coordinator.disk`, `coordinator.capture` and the records of `coordinator.run.outputs`.
 Start with `run_storage`, which writes, and `recovery`, which reads. Rooms, low to high: `log`,

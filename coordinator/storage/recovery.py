@@ -86,7 +86,7 @@ def recover(directory: RunDirectory) -> Recovery | None:
     Only the holder of the directory's lock may call this: it cuts torn tails.
 
     Returns:
-        None if there is no run, or none of its states was saved yet: it begins anew.
+        None if there is no run, or no state of it was saved yet: then it starts from the beginning.
 
     Raises:
         StorageDamaged: A file is damaged in a way that no crash explains; or steps are committed

@@ -1,4 +1,4 @@
-"""Roll a run back to an earlier checkpoint: what came after it is set aside.
+"""Roll a run back to an earlier checkpoint, and set later files aside.
 
     set-aside/term-TTTTTT/    the files that the coordinator of that term set aside
 

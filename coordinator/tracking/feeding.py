@@ -1,4 +1,4 @@
-"""Feeds one tracker the rows that it lacks: the process behind `coordinator track`."""
+"""Send one tracker the rows that it lacks: the process of `coordinator track`."""
 
 from __future__ import annotations
 

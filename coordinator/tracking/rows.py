@@ -38,7 +38,7 @@ class Rows:
         self._open: Row | None = None
         self._newest = -1
         self.outcome = ""
-        """How the run ended; empty while it goes on."""
+        """How the run ended; empty while it is in progress."""
 
     def read(self) -> Iterator[Row]:
         """Yield the rows that are complete since the last call, each step once and ascending."""

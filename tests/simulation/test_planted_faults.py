@@ -305,7 +305,7 @@ def takes_rows_of_an_older_attempt(self):
     before = self.round
     actions = BEGIN(self)
     if before is not None and before.embeds and before.place["step"] == self.step:
-        self.round.kept = before.kept
+        self.round.side_outputs = before.side_outputs
     return actions
 
 

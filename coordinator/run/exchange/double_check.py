@@ -1,9 +1,9 @@
-"""Answers of subtrees that two workers were given: equal to the last bit, or one computes wrongly.
+"""Compare results of subtrees that two workers computed: unequal bits mean that one is faulty.
 
-Pure. Digests of states find a replica that is wrong; a frozen base that a memory or a disk has
-changed is in no state, and shows in gradients alone. So a subtree is computed twice now and then,
-by workers with the same numerics profile; and where a subtree was given out twice for being
-late, both answers are compared as far as both come.
+Pure. State digests detect a wrong replica. A frozen base that faulty memory or a disk has changed
+is in no state digest and shows only in gradients. So now and then two workers with the same
+numerics profile compute the same subtree. If a subtree was reassigned because its worker was late,
+both results are compared, as far as both arrive.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from protocol.exact.tree import Subtree
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """Two workers with one numerics profile gave other bits for one part of a subtree; `what` says
-    which."""
+    """Two workers with one numerics profile computed different bits for `what` of a subtree."""
 
     workers: tuple[str, str]
     what: str
@@ -44,39 +43,39 @@ class Differing:
 
 
 class DoubleCheck:
-    """Of one attempt at a step: who was given which subtree, and digests of what is there twice."""
+    """The assignments of one attempt, and digests of the results that arrived."""
 
     def __init__(self) -> None:
         self._assigned: dict[Subtree, dict[str, str]] = {}
         self._answers: dict[tuple[Subtree, tuple[int, ...], str], tuple[str, str]] = {}
 
-    def given(self, worker: str, profile: str, subtrees: Sequence[Subtree]) -> None:
-        """These subtrees are now the worker's to compute, too."""
+    def assign(self, worker: str, profile: str, subtrees: Sequence[Subtree]) -> None:
+        """Note that subtrees were assigned to a worker (possibly one of two)."""
         for subtree in subtrees:
             self._assigned.setdefault(subtree, {})[worker] = profile
 
     def profile_of(self, worker: str, subtree: Subtree) -> str:
-        """The numerics profile with which a worker computes a subtree that it was given."""
+        """Return the numerics profile with which a worker computes an assigned subtree."""
         return self._assigned.get(subtree, {}).get(worker, "")
 
     def answer(
         self, worker: str, subtree: Subtree, part: tuple[int, ...], values: NDArray[Any], what: str
     ) -> Differing | None:
-        """A part of what a subtree gives, before anything is added to it.
+        """Compare a part of a subtree's result with the other worker's, before it is summed.
 
         Args:
-            worker: Whose.
-            subtree: Of what.
-            part: Which: gradients by block and chunk, what is kept by three numbers.
-            values: Its content.
-            what: The same for people.
+            worker: The sender.
+            subtree: The subtree.
+            part: Which part: block and chunk of gradients, or three numbers of a side output.
+            values: The content.
+            what: Name of the part, for people.
         """
-        givens = self._assigned.get(subtree, {})
-        if len(givens) < 2 or worker not in givens:
+        profiles = self._assigned.get(subtree, {})
+        if len(profiles) < 2 or worker not in profiles:
             return None
-        place = (subtree, part, givens[worker])
+        key = (subtree, part, profiles[worker])
         digest = blake3(values.tobytes()).hexdigest()
-        other, earlier = self._answers.setdefault(place, (worker, digest))
+        other, earlier = self._answers.setdefault(key, (worker, digest))
         return Differing((worker, other), what, subtree) if earlier != digest else None
 
 
@@ -89,18 +88,18 @@ def chosen_double(
     *,
     surely: bool = False,
 ) -> tuple[str, str, Subtree] | None:
-    """Whose subtree is to be computed once more in this step, by whom, and which.
+    """Choose a subtree to be computed twice in this step: its owner, the other worker, the subtree.
 
     Args:
-        seed: The run's.
+        seed: Seed of the run.
         step: The step.
-        every: One step in so many has such a subtree; 0: none.
-        subtrees: What each worker was given.
+        every: Average number of steps between two such checks; 0: never.
+        subtrees: The subtrees assigned to each worker.
         profiles: The numerics profiles of the workers that may compute.
-        surely: This step is one of them, unless there are none.
+        surely: Choose one in this step, unless `every` is 0.
 
     Returns:
-        None if the step is not to have one, or no two workers have one numerics profile.
+        None if this step has none, or no two workers share a numerics profile.
     """
     if not every or not (surely or microbatch_seed(seed, step, 0) % every == 0):
         return None

@@ -2,13 +2,13 @@
 
 A step whose loss couples all its samples (contrastive learning with negatives from the whole step)
 has two phases, as in GradCache (Gao et al. 2021, arXiv:2101.06983). In the first, each microbatch's
-embeddings come as rows of their own; they are joined in the order of microbatches, so neither who
-computed them nor when they came can show. In the second, every worker has all rows, takes the
-gradient of the loss by the embeddings, and computes its microbatches again, for gradients.
+embeddings arrive as separate rows and are joined in the order of microbatches, so the result does
+not show who computed them or when. In the second, every worker has all rows, computes the gradient
+of the loss by the embeddings, and recomputes its microbatches for their gradients.
 
-Each phase is an attempt of its own: what is late from the first is dropped as anything of an
-earlier attempt is. Embeddings that are joined are final. Who computes a microbatch again must get
-the same bits, which is a check for free where machines have one numerics profile.
+Each phase is a separate attempt, so late messages of the first are dropped like those of any
+earlier attempt. Joined embeddings are final. Recomputing a microbatch must give the same bits,
+which checks machines with the same numerics profile at no cost.
 """
 
 from __future__ import annotations

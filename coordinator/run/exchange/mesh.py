@@ -1,8 +1,9 @@
 """Who averages which chunk: the coordinator all of them (a star), or workers that reach each other.
 
-Pure. Workers say where they listen, then whom they reach; the newest table of owners follows from
-that and from who computes. All in a table reach each other, both ways; whoever does not sends to
-the coordinator. A table changes between steps, and within one where an owner is lost.
+Pure. Workers report where they listen, then which peers they reach; the table of owners follows
+from that and from which workers compute. All members of a table reach each other in both
+directions; other workers send to the coordinator. A table changes between steps, and within a step
+if an owner is lost.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from protocol.wire.messages import DoorOpen, OpenDoor, Owners, Peers
 from protocol.wire.peers import HERE, OwnerTable, Peer, PeerList, pair_key
 
 _FEWEST_HOSTS: Final = 3
-"""Of two, each sends and receives as much through a star."""
+"""With two hosts, each sends and receives as much in a star."""
 _PAYS: Final = 0.9
-"""Sharded must be expected to take so little of the star's time, for `auto` to choose it."""
+"""`auto` chooses sharded if it is expected to take less than this share of the star's time."""
 _ALIKE: Final = 4.0
-"""Links whose measured speeds differ less than by this factor count as equally quick."""
+"""Links whose measured speeds differ by less than this factor count as equally fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where a member listens; `port` 0: nowhere."""
+    """Where a member listens; port 0: it does not."""
 
     port: int
     fingerprint: str
@@ -42,20 +43,20 @@ class Mesh:
     """The workers of a run that reach one another, and the table of owners.
 
     Attributes:
-        number: The number of the newest table that workers were told. A star from the beginning
-            of a step has none: it is table 0.
+        number: The number of the newest table that workers have received. A star that was in force
+            from the start is table 0.
         table: The table in force.
         star: The table whose only owner is the coordinator.
-        reason: Why the table is as it is, for people.
-        links: What each member says of its links: Mbit/s by peer.
-        traffic: Bytes that it has sent and received there.
+        reason: Why this table was chosen, for people.
+        links: The link speeds that each member reports: Mbit/s by peer.
+        traffic: Bytes sent and received on each link.
 
     Args:
-        run_id: The run's.
-        term: The coordinator's.
-        exchange: What the run spec says.
-        blocks: The manifest's.
-        secret: The run's, for the keys of pairs; empty: there are to be no links.
+        run_id: ID of the run.
+        term: Term of the coordinator.
+        exchange: The section of the run spec.
+        blocks: The blocks of the manifest.
+        secret: Secret of the run, from which the keys of pairs derive; empty: no links.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class Mesh:
         self._times = StepTimes()
         self._timed: frozenset[str] = frozenset()
 
-    # Members come and go.
+    # Members.
 
     def joined(self, worker: str, host: str) -> list[Action]:
-        """It is ready: where links may pay, all are asked to listen.
+        """Add a ready worker; if links may pay off, ask all workers to listen.
 
         Args:
             worker: Its name.
-            host: Where it connects from; `HERE` from the coordinator's machine.
+            host: The host it connects from; `HERE` for the coordinator's machine.
         """
         self.lost(worker)
         self._hosts[worker] = host
@@ -111,7 +112,7 @@ class Mesh:
         return [Send(name, OpenDoor(run_id=self._run_id)) for name in names]
 
     def opened(self, worker: str, message: DoorOpen) -> list[Action]:
-        """It listens: all that do are told who the others are."""
+        """Note that a worker listens, and send the list of peers to all that do."""
         if worker not in self._hosts:
             return []
         self._doors[worker] = Offer(message.port, message.fingerprint.hex())
@@ -133,16 +134,16 @@ class Mesh:
         return Send(me, Peers(run_id=self._run_id), document.to_bytes())
 
     def linked(self, worker: str, peer: str, mbit: float) -> None:
-        """It reaches this peer, so quickly."""
+        """Note that a worker reaches a peer, and at what speed in Mbit/s."""
         if worker in self._doors and peer in self._doors:
             self.links.setdefault(worker, {})[peer] = mbit
 
     def unlinked(self, worker: str, peer: str) -> None:
-        """It reaches this peer no more."""
+        """Note that a worker no longer reaches a peer."""
         self.links.get(worker, {}).pop(peer, None)
 
     def lost(self, worker: str) -> list[Action]:
-        """It has left: the others are told, and end their links to it."""
+        """Remove a worker that left; the others get a new list and close their links to it."""
         had_links = worker in self._doors
         for table in (self._hosts, self._doors, self._reported, self._demoted):
             table.pop(worker, None)
@@ -155,11 +156,11 @@ class Mesh:
         return [self._peers(name, names) for name in names] if had_links else []
 
     def demote(self, worker: str, until: int) -> None:
-        """Its averages came too late: it is to own nothing before this step."""
+        """Let a worker whose averages were late own nothing before step `until`."""
         self._demoted[worker] = until
 
     def took(self, step_ms: float, *, sharded: bool) -> None:
-        """A step is committed, in its first attempt, after so long."""
+        """Note the duration of a step that committed in its first attempt."""
         self._times.add(step_ms, sharded=sharded)
 
     # Tables.
@@ -178,7 +179,7 @@ class Mesh:
             0.0 if self._demoted.get(name, 0) > step else share
             for name, share in zip(members, shares, strict=True)
         ]
-        # A member with a slow link may own nothing as it is: those that remain must own something.
+        # A member with a slow link may own nothing anyway: somebody must own something.
         if any(without_late):
             shares = without_late
         self.reason = self._why_star(members, speeds, shares, active)
@@ -187,12 +188,12 @@ class Mesh:
             return self.table
         return self._set(self._table_of(members, shares))
 
-    def without(self, lost: Collection[str]) -> OwnerTable:
-        """Within a step: what these own gets other owners; the coordinator, where none is left."""
+    def without(self, lost_owners: Collection[str]) -> OwnerTable:
+        """Reassign the chunks of lost owners within a step; to the coordinator if none is left."""
         table = self.table
         if not table.has_peers:
             return table
-        rest = self._clique([name for name in table.members if name not in lost])
+        rest = self._clique([name for name in table.members if name not in lost_owners])
         if not rest:
             self.reason = "a star: no owner is left"
             return self._set(self.star)
@@ -206,7 +207,7 @@ class Mesh:
         return self._set(OwnerTable(members=tuple(rest), owners=owners, scribe=scribe))
 
     def reown(self, worker: str) -> OwnerTable:
-        """Within a step: what it owns goes to the others, and it stays."""
+        """Reassign the chunks of one owner within a step; it stays a member."""
         table = self.table
         others = [n for n, name in enumerate(table.members) if name != worker]
         if not others:
@@ -217,7 +218,7 @@ class Mesh:
         return self._set(table.model_copy(update={"owners": owners}))
 
     def tell(self, workers: Collection[str]) -> list[Action]:
-        """Tell the table to whoever of these has not been told."""
+        """Send the table to those of these workers that do not have it."""
         message = Owners(run_id=self._run_id, term=self._term, number=self.number)
         document = self.table.to_bytes()
         new = [name for name in sorted(workers) if self._reported.get(name) != self.number]
@@ -225,7 +226,7 @@ class Mesh:
         return [Send(name, message, document) for name in new]
 
     def owned(self) -> dict[str, float]:
-        """The part of all chunks that each worker owns; empty for a star."""
+        """Return the share of all chunks that each worker owns; empty for a star."""
         table = self.table
         if not table.has_peers:
             return {}
@@ -248,14 +249,14 @@ class Mesh:
         return OwnerTable(members=tuple(members), owners=owners, scribe=self._scribe(members))
 
     def _scribe(self, members: Sequence[str]) -> str | None:
-        """A member on the coordinator's machine: averages come to that anyway."""
+        """Return a member on the coordinator's machine, which receives all averages anyway."""
         return next((name for name in members if self._hosts[name] == HERE), None)
 
     def _are_linked(self, one: str, other: str) -> bool:
         return other in self.links.get(one, {}) and one in self.links.get(other, {})
 
     def _clique(self, names: Sequence[str]) -> list[str]:
-        """Members that all reach each other: whoever lacks the most links is left out first."""
+        """Return members that all reach each other; drop those with the most missing links."""
         candidates = list(names)
         while candidates:
             lacking = {
@@ -271,7 +272,7 @@ class Mesh:
         return candidates
 
     def _speed(self, name: str, members: Sequence[str]) -> float:
-        """Of a member's link to the network, Mbit/s: as quick as its quickest peer finds it."""
+        """Return the speed of a member's network link in Mbit/s: that of its fastest peer link."""
         speeds = [
             min(self.links[name][other], self.links[other][name])
             for other in members
@@ -283,7 +284,7 @@ class Mesh:
         self, members: Sequence[str], speeds: Mapping[str, float], shares: Sequence[float],
         active: Collection[str],
     ) -> str:  # fmt: skip
-        """Why there is to be no table; empty if there is to be one."""
+        """Return why the exchange is a star; empty if it is sharded."""
         if len(active) < 2:
             return "a star: there is one worker, and sharded takes two"
         if len(members) < 2:

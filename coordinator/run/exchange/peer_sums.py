@@ -1,8 +1,8 @@
 """Track the chunks of one attempt that workers average: which sums have arrived at which owner,
-which averages are there, and their digests.
+which averages have arrived, and their digests.
 
-Pure. The values of an average and its owner's digest of them may come from two members, in any
-order. Only an average of which both are there and fit is used.
+Pure. The values of an average and its owner's digest may come from two members, in any order. An
+average is used only once both have arrived and match.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from protocol.wire.peers import COORDINATOR, OwnerTable
 
 @dataclass(frozen=True, slots=True)
 class WrongAverage:
-    """An owner's average has another digest than it announced, or than another owner computed."""
+    """An owner's average does not match the digest it announced, or another owner's."""
 
     owner: str
     block: str
@@ -40,13 +40,13 @@ class WrongAverage:
 
 
 class PeerSums:
-    """See the module's text. In a star nothing is open here.
+    """The chunks of one attempt that workers average; in a star there are none.
 
     Attributes:
         number: The number of the table in force.
         table: The table in force.
-        bits: For each worker of the first table its number in what workers owe.
-        origins: Whose subtrees made up the averages.
+        bits: Bit of each worker of the first table in `Share.owed`.
+        origins: The workers and subtrees that made up the averages.
 
     Args:
         grid: The run's chunks.
@@ -68,7 +68,7 @@ class PeerSums:
         self._average_of = average_of
         self._microbatches = microbatches
         self._reduced: dict[int, tuple[str, bytes]] = {}
-        self._there: dict[int, bytes] = {}
+        self._arrived_digests: dict[int, bytes] = {}
         mine = table.owned_by(COORDINATOR)
         self._open = {number for number in range(grid.count) if number not in mine}
         self._arrived = {name: self._nothing() for name in workers}
@@ -80,17 +80,18 @@ class PeerSums:
     # Tables.
 
     def reown(self, number: int, table: OwnerTable) -> tuple[set[str], set[int]]:
-        """Other owners from now on.
+        """Switch to another table of owners.
 
         Returns:
-            The workers that have to collect sums anew, and the chunks that the coordinator has to.
+            The workers that must collect sums again, and the chunks that the coordinator takes
+            over.
         """
         changed_owner = {each for each in self._open if table.owner(each) != self.table.owner(each)}
         taken_over = changed_owner & table.owned_by(COORDINATOR)
         gaining = {table.owner(each) for each in changed_owner - taken_over}
         self._open -= taken_over
         for each in taken_over:
-            self._there.pop(each, None)
+            self._arrived_digests.pop(each, None)
         self.number, self.table = number, table
         self._tables.append(table)
         self._arrived = {
@@ -103,17 +104,17 @@ class PeerSums:
 
     @property
     def owed_to(self) -> int:
-        """The bits of all workers that own anything: sums are owed to them, and to no other."""
+        """The bits of all workers that own a chunk, to which sums are therefore owed."""
         owning = {self.table.members[owner] for owner in {*self.table.owners}}
         return sum(1 << self.bits[name] for name in owning if name != COORDINATOR)
 
     @property
     def owners(self) -> set[str]:
-        """Workers whose averages are still to come."""
+        """Workers whose averages are outstanding."""
         return {self.table.owner(each) for each in self._open}
 
     def collecting(self) -> dict[str, int]:
-        """By worker the number of its averages that are still to come."""
+        """Return the number of outstanding averages of each worker."""
         counts = dict.fromkeys(self._arrived, 0)
         for each in self._open:
             counts[self.table.owner(each)] += 1
@@ -122,18 +123,18 @@ class PeerSums:
     # Sums, at their owners.
 
     def arrived(self, owner: str, message: SumsArrived) -> bool:
-        """All chunks of a subtree that go to this owner are there; returns whether that counts."""
+        """Note that an owner has all its chunks of a subtree; return whether that counts."""
         if owner not in self._arrived or message.owners < self._since[owner]:
             return False
         self._arrived[owner].put(message.subtree, value=True)
         return True
 
     def missing(self, subtree: Subtree) -> set[int]:
-        """Microbatches of the subtree that an owner needs and has not."""
+        """Return the microbatches of a subtree that some owner lacks."""
         return {leaf for name in self.owners for leaf in self._arrived[name].missing(subtree)}
 
     def lacking(self) -> set[str]:
-        """Owners that have not all sums."""
+        """Return the owners that lack sums."""
         everything = root(self._microbatches)
         return {name for name in self.owners if any(self._arrived[name].missing(everything))}
 
@@ -145,7 +146,7 @@ class PeerSums:
         """Take an owner's digest of its average.
 
         Returns:
-            The chunk, where its average can be used now; or what is wrong.
+            The chunk, if its average can be used now; or the fault.
 
         Raises:
             OutOfOrder: It never owned that chunk.
@@ -153,7 +154,7 @@ class PeerSums:
         number = self._checked(owner, message)
         earlier = self._reduced.get(number)
         if earlier is not None and earlier[1] != message.digest:
-            return self._wrong(owner, number, f"worker {earlier[0]!r} made others of them")
+            return self._wrong(owner, number, f"worker {earlier[0]!r} computed others")
         if earlier is None:
             self._reduced[number] = (owner, message.digest)
             self.origins.add(origin)
@@ -162,22 +163,22 @@ class PeerSums:
     def average(
         self, sender: str, message: AveragedGradient, values: Array
     ) -> int | WrongAverage | None:
-        """Take the values of an average; returns and raises as `reduced`."""
+        """Take the values of an average; returns and raises like `reduced`."""
         number = self._checked(sender, message)
-        if number in self._there:
+        if number in self._arrived_digests:
             return None
         if number in self._open:
             self._average_of(number)[:] = values
-            self._there[number] = chunk_digest(values)
+            self._arrived_digests[number] = chunk_digest(values)
         return self._fit(number)
 
     def _checked(self, sender: str, message: ChunkReduced | AveragedGradient) -> int:
-        """The number of the chunk, which the sender owns or owned, or writes for its owner."""
+        """Return the number of a chunk that the sender owns or owned, or writes for its owner."""
         kind = type(message).__name__
         if message.owners > self.number or not self._grid.has(message.block, message.chunk):
             raise OutOfOrder(f"{kind}: there is no such chunk or table")
         number = self._grid.number(message.block, message.chunk)
-        # Who comes late, or is asked to tell again, speaks of what an earlier table gave it.
+        # A late or repeated message may refer to an earlier table.
         owned = any(table.owner(number) == sender for table in self._tables)
         writes = isinstance(message, AveragedGradient)
         if not owned and not (writes and any(table.scribe == sender for table in self._tables)):
@@ -187,10 +188,10 @@ class PeerSums:
         return number
 
     def _fit(self, number: int) -> int | WrongAverage | None:
-        if number not in self._reduced or number not in self._there:
+        if number not in self._reduced or number not in self._arrived_digests:
             return None
         owner, digest = self._reduced[number]
-        if digest != self._there[number]:
+        if digest != self._arrived_digests[number]:
             return self._wrong(owner, number, f"they came from {self.table.scribe or owner!r}")
         if number not in self._open:
             return None
@@ -202,9 +203,9 @@ class PeerSums:
         return WrongAverage(owner, self._grid.blocks[block].name, detail)
 
     def digests(self) -> NDArray[np.uint8]:
-        """The digests of all averages, in order; all are there."""
+        """Return the digests of all averages, in order; all have arrived."""
         digests = b"".join(
-            self._there.get(number) or chunk_digest(self._average_of(number))
+            self._arrived_digests.get(number) or chunk_digest(self._average_of(number))
             for number in range(self._grid.count)
         )
         return np.frombuffer(digests, np.uint8)

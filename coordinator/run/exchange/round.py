@@ -2,8 +2,8 @@
 
 Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of what comes out:
 each chunk of each block has its own sum along the tree, float addition is commutative, and the
-tree fixes what is added to what. So subtrees may come twice, from several workers, or as parts of
-subtrees that come later; what is covered already changes nothing.
+tree fixes what is added to what. So a subtree may arrive twice, from several workers, or as part of
+a larger subtree that arrives later; a sum that already covers it does not change.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from protocol.wire.peers import COORDINATOR, OwnerTable
 
 _FLOAT32: Final = Codecs()
 _MOST_COUNTED_SUBTREES: Final = 16_384
-"""In a commit's record; there are more only where very many were given out twice."""
+"""Limit for a commit record; exceeded only if very many subtrees were assigned twice."""
 
 
 Allocate = Callable[[int], Array]
 
 
 def new_array(elements: int) -> Array:
-    """For averages, where nobody reads them in their place."""
+    """Allocate an average, where no worker reads it from shared memory."""
     return np.empty(elements, np.float32)
 
 
 class Summary(NamedTuple):
-    """What a commit has to know of a block's averaged gradients.
+    """What a commit records of a block's averaged gradients.
 
     Attributes:
         square_sum: `protocol.exact.update.square_sum` of them.
@@ -78,24 +78,23 @@ _NO_GROUPS: Final = ClippedGroups(OptimizerSpec(name="sgd"))
 
 
 def summary_of(block: Block, average: Array, clipped: ClippedGroups = _NO_GROUPS) -> Summary:
-    """Take all of them; of a gigabyte that is a second."""
+    """Compute the summary of a block: about one second per gigabyte."""
     by_group = clipped.square_sums(block, average) if block.is_trained else ()
     return Summary(square_sum(average), block_digest(block, average), by_group)
 
 
 @dataclass(slots=True)
 class Share:
-    """What one worker was given in this round, and what of it is still to come from it.
+    """The work of one worker in this round, and which results are still outstanding.
 
     Attributes:
-        subtrees: All that it was given.
-        owed: By subtree, a bit for each chunk that the coordinator averages, one for the loss, and
-        one
-            for each worker that averages. A worker that sends a subtree's loss and withholds a
-            chunk still owes the subtree: its lease goes on.
-        dropped: Those that it need not compute or send any more.
-        uploads: How many chunks of a subtree it may send, in the order in which they are.
-        local: Whether it is on the coordinator's machine, and shares no link with anyone.
+        subtrees: All subtrees assigned to the worker.
+        owed: Outstanding results by subtree: a bit for each chunk that the coordinator averages,
+            one for the loss, and one for each worker that averages. A worker that has sent the loss
+            but not a chunk still owes the subtree, so its lease continues.
+        dropped: Subtrees that the worker need not compute or send any more.
+        uploads: How many chunks of a subtree the worker may send, counted from the first.
+        local: Whether the worker is on the coordinator's machine and so shares no network link.
     """
 
     subtrees: list[Subtree] = field(default_factory=list)
@@ -105,14 +104,14 @@ class Share:
     local: bool = False
 
     def pending(self, due: int) -> tuple[Subtree, ...]:
-        """Subtrees of which anything is still to come that is due by now, as bits of `owed`."""
+        """Return the subtrees with outstanding results among `due` (bits as in `owed`)."""
         return tuple(subtree for subtree, bits in self.owed.items() if bits & due)
 
-    def came(self, subtree: Subtree, bit: int) -> None:
-        """A part of a subtree is there."""
-        left = self.owed.get(subtree, 0) & ~(1 << bit)
-        if left:
-            self.owed[subtree] = left
+    def arrived(self, subtree: Subtree, bit: int) -> None:
+        """Clear the bit of a result that has arrived."""
+        outstanding = self.owed.get(subtree, 0) & ~(1 << bit)
+        if outstanding:
+            self.owed[subtree] = outstanding
         else:
             self.owed.pop(subtree, None)
 
@@ -126,20 +125,20 @@ class Round:
 
     Attributes:
         place: Term, step and attempt, as messages carry them.
-        averages: One flat array per block; complete in the end.
-        shares: Subtrees by worker, for workers that have not left.
-        begun: Whether subtrees were given to anyone.
-        double_check: Compares what comes twice.
-        doubled: A subtree that is to be computed by two workers to the end, and these.
-        tainted: Whether something in it may stem from weights that nobody has compared.
-        inner: Where each worker is in a stretch: replica, and inner steps taken of it.
-        stretches: Whether a leaf is a whole stretch of a replica: too much work to wait for others
-            at a worker that may be lost.
-        kept: What the microbatches give beside gradients; None where the run keeps nothing.
-        embeds: Of which layout embeddings are collected; None where gradients are. Such a round has
-            no blocks.
-        embeddings: What the round before it has collected, for the gradients of this one.
-        peers: The chunks that workers average; none of them in a star.
+        averages: One flat array per block, filled as chunks are averaged.
+        shares: The share of each worker that has not left.
+        has_begun: Whether any subtree was assigned.
+        double_check: Compares results of subtrees that two workers computed.
+        doubled: The subtree that two workers must both finish, preceded by their names.
+        tainted: Whether a sum may include gradients of weights that were never compared.
+        inner: Progress of each worker in an inner phase: replica, and inner steps taken.
+        stretches: Whether a leaf is a whole inner phase of a replica: too much work to hold back at
+            a worker that may be lost.
+        side_outputs: What microbatches produce beside gradients; None if nothing.
+        embeds: Layout of the embeddings that this round collects; None for a round of gradients. A
+            round of embeddings has no blocks.
+        embeddings: Embeddings that the previous round collected, read by this round's loss.
+        peers: The chunks that workers average; none in a star.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class Round:
         step: int,
         attempt: int,
         *,
-        kept: SideOutputs | None = None,
+        side_outputs: SideOutputs | None = None,
         exchange: Codecs = _FLOAT32,
         stretches: bool = False,
         embeds: EmbeddingLayout | None = None,
@@ -166,25 +165,25 @@ class Round:
         self.place = {"term": term, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
         self.tainted = False
-        self.kept = kept
+        self.side_outputs = side_outputs
         self.embeds = embeds
         self.embeddings = embeddings
         self.double_check = DoubleCheck()
         self.doubled: tuple[str, str, Subtree] | None = None
         self.averages = [allocate(block.elements) for block in blocks]
         self.inner: dict[str, tuple[int, int]] = {}
-        self.begun = False
+        self.has_begun = False
         self._grid = ChunkGrid(blocks)
         self._given_subtrees = 0
         self._given_again = False
         self._summed = 0
-        # Gradients rest on all embeddings: of workers that are lost meanwhile, too.
+        # The gradients depend on all embeddings, also on those of workers that have since left.
         self._delivered = set[str]() if embeddings is None else set(embeddings.delivered)
         self._blocks = blocks
         self._average_of = _averages_by_chunk(blocks, self.averages, self._grid)
         owners = owners or (0, OwnerTable.star(self._grid.count))
         self._mine = owners[1].owned_by(COORDINATOR)
-        # Block 0 first: its sums come last, and mostly tell what is missing of all.
+        # Block 0 first: its sums arrive last, so they usually show what is missing overall.
         first = sorted(self._mine, reverse=True)
         self._reducer = Reducer(microbatches, exchange, first, self._average_of)
         self.peers = PeerSums(self._grid, microbatches, owners, self._average_of)
@@ -200,33 +199,33 @@ class Round:
         self._origins: set[Origin] = set()
 
     def plan(self, subtrees: int) -> list[str]:
-        """So many more subtrees are about to be given to workers.
+        """Announce that this many more subtrees are about to be assigned.
 
         Returns:
-            Which of those that have subtrees already may send more.
+            The workers with subtrees that may now send more chunks.
         """
         self._given_again = self._given_subtrees > 0
         self._given_subtrees += subtrees
         return self._raise(self._grid.count)
 
     def uploads(self, worker: str) -> int:
-        """How many chunks of a subtree the worker may send."""
+        """Return how many chunks of a subtree the worker may send."""
         return self.shares[worker].uploads
 
     def raise_uploads(self) -> list[str]:
-        """More may be sent once a quarter of what may come at once is there.
+        """Raise upload limits once a quarter of the permitted chunks has arrived.
 
         Returns:
-            By whom.
+            The workers that may now send more.
         """
         return self._raise(4) if self._mine else []
 
     def _raise(self, parts: int) -> list[str]:
-        """Who may now send more, by one of so many parts of what may come of it at once."""
+        """Raise limits that can grow by at least 1 / `parts` of the window; return the workers."""
         raised: list[str] = []
         self._note_summed()
         within = self._within_memory()
-        # Of many workers most may send all already: it costs nothing to see that.
+        # With many workers most may already send everything: skip them cheaply.
         waiting = [(worker, s) for worker, s in self.shares.items() if s.uploads < within]
         if not waiting:
             return raised
@@ -245,18 +244,17 @@ class Round:
             self._summed += 1
 
     def _within_memory(self) -> int:
-        """So many that the sums of all subtrees, none merged, are within the limit from there
-        on."""
+        """Return the upload limit at which all subtree sums fit the memory limit, unmerged."""
         if self.stretches:
             return self._grid.count
         limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._grid.total_bytes // 2)
         return self._grid.end(self._summed, limit_bytes // max(self._given_subtrees, 1))
 
     def _ahead(self, share: Share, last: int) -> int:
-        """How far ahead of the last one: flows that share a link do not get equal parts of it, and
-        a sum waits for the last of them, with the other direction idle.
+        """Return how far a worker may send ahead of the slowest one.
 
-        Nobody waits for a subtree that another computes instead: then all may send what they have.
+        Flows that share a link do not get equal parts of it. A sum waits for the slowest, while the
+        other direction of the link is idle. If subtrees were reassigned, there is no limit.
         """
         if share.local or self._given_again or self.stretches:
             return self._grid.count
@@ -264,8 +262,7 @@ class Round:
         return max(self._grid.end(last, limits.UPLOAD_AHEAD_BYTES), min(most, self._grid.count))
 
     def _slowest(self, shares: Iterable[Share]) -> int:
-        """Of the subtrees of which a part has come, the smallest part, in chunks; what is summed is
-        there of all."""
+        """Return the fewest chunks that have arrived of any subtree that has begun to arrive."""
         count, mask = self._grid.count, (1 << self._loss_bit) - 1
         others = count - len(self._mine)
         bits_left = (bits & mask for share in shares for bits in share.owed.values())
@@ -276,17 +273,17 @@ class Round:
         return number not in self._reducer or self._reducer.is_done(number)
 
     def due(self, share: Share) -> int:
-        """What a worker may have sent of a subtree, as bits of what it owes."""
+        """Return the results that a worker is permitted to send, as bits of `Share.owed`."""
         return (1 << share.uploads) - 1 | -1 << self._loss_bit
 
     def pending(self, worker: str) -> tuple[Subtree, ...]:
-        """The worker's subtrees of which anything is to come that it may send."""
+        """Return the worker's subtrees with results that it may send and has not sent."""
         share = self.shares.get(worker)
         return share.pending(self.due(share)) if share is not None else ()
 
     def assign(self, worker: str, subtrees: tuple[Subtree, ...], *, local: bool = False) -> None:
-        """These subtrees are now the worker's to compute; see `Share.local`."""
-        self.begun = True
+        """Assign subtrees to a worker; for `local` see `Share`."""
+        self.has_begun = True
         share = self.shares.setdefault(worker, Share(local=local))
         share.subtrees.extend(subtrees)
         share.owed.update(dict.fromkeys(subtrees, self._owed))
@@ -296,7 +293,7 @@ class Round:
         share.uploads = max(share.uploads, first)
 
     def _owed_bits(self) -> int:
-        """All bits of a subtree: see `Share.owed`."""
+        """Return all bits of a subtree; see `Share.owed`."""
         chunks = sum(1 << number for number in self._mine)
         return chunks | 1 << self._loss_bit | self.peers.owed_to << self._loss_bit + 1
 
@@ -306,8 +303,8 @@ class Round:
         """Take a chunk of a subtree's gradient sum; `values` belongs to the round from then on.
 
         Returns:
-            The average to send to all, where this completes the chunk; the sum to pass on, where
-            another worker averages it; or what is wrong.
+            The average to broadcast if this completes the chunk; the sum to forward if another
+            worker averages it; or the fault.
 
         Raises:
             OutOfOrder: No such subtree or table, or not this worker's.
@@ -324,13 +321,13 @@ class Round:
             self._delivered.add(worker)
             passed = message.model_copy(update={"owners": self.peers.number, "worker": worker})
             return Send(owner, passed, packed(values, self._exchange.precision))
-        # Sent is sent, even if it is not needed: the worker's lease is about what it still owes.
-        share.came(message.subtree, number)
+        # Counts as sent even if it is not needed: the lease covers what the worker still owes.
+        share.arrived(message.subtree, number)
         name = self._blocks[message.block].name
         part, what = (message.block, message.chunk), f"gradients in block {name!r}"
-        # Before anything is added to the values, and also for what is dropped below as known.
+        # Before anything is added to the values; also for values that are dropped below.
         differing = self.double_check.answer(worker, message.subtree, part, values, what)
-        if differing is not None:  # a value that is not finite says which of the two is wrong
+        if differing is not None:  # a non-finite value shows which of the two is wrong
             finite = is_finite(values)
             return differing if finite else NonFinite(message.subtree, worker, message.block)
         if number not in self._reducer or self._reducer.covers(number, message.subtree):
@@ -347,32 +344,32 @@ class Round:
     def captured(
         self, worker: str, message: CapturedRows, content: Bytes
     ) -> NonFinite | Differing | None:
-        """Take a piece of what a microbatch gives to be kept.
+        """Take a piece of a microbatch's side outputs.
 
         Returns:
-            What is wrong with it: an embedding that is not finite, or not what another has sent.
+            A fault: a non-finite embedding, or one that differs from another worker's.
 
         Raises:
-            OutOfOrder: No such piece, its subtree is not this worker's, or nothing is kept.
+            OutOfOrder: No such piece, not this worker's subtree, or a run without side outputs.
         """
         self._check_place(worker, message.subtree)
-        if self.kept is None:
+        if self.side_outputs is None:
             raise OutOfOrder("CapturedRows in a run that captures nothing")
-        self.kept.put(message, content)
+        self.side_outputs.put(message, content)
         self._delivered.add(worker)
         leaf = Subtree(message.microbatch, message.microbatch + 1)
-        if self.embeds and self.kept.has(leaf):
-            # Also of one that comes second: its NaN says which of the two is wrong.
-            rows = self.kept.of(leaf.lo, message.chunk, content)
+        if self.embeds and self.side_outputs.has(leaf):
+            # Also for a second copy: its NaN shows which of the two is wrong.
+            rows = self.side_outputs.of(leaf.lo, message.chunk, content)
             if not are_finite(self.embeds, rows):
                 return NonFinite(leaf, worker, is_embedding=True)
         part = (0, message.microbatch, message.chunk)
         what = "embeddings" if self.embeds else "logits"
-        what = "states of its own" if self.stretches else what
+        what = "per-replica state" if self.stretches else what
         return self.double_check.answer(worker, message.subtree, part, content, what)
 
     def stretch(self, worker: str, replica: int, inner: int) -> None:
-        """The worker has taken so many inner steps of a replica.
+        """Note how many inner steps of a replica a worker has taken.
 
         Raises:
             OutOfOrder: There is no such replica, or it is not this worker's.
@@ -381,8 +378,9 @@ class Round:
         self.inner[worker] = (replica, inner)
 
     def boundary(self, worker: str, replica: int) -> None:
-        """Others may go on from what the worker has sent: should its weights turn out to be
-        others than the run's, nothing that has come counts.
+        """Note that other workers may continue from this worker's inner checkpoint.
+
+        If its weights turn out not to be the run's, nothing that was delivered counts.
 
         Raises:
             OutOfOrder: There is no such replica, or it is not this worker's.
@@ -393,18 +391,18 @@ class Round:
     # Chunks that workers average.
 
     def sums_arrived(self, owner: str, message: SumsArrived) -> None:
-        """All of a worker's subtree that goes to this owner is there.
+        """Note that an owner has received all its chunks of a worker's subtree.
 
         Raises:
             OutOfOrder: There is no such subtree.
         """
         if not is_subtree(message.subtree, self.microbatches):
-            raise OutOfOrder(f"SumsArrived: {message.subtree} is no subtree of this step")
+            raise OutOfOrder(f"SumsArrived: {message.subtree} is not a subtree of this step")
         if self.peers.arrived(owner, message):
             self._delivered.add(message.worker)
             share = self.shares.get(message.worker)
             if share is not None:
-                share.came(message.subtree, self._loss_bit + 1 + self.peers.bits[owner])
+                share.arrived(message.subtree, self._loss_bit + 1 + self.peers.bits[owner])
 
     def peer_average(
         self, sender: str, message: ChunkReduced | AveragedGradient, body: Origin | Array
@@ -412,7 +410,7 @@ class Round:
         """Take the values of a worker's average, or its origin and digest.
 
         Returns:
-            The average, for the log and for whoever has no links; or what is wrong.
+            The average, for the log and for workers without links; or the fault.
         """
         result: int | WrongAverage | None
         if isinstance(message, ChunkReduced):
@@ -424,35 +422,35 @@ class Round:
         return self._averaged(result) if isinstance(result, int) else result
 
     def reown(self, number: int, table: OwnerTable) -> None:
-        """Chunks have other owners from now on: workers owe those what they have sent to others."""
+        """Switch to a new table: workers owe the new owners the sums already sent to others."""
         gaining, taken_over = self.peers.reown(number, table)
         self._mine |= taken_over
         self._reducer.own(self._mine)
         self._owed = self._owed_bits()
         first = self._loss_bit + 1
-        anew = sum(1 << each for each in taken_over)
-        anew |= sum(1 << first + self.peers.bits[name] for name in gaining)
+        resend = sum(1 << each for each in taken_over)
+        resend |= sum(1 << first + self.peers.bits[name] for name in gaining)
         for share in self.shares.values():
             share.owed = {
                 subtree: bits
                 for subtree in dict.fromkeys([*share.owed, *share.subtrees])
                 if subtree not in share.dropped
-                and (bits := share.owed.get(subtree, 0) & self._owed | anew)
+                and (bits := share.owed.get(subtree, 0) & self._owed | resend)
             }
 
     def subtree_loss(self, worker: str, message: SubtreeLoss) -> NonFinite | Differing | bool:
         """Take a subtree's loss sum.
 
         Returns:
-            Whether it was not there yet; or what is wrong.
+            Whether it was missing; or the fault.
 
         Raises:
-            OutOfOrder: No such subtree, or not this worker's; or what is kept of it has not come.
+            OutOfOrder: No such subtree, not this worker's, or its side outputs have not arrived.
         """
         share = self._check_place(worker, message.subtree)
-        if self.kept is not None and not self.kept.has(message.subtree):
+        if self.side_outputs is not None and not self.side_outputs.has(message.subtree):
             raise OutOfOrder(f"the loss of subtree {message.subtree} came before all of its rows")
-        share.came(message.subtree, self._loss_bit)
+        share.arrived(message.subtree, self._loss_bit)
         if (differing := self._unlike_embeddings(worker, message)) is not None:
             return differing
         if message.sums:
@@ -474,7 +472,7 @@ class Round:
         return True
 
     def _unlike_embeddings(self, worker: str, message: SubtreeLoss) -> Differing | None:
-        """What is wrong with embeddings that were computed again for their gradients."""
+        """Return the fault in embeddings that were recomputed for their gradients."""
         if message.unlike and self.embeddings is None:
             raise OutOfOrder("SubtreeLoss: differing embeddings in a step without embeddings")
         if self.embeddings is None:
@@ -483,19 +481,19 @@ class Round:
         return self.embeddings.compare(worker, profile, message)
 
     def join_embeddings(self) -> JoinedEmbeddings:
-        """All embeddings of the step; the round has collected them, and is complete."""
+        """Join all embeddings of the step; the round of embeddings is complete."""
         assert self.complete
-        assert self.kept is not None
+        assert self.side_outputs is not None
         origin = self._loss_origins.total or ()
         profiles = {name: self.double_check.profile_of(name, part) for name, part in origin}
         delivered = frozenset(self._delivered)
-        return JoinedEmbeddings.of(self.kept.content, origin, profiles, delivered)
+        return JoinedEmbeddings.of(self.side_outputs.content, origin, profiles, delivered)
 
     def non_finite(self, sender: str, found: NonFinite) -> NonFinite:
-        """Check a worker's report on a subtree of its own, or on a sum that it owns.
+        """Check a worker's report about its own subtree, or about a sum that it owns.
 
         Raises:
-            OutOfOrder: It was not given the subtree, it owns nothing, or there is no such block.
+            OutOfOrder: The subtree is not the worker's, it owns nothing, or no such block exists.
         """
         if found.worker == sender:
             share, subtree = self.shares.get(sender), found.subtree
@@ -514,10 +512,9 @@ class Round:
 
     @property
     def complete(self) -> bool:
-        """Whether every block is averaged and summarized, every loss is there, and what is doubled
-        is compared."""
-        there = not any(self._open_chunks) and self._losses.total is not None
-        return there and not self._summarising and not self._awaits_double()
+        """Whether all blocks are averaged and summarized, all losses known, doubles compared."""
+        has_all = not any(self._open_chunks) and self._losses.total is not None
+        return has_all and not self._summarising and not self._awaits_double()
 
     @property
     def loss(self) -> float:
@@ -545,17 +542,20 @@ class Round:
 
     @property
     def counted(self) -> tuple[dict[str, tuple[Subtree, ...]], ...] | None:
-        """Whose subtrees make up the sums, as a commit's record tells it; the round is complete."""
-        ways = sorted({*self._origins, *self.peers.origins, self._loss_origins.total or ()})
-        if sum(map(len, ways)) > _MOST_COUNTED_SUBTREES:
+        """Whose subtrees make up the sums, as a commit records it; the round is complete."""
+        origins = sorted({*self._origins, *self.peers.origins, self._loss_origins.total or ()})
+        if sum(map(len, origins)) > _MOST_COUNTED_SUBTREES:
             return None
         return tuple(
-            {worker: tuple(subtree for by, subtree in way if by == worker) for worker in dict(way)}
-            for way in ways
+            {
+                worker: tuple(subtree for by, subtree in origin if by == worker)
+                for worker in dict(origin)
+            }
+            for origin in origins
         )
 
     def unfinished(self, worker: str) -> tuple[Subtree, ...]:
-        """The worker's microbatches of which anything is missing, as subtrees."""
+        """Return the worker's microbatches with missing results, as subtrees."""
         share = self.shares.get(worker)
         if share is None:
             return ()
@@ -563,12 +563,12 @@ class Round:
         return cover(sorted(missing), self.microbatches)
 
     def computing(self) -> list[str]:
-        """Workers that have not told the loss of a subtree that they owe: they compute it."""
+        """Return the workers that owe a loss, so are still computing."""
         loss = 1 << self._loss_bit
         return [n for n, share in self.shares.items() if any(b & loss for b in share.owed.values())]
 
     def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Subtree, ...]:
-        """Missing microbatches that no worker owes, or only workers that are to be ignored."""
+        """Return missing microbatches that only ignored workers owe, or none, as subtrees."""
         assigned = {
             leaf
             for worker, share in self.shares.items()
@@ -581,21 +581,21 @@ class Round:
         return cover(sorted(missing), self.microbatches)
 
     def lose(self, worker: str, *, proven: bool) -> None:
-        """The worker has left; what it delivered is kept.
+        """Remove a worker that has left; what it delivered stays in the sums.
 
         Args:
             worker: Its name.
             proven: Whether its weights are known to be the run's.
         """
-        # Were its weights others than the run's, so may be what it delivered, and a sum cannot be
-        # taken apart again: then the step starts anew. What went to others, it may have sent.
+        # If its weights were not the run's, its sums may be wrong and cannot be subtracted again:
+        # then the step restarts. It may also have sent sums directly to other workers.
         may_have_sent = self.peers.table.has_peers and worker in self.shares
         has_sent = worker in self._delivered or may_have_sent
         self.shares.pop(worker, None)
         self.tainted = self.tainted or (not proven and has_sent)
 
     def disown(self, worker: str, *, proven: bool) -> None:
-        """The worker is late: what it owes is unassigned again, but may still come."""
+        """Release what a late worker owes, so that others can compute it; it may still arrive."""
         share = self.shares.get(worker)
         if share is not None:
             share.owed.clear()
@@ -603,12 +603,9 @@ class Round:
         self.tainted = self.tainted or (not proven and worker in self._delivered)
 
     def surplus(self) -> dict[str, tuple[Subtree, ...]]:
-        """Pending subtrees that are there already, since others have computed them too.
-
-        They are not pending any more after that.
-        """
+        """Remove and return pending subtrees that other workers have completed, by worker."""
         surplus: dict[str, tuple[Subtree, ...]] = {}
-        # The sums have a doubled subtree after its first answer; the second is wanted to compare.
+        # Sums cover a doubled subtree after its first answer; the second is needed to compare.
         double = self.doubled[-1] if self.doubled and self._awaits_double() else None
         for worker, share in self.shares.items():
             there = tuple(n for n in share.owed if n != double and not self._missing(n))
@@ -620,14 +617,14 @@ class Round:
         return surplus
 
     def forgo_double(self, late: Collection[str]) -> bool:
-        """Nobody waits for these, neither for an answer to compare; whether one is given up."""
+        """Stop waiting for late workers' double answers; return whether one was dropped."""
         given_up = self.doubled is not None and any(worker in late for worker in self.doubled[:2])
         if given_up:
             self.doubled = None
         return given_up
 
     def _awaits_double(self) -> bool:
-        """Whether two workers are still to give their answers to the subtree that both compute."""
+        """Return whether the second answer to the doubled subtree is outstanding."""
         if self.doubled is None:
             return False
         *workers, subtree = self.doubled
@@ -635,15 +632,12 @@ class Round:
         return len(shares) == len(workers) and any(subtree in share.owed for share in shares)
 
     def _missing(self, subtree: Subtree) -> set[int]:
-        """Microbatches of which anything is in no sum yet: a subtree is given out whole."""
+        """Return the microbatches with a result in no sum yet; subtrees are assigned whole."""
         missing = set(self._losses.missing(subtree)) | self.peers.missing(subtree)
         return self._reducer.missing(subtree, missing)
 
     def _summarise(self) -> None:
-        """Norm and digest of the blocks that are complete, a few at most.
-
-        Left to the end of the round, so that averages go out to all before it.
-        """
+        """Compute norm and digest of completed blocks, after all averages were broadcast."""
         for number in self._unsummarised:
             summary = summary_of(self._blocks[number], self.averages[number], self._clipped)
             self._summaries[number] = summary
@@ -651,11 +645,11 @@ class Round:
 
     @property
     def summarises(self) -> bool:
-        """Whether that is what it waits for, maybe beside others."""
+        """Whether summaries are being computed in another thread."""
         return bool(self._summarising)
 
     def summarize(self) -> list[Summarize]:
-        """What takes long is for another thread, many blocks at once: `summarized` follows."""
+        """Return an action that summarizes large blocks in a thread; `summarized` follows."""
         elements = sum(self._blocks[number].elements for number in self._unsummarised)
         if elements * 4 <= limits.EVENT_LOOP_REDUCE_BYTES:
             return []
@@ -665,7 +659,7 @@ class Round:
         return [Summarize(self.place["step"], self.place["attempt"], averages)]
 
     def summarized(self, summaries: Mapping[int, Summary]) -> None:
-        """Norms and digests of some blocks are there."""
+        """Take norms and digests of blocks from the thread."""
         for number, summary in summaries.items():
             self._summarising.discard(number)
             self._summaries[number] = summary
@@ -673,7 +667,7 @@ class Round:
     def _check_place(self, worker: str, subtree: Subtree) -> Share:
         if not is_subtree(subtree, self.microbatches):
             raise OutOfOrder(
-                f"{subtree} is no subtree of a tree over {self.microbatches} microbatches"
+                f"{subtree} is not a subtree of a tree over {self.microbatches} microbatches"
             )
         share = self.shares.get(worker)
         if share is None or subtree not in share.subtrees:
@@ -681,7 +675,7 @@ class Round:
         return share
 
     def _averaged(self, number: int) -> Broadcast:
-        """A chunk's average is there: tell all that do not have it from its owner."""
+        """Broadcast an averaged chunk to all who do not get it from its owner."""
         block, chunk = self._grid.chunk(number)
         self._open_chunks[block] -= 1
         if not self._open_chunks[block]:

@@ -47,7 +47,7 @@ class MeshMember:
     here: bool = False
 
     def takes_s(self, sent_bytes: float) -> float:
-        """For so many bytes, in one direction."""
+        """Return the seconds to send this many bytes in one direction."""
         return _HEADERS * sent_bytes * 8e-6 / self.mbit
 
 
@@ -57,9 +57,9 @@ class Volume:
 
     Attributes:
         up_bytes: All sums of one host, as they travel.
-        down_bytes: All averages, likewise.
-        pieces: In which they travel, one after the other: a sum's average can go down when that
-            one has come from all.
+        down_bytes: All averages, as they travel.
+        pieces: Number of chunks, sent in sequence: an average can go down as soon as its sum
+            has arrived from all.
     """
 
     up_bytes: int

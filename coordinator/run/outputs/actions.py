@@ -173,7 +173,7 @@ class ApplyStep:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Close a worker's connection for good."""
+    """Close a worker's connection; it may not rejoin this run."""
 
     worker: str
     reason: str

@@ -98,7 +98,7 @@ class WorkerUnready(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRefused(Event):
-    """A worker's task, state or messages are not the run's: it is dismissed for good."""
+    """A worker's task, state or messages are not the run's: it is dismissed from the run."""
 
     worker: str
     reason: str

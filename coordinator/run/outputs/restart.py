@@ -51,7 +51,7 @@ class Embedded(BaseModel):
 
 
 class CommitRecord(Packed):
-    """The commit of a step; it is durable before any worker hears of the commit.
+    """The commit of a step; it is durable before any worker receives it.
 
     Attributes:
         commit: The message to the workers.

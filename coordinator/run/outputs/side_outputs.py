@@ -51,11 +51,11 @@ class SideOutputs:
             self._pieces[leaf][chunk] = content
 
     def has(self, subtree: Subtree) -> bool:
-        """Whether all of a subtree's microbatches are there."""
+        """Return whether all of a subtree's microbatches have arrived."""
         return all(piece is not None for leaf in range(*subtree) for piece in self._pieces[leaf])
 
     def of(self, leaf: int, chunk: int = -1, instead: Bytes | None = None) -> Bytes:
-        """All of a microbatch that is there; with `instead` in place of one of its chunks."""
+        """Return the content of a microbatch, with `instead` in place of one of its chunks."""
         pieces = [
             instead if number == chunk else piece for number, piece in enumerate(self._pieces[leaf])
         ]
@@ -64,9 +64,9 @@ class SideOutputs:
     @property
     def content(self) -> list[Bytes]:
         """All pieces in order; the round is complete."""
-        found = [piece for pieces in self._pieces for piece in pieces if piece is not None]
-        assert sum(map(len, found)) == sum(self._sizes)
-        return found
+        pieces = [piece for parts in self._pieces for piece in parts if piece is not None]
+        assert sum(map(len, pieces)) == sum(self._sizes)
+        return pieces
 
 
 def replica_state_bytes(spec: RunSpec, manifest: Manifest) -> int:

@@ -194,7 +194,7 @@ class Admission:
             reason = "the digest of the state that it sent differs from the one that it announced"
             return refuse(sender.name, reason)
         self.state_known = True
-        # The uploader may start unlike the first worker, if all that started alike have left.
+        # The uploader's start may differ from the first worker's, if all that shared it have left.
         self._initial_digest = digest
         return []
 
@@ -228,7 +228,7 @@ class Admission:
         return actions
 
     def admit(self, member: Member, step: int, agreement: Agreement) -> list[Action]:
-        """Admit a ready worker while the run goes on, and send what its state lacks.
+        """Admit a ready worker to a run in progress, and send what its state lacks.
 
         Args:
             member: The worker; active afterwards if it has the state after `step` steps.
@@ -242,7 +242,7 @@ class Admission:
             return [Subscribe(member.name, step)]
         if member.step == step and (member.state_digest == digest or is_provisional):
             # After a restart a worker that kept its state continues before the replica is back.
-            # A state admitted provisionally is compared once the replica is there.
+            # A state admitted provisionally is compared once the replica has caught up.
             if is_provisional:
                 agreement.wait_for(member.name)
                 agreement.answer(member.name, step, member.state_digest)
@@ -264,7 +264,7 @@ def seed(member: Member) -> Seed:
 
 
 def refuse(worker: str, reason: str) -> list[Action]:
-    """Dismiss a worker for good: its task or state is not the run's."""
+    """Dismiss a worker from the run: its task or state is not the run's."""
     return [Report(WorkerRefused(worker, reason)), Dismiss(worker, reason, ExitCode.MISMATCH)]
 
 

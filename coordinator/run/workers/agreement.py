@@ -104,7 +104,7 @@ class Agreement:
     def judge(self, step: int) -> tuple[list[str], list[str]]:
         """Return the workers that agree with the replica about a step, and those that do not.
 
-        Each answer is judged once, as soon as the replica's is there.
+        Each answer is judged once, as soon as the replica's digest is known.
         """
         arbiter_digest = self._arbiter.get(step)
         if arbiter_digest is None:

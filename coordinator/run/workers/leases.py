@@ -18,7 +18,7 @@ from coordinator.run.workers.membership import COMPUTING, Member, Membership
 from protocol.base import limits
 
 _PATIENCE: Final = 3.0
-"""A lease is this many times what is expected of the worker."""
+"""A lease lasts this many times the duration expected of the worker."""
 _LEASE_FLOOR_MS: Final = 500.0
 _SILENCES_KEPT: Final = 16
 _FIRST_LEASE_MS: Final = 5_000.0
@@ -181,7 +181,7 @@ class Stragglers:
         self._shares.forget(worker)
         self._answers.forget(worker)
 
-    def committed(self, round_: Round, owed: Iterable[str]) -> None:
+    def committed(self, round_: Round, answering: Iterable[str]) -> None:
         """Note that a step is over; these workers must answer to its commit."""
         for worker, share in round_.shares.items():
             member = self._members.get(worker)
@@ -191,7 +191,7 @@ class Stragglers:
                 member.measured(silent_ms / max(subtree.leaves for subtree in share.owed))
             self._work.forget(worker)
             self._shares.forget(worker)
-        for worker in owed:
+        for worker in answering:
             self._answers.sign(worker)
         self._reported.clear()
 

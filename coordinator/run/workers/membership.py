@@ -18,15 +18,15 @@ from protocol.base.errors import ExitCode
 from protocol.wire.messages import Ready
 
 _IDLE_STEPS: Final = 16
-"""After so many steps without work a worker gets one microbatch: it may have become fast."""
+"""Steps without work after which a worker gets one microbatch: it may have become fast."""
 _TIMES_PASSED: Final = 3
-"""A worker that is passed over so often is set aside."""
+"""A worker that is passed over this often is set aside."""
 _ASIDE_STEPS: Final = 16
 _DOUBLINGS: Final = 6
 _IN_TIME: Final = 16
-"""After so many answers in time, having been passed over is forgotten."""
+"""Timely answers after which earlier lateness no longer counts."""
 _MEASUREMENTS_KEPT: Final = 9
-"""The speed is the median of so many: one slow subtree must not move work about."""
+"""The speed is the median of this many: one slow subtree must not move work."""
 
 
 class MemberState(Enum):
@@ -64,7 +64,7 @@ class Member:
     backend: str = ""
     device: str = ""
     devices: int = 1
-    """How many devices it has; it counts as so many workers."""
+    """Its number of devices; it counts as that many workers."""
     left_out: str = ""
     """Why other devices of its machine take no part; empty if all do."""
     initial_digest: str = ""
@@ -80,7 +80,7 @@ class Member:
     idle_steps: int = 0
     """Steps in a row without work."""
     replaying: bool = False
-    """Whether it is being sent what it lacks, and receives no broadcasts yet."""
+    """Whether it is still receiving missed steps, and gets no broadcasts yet."""
     confirmed_step: int | None = None
     """After how many steps its state was found to be the run's, meanwhile."""
     released: bool = False
@@ -147,7 +147,7 @@ class Member:
         self._longest_gap_ms = max(self._longest_gap_ms or 0.0, gap_ms)
 
     def expected_work_ms(self, microbatches: int) -> float | None:
-        """Return how long it may be silent while it computes so many microbatches."""
+        """Return how long it may be silent while it computes this many microbatches."""
         speed = self.ms_per_microbatch
         if speed is None:
             return None
@@ -196,7 +196,7 @@ class Membership:
     """The members of a run by name.
 
     Attributes:
-        view: Counts changes of who is active, within the coordinator's term.
+        view: Number of changes of the active workers, within the coordinator's term.
     """
 
     def __init__(self, term: int = 0) -> None:

@@ -206,20 +206,20 @@ class JournalEnd:
     """What a restart must know of its journal.
 
     Attributes:
-        begun: Whether the run's line is there.
-        settled: Whether the manifest's line is there.
+        has_run: Whether the journal has the line of the run.
+        has_manifest: Whether the journal has the line of the manifest.
         commits: How many steps count as committed.
-        saved: Whether the line of the given checkpoint is there.
+        has_checkpoint: Whether the journal has the line of the given checkpoint.
     """
 
-    begun: bool
-    settled: bool
+    has_run: bool
+    has_manifest: bool
     commits: int
-    saved: bool
+    has_checkpoint: bool
 
 
 def read_end(path: Path, checkpoint_step: int) -> JournalEnd:
-    """Look back until it is known whether a checkpoint was recorded, after so many steps.
+    """Read backward until it is known whether the checkpoint of this step was recorded.
 
     Args:
         path: A journal with an intact end; it may be missing.
@@ -228,22 +228,22 @@ def read_end(path: Path, checkpoint_step: int) -> JournalEnd:
     Raises:
         StorageFailed: The journal cannot be read.
     """
-    begun = settled = saved = False
+    has_run = has_manifest = has_checkpoint = False
     commits: int | None = None
     for record in _records_backwards(path):
         kind, step = record.get("kind"), record.get("step")
-        begun, settled = begun or kind == "run", settled or kind == "manifest"
+        has_run, has_manifest = has_run or kind == "run", has_manifest or kind == "manifest"
         if not isinstance(step, int):
             continue
-        saved = saved or (kind == "checkpoint" and step == checkpoint_step)
+        has_checkpoint = has_checkpoint or (kind == "checkpoint" and step == checkpoint_step)
         if kind not in {"commit", "resumed"}:
             continue
         if commits is None:
             commits = step + 1 if kind == "commit" else step
-        if saved or step < checkpoint_step:
+        if has_checkpoint or step < checkpoint_step:
             # Steps are committed, so the lines before all steps exist.
-            return JournalEnd(begun=True, settled=True, commits=commits, saved=saved)
-    return JournalEnd(begun, settled, commits or 0, saved)
+            return JournalEnd(True, True, commits, has_checkpoint)
+    return JournalEnd(has_run, has_manifest, commits or 0, has_checkpoint)
 
 
 def _hash(document: dict[str, Any]) -> str:
@@ -410,7 +410,7 @@ def newest_term(path: Path) -> int:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether an operator gave the run up, and nobody has continued it since.
+    """Whether an operator gave the run up, and it has not been continued since.
 
     Raises:
         StorageFailed: The journal cannot be read.

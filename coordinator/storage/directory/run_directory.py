@@ -56,7 +56,7 @@ RESULT_REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """The content of `run.json`; `document` is the spec as it was written."""
+    """The content of `run.json`; `document` is the spec as written."""
 
     run_id: str
     spec: RunSpec

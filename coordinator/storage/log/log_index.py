@@ -277,7 +277,7 @@ def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple
 
 
 def _chunk_lengths(fd: int, logged: LoggedStep, blocks: tuple[Block, ...]) -> list[int]:
-    """Return the elements per chunk of each block as it was logged: those of its first chunk."""
+    """Return the elements per chunk of each block as logged: those of its first chunk."""
     lengths = [block.chunk_elements for block in blocks]
     for head in logged.chunks:
         with storing("read", logged.path):

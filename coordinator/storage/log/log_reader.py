@@ -1,4 +1,4 @@
-"""Open a gradient log: find what is committed, and cut off what a crash left behind it.
+"""Open a gradient log: find the committed steps, and cut off what a crash left after them.
 
 All records of a step were on disk before the first of the next step was written. So damage that no
 record of a later step follows is a torn tail, of a step whose sync had not ended: it is cut. Damage

@@ -134,10 +134,10 @@ def read_head(fd: int, offset: int) -> Head | None:
     if len(raw) < HEAD_BYTES or raw[_HEAD.size :] != _head_check(raw[: _HEAD.size], offset):
         return None
     magic, kind, payload_bytes, checksum = _HEAD.unpack_from(raw)
-    known = _KINDS.get(kind)
-    if magic != MAGIC or known is None or payload_bytes > _PAYLOAD_BYTES:
+    record_kind = _KINDS.get(kind)
+    if magic != MAGIC or record_kind is None or payload_bytes > _PAYLOAD_BYTES:
         return None
-    return Head(offset, known, payload_bytes, checksum)
+    return Head(offset, record_kind, payload_bytes, checksum)
 
 
 def read_payload(fd: int, head: Head) -> bytes | None:

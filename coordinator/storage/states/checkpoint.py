@@ -296,7 +296,7 @@ def _parse_older(content: bytes) -> dict[str, float] | None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint if it exists; its name never stands for half of it.
+    """Remove a checkpoint if it exists; its name never denotes a partial one.
 
     Raises:
         StorageFailed: A write failed.

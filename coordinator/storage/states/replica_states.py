@@ -63,7 +63,7 @@ class ReplicaStates:
     Args:
         directory: Of the run.
         own_lengths: The sizes of a replica's state (`replica_state_sizes`); empty without any.
-        every: A checkpoint is made after so many rounds; 0: only the first and last.
+        every: Number of rounds between checkpoints; 0: only the first and last.
         guard: Raises if this coordinator does not own the directory any more.
         step: The round with which the run continues.
         own_digest: Of the state at its start, as the commit before it names it.

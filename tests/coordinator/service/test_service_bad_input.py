@@ -179,9 +179,12 @@ BREACHES: dict[str, tuple[Any, str]] = {
         lambda p: (payload(p, **first_leaf(p)), zeros()),
         "was not given to worker 'hostile'",
     ),
-    "no subtree of the tree": (lambda p: (payload(p, lo=1, hi=3), zeros()), "[1,3) is no subtree"),
-    "an empty subtree": (lambda p: (payload(p, lo=2, hi=2), zeros()), "is no subtree"),
-    "a subtree out of range": (lambda p: (payload(p, lo=8, hi=2**62), zeros()), "is no subtree"),
+    "no subtree of the tree": (
+        lambda p: (payload(p, lo=1, hi=3), zeros()),
+        "[1,3) is not a subtree",
+    ),
+    "an empty subtree": (lambda p: (payload(p, lo=2, hi=2), zeros()), "is not a subtree"),
+    "a subtree out of range": (lambda p: (payload(p, lo=8, hi=2**62), zeros()), "is not a subtree"),
     "a block too many": (lambda p: (payload(p, block=3), zeros()), "no chunk 0 of block 3"),
     "a chunk too many": (lambda p: (payload(p, chunk=1), zeros()), "no chunk 1 of block 2"),
     "another kind": (

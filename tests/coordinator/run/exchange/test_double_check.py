@@ -47,7 +47,7 @@ def given_twice(signatures=("s", "s"), *, awaited=True):
         1))),
     ):  # fmt: skip
         round_.assign(worker, subtrees)
-        round_.double_check.given(worker, signature, subtrees)
+        round_.double_check.assign(worker, signature, subtrees)
     if awaited:
         round_.doubled = ("ann", "bob", Subtree(0, 1))
     return round_

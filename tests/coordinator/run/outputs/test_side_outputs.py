@@ -62,10 +62,10 @@ def give(round_: Round, worker: str, subtree: Subtree) -> None:
 
 
 def begun(**subtrees: tuple[Subtree, ...]) -> Round:
-    round_ = Round(BLOCKS, len(SIZES), 1, 0, 0, kept=SideOutputs(SIZES))
+    round_ = Round(BLOCKS, len(SIZES), 1, 0, 0, side_outputs=SideOutputs(SIZES))
     for worker, given in subtrees.items():
         round_.assign(worker, given)
-        round_.double_check.given(worker, "one numerics profile", given)
+        round_.double_check.assign(worker, "one numerics profile", given)
     return round_
 
 
@@ -80,8 +80,8 @@ def test_order_and_workers_do_not_show(order):
         assert not round_.complete
         give(round_, worker, *subtrees[worker])
     assert round_.complete
-    assert round_.kept is not None
-    assert np.concatenate(round_.kept.content).tolist() == EVERYTHING.tolist()
+    assert round_.side_outputs is not None
+    assert np.concatenate(round_.side_outputs.content).tolist() == EVERYTHING.tolist()
 
 
 def test_a_lost_worker_s_half_subtree_is_given_again_and_counted_once():
@@ -93,8 +93,8 @@ def test_a_lost_worker_s_half_subtree_is_given_again_and_counted_once():
     round_.assign("bob", (Subtree(0, 2),))
     give(round_, "bob", Subtree(0, 2))
     give(round_, "bob", Subtree(2, 4))
-    assert round_.kept is not None
-    assert np.concatenate(round_.kept.content).tolist() == EVERYTHING.tolist()
+    assert round_.side_outputs is not None
+    assert np.concatenate(round_.side_outputs.content).tolist() == EVERYTHING.tolist()
 
 
 def test_unlike_logits_of_one_signature_name_both_workers():
@@ -109,11 +109,11 @@ def test_unlike_logits_of_one_signature_name_both_workers():
 def test_an_embedding_that_is_not_finite_names_its_worker_though_another_was_first():
     (field,) = fields = (EmbeddingField(name="e", dtype="float32", shape=(2,)),)
     layout, one = EmbeddingLayout(fields=fields), Subtree(0, 1)
-    round_ = Round(BLOCKS, 1, 1, 0, 0, kept=SideOutputs([2 * PIECE]), embeds=layout)
+    round_ = Round(BLOCKS, 1, 1, 0, 0, side_outputs=SideOutputs([2 * PIECE]), embeds=layout)
     values = np.ones(field.shape, np.float32)
     for worker in ("ann", "bob"):
         round_.assign(worker, (one,))
-        round_.double_check.given(worker, "one profile", (one,))
+        round_.double_check.assign(worker, "one profile", (one,))
     for worker, last, found in (
         ("ann", 1.0, None), ("bob", np.nan, NonFinite(one, "bob", is_embedding=True))
     ):  # fmt: skip
@@ -140,7 +140,7 @@ def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():
         ({"chunk": 2}, PIECE, "expected 2 bytes, got 4"),
         ({}, 0, "expected 4 bytes, got 0"),
         ({"lo": 1, "hi": 2}, PIECE, "was not given to worker 'ann'"),
-        ({"lo": 1, "hi": 3}, PIECE, "is no subtree"),
+        ({"lo": 1, "hi": 3}, PIECE, "is not a subtree"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, count, told):

@@ -1,5 +1,7 @@
 """What a restart reads of its journal, compared with reading all of it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,10 +50,10 @@ def naively(path, checkpoint_step):
     history = read_history(read_journal(path))
     assert history.faults == []
     return JournalEnd(
-        begun=history.run is not None,
-        settled=history.manifest is not None,
+        has_run=history.run is not None,
+        has_manifest=history.manifest is not None,
         commits=len(history.commits),
-        saved=checkpoint_step in history.checkpoints,
+        has_checkpoint=checkpoint_step in history.checkpoints,
     )
 
 
@@ -62,31 +64,31 @@ def histories(draw):
     if len(records) < 2:
         return records, 0
     records.append(checkpointed(0))
-    step = saved = 0
+    step = has_checkpoint = 0
     for what in draw(st.lists(st.sampled_from(["commit", "save", "noted", "back"]), max_size=40)):
         if what == "commit":
             records.append(committed(step))
             step += 1
         elif what == "save":
-            saved = step
+            has_checkpoint = step
             if draw(st.booleans()):
                 records.append(checkpointed(step))
         elif what == "noted":
             records.append(Fault(term=1, step=step, what="straggler", response="none"))
         else:
-            step = draw(st.integers(saved, step))
+            step = draw(st.integers(has_checkpoint, step))
             records.append(resumed(step))
-    return records, saved
+    return records, has_checkpoint
 
 
 @given(history=histories(), window=st.sampled_from([1, 7, 64, 1 << 16]))
 def test_the_end_says_what_the_whole_journal_says(tmp_path_factory, history, window):
-    records, saved = history
+    records, has_checkpoint = history
     path = tmp_path_factory.mktemp("journal") / "j"
     write(path, records)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal_module, "_WINDOW_BYTES", window)
-        assert read_end(path, saved) == naively(path, saved)
+        assert read_end(path, has_checkpoint) == naively(path, has_checkpoint)
 
 
 def test_a_long_journal_is_not_read_beyond_its_last_checkpoint(tmp_path, monkeypatch):
@@ -102,13 +104,14 @@ def test_a_long_journal_is_not_read_beyond_its_last_checkpoint(tmp_path, monkeyp
             yield line
 
     monkeypatch.setattr(journal_module, "_lines_backwards", counted)
-    assert read_end(path, 500) == JournalEnd(begun=True, settled=True, commits=501, saved=True)
-    assert read_end(path, 501) == JournalEnd(begun=True, settled=True, commits=501, saved=False)
+    end = JournalEnd(has_run=True, has_manifest=True, commits=501, has_checkpoint=True)
+    assert read_end(path, 500) == end
+    assert read_end(path, 501) == replace(end, has_checkpoint=False)
     assert len(read) < 10
 
 
 def test_a_journal_that_is_not_there_says_nothing(tmp_path):
-    nothing = JournalEnd(begun=False, settled=False, commits=0, saved=False)
+    nothing = JournalEnd(has_run=False, has_manifest=False, commits=0, has_checkpoint=False)
     assert read_end(tmp_path / "j", 0) == nothing
 
 
