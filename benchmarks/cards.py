@@ -1,61 +1,48 @@
 """Everything that needs a real card, unattended and within ten minutes, with a report of one page.
 
-    python -m benchmarks.cards [--report cards.md] [--minutes 10] [--only memory ...]
+    python -m benchmarks.cards [--report cards.md] [--minutes 10] [--only PART ...] [--quick]
 
-Each part is a process with a time limit. Parts that this machine cannot run are skipped, and the
-report says why. The most informative parts come first.
+Each part is a process with a time limit, so none ends with another. Parts that this machine cannot
+run are skipped, and the report says why. The most informative parts come first. `--quick` runs one
+case of each: whether the parts run, not what the card does.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import numpy as np
-import torch
-import transformers
+import torch.distributed
 
-from backends.base.interface import Batch
-from backends.eager.eager import EagerBackend
 from backends.eager.torch_devices import torch_device
 from backends.registry import devices as all_devices
-from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.device.adapters import adapters
+from benchmarks.card_figures import is_standin
 from benchmarks.machine import describe, print_heading
-from benchmarks.vulkan_steps import Decoder, microbatch
-from protocol.spec.files.run_spec_file import load_run_spec
-from protocol.spec.run_spec import ModelRun
-from tests.cluster import RUNS, Cluster
-from tests.small_decoder import decoder_run
-from worker.models.device_memory import estimate
-from worker.tasks.base.task import Task
-from worker.tasks.registry import build
 
 ROOT: Final = Path(__file__).parents[1]
-_DIGITS: Final = (
-    "--run", str(RUNS / "digits.yaml"), "--set", "steps=16", "--set", "batch.samples=48",
-)  # fmt: skip
-_FROZEN: Final = """
-task: "tests.frozen_base_task:FrozenBase"
-steps: 4
-batch: {samples: 14, microbatch: 2}
-checkpoint: {every: 0}
-"""
 _PYTEST: Final = ("-m", "pytest", "-q", "-n", "2", "--durations", "0", "--durations-min", "20")
 TORCH_KINDS: Final = ("cuda", "xpu", "accelerator")
 _ONE_PROCESS: Final = ("-m", "pytest", "-q", "-n", "0", "--tb", "short")
 """So that a card's memory is one test's."""
-_TOLD_LINES: Final = 40
+_SHOWN_LINES: Final = 40
 """Of what a part prints, from its end."""
+_SEARCH_S: Final = 60.0
+_NO_CARDS: Final = (
+    "**These are no cards, but the stand-in of tests/standin.** That the parts pass shows that",
+    "they run; kernels and their bits, speed, temperature and NCCL are still open.",
+)
+_END_S: Final = 10.0
+"""For the processes of a part that is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +54,29 @@ class Devices:
         kind: What torch's cards are called by `--backend`.
         vulkan: Name of a card with a Vulkan driver; empty if there is none.
         why_no_vulkan: The reason for that.
+        has_collectives: Whether torch.distributed computes on torch's cards.
+        is_standin: Whether torch's cards are those of tests/standin.
+        why_no_cards: Why they could not be looked for; empty if they could.
     """
 
-    cards: tuple[str, ...]
-    vulkan: str
+    cards: tuple[str, ...] = ()
+    vulkan: str = ""
     why_no_vulkan: str = ""
     kind: str = "cuda"
+    has_collectives: bool = True
+    is_standin: bool = False
+    why_no_cards: str = ""
 
     def lacking(self, needs: Sequence[str]) -> str:
         """Why a part that needs these cannot run; empty if it can."""
+        no_card = self.why_no_cards or "torch has no card here"
+        is_cuda = self.cards and self.kind == "cuda"
         reasons = {
-            "card": "" if self.cards else "torch has no card here",
+            "card": "" if self.cards else no_card,
             "two cards": "" if len(self.cards) > 1 else "torch has no two cards here",
-            "collectives": "" if self.kind in ("cuda", "xpu") else "torch has none for this card",
-            "cuda": "" if self.cards and self.kind == "cuda" else "torch has no CUDA device here",
+            "collectives": "" if self.has_collectives else "torch has none for this card",
+            "cuda": "" if is_cuda else "torch has no CUDA device here",
+            "cuda or xpu": "" if self.cards and self.kind != "accelerator" else "for CUDA, XPU",
             "vulkan": "" if self.vulkan else f"no card with Vulkan: {self.why_no_vulkan}",
         }
         return "; ".join(reasons[need] for need in needs if reasons[need])
@@ -93,7 +89,8 @@ class Part:
     Attributes:
         arguments: Of Python; {kind} stands for what torch's cards are called.
         needs: Kinds of device.
-        limit_s: What it may take, of the time that is left.
+        limit_s: What it may take of ten minutes, and in proportion of fewer or more.
+        quick: Further arguments, with which it runs one case.
         environment: Further variables of the process.
     """
 
@@ -101,6 +98,7 @@ class Part:
     arguments: tuple[str, ...]
     needs: tuple[str, ...]
     limit_s: int
+    quick: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -111,207 +109,177 @@ class Outcome:
     part: Part
     result: str
     seconds: float = 0.0
-    said: str = ""
+    output: str = ""
+
+    @property
+    def last_line(self) -> str:
+        """In which a part says what came out."""
+        return self.output.strip().rpartition("\n")[2].strip("= ")
 
 
-_OWN: Final = ("-m", "benchmarks.cards")
-_NO_VULKAN: Final = ("-k", "not vulkan")
+def _figures(part: str) -> tuple[str, ...]:
+    return ("-m", "benchmarks.card_figures", part, "--kind", "{kind}")
+
+
+_ONE_SUBTREE: Final = ("-k", "gradients_are_those_of_plain_torch")
 
 PARTS: Final = (
     Part("model families against the CPU, twice", (*_ONE_PROCESS, "tests/backends/eager/models.py"),
-         ("card",), 120),
-    Part("fit and the HF trainer", (*_ONE_PROCESS, "tests/standin/library.py"), ("card",), 60),
+         ("card",), 120, ("-k", "Llama and (full or int4)")),
+    Part("fit and the HF trainer", (*_ONE_PROCESS, "tests/standin/library.py"), ("card",), 60,
+         ("-k", "torch_as_it_was or two_cards")),
     Part(
         "eager suite",
-        (*_ONE_PROCESS, "tests/backends/test_conformance.py", "tests/backends/eager", *_NO_VULKAN),
-        ("card",), 90,
+        (*_ONE_PROCESS, "tests/backends/eager", "tests/backends/test_conformance.py",
+         "-k", "not vulkan"),
+        ("card",), 90, _ONE_SUBTREE,
     ),
-    Part("a run's digest: one card, twice; two cards", (*_OWN, "--digests"), ("card",), 100),
-    Part("memory, estimated and taken", (*_OWN, "--measure-memory"), ("card",), 60),
+    Part("a run's digest: one card, twice; two cards", _figures("digests"), ("card",), 100,
+         ("--quick",)),
+    Part("memory, estimated and taken", _figures("memory"), ("card",), 60, ("--quick",)),
+    Part("speed, temperature and clock", _figures("speed"), ("card",), 60, ("--quick",)),
     Part(
         "streams, watched by torch", (*_ONE_PROCESS, "tests/backends/eager/test_eager.py"),
-        ("cuda",), 60, {"TORCH_CUDA_SANITIZER": "1"},
+        ("cuda",), 60, _ONE_SUBTREE, {"TORCH_CUDA_SANITIZER": "1"},
     ),
-    Part("a base sharded over two cards", (*_OWN, "--shard"), ("two cards", "collectives"), 60),
-    Part("speed against a plain loop", ("-m", "benchmarks.overhead", "--backend", "{kind}"),
-         ("cuda",), 120),
+    Part("a base sharded over two cards", _figures("shard"), ("two cards", "collectives"), 60,
+         ("--quick",)),
+    Part("speed of a run", ("-m", "benchmarks.overhead", "--backend", "{kind}"),
+         ("cuda or xpu",), 120, ("--rounds", "1")),
     Part(
         "Vulkan suite",
-        (*_PYTEST, "tests/backends/wgpu", "-k", "not random_module", "--maxfail", "20"),
-        ("vulkan",), 180,
+        (*_PYTEST, "tests/backends/wgpu", "--maxfail", "20", "-k", "not random_module"),
+        ("vulkan",), 180, ("-k", "matmul"),
     ),
     Part("canonical arithmetic by Vulkan", ("-m", "worker", "devices", "--canonical"),
          ("vulkan",), 60),
-    Part("memory of Vulkan", (*_OWN, "--measure-vulkan"), ("vulkan", "cuda"), 60),
+    Part("memory of Vulkan", _figures("vulkan-memory"), ("vulkan", "cuda"), 60),
     Part(
         "decoders, Vulkan against CUDA",
         ("-m", "benchmarks.vulkan", "--only", "decoder", "--against", "cuda", "--rounds", "5"),
-        ("vulkan", "cuda"), 120,
+        ("vulkan", "cuda"), 120, ("--rounds", "1"),
     ),
     Part(
         "products, Vulkan against CUDA",
         ("-m", "benchmarks.vulkan", "--only", "matmul", "--against", "cuda"),
-        ("vulkan", "cuda"), 60,
+        ("vulkan", "cuda"), 60, ("--rounds", "1"),
     ),
     Part(
         "random programs", (*_PYTEST, "tests/backends/wgpu/test_random_programs.py"),
-        ("vulkan",), 120,
+        ("vulkan",), 120, (), {"SAMESTEP_PROGRAMS": "200"},
     ),
 )  # fmt: skip
 
 
 def found_devices() -> Devices:
-    """On this machine; a software adapter is no card."""
+    """On this machine. Each look is a process: a driver may end the one that looks."""
+    torchs, vulkans = _looked_for("torch"), _looked_for("vulkan")
+    vulkan = {"why_no_vulkan": vulkans} if isinstance(vulkans, str) else vulkans
+    if isinstance(torchs, str):
+        return Devices(**vulkan, why_no_cards=torchs)
+    return Devices(**vulkan, **{**torchs, "cards": tuple(torchs["cards"])})
+
+
+def _looked_for(what: str) -> dict[str, Any] | str:
+    """What a process finds, or why it finds nothing."""
+    try:
+        done = subprocess.run(  # noqa: S603 -- our own command
+            [sys.executable, "-m", "benchmarks.cards", "--look-for", what], cwd=ROOT,
+            capture_output=True, text=True, timeout=_SEARCH_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"looking for them takes more than {_SEARCH_S:.0f} s"
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        return f"looking for them ended with exit code {done.returncode}: {last}"
+    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return found
+
+
+def torch_cards() -> dict[str, object]:
+    """Fields of `Devices`."""
     rows = [each for each in all_devices() if each.usable and not each.software]
     kind = next((each.backend for each in rows if each.backend in TORCH_KINDS), "cuda")
-    cards = tuple(each.name for each in rows if each.backend == kind)
+    cards = [each.name for each in rows if each.backend == kind]
+    collectives = torch.distributed.Backend.default_device_backend_map
+    return {
+        "cards": cards, "kind": kind, "is_standin": bool(cards) and is_standin(kind),
+        "has_collectives": bool(cards) and torch_device(kind).type in collectives,
+    }  # fmt: skip
+
+
+def vulkan_card() -> dict[str, object]:
+    """Fields of `Devices`; a software adapter is no card."""
     found = adapters()
     if isinstance(found, str):
-        return Devices(cards, "", found, kind)
+        return {"why_no_vulkan": found}
     card = next((adapter.name for adapter in found if not adapter.software), "")
-    return Devices(cards, card, "only software adapters", kind)
+    return {"vulkan": card, "why_no_vulkan": "" if card else "only software adapters"}
 
 
-def outcomes(parts: Sequence[Part], devices: Devices, seconds: float) -> Iterator[Outcome]:
+def outcomes(
+    parts: Sequence[Part], devices: Devices, seconds: float, *, quick: bool = False
+) -> Iterator[Outcome]:
     """Run one after the other, as long as there is time."""
     ends = time.monotonic() + seconds
     for part in parts:
-        left = ends - time.monotonic()
+        left_s = ends - time.monotonic()
         if lacking := devices.lacking(part.needs):
             yield Outcome(part, f"skipped: {lacking}")
-        elif left < 1:
-            yield Outcome(part, "skipped: the time is used up")
+        elif left_s < 1:
+            yield Outcome(part, f"skipped: the time is used up; --only {part.name!r}")
         else:
-            yield run(part, min(left, part.limit_s), devices.kind)
+            limit_s = min(left_s, part.limit_s * max(1.0, seconds / 600.0))
+            yield run(part, limit_s, devices.kind, quick=quick)
 
 
-def run(part: Part, limit_s: float, kind: str) -> Outcome:
-    """A process of its own; what it printed is kept also if it ran out of time."""
+def run(part: Part, limit_s: float, kind: str, *, quick: bool = False) -> Outcome:
+    """Run a part in its own process; what it printed counts also if it ran out of time."""
     began = time.monotonic()
+    arguments = (*part.arguments, *(part.quick if quick else ()))
     running = subprocess.Popen(  # noqa: S603 -- parts are our own
-        [sys.executable, *(each.format(kind=kind) for each in part.arguments)],
+        [sys.executable, *(each.format(kind=kind) for each in arguments)],
         env={**os.environ, "SAMESTEP_TESTED_BACKEND": kind, **part.environment},
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = running.communicate(timeout=limit_s)
+        output, _ = running.communicate(timeout=limit_s)
         result = "passed" if running.returncode == 0 else f"failed: exit code {running.returncode}"
     except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGKILL)  # with what it has started
-        said, _ = running.communicate()
         result = f"failed: it takes more than {limit_s:.0f} s"
-    told = "\n".join(said.strip().splitlines()[-_TOLD_LINES:])
-    return Outcome(part, result, time.monotonic() - began, told)
+        os.killpg(running.pid, signal.SIGKILL)  # with what it has started
+        try:
+            output, _ = running.communicate(timeout=_END_S)
+        except subprocess.TimeoutExpired as held:
+            result += ", and its driver does not let it end"
+            output = held.stdout.decode(errors="replace") if held.stdout else ""
+    shown = "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
+    return Outcome(part, result, time.monotonic() - began, shown)
 
 
-def report(devices: Devices, found: Sequence[Outcome]) -> str:
-    """As Markdown: a line for each part, then what each printed."""
-    cards = f"{devices.kind}: {', '.join(devices.cards) or 'none'}"
+def report(devices: Devices, found: Sequence[Outcome], *, quick: bool = False) -> str:
+    """As Markdown: what ran where, a line for each part, then what each printed."""
+    cards = f"{devices.kind}: {', '.join(devices.cards) or devices.why_no_cards or 'none'}"
     lines = [
-        "# A real card", "", f"Machine: {describe()}",
-        f"{cards}; Vulkan: {devices.vulkan or 'none'}", "",
-        "| part | result | seconds |", "|---|---|---:|",
-    ]  # fmt: skip
-    lines += [f"| {each.part.name} | {each.result} | {each.seconds:.0f} |" for each in found]
+        "# Cards",
+        "",
+        f"Machine: {describe()}",
+        f"{cards}; Vulkan: {devices.vulkan or 'none'}",
+    ]
+    if devices.is_standin:
+        lines += ["", *_NO_CARDS]
+    if quick:
+        lines += ["", "One case of each part (--quick)."]
+    lines += ["", "| part | result | what came out | seconds |", "|---|---|---|---:|"]
     for each in found:
-        if each.said:
-            lines += ["", f"## {each.part.name}", "", "```", each.said, "```"]
+        # A column's end in a driver's words would end the column.
+        said = each.last_line.replace("|", "/")
+        lines.append(f"| {each.part.name} | {each.result} | {said} | {each.seconds:.0f} |")
+    for each in found:
+        if each.output:
+            lines += ["", f"## {each.part.name}", "", "```", each.output, "```"]
     return "\n".join([*lines, ""])
-
-
-def digests(kind: str, count: int) -> None:
-    """The digest of a run on the CPU, on one card twice, and on two cards as one worker."""
-    ways: dict[str, tuple[str, ...]] = {
-        "cpu": ("--backend", "cpu"),
-        "one card": ("--backend", f"{kind}0"),
-    }
-    ways["one card again"] = ways["one card"]
-    if count > 1:
-        ways["two cards"] = ("--backend", kind, "--gpus", "0,1")
-    found = {}
-    for name, arguments in ways.items():
-        with tempfile.TemporaryDirectory() as directory:
-            expected = str(2 if name == "two cards" else 1)
-            with Cluster(Path(directory), "--expect-workers", expected, *_DIGITS) as cluster:
-                # A process of its own, which nobody has forked after CUDA was used.
-                cluster.worker("w", *arguments, environment=dict(os.environ))
-                found[name] = cluster.result()["weights_digest"]
-        print(f"{name}: {found[name][:16]}", flush=True)
-    same = len({digest for name, digest in found.items() if name != "cpu"}) == 1
-    print(f"the cards' digests are {'one' if same else 'NOT one'}; the CPU's is "
-          f"{'the same' if found['cpu'] == found['one card'] else 'another'}")  # fmt: skip
-    if not same:
-        sys.exit(1)
-
-
-def shard() -> None:
-    """A run of one member, whose frozen base lies across two ranks with a card each."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "run.yaml"
-        path.write_text(_FROZEN)
-        with Cluster(Path(directory), "--expect-workers", "1", "--run", str(path)) as cluster:
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                "2", "-m", "worker", "--coordinator", cluster.address["data"], "--shard",
-            ]  # fmt: skip
-            subprocess.run(command, cwd=ROOT, check=True)  # noqa: S603 -- our own command
-            print(cluster.result()["outcome"])
-
-
-def measure_memory(kind: str) -> None:
-    """LoRA of a decoder of 60 million parameters: what is estimated, and what torch counts."""
-    device = torch_device(kind)
-    cards = torch.get_device_module(device)
-    if not hasattr(cards, "max_memory_allocated"):
-        print(f"torch.{device.type} does not count its memory")
-        return
-    for changes in ({}, {"base_dtype": "int4"}, {"gradient_checkpointing": True}):
-        with tempfile.TemporaryDirectory() as directory:
-            spec, task, batch = large_decoder(Path(directory), changes)
-            expected = estimate(spec)
-            assert expected is not None
-            program = EagerBackend(kind).compile(task.trainable, batch)
-            cards.reset_peak_memory_stats(device)
-            for _ in program.gradients([(batch, 0)]):
-                pass
-            taken = int(cards.max_memory_allocated(device))
-            program.close()
-        print(f"{changes or 'float32'}: estimated {expected.total / 2**20:.0f} MiB ({expected}), "
-              f"taken {taken / 2**20:.0f} MiB, ratio {taken / expected.total:.2f}")  # fmt: skip
-
-
-def large_decoder(directory: Path, model: Mapping[str, object]) -> tuple[ModelRun, Task, Batch]:
-    """A run with LoRA on a Llama, its task, and a microbatch of the longest samples."""
-    path = decoder_run(
-        "causal-lm", directory, lora={"r": 8}, batch={"samples": 2, "microbatch": 2},
-        model={"source": str(directory / "model"), **model},
-    )  # fmt: skip
-    config = transformers.LlamaConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=16,
-        num_attention_heads=8, max_position_embeddings=1024,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(directory / "model")
-    spec = load_run_spec(path, ["data.max_tokens=512"])
-    assert isinstance(spec, ModelRun)
-    task = build(spec)
-    arrays = {name: np.resize(a, (2, 512)) for name, a in task.batch([0]).arrays.items()}
-    return spec, task, Batch(arrays, 1024.0)
-
-
-def measure_vulkan() -> None:
-    """A decoder's step by Vulkan: what is estimated, and what CUDA says is gone meanwhile."""
-    backend = VulkanBackend()
-    decoder = Decoder(1024, 8, 512, "whole")
-    torch.cuda.mem_get_info(0)  # makes CUDA's own context, which is not counted
-    before = int(torch.cuda.mem_get_info(0)[0])
-    program = backend.compile(decoder.trainable(threads=1), decoder.batch())
-    microbatch(program, decoder.batch(), 0)
-    used = before - int(torch.cuda.mem_get_info(0)[0])
-    estimated = max(one.total for one in program.estimates)
-    mib = 2.0**20
-    print(f"{decoder}: estimated {estimated / mib:.0f} MiB, used {used / mib:.0f} MiB, "
-          f"ratio {used / estimated:.2f}; {program.parity}")  # fmt: skip
 
 
 def main() -> None:
@@ -320,30 +288,26 @@ def main() -> None:
     parser.add_argument("--report", type=Path, default=Path("cards.md"))
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS])
-    for part in ("--measure-memory", "--measure-vulkan", "--digests", "--shard"):
-        parser.add_argument(part, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--look-for", choices=("torch", "vulkan"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    devices = found_devices()
-    if options.measure_memory:
-        measure_memory(devices.kind)
-    elif options.measure_vulkan:
-        measure_vulkan()
-    elif options.digests:
-        digests(devices.kind, len(devices.cards))
-    elif options.shard:
-        shard()
-    else:
-        run_parts(options, devices)
+    if options.look_for:
+        look = {"torch": torch_cards, "vulkan": vulkan_card}[options.look_for]
+        print(json.dumps(look()))
+        return
+    run_parts(options, found_devices())
 
 
 def run_parts(options: argparse.Namespace, devices: Devices) -> None:
     """Run all parts that were asked for, and write the report after each."""
     print_heading("What a real card is needed for")
     found = []
-    for each in outcomes(_chosen(options.only), devices, 60 * options.minutes):
+    chosen = _chosen(options.only)
+    for each in outcomes(chosen, devices, 60 * options.minutes, quick=options.quick):
         print(f"{each.part.name}: {each.result} ({each.seconds:.0f} s)", flush=True)
         found.append(each)
-        options.report.write_text(report(devices, found), "utf-8")  # a card may be gone any moment
+        # A card may be gone any moment.
+        options.report.write_text(report(devices, found, quick=options.quick), "utf-8")
     if any(each.result.startswith("failed") for each in found):
         sys.exit(1)
 

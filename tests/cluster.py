@@ -191,7 +191,9 @@ class Cluster:
         """Wait for the one run's end and read its result."""
         self.wait_for_exit(self.coordinator)
         self._reader.join()
-        document: dict[str, Any] = json.loads((self.directory / "out/result.json").read_text())
+        file = self.directory / "out/result.json"
+        assert file.exists(), f"no result after {self.events()} {self._told()}"
+        document: dict[str, Any] = json.loads(file.read_text())
         return document
 
     def wait_for_exit(self, process: Process) -> int:

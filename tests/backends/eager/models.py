@@ -6,7 +6,8 @@ test_standin.py runs these on the stand-in accelerator, benchmarks/cards.py on a
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,19 @@ def gradients(device: str, family: str, how: dict[str, Any]) -> tuple[list[Any],
     return [each.values for each in blocks if isinstance(each, BlockGradient)], total.loss_sum
 
 
+_distances: dict[str, float] = {}
+"""From the CPU's gradients, relative: the largest of all families."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _distances_are_shown(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        for how, distance in _distances.items():
+            sys.stdout.write(f"\n{how}: within {distance:.1e} of the CPU's gradients")
+
+
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("family", MAKE)
 def test_gradients_are_those_of_the_cpu_and_repeat_their_bits(family, how):
@@ -127,4 +141,5 @@ def test_gradients_are_those_of_the_cpu_and_repeat_their_bits(family, how):
     assert loss_of_device == pytest.approx(loss_of_cpu, rel=2e-2 if is_half else 1e-5)
     wanted, got = np.concatenate(expected), np.concatenate(found)
     distance = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+    _distances[how] = max(float(distance), _distances.get(how, 0.0))
     assert distance < (0.1 if is_half else 1e-4)

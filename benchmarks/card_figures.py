@@ -1,0 +1,328 @@
+"""What `benchmarks.cards` measures itself: `python -m benchmarks.card_figures PART`.
+
+The parts are the functions of `PARTS`. Each ends with one line that says what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+import transformers
+
+from backends.base.interface import Batch, Program, Trainable
+from backends.eager.eager import EagerBackend
+from backends.eager.torch_devices import torch_device
+from backends.wgpu.backend import VulkanBackend
+from benchmarks.vulkan_steps import Decoder, microbatch
+from protocol.spec.files.run_spec_file import load_run_spec
+from protocol.spec.run_spec import ModelRun
+from tests import standin
+from tests.cluster import RUNS, Cluster
+from tests.small_decoder import decoder_run
+from worker.cli import main as worker
+from worker.models.device_memory import estimate
+from worker.tasks.base.task import Task
+from worker.tasks.registry import build
+
+ROOT: Final = Path(__file__).parents[1]
+_DIGITS: Final = (
+    "--run", str(RUNS / "digits.yaml"), "--set", "steps=16", "--set", "batch.samples=48",
+)  # fmt: skip
+_FROZEN: Final = """
+task: "tests.frozen_base_task:FrozenBase"
+steps: 4
+batch: {samples: 14, microbatch: 2}
+checkpoint: {every: 0}
+"""
+_MIB: Final = 2.0**20
+_ROUNDS: Final = 7
+_MICROBATCHES: Final = 4
+"""Of a subtree whose time is taken."""
+_THERMOMETERS: Final = (
+    ("nvidia-smi", "--format=csv,noheader",
+     "--query-gpu=index,temperature.gpu,clocks.sm,power.draw,clocks_event_reasons.active"),
+    ("rocm-smi", "--showtemp", "--showpower", "--showclocks", "--csv"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a measured decoder: (samples, tokens, hidden size, layers), and of a square product."""
+
+    tokens: int = 512
+    hidden: int = 512
+    layers: int = 16
+    product: int = 4096
+
+
+QUICK: Final = Size(tokens=64, hidden=128, layers=2, product=256)
+
+
+def is_standin(kind: str) -> bool:
+    """Whether torch's cards are the stand-in of tests/standin."""
+    return torch_device(kind).type == standin.NAME
+
+
+def digests(kind: str, size: Size) -> None:
+    """The digest of a run on the CPU, on one card twice, and on two cards as one worker."""
+    steps = ("--set", "steps=4") if size == QUICK else ()
+    arguments: dict[str, tuple[str, ...]] = {
+        "cpu": ("--backend", "cpu"),
+        "one card": ("--backend", f"{kind}0"),
+        "one card again": ("--backend", f"{kind}0"),
+    }
+    if torch.accelerator.device_count() > 1:
+        arguments["two cards"] = ("--backend", kind, "--gpus", "0,1")
+    found = {}
+    for name, options in arguments.items():
+        expected = str(2 if name == "two cards" else 1)
+        found[name] = _digest((*_DIGITS, *steps, "--expect-workers", expected), options)
+        print(f"{name}: {found[name][:16]}", flush=True)
+    same = len({digest for name, digest in found.items() if name != "cpu"}) == 1
+    print(f"the cards' digests are {'one' if same else 'NOT one'}; the CPU's is "
+          f"{'the same' if found['cpu'] == found['one card'] else 'another'}")  # fmt: skip
+    if not same:
+        sys.exit(1)
+
+
+def _digest(run: tuple[str, ...], options: tuple[str, ...]) -> str:
+    with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), *run) as cluster:
+        # A process of its own, which nobody has forked after a card was used.
+        cluster.worker("w", *options, environment=dict(os.environ))
+        return str(cluster.result()["weights_digest"])
+
+
+def shard(kind: str, size: Size) -> None:
+    """A run of one worker, whose frozen base lies across two ranks with a card each."""
+    del size
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "run.yaml"
+        path.write_text(_FROZEN)
+        run = ("--expect-workers", "1", "--run", str(path))
+        alone = _digest(run, ("--backend", f"{kind}0"))
+        with Cluster(Path(name) / "ranks", *run) as cluster:
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                "2", "-m", "benchmarks.card_figures", "rank", "--", "--coordinator",
+                cluster.address["data"], "--backend", kind, "--shard",
+            ]  # fmt: skip
+            ranks = subprocess.run(  # noqa: S603 -- our own command
+                command, cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            print(ranks.stdout, ranks.stderr[-2000:])
+            ranks.check_returncode()
+            sharded = cluster.result()["weights_digest"]
+    # What a rank has taken of each card: of its own alone.
+    used = {
+        int(rank): [int(card) for card, size in re.findall(r"(\d+) (\d+) bytes", text) if int(size)]
+        for rank, text in re.findall(r"rank (\d+) took (.*)", ranks.stdout)
+    }
+    is_apart = used == {0: [0], 1: [1]}
+    alike = "that of one card" if sharded == alone else "another than of one card"
+    print(f"ranks used the cards {used}, {'each its own' if is_apart else 'NOT each its own'}; the "
+          f"digest is {alike}")  # fmt: skip
+    if not is_apart:
+        sys.exit(1)
+
+
+def rank(arguments: list[str]) -> None:
+    """One rank of `shard`: the worker, then what it took of each card."""
+    sys.argv = ["worker", *arguments]
+    try:
+        worker()
+    finally:
+        taken = [
+            f"{index} {torch.accelerator.max_memory_allocated(index)} bytes"
+            for index in range(torch.accelerator.device_count())
+        ]
+        print(f"rank {os.environ['RANK']} took {', '.join(taken)}", flush=True)
+
+
+def memory(kind: str, size: Size) -> None:
+    """LoRA of a decoder: what is estimated, and what torch counts."""
+    device = torch_device(kind)
+    ratios = []
+    for changes in ({}, {"base_dtype": "int4"}, {"gradient_checkpointing": True}):
+        with tempfile.TemporaryDirectory() as directory:
+            spec, task, batch = large_decoder(Path(directory), changes, size)
+            expected = estimate(spec)
+            assert expected is not None
+            program = EagerBackend(kind).compile(task.trainable, batch)
+            torch.accelerator.reset_peak_memory_stats(device)
+            for _ in program.gradients([(batch, 0)]):
+                pass
+            taken = torch.accelerator.max_memory_allocated(device)
+            program.close()
+        ratios.append(taken / expected.total)
+        print(f"{changes or 'float32'}: estimated {expected.total / _MIB:.0f} MiB ({expected}), "
+              f"taken {taken / _MIB:.0f} MiB, ratio {ratios[-1]:.2f}")  # fmt: skip
+    print(f"taken of what is estimated: {min(ratios):.2f} to {max(ratios):.2f}")
+
+
+def large_decoder(
+    directory: Path, model: Mapping[str, object], size: Size
+) -> tuple[ModelRun, Task, Batch]:
+    """A run with LoRA on a Llama, its task, and a microbatch of the longest samples."""
+    path = decoder_run(
+        "causal-lm", directory, lora={"r": 8}, batch={"samples": 2, "microbatch": 2},
+        model={"source": str(directory / "model"), **model},
+    )  # fmt: skip
+    config = transformers.LlamaConfig(
+        vocab_size=16 * size.hidden, hidden_size=size.hidden,
+        intermediate_size=11 * size.hidden // 4, num_hidden_layers=size.layers,
+        num_attention_heads=8, max_position_embeddings=1024,
+    )  # fmt: skip
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.LlamaForCausalLM(config).save_pretrained(directory / "model")
+    spec = load_run_spec(path, [f"data.max_tokens={size.tokens}"])
+    assert isinstance(spec, ModelRun)
+    task = build(spec)
+    shape = (2, size.tokens)
+    arrays = {name: np.resize(a, shape) for name, a in task.batch([0]).arrays.items()}
+    return spec, task, Batch(arrays, 2.0 * size.tokens)
+
+
+def speed(kind: str, size: Size) -> None:
+    """LoRA of a decoder against a plain loop, and against what the card's products reach."""
+    ratios = []
+    print(_temperature("before"))
+    for precision in ("float32", "bfloat16"):
+        with tempfile.TemporaryDirectory() as directory:
+            model = {"precision": precision, "base_dtype": "float32"}
+            _, task, batch = large_decoder(Path(directory), model, size)
+            _, other, _ = large_decoder(Path(directory) / "plain", model, size)
+        plain = _PlainLoop(other.trainable, torch_device(kind), precision)
+        program = EagerBackend(kind).compile(task.trainable, batch)
+        ours_s, plain_s = _times(program, plain, batch)
+        program.close()
+        rate = 4 * plain.matrix_elements * 2 * size.tokens / ours_s  # forward, and by activations
+        reached = _product_rate(torch_device(kind), precision, size.product)
+        ratios.append(ours_s / plain_s)
+        share = f"{rate / reached:.0%} of a product of {size.product} ({reached / 1e12:.3f})"
+        print(f"{precision}: {1e3 * ours_s:.2f} ms a microbatch of {2 * size.tokens} tokens, plain "
+              f"loop {1e3 * plain_s:.2f} ms, ratio {ratios[-1]:.3f}; {rate / 1e12:.3f} TFLOPS, "
+              f"{share}")  # fmt: skip
+    print(_temperature("after"))
+    of = "; the stand-in's kernels are the CPU's: nothing of a card" if is_standin(kind) else ""
+    print(f"time to that of a plain loop: {min(ratios):.2f} to {max(ratios):.2f}{of}")
+
+
+class _PlainLoop:
+    """Forward and backward as anybody writes them; gradients stay on the card."""
+
+    def __init__(self, job: Trainable, device: torch.device, precision: str) -> None:
+        assert job.module is not None
+        assert job.loss is not None
+        self._module, self._loss, self._device = job.module.to(device).train(), job.loss, device
+        self._autocast: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast(
+            device.type, torch.bfloat16, enabled=precision == "bfloat16"
+        )
+        self.matrix_elements = sum(
+            each.numel()
+            for name, each in self._module.named_parameters()
+            if each.dim() == 2 and "embed" not in name
+        )
+
+    def run(self, batch: Batch) -> None:
+        for _ in range(_MICROBATCHES):
+            arrays = {name: torch.tensor(a).to(self._device) for name, a in batch.arrays.items()}
+            with self._autocast():
+                loss = self._loss(self._module, arrays)
+            loss.float().backward()
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        torch.accelerator.synchronize(self._device)
+
+
+def _times(program: Program, plain: _PlainLoop, batch: Batch) -> tuple[float, float]:
+    """Seconds a microbatch, ours and the plain loop's, in turns; the first turn warms up."""
+
+    def ours() -> None:
+        for _ in program.gradients([(batch, seed) for seed in range(_MICROBATCHES)]):
+            pass
+
+    def theirs() -> None:
+        plain.run(batch)
+
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_ROUNDS):
+        for work, times in zip((ours, theirs), seconds, strict=True):
+            start_s = time.monotonic()
+            work()
+            times.append((time.monotonic() - start_s) / _MICROBATCHES)
+    return median(seconds[0][1:]), median(seconds[1][1:])
+
+
+def _product_rate(device: torch.device, precision: str, size: int) -> float:
+    """Operations a second of a square product."""
+    left = torch.ones(size, size, device=device, dtype=getattr(torch, precision))
+    seconds = []
+    for _ in range(_ROUNDS):
+        start_s = time.monotonic()
+        left @ left
+        torch.accelerator.synchronize(device)
+        seconds.append(time.monotonic() - start_s)
+    return 2.0 * size**3 / min(seconds)
+
+
+def _temperature(when: str) -> str:
+    for command in _THERMOMETERS:
+        if shutil.which(command[0]):
+            done = subprocess.run(  # noqa: S603 -- our own command
+                command, capture_output=True, text=True, timeout=20, check=False
+            )
+            return f"{when}, by {command[0]}: {done.stdout.strip() or done.stderr.strip()}"
+    return f"temperature and clock {when}: not known, there is no nvidia-smi or rocm-smi"
+
+
+def vulkan_memory(kind: str, size: Size) -> None:
+    """A decoder's step by Vulkan: what is estimated, and what CUDA says is gone meanwhile."""
+    del kind, size
+    backend = VulkanBackend()
+    decoder = Decoder(1024, 8, 512, "whole")
+    torch.cuda.mem_get_info(0)  # makes CUDA's own context, which is not counted
+    before = int(torch.cuda.mem_get_info(0)[0])
+    program = backend.compile(decoder.trainable(threads=1), decoder.batch())
+    microbatch(program, decoder.batch(), 0)
+    used = before - int(torch.cuda.mem_get_info(0)[0])
+    estimated = max(one.total for one in program.estimates)
+    print(f"{decoder}: estimated {estimated / _MIB:.0f} MiB, used {used / _MIB:.0f} MiB, "
+          f"ratio {used / estimated:.2f}; {program.parity}")  # fmt: skip
+
+
+PARTS: Final[Mapping[str, Callable[[str, Size], None]]] = {
+    "digests": digests, "shard": shard, "memory": memory, "speed": speed,
+    "vulkan-memory": vulkan_memory,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure one part."""
+    if sys.argv[1:3] == ["rank", "--"]:
+        rank(sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--kind", default="cuda")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    PARTS[options.part](options.kind, QUICK if options.quick else Size())
+
+
+if __name__ == "__main__":
+    main()
