@@ -18,6 +18,10 @@ from safetensors import SafetensorError
 from transformers.pytorch_utils import Conv1D
 
 from backends.base import draws
+from backends.base.frozen_base import frozen_base
+from backends.base.interface import Array
+from backends.base.narrowing import quantise_tensor, release_pages
+from backends.base.quantise import STORAGE, Storage, dequantise
 from protocol.base.errors import DataError, describe_error
 from protocol.exact.digest import digest_arrays
 from protocol.spec.files.adapter import (
@@ -28,7 +32,7 @@ from protocol.spec.files.adapter import (
     targets_of,
 )
 from protocol.spec.manifest import ADAPTER_CONFIG, Block, Export
-from protocol.spec.sections.model import LoraSpec
+from protocol.spec.sections.model import BaseDtype, LoraSpec
 from worker.models.added_tokens import table_names
 from worker.models.pretrained import fill
 
@@ -38,6 +42,8 @@ TaskType = Literal[
 
 LOG_SCALE: Final = "log_scale"
 """A learned temperature beside a model, or an adapter, that embeds texts: log(1 / temperature)."""
+_ELEMENTS_AT_ONCE: Final = 1 << 20
+
 ATTENTION: Final = (
     ("q_proj", "v_proj"),
     ("query", "value"),
@@ -64,6 +70,7 @@ class Lora:
         seed: The run's.
         adapter: The directory of one to go on with, in PEFT's layout.
         added_tokens: Tokens whose rows of the embeddings and the head are trained.
+        base_dtype: In what the frozen base will be stored.
 
     Attributes:
         adapter_digest: Of the one it goes on with; empty without.
@@ -82,6 +89,7 @@ class Lora:
         *,
         adapter: str | None = None,
         added_tokens: Sequence[int] = (),
+        base_dtype: BaseDtype = "float32",
     ) -> None:
         import peft  # noqa: PLC0415  (full fine-tuning does without)
 
@@ -121,7 +129,9 @@ class Lora:
                 "check lora.targets"
             ) from None
         _refuse_other_tables(self.module)
-        _start(self.module, seed)
+        _start(self.module, seed, STORAGE[base_dtype])
+        if spec.dora and base_dtype != "float32":
+            _keep_dora_narrow(self.module)
         self.adapter_digest = "" if earlier is None else _continue(self.module, earlier)
 
     def export(self, base: str, blocks: Sequence[Block], files: dict[str, str]) -> Export:
@@ -298,11 +308,12 @@ def _refuse_other_tables(module: torch.nn.Module) -> None:
             )
 
 
-def _start(module: torch.nn.Module, seed: int) -> None:
+def _start(module: torch.nn.Module, seed: int, storage: Storage) -> None:
     """Fill A by peft's rule (kaiming_uniform_ with a = sqrt(5)) with our draws, B with zeros.
 
-    DoRA's magnitudes are the norms of the rows, in float64 so that every machine has the same.
+    DoRA's magnitudes are the norms of the rows of the weight as it will be stored.
     """
+    narrow = {id(each) for each in frozen_base(module).values()} if storage != "f32" else set()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if ".lora_A." in name or ".lora_embedding_B." in name:
@@ -313,11 +324,43 @@ def _start(module: torch.nn.Module, seed: int) -> None:
                 parameter.zero_()
             elif ".lora_magnitude_vector." in name:
                 layer: Any = module.get_submodule(name.partition(".lora_magnitude_vector.")[0])
-                weight = layer.get_base_layer().weight.detach().double()
+                weight = layer.get_base_layer().weight
+                rows = weight.detach()
                 if isinstance(layer.get_base_layer(), Conv1D):
-                    weight = weight.T
-                rows = np.sqrt(np.square(weight.numpy()).sum(axis=1)).astype(np.float32)
-                fill(parameter, rows)
+                    rows = rows.T
+                fill(parameter, _norms(rows, storage if id(weight) in narrow else "f32"))
+
+
+def _norms(rows: torch.Tensor, storage: Storage) -> Array:
+    """Return the norm of each row as it is stored, in float64 so that all machines have the same
+    bits."""
+    norms = np.empty(len(rows), np.float32)
+    at_once = max(1, _ELEMENTS_AT_ONCE // rows.shape[1])
+    for first in range(0, len(rows), at_once):
+        part = rows[first : first + at_once]
+        values = part.double().numpy()
+        if storage != "f32":
+            values = dequantise(quantise_tensor(part, storage)).astype(np.float64)
+        norms[first : first + at_once] = np.sqrt(np.square(values).sum(axis=1))
+    release_pages(rows)
+    return norms
+
+
+def _keep_dora_narrow(module: torch.nn.Module) -> None:
+    """Let the base layer compute what DoRA computes from its weight where inputs are dropped.
+
+    autograd would keep the widened weight of each layer for that product.
+    """
+    from peft.tuners.lora.dora import DoraLinearLayer  # noqa: PLC0415
+
+    def with_result(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("base_result") is None:
+            kwargs["base_result"] = kwargs["base_layer"](*args)
+        return args, kwargs
+
+    for layer in module.modules():
+        if type(layer) is DoraLinearLayer:
+            layer.register_forward_pre_hook(with_result, with_kwargs=True)
 
 
 def _continue(module: torch.nn.Module, directory: Path) -> str:

@@ -71,7 +71,7 @@ class TrainableModel:
         heads = [*usual, *new] if heads is None else heads
         added = Lora(
             loaded.model, lora, task_type, heads, seed,
-            adapter=model.adapter, added_tokens=loaded.added_tokens,
+            adapter=model.adapter, added_tokens=loaded.added_tokens, base_dtype=model.base_dtype,
         )  # fmt: skip
         return TrainableModel(loaded, added, cut_into_blocks(added.module), model, new)
 

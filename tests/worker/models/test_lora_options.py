@@ -39,9 +39,10 @@ def directory(tmp_path_factory) -> Path:
     return path
 
 
-def spec_of(directory: Path, model: str = "model", **lora: Any) -> Any:
+def spec_of(directory: Path, model: str = "model", base: str = "float32", **lora: Any) -> Any:
     return parse_run_spec({
-        "task": "causal-lm", "seed": 7, "steps": 1, "model": {"source": str(directory / model)},
+        "task": "causal-lm", "seed": 7, "steps": 1,
+        "model": {"source": str(directory / model), "base_dtype": base},
         "lora": {"r": 4, **lora}, "batch": {"samples": 2, "microbatch": 2},
         "data": {"train": str(directory / "chat.jsonl"), "format": "messages", "max_tokens": 96},
     })  # fmt: skip
@@ -84,6 +85,103 @@ def test_the_adapter_computes_in_peft_what_the_run_computed(directory, tmp_path,
     other = spec_of(directory, **{**options, "rslora": not options.get("rslora", False)})
     with pytest.raises(DataError, match=r"--set lora\.rslora="):
         check_lora(saved, adapter_config(saved), other.lora)
+
+
+def trained_in_peft(task: Any, model: Any, saved: Path, batch: Any) -> tuple[float, dict[str, Any]]:
+    """Return the loss and the gradients in PEFT, of a model whose base holds the stored values."""
+    import peft
+    import torch
+
+    from worker.models.lora import adapter_name
+
+    theirs = peft.PeftModel.from_pretrained(model, saved, is_trainable=True).train()
+    arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    loss = task.trainable.loss(theirs, arrays)
+    loss.backward()
+    return float(loss.detach()), {
+        adapter_name(name): each.grad
+        for name, each in theirs.named_parameters()
+        if each.requires_grad
+    }
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "int4", "nf4"])
+def test_dora_on_a_narrow_base_is_that_of_peft_on_the_values_it_stands_for(
+    directory, tmp_path, base
+):
+    import torch
+    import transformers
+
+    from backends.base.frozen_base import round_frozen_base
+    from backends.base.interface import BlockGradient, Loss
+    from backends.eager.eager import EagerBackend
+    from worker.models.lora import adapter_name
+
+    task = build(spec_of(directory, base=base, dora=True, targets="all-linear"))
+    values, batch = moved(task), task.batch([0, 1])
+    saved = export(task, values, tmp_path)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        directory / "model", attn_implementation="eager"
+    )
+    model.requires_grad_(requires_grad=False)
+    round_frozen_base(model, base)
+    # Begun with: what DoRA computes with its own magnitudes is what the base computes.
+    program = EagerBackend("cpu").compile(task.trainable, batch)
+    program.load(task.initial_parameters())
+    *_, start = program.gradients([(batch, 0)])
+    ids, labels = (torch.tensor(batch.arrays[name]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    plain = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    assert isinstance(start, Loss)
+    assert start.loss_sum == pytest.approx(float(plain), rel=1e-5)
+    program.load(values)
+    items = [*program.gradients([(batch, 0)])]
+    program.close()
+    expected_loss, expected = trained_in_peft(task, model, saved, batch)
+    assert items[-1].loss_sum == pytest.approx(expected_loss, rel=1e-5)
+    for item in items:
+        if isinstance(item, BlockGradient):
+            for tensor, place in task.manifest.blocks[item.block].slices():
+                wanted = expected[adapter_name(tensor.name)].numpy().reshape(-1)
+                distance = np.linalg.norm(item.values[place] - wanted)
+                assert distance <= 1e-5 * np.linalg.norm(wanted), tensor.name
+    merge(find(saved), None, tmp_path / "merged")  # which compares logits
+
+
+def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypatch):
+    import torch
+
+    from backends.eager.narrow_linear import narrow_frozen_base
+    from worker.models import lora
+
+    def step() -> tuple[int, torch.Tensor]:
+        task = build(spec_of(directory, base="int4", dora=True, dropout=0.5))
+        module, kept = task.trainable.module, [0]
+        narrow_frozen_base(module, "int4", torch.device("cpu"))
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                parameter.data.fill_(0.01)
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[0] += tensor.shape == (32, 32)
+            return tensor
+
+        torch.manual_seed(0)
+        arrays = {name: torch.tensor(array) for name, array in task.batch([0, 1]).arrays.items()}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = task.trainable.loss(module.train(), arrays)
+        loss.backward()
+        (first, *_) = (p.grad for n, p in module.named_parameters() if "lora_A" in n)
+        return kept[0], first
+
+    narrow, found = step()
+    monkeypatch.setattr(lora, "_keep_dora_narrow", lambda _: None)
+    wide, expected = step()
+    assert wide == narrow + 1, "the first layer's input has no gradient"
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_all_linear_layers_are_those_of_peft(directory):
