@@ -159,7 +159,7 @@ class SimulatedDevice:
             told = self._own == [values.tobytes() for values in parameters]
             if not told and replica.step in flaws.flips:
                 flaws.flips.discard(replica.step)
-                parameters[1].view(np.uint32)[0] ^= self._around.flip()
+                replica.arrays("parameters")[1].view(np.uint32)[0] ^= self._around.flip()
             self._own = [values.tobytes() for values in parameters]
         self._around.charge(_HOST_MS)
         self._parameters = [values.copy() for values in parameters]
