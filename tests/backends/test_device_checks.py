@@ -120,7 +120,7 @@ class TestWithoutCuda:
         line = self.about_cuda(machine, loaded)
         assert f"NVIDIA's driver {loaded} is loaded; torch {torch.__version__} says: " in line
 
-    def test_a_driver_that_will_do_for_the_cuda_build_that_is_not_there(self, machine, monkeypatch):
+    def test_a_driver_that_will_do_for_the_cuda_build_that_is_missing(self, machine, monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", None)
         assert "TORCH=cuda bash deploy/environment.sh" in self.about_cuda(machine, "580.65.06")
 
@@ -152,7 +152,7 @@ class TestWithCuda:
         assert lines
         assert all(line.startswith("ok       device: cuda ") for line in lines)
 
-    def test_a_number_that_there_is_not(self):
+    def test_a_number_that_does_not_exist(self):
         line = told("cuda", KernelFiles(), 99)[-1]
         assert line.startswith("failure  device: there is no cuda device 99")
 

@@ -116,7 +116,7 @@ def test_a_card_is_chosen_by_number_or_part_of_its_name(machine, monkeypatch, wa
     assert made(registry.choose("vulkan", wanted)) == ("vulkan", index)
 
 
-def test_a_part_of_several_names_takes_the_first_and_says_so(machine, monkeypatch):
+def test_a_part_of_several_names_takes_the_first_and_reports_it(machine, monkeypatch):
     machine()
     with_cards(monkeypatch, CARDS)
     reason = registry.choose("vulkan", "a").reason
@@ -129,7 +129,7 @@ def test_a_part_of_several_names_takes_the_first_and_says_so(machine, monkeypatc
     ("wanted", "reason"),
     [(3, "there is no device 3; this machine has 3"), ("geforce", "'geforce'.*'AMD Radeon RX")],
 )
-def test_a_card_that_is_not_there(machine, monkeypatch, wanted, reason):
+def test_a_card_that_is_missing(machine, monkeypatch, wanted, reason):
     machine()
     with_cards(monkeypatch, CARDS)
     with pytest.raises(BackendUnavailable, match=reason):

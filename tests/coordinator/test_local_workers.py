@@ -46,7 +46,7 @@ def only_child(pid: int) -> int:
     return int(child)
 
 
-def test_one_that_is_told_to_end_is_not_started_again(tmp_path):
+def test_one_that_is_asked_to_end_is_not_started_again(tmp_path):
     """Nor does it hear a terminal's Ctrl-C, which is for the coordinator to answer."""
     spec = tmp_path / "run.yaml"
     spec.write_text(RUN)
@@ -93,7 +93,7 @@ def test_ctrl_c_before_anything_has_begun_is_one_line(command):
     assert (ended.returncode, ended.stderr) == (130, f"{command}: interrupted\n")
 
 
-async def test_one_that_cannot_be_started_is_told_in_a_line(tmp_path, monkeypatch):
+async def test_one_that_cannot_be_started_is_reported_in_a_line(tmp_path, monkeypatch):
     nothing = str(tmp_path / "python")
     monkeypatch.setattr(local_workers, "command_of", lambda _: [nothing])
     address = ("127.0.0.1", 1)
@@ -106,7 +106,7 @@ async def test_one_that_cannot_be_started_is_told_in_a_line(tmp_path, monkeypatc
     await workers.stop()
 
 
-async def test_one_that_the_kernel_killed_for_memory_is_told_as_that(tmp_path, monkeypatch):
+async def test_one_that_the_kernel_killed_for_memory_is_reported_as_that(tmp_path, monkeypatch):
     counts = iter(range(20))
     monkeypatch.setattr(local_workers, "killed_for_memory", lambda: {"group": next(counts)})
     kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]

@@ -98,7 +98,7 @@ def test_a_flipped_bit_is_found_by_computing_again_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_computes_again_in_a_process_of_its_own(tmp_path):
+def test_the_command_computes_again_in_its_own_process(tmp_path):
     run = str(flipped_run(tmp_path))
     assert called("coordinator", "audit", run).returncode == 0
     ended = called("coordinator", "audit", run, "--recompute", "4")

@@ -123,7 +123,7 @@ def test_malformed_address(address):
     assert "HOST:PORT" in one_line(ended)
 
 
-def test_worker_without_coordinator_says_so_and_gives_up():
+def test_worker_without_coordinator_reports_it_and_gives_up():
     address = free_address()
     ended = run("worker", "--coordinator", address, "--retry-for", "4")
     assert ended.returncode == 69
@@ -157,7 +157,7 @@ def test_unknown_backend():
     assert "'tpu'" in one_line(ended)
 
 
-def test_a_named_backend_that_is_not_there_leaves_and_the_run_goes_on(tmp_path, scripted):
+def test_a_named_backend_that_is_missing_leaves_and_the_run_continues(tmp_path, scripted):
     with Cluster(tmp_path, "--expect-workers", "1", *scripted) as cluster:
         without = cluster.worker("w0", "--backend", "cuda", environment=NO_CARD)
         assert cluster.wait_for_exit(without) == 69
@@ -270,7 +270,7 @@ def test_a_service_that_is_drained_ends_with_0_whatever_came_of_its_runs(tmp_pat
         assert cluster.wait_for_exit(cluster.coordinator) == 0
 
 
-def test_a_halted_run_that_is_drained_says_how_to_go_on(tmp_path, scripted):
+def test_a_halted_run_that_is_drained_says_how_to_continue(tmp_path, scripted):
     with Cluster(tmp_path, "--expect-workers", "1", *scripted) as cluster:
         cluster.held_worker("w0", 3, "--backend", "scripted").reached()
         for word in ("/halt", "/drain"):
@@ -282,7 +282,7 @@ def test_a_halted_run_that_is_drained_says_how_to_go_on(tmp_path, scripted):
     assert f"coordinator: halted: halted by the operator; {again}" in told
 
 
-def test_a_worker_that_is_told_to_end_finishes_its_part(tmp_path, scripted):
+def test_a_worker_that_is_asked_to_end_finishes_its_part(tmp_path, scripted):
     with Cluster(tmp_path, "--expect-workers", "2", *scripted) as cluster:
         cluster.worker("w0", "--backend", "scripted")
         hold = cluster.held_worker("w1", 6, "--backend", "scripted")

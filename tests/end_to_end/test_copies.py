@@ -36,7 +36,7 @@ def kept(copies: Path) -> list[str]:
     return sorted(path.name for path in next(copies.iterdir()).iterdir())
 
 
-def test_a_run_goes_on_without_the_coordinator_s_disk(tmp_path, undisturbed):
+def test_a_run_continues_without_the_coordinator_s_disk(tmp_path, undisturbed):
     copies = tmp_path / "copies"
     spec = tmp_path / "run.yaml"
     spec.write_text(SPEC % copies)

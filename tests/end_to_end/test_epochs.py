@@ -53,7 +53,7 @@ def test_two_epochs_are_every_sample_twice_and_one_model(tmp_path, name):
     assert json.loads((out / "run.json").read_text())["spec"]["epochs"] == 2
 
 
-def test_a_run_stops_by_its_figure_and_saves_its_best(tmp_path):
+def test_a_run_stops_by_its_metric_and_saves_its_best(tmp_path):
     """The rate is far too high: the first figure stays the best one."""
     document = {
         **{key: value for key, value in RUN.items() if key != "epochs"},

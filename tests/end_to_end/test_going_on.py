@@ -20,7 +20,7 @@ def trained(run: Path, out: Path, *more: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow  # in one process: tests/coordinator/service/test_spec_change.py
-def test_a_finished_run_goes_on_with_more_steps_by_the_command(tmp_path):
+def test_a_finished_run_continues_with_more_steps_by_the_command(tmp_path):
     run = RUNS / "regress.yaml"
     settings = ("--set", "optimizer={name: adamw, amsgrad: true, swa: {}}", "--set", "steps=20")
     whole = trained(run, tmp_path / "whole", *settings)
@@ -37,7 +37,7 @@ def test_a_finished_run_goes_on_with_more_steps_by_the_command(tmp_path):
 
 @pytest.mark.slow  # in parts: tests/worker/models/test_adapter.py, test_epochs.py
 @pytest.mark.parametrize("key", ["init_from", "adapter"])
-def test_a_run_goes_on_with_what_another_left_and_stops_by_its_figure(tmp_path, key):
+def test_a_run_continues_with_what_another_left_and_stops_by_its_metric(tmp_path, key):
     run = chat_run(tmp_path, evaluate_every=2)
     first = trained(run, tmp_path / "first")
     document = json.loads(run.read_text())

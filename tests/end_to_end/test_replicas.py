@@ -254,7 +254,7 @@ def kill(live, name):
 
 @pytest.mark.parametrize("inner_state", ["reset", "carry"])
 @on_uvloop
-async def test_a_worker_is_lost_in_the_middle_of_a_stretch(tmp_path, told, inner_state):
+async def test_a_worker_is_lost_in_the_middle_of_an_inner_phase(tmp_path, told, inner_state):
     async with live_service(tmp_path / "lost", 2) as live:
         live.worker("w0", toolbox=Scripted(4))
         live.worker("w1", toolbox=Scripted(4))
@@ -285,7 +285,7 @@ async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, told)
 
 
 @on_uvloop
-async def test_a_coordinator_that_restarts_goes_on_with_carried_states(tmp_path):
+async def test_a_coordinator_that_restarts_continues_with_carried_states(tmp_path):
     """The service is stopped between two rounds; a new one resumes in its directory."""
     spec = slow(inner_state="carry", codec="topk")
     expected = await undisturbed(tmp_path / "calm", spec)

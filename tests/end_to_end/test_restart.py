@@ -97,7 +97,7 @@ def test_a_finished_run_stays_as_it_is(finished):
     assert (finished / "result.json").read_bytes() == before
 
 
-def test_another_run_spec_does_not_go_on_with_it(job, finished):
+def test_another_run_spec_does_not_continue_with_it(job, finished):
     other = run(*ANYWHERE, *job, "--set", "seed=99", *LOCAL, "--out", str(finished), "--resume")
     assert other.returncode == 78
     assert "of another run spec" in one_line(other)
@@ -122,7 +122,7 @@ def test_one_directory_has_one_coordinator(job, tmp_path):
         assert run("report", out).returncode == 0
 
 
-def test_a_drained_run_goes_on(job, tmp_path, finished):
+def test_a_drained_run_continues(job, tmp_path, finished):
     address = free_address()
     at = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1", *job)
     with Cluster(tmp_path, *at, "--resume") as cluster:
@@ -143,7 +143,7 @@ def test_a_drained_run_goes_on(job, tmp_path, finished):
     assert run("audit", str(tmp_path / "out")).returncode == 0
 
 
-def test_a_second_signal_ends_at_once_and_says_how_to_go_on(job, tmp_path, finished):
+def test_a_second_signal_ends_at_once_and_says_how_to_continue(job, tmp_path, finished):
     with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
         # The step in progress does not end.
         cluster.held_worker("w0", 16, "--backend", "scripted").reached()
@@ -160,7 +160,7 @@ def test_a_second_signal_ends_at_once_and_says_how_to_go_on(job, tmp_path, finis
 
 
 @pytest.mark.parametrize("mode", ["full", "checkpoint"])
-def test_a_killed_coordinator_goes_on_with_the_same_worker(job, tmp_path, finished, mode):
+def test_a_killed_coordinator_continues_with_the_same_worker(job, tmp_path, finished, mode):
     at = (
         "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1", *job,
         "--set", f"log={mode}", "--set", "checkpoint.keep_log=true", "--resume",

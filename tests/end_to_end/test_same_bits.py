@@ -197,7 +197,7 @@ def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
 
 
 @pytest.mark.slow
-def test_others_go_on_without_a_stopped_worker_and_it_comes_back(tmp_path, reference_directory):
+def test_others_continue_without_a_stopped_worker_and_it_comes_back(tmp_path, reference_directory):
     longer = (*DIGITS, "--set", "steps=60")
     alone = undisturbed(reference_directory / "longer", "digits.yaml", *longer)
     with Cluster(
@@ -239,7 +239,7 @@ def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
     assert result["exact"] is False
 
 
-def test_a_run_is_mixed_also_when_the_unlike_came_one_after_the_other(tmp_path):
+def test_a_run_is_mixed_also_when_the_unlike_came_in_sequence(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:

@@ -60,7 +60,7 @@ def test_a_run_of_unlike_workers_is_mixed_and_its_replicas_agree(tmp_path):
     assert mixed["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
-def test_an_adapter_that_is_not_there_is_one_line_and_69(tmp_path):
+def test_an_adapter_that_is_missing_is_one_line_and_69(tmp_path):
     job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=5")
     found = adapters()
     assert not isinstance(found, str)

@@ -230,7 +230,7 @@ def test_what_is_raised_is_not_said_as_well(tmp_path, capsys):
         assert capsys.readouterr() == ("", "")
 
 
-def test_a_worker_that_is_not_fit_is_told_of_where_the_run_goes_on_or_others_wait(tmp_path, capsys):
+def test_a_worker_that_is_not_fit_is_told_where_the_run_continues_or_others_wait(tmp_path, capsys):
     Ended([UNFIT, READY], CoordinatorEnded(0)).until_over(tmp_path)
     assert capsys.readouterr() == (f"{UNFIT.text}\n{READY.text}\n", "")
     Ended([UNFIT], CoordinatorEnded(0)).until_over(tmp_path)

@@ -71,7 +71,7 @@ def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
     assert torch.get_deterministic_debug_mode() == deterministic
 
 
-def test_the_usual_port_that_another_takes_meanwhile_is_given_up_for_a_free_one(monkeypatch):
+def test_the_usual_port_that_another_takes_meanwhile_is_abandoned_for_a_free_one(monkeypatch):
     """Nobody has asked for it: two scripts that start together both find it free."""
     monkeypatch.delenv("SAMESTEP_BIND")
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -158,7 +158,7 @@ def of_an_older_default():
     return "older"
 
 
-def test_a_run_goes_on_with_the_log_that_it_was_begun_with(of_an_older_default):
+def test_a_run_continues_with_the_log_that_it_was_begun_with(of_an_older_default):
     whole = samestep.fit(line, steps=20, **FEW)
     rest = samestep.fit(line, steps=20, directory=of_an_older_default, resume=True, **FEW)
     assert (rest.outcome, rest.digest) == ("finished", whole.digest)
@@ -179,7 +179,7 @@ def test_a_directory_that_cannot_be_one_is_refused_in_a_scripts_words(directory,
         samestep.fit(line, steps=3, directory=directory, resume=True, **FEW)
 
 
-def test_no_coordinator_where_one_is_to_serve_is_told_in_a_scripts_words():
+def test_no_coordinator_where_one_is_to_serve_is_reported_in_a_scripts_words():
     with pytest.raises(Unreachable, match=r'name its address with control="HOST:PORT"$'):
         samestep.fit(line, steps=3, control="127.0.0.1:1", **FEW)
 
@@ -201,7 +201,7 @@ SENT = threading.Event()
 """The interrupt of the test below."""
 
 
-def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits(interrupt, monkeypatch):
+def test_an_interrupt_drains_and_the_run_continues_with_the_same_bits(interrupt, monkeypatch):
     """It comes while a line is shown: in the midst of what the caller of `fit` does."""
 
     def show_slowly(line):
@@ -245,7 +245,7 @@ def test_an_interrupt_before_the_first_step_ends_the_script_and_leaves_nothing(
     assert not [*Path("runs").iterdir()]
 
 
-def test_a_halt_ends_the_call_and_the_run_goes_on_once_that_is_mended():
+def test_a_halt_ends_the_call_and_the_run_continues_once_that_is_repaired():
     def once_not_finite(module, batch):
         return squares(module, batch) * (float("nan") if is_call(module, 20) else 1.0)
 

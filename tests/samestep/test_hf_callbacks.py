@@ -220,7 +220,7 @@ def test_a_metric_that_is_not_computed_is_named(tmp_path):
         made.train()
 
 
-def test_a_model_is_made_anew_for_each_training(tmp_path):
+def test_a_model_is_made_again_for_each_training(tmp_path):
     made: Any = samestep.hf.Trainer(
         model_init=Classifier, args=TrainingArguments(output_dir=str(tmp_path), **SET),
         train_dataset=DATA,

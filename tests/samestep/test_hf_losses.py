@@ -107,7 +107,7 @@ def test_looking_at_a_loss_leaves_all_of_the_model_in_training_mode(tmp_path, mo
     assert all(each.training for each in model.modules())
 
 
-def test_a_model_that_ignores_the_count_of_items_is_told_of_where_stock_adds_its_means(
+def test_a_model_that_ignores_the_count_of_items_is_told_where_stock_adds_its_means(
     tmp_path, caplog
 ):
     logged = []

@@ -255,7 +255,7 @@ class OwnEvaluation(samestep.hf.Trainer):
         return {}
 
 
-def test_a_loop_of_ones_own_is_named(tmp_path):
+def test_a_custom_loop_is_named(tmp_path):
     for kind, named in ((OwnStep, "OwnStep.training_step"), (Mixed, "OwnInputs._prepare_inputs")):
         with pytest.raises(SamestepError, match=rf"{re.escape(named)} cannot be honored"):
             made(kind, tmp_path).train()

@@ -258,7 +258,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (lambda: samestep.fit(task(), steps=1), {}, "one within another: call them in sequence"),
     ],
 )  # fmt: skip
-def test_is_told_in_one_line_what_to_write(build, arguments, told):
+def test_is_reported_in_one_line_what_to_write(build, arguments, told):
     given = {"steps": 1, "batch": 4, "microbatch": 2, **arguments}
     if "batch" in arguments:
         del given["microbatch"]
@@ -275,7 +275,7 @@ def test_a_reentrant_checkpoint_without_gradients_is_told_what_to_write():
 
 
 @pytest.mark.parametrize("held_out", [True, False])
-def test_labels_outside_of_their_classes_are_told_alike_in_training_and_held_out(held_out):
+def test_labels_outside_of_their_classes_are_reported_alike_in_training_and_held_out(held_out):
     labelled = TensorDataset(X, torch.zeros(8, dtype=torch.int64))
     wrong = TensorDataset(X, torch.full((8,), 7))
     build = task(
@@ -326,7 +326,7 @@ def zeros():
         ),
     ],
 )
-def test_what_goes_wrong_on_the_way_is_told_by_what_it_is(other, told, tmp_path):
+def test_what_goes_wrong_on_the_way_is_reported_by_what_it_is(other, told, tmp_path):
     given = {"steps": 20, "batch": 3, "microbatch": 1, "device": "cpu", "directory": tmp_path / "r"}
     given["optimizer"] = {"name": "adamw", "lr": 0.1}
     with pytest.raises(samestep.SamestepError, match=told) as raised:
@@ -425,7 +425,7 @@ def test_what_adds_up_is_not_refused(module):
     assert ScriptTask(user, spec, {}).manifest.train_samples == 8
 
 
-def test_runs_that_cannot_be_kept_are_told_in_one_line(tmp_path, monkeypatch):
+def test_runs_that_cannot_be_kept_are_reported_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(UsageError) as raised:

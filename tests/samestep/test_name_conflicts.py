@@ -56,7 +56,7 @@ def test_a_script_that_has_the_name_itself_ends_with_it(tmp_path):
     assert "worker.py' has the name of one of samestep's packages" in ended.stderr.splitlines()[-1]
 
 
-def test_one_that_a_path_of_the_users_puts_before_ours_is_told_too(tmp_path):
+def test_one_that_a_path_of_the_users_puts_before_ours_is_reported_too(tmp_path):
     written(tmp_path / "mine" / "protocol.py")
     ended = python(written(tmp_path / "train.py", SCRIPT), PYTHONPATH=str(tmp_path / "mine"))
     assert (

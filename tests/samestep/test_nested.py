@@ -110,7 +110,7 @@ def assert_alike(one, other):
         ONE.clone().requires_grad_(),
     ],
 )
-def test_a_batch_comes_back_as_it_was(batch):
+def test_a_batch_comes_back_unchanged(batch):
     assert_alike(there_and_back(batch), batch)
 
 

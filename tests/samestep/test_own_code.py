@@ -368,7 +368,7 @@ class Slow(list[Any]):
 clock = [0.0]
 
 
-def test_what_was_read_in_time_is_what_others_read_and_the_rest_is_told(monkeypatch, capsys):
+def test_what_was_read_in_time_is_what_others_read_and_the_rest_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(
         worker.scripts.data_digest, "time", types.SimpleNamespace(monotonic=lambda: clock[0])
     )

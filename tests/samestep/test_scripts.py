@@ -107,7 +107,7 @@ def test_a_drain_is_told_to_who_has_joined(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_the_second_interrupt_ends_at_once_and_says_how_to_go_on(tmp_path):
+def test_the_second_interrupt_ends_at_once_and_says_how_to_continue(tmp_path):
     slow = HEAD.replace("lambda module, batch: ", "lambda module, batch: time.sleep(0.2) or ")
     fit = "samestep.fit(task, steps=1000, batch=8, microbatch=1, directory='here')\n"
     running = RunningScript(written(tmp_path, "import time\n" + slow + fit))

@@ -90,6 +90,6 @@ def test_where_no_file_is_shared_it_says_what_must_be(home, monkeypatch):
         (4, "auto", 3, 3),
     ],
 )
-def test_each_task_of_a_node_takes_a_card_of_its_own(monkeypatch, cards, backend, device, taken):
+def test_each_task_of_a_node_takes_its_own_card(monkeypatch, cards, backend, device, taken):
     monkeypatch.setattr(srun, "_cards", lambda _: cards)
     assert step_of().device_of(backend, device) == (backend, taken)

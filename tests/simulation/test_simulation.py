@@ -93,7 +93,7 @@ def test_evaluators_change_no_bit_and_nobody_waits_for_them(first, play):
         assert play(seed, evaluators=1 + seed % 2, steps=12).outcomes
 
 
-def test_figures_come_beside_training(play):
+def test_metrics_come_beside_training(play):
     """While others go on, in one of a few schedules."""
     played = (play(seed, evaluators=1 + seed % 2, steps=12) for seed in range(16, 64))
     assert any(told.reports["evaluated_late"] for told in played)

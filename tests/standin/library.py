@@ -70,7 +70,7 @@ def fitted(device: str, **changes: Any) -> samestep.Result:
     return samestep.fit(lambda: task(**changes), steps=4, batch=16, device=device)
 
 
-def test_fit_gives_the_module_back_on_the_cpu_and_torch_as_it_was():
+def test_fit_gives_the_module_back_on_the_cpu_and_torch_unchanged():
     torch.accelerator.set_device_index(0)
     cards = torch.get_device_module(DEVICE)
     before = cards.get_rng_state(DEVICE)

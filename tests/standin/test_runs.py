@@ -41,7 +41,7 @@ def test_the_digest_of_a_cpu(tmp_path, environment, expected, devices):
 
 
 @pytest.mark.parametrize("kernels", [FEW_KERNELS, MANY_KERNELS])
-def test_a_card_that_breaks_leaves_and_the_run_goes_on_with_the_same_bits(
+def test_a_card_that_breaks_leaves_and_the_run_continues_with_the_same_bits(
     tmp_path, environment, expected, kernels
 ):
     """Before it is ready, or in a step."""
@@ -79,7 +79,7 @@ def test_a_worker_of_two_cards_restarts_the_process_of_one_that_breaks(
     assert "restarted, 1 of at most 3 times" in said
 
 
-def test_a_card_that_hangs_ends_its_worker_and_the_run_goes_on(tmp_path, environment, expected):
+def test_a_card_that_hangs_ends_its_worker_and_the_run_continues(tmp_path, environment, expected):
     hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         card = cluster.worker("card", "--backend", "accelerator0", environment=hangs)

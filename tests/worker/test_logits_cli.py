@@ -49,7 +49,7 @@ def test_a_file_that_has_changed_is_not_shown(tmp_path):
     assert CliRunner().invoke(app, ["logits", "show", str(file)]).exit_code == 0
 
 
-def test_files_that_are_not_there_are_told_in_words(tmp_path):
+def test_files_that_are_missing_are_reported_in_words(tmp_path):
     missing = str(tmp_path / "none")
     told = CliRunner().invoke(app, ["logits", "show", missing]).exception
     assert isinstance(told, DataError)

@@ -47,6 +47,6 @@ CASES: list[tuple[Callable[[], object], str | None]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_an_index_outside_is_told_by_its_input_and_other_errors_are_not(number):
+def test_an_index_outside_is_reported_by_its_input_and_other_errors_are_not(number):
     function, told = CASES[number]
     assert raised(function) == told

@@ -8,7 +8,7 @@ import pytest
 from backends.base import progress
 
 
-def test_bytes_are_told_with_the_time_that_is_left(monkeypatch):
+def test_bytes_are_reported_with_the_time_that_is_left(monkeypatch):
     seconds = count(0.0, 0.5)
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     lines: list[str] = []

@@ -72,7 +72,7 @@ def test_what_nf4_has_stays_as_it_is():
 
 
 @pytest.mark.parametrize("storage", ["q8_0", "q4_0"])
-def test_gguf_s_forms_are_its_library_s_and_come_back_as_they_were(storage):
+def test_gguf_s_forms_are_its_library_s_and_come_back_unchanged(storage):
     gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[storage.upper()]
     values = np.random.default_rng(0).standard_normal((16, 96)).astype(np.float32)

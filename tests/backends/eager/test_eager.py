@@ -600,7 +600,7 @@ def test_the_numerics_profile_names_what_decides_the_bits():
     assert backend.info.name == one["processor"]
 
 
-def test_a_thread_that_computes_and_flushes_subnormals_says_so():
+def test_a_thread_that_computes_and_flushes_subnormals_reports_it():
     class Flushing(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             torch.set_flush_denormal(True)

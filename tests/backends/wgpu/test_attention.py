@@ -195,7 +195,7 @@ def test_what_has_no_kernels_is_written_out(change, one_piece):
     assert (ATTENTION in found) == one_piece
 
 
-def test_a_model_with_a_formula_of_its_own_keeps_it():
+def test_a_model_with_its_own_formula_keeps_it():
     """Gemma 2 caps its scores."""
     config = transformers.Gemma2Config(
         vocab_size=TOKENS, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -112,7 +112,7 @@ def test_a_lost_device_is_one_clear_error_wherever_it_shows(own_device, capfd):
     assert capfd.readouterr().err == "", "the error says it"
 
 
-def test_memory_that_is_not_there_is_one_clear_error(device):
+def test_memory_that_is_missing_is_one_clear_error(device):
     with pytest.raises(DeviceError, match=r"failed: .*expected a buffer of at most [0-9]+ bytes"):
         device.buffer(device.limits["max-buffer-size"] + 16)
 

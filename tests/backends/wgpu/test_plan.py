@@ -73,7 +73,7 @@ def test_a_decoder_layer_takes_few_dispatches():
 
 
 @pytest.mark.slow
-def test_layers_that_compute_otherwise_are_told_apart():
+def test_layers_that_compute_otherwise_are_distinguished():
     """GPT-2 can scale a layer's attention by its number."""
     import transformers
 

@@ -521,7 +521,7 @@ class Spectrum(nn.Linear):
         return torch.fft.rfft(super().forward(x)).abs()
 
 
-def test_what_to_write_instead_of_some_operators_is_told(compiled):
+def test_what_to_write_instead_of_some_operators_is_reported(compiled):
     batch = Batch({"x": np.ones((2, 4), np.float32)}, 2.0)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     with pytest.raises(SamestepError, match=r"write weight norm out .* or use a cpu"):
@@ -618,7 +618,7 @@ def _packed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (_packed, "it packs sequences; give them padded instead"),
     ],
 )
-def test_what_cannot_be_captured_is_told_in_the_user_s_words(function, told):
+def test_what_cannot_be_captured_is_reported_in_the_user_s_words(function, told):
     def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return function(module, arrays["x"].requires_grad_()).sum()
 

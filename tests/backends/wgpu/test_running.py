@@ -10,7 +10,7 @@ from protocol.base.errors import DeviceError
 from tests.backends.wgpu.test_device import doubling
 
 
-def test_what_fails_is_told_once_and_can_still_be_stopped(own_device):
+def test_what_fails_is_reported_once_and_can_still_be_stopped(own_device):
     buffers, steps = doubling(own_device, 2)
     prepared = own_device.prepare(steps, buffers)
     submission = Submission(prepared, (Copy(buffers[2], 16),), last=True)

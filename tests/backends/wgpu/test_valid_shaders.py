@@ -35,7 +35,7 @@ def finish(*, stored: bool) -> Epilogue:
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("storage", ["", "bf16", "int8", "nf4"])
 @pytest.mark.parametrize("columns", [64, 63])
-def test_a_product_goes_on_with_any_number_of_buffers(device, columns, storage, stored):
+def test_a_product_continues_with_any_number_of_buffers(device, columns, storage, stored):
     """As vectors of four and one by one."""
     form = Narrow.of_shape(64, columns + 1, storage) if storage else None
     problem = replace(product(1, 9, 64, columns).problem, b_form=form, finish=finish(stored=stored))

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_refused_by_the_name_of_its_operator(number):
         looked_at(function, np.arange(36_000, 36_024).reshape(2, 12))
 
 
-def test_what_torch_raises_is_told():
+def test_what_torch_raises_is_reported():
     with pytest.raises(DataError, match="'index' of the loss raised index 9 is out of bounds"):
         looked_at(lambda x: (x / 2).exp().long()[x[:1, 0]], np.array([[9, 1]]))
 

@@ -82,7 +82,7 @@ def test_a_sound_run_is_sound(run):
     assert result.lines()[-1].endswith("sound")
 
 
-def test_progress_is_told_and_shown_at_a_terminal_alone(run):
+def test_progress_is_reported_and_shown_at_a_terminal_alone(run):
     told = []
     audit(run, lambda done, total: told.append((done, total)))
     assert told == [(step, 9) for step in range(1, 10)]
@@ -203,7 +203,7 @@ def test_a_journal_with_its_end_cut_off_is_found(run):
     assert "the end was cut off" in str([f for f in bad(run) if f.check == "head"])
 
 
-def test_a_journal_that_goes_on_after_its_end_is_found(run):
+def test_a_journal_that_continues_after_its_end_is_found(run):
     journal = Journal(run / "journal.jsonl")
     journal.append(Resumed(term=9, step=9, optimizer_step=9))
     journal.sync()
@@ -250,7 +250,7 @@ def test_a_term_below_what_is_known_is_found(run):
     assert only_bad(run) == {"files"}
 
 
-def test_a_changed_figure_of_the_result_or_of_a_checkpoint_is_found(run):
+def test_a_changed_metric_of_the_result_or_of_a_checkpoint_is_found(run):
     change_result(run, eval={"accuracy": 0.76})
     assert only_bad(run) == {"result"}
     change_result(run, eval={"accuracy": 0.75})
@@ -444,7 +444,7 @@ def test_a_history_that_does_not_cover_every_sample_once_is_found(run, forge, te
     assert text in str(bad(run))
 
 
-def test_a_directory_without_a_run_is_told(tmp_path):
+def test_a_directory_without_a_run_is_reported(tmp_path):
     with pytest.raises(UsageError, match="found no run"):
         audit(tmp_path)
 

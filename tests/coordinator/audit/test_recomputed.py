@@ -60,7 +60,7 @@ def test_each_step_is_computed_from_the_state_before_it(tmp_path):
             assert np.array_equal(one, other)
 
 
-def test_so_many_are_drawn_as_are_asked_for(tmp_path):
+def test_this_many_are_drawn_as_are_asked_for(tmp_path):
     path = finished(tmp_path / "run")
     [finding] = recomputed(path, 2, honest)
     assert finding.ok

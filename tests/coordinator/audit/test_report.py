@@ -143,7 +143,7 @@ def test_text_from_outside_stays_text(tmp_path):
     assert EVIL in "".join(page.words)
 
 
-def test_a_bad_line_is_told_and_what_comes_before_it_shown(tmp_path):
+def test_a_bad_line_is_reported_and_what_comes_before_it_shown(tmp_path):
     path = written_run(tmp_path / "run")
     content = (path / "journal.jsonl").read_bytes()
     lines = content.splitlines(keepends=True)
@@ -161,7 +161,7 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     assert "no values" in page.text
 
 
-def test_a_directory_without_a_run_is_told(tmp_path):
+def test_a_directory_without_a_run_is_reported(tmp_path):
     with pytest.raises(UsageError, match="found no run"):
         report(tmp_path)
 
@@ -219,7 +219,7 @@ def test_a_long_curve_is_thinned_and_keeps_its_peaks():
     assert len(re.findall(r",12\.0\b", text)) == 1
 
 
-def test_figures_of_steps_that_were_taken_back_are_not_shown(tmp_path):
+def test_metrics_of_steps_that_were_taken_back_are_not_shown(tmp_path):
     run = WrittenRun(tmp_path / "run")
     run.step()
     for step, accuracy in ((1, 0.25), (5, 0.625)):
@@ -235,7 +235,7 @@ def test_figures_of_steps_that_were_taken_back_are_not_shown(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["nowhere/page.html", "."])
-def test_a_page_that_cannot_be_written_is_told_before_the_audit(tmp_path, where):
+def test_a_page_that_cannot_be_written_is_reported_before_the_audit(tmp_path, where):
     run = written_run(tmp_path / "run")
     ended = called("coordinator", "report", str(run), "--output", str(tmp_path / where))
     assert ended.returncode == 2

@@ -134,7 +134,7 @@ def test_a_step_that_is_done_again_is_kept_once(tmp_path, spec, undisturbed):
     assert captured.finish(whole=True) == undisturbed
 
 
-def test_a_capture_that_ends_early_goes_on(tmp_path, spec, undisturbed):
+def test_a_capture_that_ends_early_continues(tmp_path, spec, undisturbed):
     captured = files(tmp_path, spec)
     for step in range(5):
         captured.keep(step, rows(step))

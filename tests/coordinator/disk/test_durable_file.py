@@ -83,7 +83,7 @@ def test_a_failure_leaves_the_old_content_alone(tmp_path, monkeypatch, call):
 
 
 @given(st.lists(st.binary(max_size=9), max_size=6), st.lists(st.integers(1, 5), max_size=40))
-def test_short_writes_are_gone_on_with(parts, sizes):
+def test_short_writes_are_continued(parts, sizes):
     written = bytearray()
 
     def writev(_fd, buffers):

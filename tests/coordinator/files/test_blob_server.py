@@ -167,7 +167,7 @@ async def test_a_worker_that_leaves_while_it_is_served_harms_nobody(tmp_path, in
 
 
 @on_uvloop
-async def test_steps_go_on_while_a_joiner_is_served(tmp_path, index):
+async def test_steps_continue_while_a_joiner_is_served(tmp_path, index):
     """The joiner asks for one chunk after the other; commits come in between."""
     spec = scripted_spec(
         task=reading_task.NAME, steps=100,

@@ -148,7 +148,7 @@ async def test_members_take_no_stranger_s_place(tmp_path):
 
 
 @on_uvloop
-async def test_without_file_descriptors_it_waits_and_goes_on(monkeypatch):
+async def test_without_file_descriptors_it_waits_and_continues(monkeypatch):
     """`accept` fails with EMFILE once: the listener rests, and then takes the caller."""
     seen = asyncio.Event()
     acceptor = Acceptor(lambda _: seen.set(), None)

@@ -236,7 +236,7 @@ def test_an_empty_certificate_or_key_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("text", ["", "none\n"])
-def test_a_damaged_token_is_mended_by_what_its_readers_advise(tmp_path, text):
+def test_a_damaged_token_is_repaired_by_what_its_readers_advise(tmp_path, text):
     before = CoordinatorCredentials.open(tmp_path)
     key, path = before.enrol("ann"), before.token_file
     path.write_text(text)

@@ -89,7 +89,7 @@ async def serving(
 
 
 @on_uvloop
-async def test_the_token_once_and_then_a_key_of_its_own(tmp_path):
+async def test_the_token_once_and_then_its_own_key(tmp_path):
     async with live_service(tmp_path, 1) as live:
         credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
@@ -136,7 +136,7 @@ async def test_keys_that_cannot_be_read_now_send_nobody_away_for_good(tmp_path):
 
 
 @on_uvloop
-async def test_a_revoked_worker_is_sent_away_while_it_works_and_does_not_come_back(
+async def test_a_revoked_worker_is_dismissed_while_it_works_and_does_not_come_back(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 30)
@@ -327,7 +327,7 @@ def another_context(tmp_path: Path) -> ssl.SSLContext:
 
 
 @on_uvloop
-async def test_a_relay_with_a_certificate_of_its_own_hears_nothing(tmp_path):
+async def test_a_relay_with_its_own_certificate_receives_nothing(tmp_path):
     token = CoordinatorCredentials.open().join_token().reveal()
     async with Impostor(another_context(tmp_path)) as relay:
         text = await refusal(relay.port, elsewhere(tmp_path, token))
@@ -337,7 +337,7 @@ async def test_a_relay_with_a_certificate_of_its_own_hears_nothing(tmp_path):
 
 
 @on_uvloop
-async def test_a_relay_hears_nothing_from_a_worker_with_a_key(tmp_path):
+async def test_a_relay_receives_nothing_from_a_worker_with_a_key(tmp_path):
     async with live_service(tmp_path, 1) as live:
         token = CoordinatorCredentials.open().join_token().reveal()
         async with serving(live, client(live.port, elsewhere(tmp_path, token))):

@@ -63,7 +63,7 @@ def test_one_that_listens_on_ipv6_has_no_ipv4_address(tmp_path):
 
 
 @pytest.mark.usefixtures("machine")
-def test_what_is_bound_is_what_is_told():
+def test_what_is_bound_is_what_is_listed():
     for host in ("192.0.2.7", "box.example", "fe80::20%eth0"):
         assert reachable_addresses(host) == [host]
 
@@ -81,7 +81,7 @@ def test_all_are_in_the_lines_to_paste(machine, tmp_path):
     assert others == "  or at 192.168.1.20:9000"
 
 
-def test_a_machine_on_no_network_says_so(machine, tmp_path):
+def test_a_machine_on_no_network_reports_it(machine, tmp_path):
     del machine[0][1:]
     assert lines(tmp_path, "0.0.0.0")[-1] == (
         "other machines cannot reach this one: it is on no network (ip addr)"

@@ -134,7 +134,7 @@ async def test_a_member_without_a_run_may_leave():
 
 
 @on_uvloop
-async def test_work_before_the_welcome_is_out_of_place():
+async def test_work_before_the_welcome_is_out_of_order():
     session, house, _ = begun()
     with pytest.raises(OutOfOrder, match="SubtreeLoss before the handshake"):
         hear(session, messages.SubtreeLoss)

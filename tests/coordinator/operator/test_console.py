@@ -82,7 +82,7 @@ def test_without_a_journal_the_same_lines_are_printed(reason):
     assert screen.getvalue() == "HALTED at step 3: a NaN\n"
 
 
-def test_a_worker_that_is_sent_away_is_told_of():
+def test_a_worker_that_is_dismissed_is_reported():
     told, screen = progress()
     told.emit(WorkerRefused("bob", "the run requires exactness"))
     assert screen.getvalue() == "worker bob is dismissed: the run requires exactness\n"
@@ -104,7 +104,7 @@ def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
     assert screen.getvalue().splitlines() == ([] if once else lines)
 
 
-def test_the_first_step_of_every_run_is_told_at_once():
+def test_the_first_step_of_every_run_is_reported_at_once():
     told, screen = progress()
     told._service.current.started_s = None
     told._service.current.run.phase = RunPhase.TRAINING
@@ -189,7 +189,7 @@ def logger():
     structlog.reset_defaults()
 
 
-def test_warnings_go_to_the_journal_and_what_is_told_anyway_does_not(logger, capsys):
+def test_warnings_go_to_the_journal_and_what_is_reported_anyway_does_not(logger, capsys):
     entries = Entries()
     set_up_logging(entries, as_json=False)
     logger.info("worker_connected", worker="ann")

@@ -252,7 +252,7 @@ async def test_submit_halt_continue_skip_and_finish(tmp_path):
 
 
 @on_uvloop
-async def test_a_halted_run_is_given_up_the_next_begins_and_it_goes_on_by_its_name(tmp_path):
+async def test_a_halted_run_is_abandoned_the_next_begins_and_it_continues_by_its_name(tmp_path):
     """Nor does a coordinator that goes on with unfinished runs take it up by itself."""
     reference = await undisturbed(tmp_path / "undisturbed", scripted_spec(steps=40))
     runs = tmp_path / "runs"
@@ -289,7 +289,7 @@ async def test_a_halted_run_is_given_up_the_next_begins_and_it_goes_on_by_its_na
 
 
 @on_uvloop
-async def test_a_run_that_waits_for_workers_is_given_up_too(tmp_path):
+async def test_a_run_that_waits_for_workers_is_abandoned_too(tmp_path):
     async with operating(tmp_path, 9) as operator:
         _, first = await operator.post("/submit", {"run": SPEC})
         assert (await operator.post("/give-up"))[0] == 200
@@ -316,7 +316,7 @@ async def test_a_halt_does_not_change_a_bit(tmp_path):
 
 
 @on_uvloop
-async def test_runs_are_taken_one_after_the_other_and_status_names_those_that_wait(tmp_path):
+async def test_runs_are_taken_in_sequence_and_status_names_those_that_wait(tmp_path):
     async with operating(tmp_path) as operator:
         ids = [(await operator.post("/submit", {"run": SPEC}))[1]["run_id"] for _ in range(3)]
         assert len(set(ids)) == 3
@@ -389,7 +389,7 @@ async def test_metrics_are_what_prometheus_reads(tmp_path):
 
 
 @on_uvloop
-async def test_the_event_stream_tells_everything_in_order(tmp_path):
+async def test_the_event_stream_reports_everything_in_order(tmp_path):
     async with operating(tmp_path) as operator:
         told: list[dict[str, Any]] = []
         async with operator.http.get(f"http://{operator.address}/events") as stream:
@@ -497,7 +497,7 @@ async def test_a_port_in_use_is_said_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--bind", "--control"])
-def test_the_command_says_so_too(tmp_path, option):
+def test_the_command_reports_it_too(tmp_path, option):
     other = {"--bind": "--control", "--control": "--bind"}[option]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -525,7 +525,7 @@ async def test_what_is_no_http_is_answered_and_not_logged(tmp_path, capfd, reque
 
 
 @on_uvloop
-async def test_why_no_coordinator_answers_is_told_in_words():
+async def test_why_no_coordinator_answers_is_reported_in_words():
     with pytest.raises(
         Unreachable,
         match=r"answers at 127.0.0.1:\d+ \(.* refused the connection\); start one",

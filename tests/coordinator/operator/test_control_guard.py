@@ -306,7 +306,7 @@ async def test_half_sent_requests_take_few_places_and_keep_nobody_out(tmp_path):
 
 
 @on_uvloop
-async def test_who_shows_no_token_in_time_is_sent_away(tmp_path, monkeypatch):
+async def test_who_shows_no_token_in_time_is_dismissed(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 20)
     async with port(tmp_path) as control:
         async with half_sent(control, 1) as (reader,):

@@ -283,7 +283,7 @@ async def test_a_run_is_submitted_seen_to_its_end_and_laid_beside_another(opened
 
 @pytest.mark.slow
 @on_uvloop
-async def test_a_run_that_is_given_up_goes_on(opened):
+async def test_a_run_that_is_abandoned_continues(opened):
     async with opened() as page:
         page.operator.live.worker("mars")
         await page.operator.post("/submit", {"run": LONG})

@@ -136,7 +136,7 @@ def test_a_line_that_is_no_record_stops_nothing(journal):
     assert history.document()["loss"]["step"] == [1, 2]
 
 
-def test_a_journal_that_was_cut_is_read_anew(journal):
+def test_a_journal_that_was_cut_is_read_again(journal):
     journal.write(*(commit(step) for step in range(9)))
     history = RunHistory(journal.path)
     history.read()

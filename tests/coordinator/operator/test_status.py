@@ -160,7 +160,7 @@ async def test_how_far_the_preparation_of_a_task_is_stands_beside_who_is_waited_
     )
 
 
-async def test_an_idle_service_says_so():
+async def test_an_idle_service_reports_it():
     document = status_document(await service_with(None), NOW_S)
     assert (document["phase"], document["reason"]) == ("idle", "no run was submitted")
     assert "phase    idle (no run was submitted)" in list(status_lines(document))
@@ -203,7 +203,7 @@ async def test_a_run_in_training_on_one_screen():
     )
 
 
-async def test_a_halt_is_told_with_its_reason():
+async def test_a_halt_is_reported_with_its_reason():
     run = staged(*TWO_TRAIN, "payload bob 2-4 value=nan", workers="2")
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
     assert document["phase"] == "halted"
@@ -270,7 +270,7 @@ async def test_who_cannot_take_part_is_named_and_counted_nowhere(commands, optio
     assert ", 1 of 2 workers; waiting for 1 more worker: 1 of 2 are here" in summary(document)
 
 
-async def test_what_waits_and_a_loss_that_is_not_there_are_told_in_words():
+async def test_what_waits_and_a_loss_that_is_missing_are_reported_in_words():
     run = staged(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
     lines = list(status_lines(document | {"loss": None, "queued_runs": ["a-1", "b-2"]}))
@@ -278,7 +278,7 @@ async def test_what_waits_and_a_loss_that_is_not_there_are_told_in_words():
     assert "queued   a-1, b-2" in lines
 
 
-async def test_steps_that_nobody_can_count_yet_are_not_told(tmp_path):
+async def test_steps_that_nobody_can_count_yet_are_not_reported(tmp_path):
     spec = parse_run_spec(
         {"task": "teacher-logits", "model": {"source": "teacher"}, "data": {"train": "text"}}
     )

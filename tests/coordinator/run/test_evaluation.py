@@ -24,7 +24,7 @@ def expected(parts):
 
 
 @given(st.integers(1, 12), st.data())
-def test_any_history_of_losses_gives_the_same_figures(parts, data):
+def test_any_history_of_losses_gives_the_same_metrics(parts, data):
     evaluation = Evaluation(3, parts)
     workers: set[str] = {"w0"}
     owed: dict[str, set[int]] = {"w0": set()}

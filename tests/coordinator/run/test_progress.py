@@ -87,7 +87,7 @@ def test_every_active_worker_has_a_plan():
     assert {m.view for m in sent.values()} == {2}
 
 
-def test_a_worker_without_a_share_still_hears_of_the_step():
+def test_a_worker_without_a_share_still_learns_of_the_step():
     progress, members = started("ann", "bob")
     ann, bob = members.get("ann"), members.get("bob")
     assert ann is not None
@@ -131,7 +131,7 @@ def test_the_present_attempt_is_present(where, expected):
     assert (progress.present(payload(0, 4, **where)) is progress.round) is expected
 
 
-def test_older_attempts_are_late_and_newer_ones_out_of_place():
+def test_older_attempts_are_late_and_newer_ones_out_of_order():
     progress, _ = started("ann")
     progress.attempt = 1
     progress.begin()
@@ -183,7 +183,7 @@ def test_a_skipped_step_updates_nothing():
     assert math.isnan(progress.losses[0])
 
 
-def test_an_answer_to_a_step_that_was_never_committed_is_out_of_place():
+def test_an_answer_to_a_step_that_was_never_committed_is_out_of_order():
     progress, _ = started("ann")
     for term, step in ((5, 1), (4, 0)):
         with pytest.raises(OutOfOrder, match="expected term 5 and at most 0 steps"):
@@ -204,7 +204,7 @@ def test_a_draining_worker_goes_when_its_subtrees_are_there():
     assert going.worker == "ann"
 
 
-def test_what_an_unproven_worker_delivered_starts_the_step_anew():
+def test_what_an_unproven_worker_delivered_starts_the_step_again():
     progress, members = started("ann", "bob")
     progress.begin()
     skip(progress)

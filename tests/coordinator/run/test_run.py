@@ -70,7 +70,7 @@ def test_the_table_has_every_input_and_every_phase():
 
 
 @pytest.mark.parametrize("message", ["payload ann 0-4", "loss ann 0-4", "applied ann 0"])
-def test_what_belongs_to_a_step_is_out_of_place_before_the_first_one(message):
+def test_what_belongs_to_a_step_is_out_of_order_before_the_first_one(message):
     stage = Stage(workers="2")
     for word in ("invite", "ready"):
         stage.command(word, ["ann"], {})
@@ -87,7 +87,7 @@ def test_what_belongs_to_a_step_is_out_of_place_before_the_first_one(message):
         ("checkpoint.metric", {"checkpoint": CheckpointSpec(metric="nonsense")}),
     ],
 )
-def test_a_figure_that_the_task_does_not_measure_ends_the_run_before_it_starts(key, given):
+def test_a_metric_that_the_task_does_not_measure_ends_the_run_before_it_starts(key, given):
     stage = Stage(workers="1")
     stage.run.spec = stage.run.spec.model_copy(update=given)
     stage.command("invite", ["ann"], {})
@@ -139,7 +139,7 @@ def test_an_operator_s_word_is_taken_once(word):
     assert not any("report" in line for line in stage.command(word, [], {}))
 
 
-def test_a_message_that_is_none_of_a_run_s_is_out_of_place():
+def test_a_message_that_is_none_of_a_run_s_is_out_of_order():
     stage = training()
     with pytest.raises(OutOfOrder, match="Heartbeat"):
         stage.run.step(WorkerMessage("ann", Heartbeat()))

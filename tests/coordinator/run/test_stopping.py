@@ -23,7 +23,7 @@ def stops_at(spec: StopSpec, values: list[float], restart: int = 0) -> tuple[int
 
 
 @pytest.mark.parametrize("restart", range(7))
-def test_it_stops_after_so_many_evaluations_without_a_better_figure(restart):
+def test_it_stops_after_this_many_evaluations_without_a_better_metric(restart):
     spec = StopSpec(figure="loss", patience=3)
     step, why = stops_at(spec, LOSSES, restart)
     assert step == 7
@@ -33,7 +33,7 @@ def test_it_stops_after_so_many_evaluations_without_a_better_figure(restart):
     )
 
 
-def test_a_better_figure_has_to_be_better_by_so_much():
+def test_a_better_metric_has_to_be_better_by_so_much():
     assert stops_at(StopSpec(figure="loss", patience=2, min_delta=0.5), LOSSES)[0] == 4
     assert stops_at(StopSpec(figure="loss", patience=1), LOSSES)[0] == 3
     assert stops_at(StopSpec(figure="loss", patience=9), LOSSES) == (0, "")
@@ -57,6 +57,6 @@ def test_higher_may_be_better_and_the_best_is_known():
     assert stopping.measured(15, {"f1": 0.5})
 
 
-def test_without_a_figure_it_never_stops():
+def test_without_a_metric_it_never_stops():
     assert Stopping(None, {}).measured(5, {"loss": 1.0}) == ""
     assert not Stopping(None, {}).is_best(5)

@@ -194,7 +194,7 @@ async def test_a_directory_that_vanishes_and_comes_back(tmp_path, long_reference
     assert audit(directory_of(live, run_id)).ok
 
 
-async def test_a_directory_that_vanishes_is_not_made_anew(tmp_path, long_reference, monkeypatch):
+async def test_a_directory_that_vanishes_is_not_made_again(tmp_path, long_reference, monkeypatch):
     """Not by a checkpoint that is about to be written either: it could not be moved back then."""
     runs, away = tmp_path / "runs", tmp_path / "away"
     gone = threading.Event()
@@ -219,7 +219,7 @@ async def test_a_directory_that_vanishes_is_not_made_anew(tmp_path, long_referen
     assert audit(directory_of(live, run_id)).ok
 
 
-async def test_checkpoints_that_vanish_are_not_begun_anew(tmp_path, long_reference):
+async def test_checkpoints_that_vanish_are_not_started_over(tmp_path, long_reference):
     """All by themselves: nothing else of the run misses them."""
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(LONG)
@@ -277,7 +277,7 @@ async def test_a_coordinator_that_has_lost_its_directory_ends_and_commits_nothin
         assert not (directory_of(live, run_id) / "result.json").exists()
 
 
-async def test_a_joiner_whom_the_disk_has_failed_is_let_in_when_the_run_goes_on(
+async def test_a_joiner_whom_the_disk_has_failed_is_let_in_when_the_run_continues(
     tmp_path, monkeypatch
 ):
     """While one joins, a log that keeps no averages begins to: here the disk refuses that."""

@@ -97,7 +97,7 @@ async def test_a_worker_that_is_lost_in_its_first_step_again_and_again(tmp_path)
     assert '"worker_comes_and_goes"' in journal
 
 
-def test_who_is_no_worker_is_told_once_in_a_while():
+def test_who_is_not_a_worker_is_reported_once_in_a_while():
     others = StrayConnections()
     told = [others.count("10.0.0.9", "plain HTTP?", float(now_s)) for now_s in range(1300)]
     assert [now_s for now_s, event in enumerate(told) if event is not None] == [0, 600, 1200]
@@ -116,7 +116,7 @@ def test_who_is_no_worker_is_told_once_in_a_while():
     ],
     ids=["HTTP", "broken TLS", "SSH", "a check of the port"],
 )
-async def test_what_is_no_worker_never_comes_and_goes(tmp_path, data):
+async def test_what_is_not_a_worker_never_comes_and_goes(tmp_path, data):
     async with live_service(tmp_path, 1) as live:
         for _ in range(4):
             reader, writer = await asyncio.open_connection("127.0.0.1", live.port)

@@ -68,7 +68,7 @@ def test_with_adamw_it_is_at_most_six_times_the_parameters_whatever_the_number_o
 @pytest.mark.parametrize(
     ("blocks", "steps"), [(BLOCKS, 2), pytest.param(MANY_BLOCKS, 4, marks=pytest.mark.slow)]
 )
-def test_a_real_coordinator_takes_no_more_than_is_told(tmp_path, monkeypatch, blocks, steps):
+def test_a_real_coordinator_takes_no_more_than_announced(tmp_path, monkeypatch, blocks, steps):
     """Unequal workers, so that many sums wait; checkpoints; joiners; and no step's end in sight."""
     large = document(scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64})
     growth = grown(tmp_path, large, steps)
@@ -116,7 +116,7 @@ def grown(tmp_path: Path, large: dict[str, Any], steps: int = 5) -> Growth:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("inner_state", "blocks"), [("reset", 40), ("carry", 100)])
-def test_replicas_take_no_more_than_is_told(tmp_path, monkeypatch, inner_state, blocks):
+def test_replicas_take_no_more_than_announced(tmp_path, monkeypatch, inner_state, blocks):
     replicas = {"count": 3, "inner_steps": 2, "inner_state": inner_state, "boundary_every": 1}
     large = document(
         scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64}, replicas=replicas

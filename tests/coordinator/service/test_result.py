@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordinator.service.result import metrics_to_send
 
 
-def test_figures_that_fit_a_message_are_sent_all_or_none():
+def test_metrics_that_fit_a_message_are_sent_all_or_none():
     twelve = {f"figure {number} é": 0.1 if number else None for number in range(12)}
     assert metrics_to_send({"eval": twelve}) == twelve
     assert metrics_to_send({"eval": {"n" * 65: 1.0}}) == {}

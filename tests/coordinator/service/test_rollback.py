@@ -120,7 +120,7 @@ class KilledError(BaseException):
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2, 4])
-async def test_a_crash_on_the_way_back_leaves_a_run_that_goes_on(tmp_path, monkeypatch, moves):
+async def test_a_crash_on_the_way_back_leaves_a_run_that_continues(tmp_path, monkeypatch, moves):
     run_id, reference = await finished(tmp_path)
     directory = RunDirectory(tmp_path / run_id)
     done, move = 0, rollback._move
@@ -145,7 +145,7 @@ async def test_a_crash_on_the_way_back_leaves_a_run_that_goes_on(tmp_path, monke
     assert again["weights_digest"] == reference["weights_digest"]
 
 
-def test_a_segment_that_goes_on_after_the_checkpoint_is_cut_and_kept_whole_aside(tmp_path):
+def test_a_segment_that_continues_after_the_checkpoint_is_cut_and_kept_whole_aside(tmp_path):
     run = WrittenRun(tmp_path / "run")
     for _ in range(3):
         run.step()

@@ -487,7 +487,7 @@ async def test_weights_that_add_up_to_infinity(tmp_path):
 # The daemons themselves.
 
 
-def test_real_daemons_go_on(tmp_path, reference):
+def test_real_daemons_continue(tmp_path, reference):
     """A coordinator and a worker as processes; everything above in short, one after the other."""
     spec = tmp_path / "scripted.yaml"
     spec.write_text(SPEC.model_dump_json())

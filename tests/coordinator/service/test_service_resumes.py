@@ -37,7 +37,7 @@ async def interrupted(directory, *specs):
     return ids
 
 
-async def test_unfinished_runs_go_on_in_their_order(tmp_path):
+async def test_unfinished_runs_continue_in_their_order(tmp_path):
     second = scripted_spec(steps=5, seed=8)
     reference = await undisturbed(tmp_path / "alone", SPEC)
     ids = await interrupted(tmp_path / "runs", SPEC, second)
@@ -55,7 +55,7 @@ async def test_unfinished_runs_go_on_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("drained", [False, True])
-async def test_a_run_with_state_digests_of_format_1_goes_on(tmp_path, monkeypatch, drained):
+async def test_a_run_with_state_digests_of_format_1_continues(tmp_path, monkeypatch, drained):
     reference = await undisturbed(tmp_path / "alone", SPEC)
     runs = tmp_path / "runs"
     with monkeypatch.context() as older:
@@ -79,7 +79,7 @@ async def test_a_run_with_state_digests_of_format_1_goes_on(tmp_path, monkeypatc
     assert audited.ok, audited.lines()
 
 
-async def test_workers_of_a_drained_run_stay_for_the_service_that_goes_on_with_it(tmp_path):
+async def test_workers_of_a_drained_run_stay_for_the_service_that_continues_with_it(tmp_path):
     runs = tmp_path / "runs"
     async with live_service(runs, 1) as first:
         run_id = first.service.submit(SPEC)
@@ -240,7 +240,7 @@ async def test_without_its_term_a_run_loses_no_step(tmp_path):
     assert found.ok, found.lines()
 
 
-async def test_a_run_of_an_older_release_goes_on_with_the_same_bits(tmp_path):
+async def test_a_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
     """Interrupted after step 14, when terms were called epochs and files had no digests."""
     reference = await undisturbed(tmp_path / "alone", SPEC)
     [kept] = (ROOT / "tests" / "older_release").iterdir()
@@ -278,7 +278,7 @@ async def test_a_later_checkpoint_that_could_not_be_used_is_left_behind(tmp_path
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.3])
-async def test_a_journal_that_was_cut_is_no_history_to_go_on_with(tmp_path, kept):
+async def test_a_journal_that_was_cut_is_no_history_to_continue_with(tmp_path, kept):
     (run_id,) = await interrupted(tmp_path, SPEC)
     journal = tmp_path / run_id / "journal.jsonl"
     os.truncate(journal, round(journal.stat().st_size * kept))

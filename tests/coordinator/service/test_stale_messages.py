@@ -11,7 +11,7 @@ from tests.live_service import live_service, scripted_spec
 
 
 @on_uvloop
-async def test_a_payload_in_the_earlier_run_s_precision_is_passed_over(tmp_path):
+async def test_a_payload_in_the_earlier_run_s_precision_is_skipped(tmp_path):
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(scripted_spec())
         live.worker("w0")

@@ -28,7 +28,7 @@ def newest(directory: RunDirectory) -> int:
     return max(int(path.name.removeprefix("step-")) for path in directory.checkpoints.iterdir())
 
 
-def test_a_copy_is_brought_back(directory, tmp_path):
+def test_a_copy_is_restored(directory, tmp_path):
     step = newest(directory)
     copy_checkpoint(directory, step, str(tmp_path / "copies"), keep=1)
     assert restore_copy(tmp_path / "copies", tmp_path / "again").step == step
@@ -97,7 +97,7 @@ def restored(run: WrittenRun, copies: Path, to: Path) -> str:
     return brought.summary
 
 
-def test_copies_of_steps_that_were_taken_back_are_passed_over(tmp_path):
+def test_copies_of_steps_that_were_taken_back_are_skipped(tmp_path):
     copies = tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
     for _ in range(3):
@@ -135,7 +135,7 @@ def test_the_newer_term_is_newer_also_beside_copies_of_more_steps(tmp_path):
     assert "after-0000000003" in told
 
 
-def test_a_copy_made_while_the_run_goes_on_is_enough(tmp_path):
+def test_a_copy_made_while_the_run_continues_is_enough(tmp_path):
     run = WrittenRun(tmp_path / "run", skip=(4,))
     steps_of(run, 3)
     state = run.replica.state_digest()
@@ -190,7 +190,7 @@ def test_of_several_runs_one_is_to_be_named(directory, tmp_path):
     assert restore_copy(run, tmp_path / "again").step == newest(directory)
 
 
-def test_a_run_that_was_brought_back_while_the_first_lives_has_the_copies(tmp_path):
+def test_a_run_that_was_restored_while_the_first_lives_has_the_copies(tmp_path):
     copies, elsewhere = tmp_path / "copies", RunDirectory(tmp_path / "elsewhere")
     run = WrittenRun(tmp_path / "run")
     steps_of(run, 3, copies)

@@ -95,7 +95,7 @@ def test_a_run_without_its_first_file_is_no_new_run(run):
         run.begin("another", SPEC)
 
 
-async def test_terms_are_told_before_they_are_written_and_a_crash_may_leave_either(run):
+async def test_terms_are_reported_before_they_are_written_and_a_crash_may_leave_either(run):
     storage = RunStorage(run, RUN_ID, SPEC, term=2, guard=lambda: None, failed=print)
     storage.begin_journal(list)
     storage.begin_log(MANIFEST, 2)
@@ -111,7 +111,7 @@ async def test_terms_are_told_before_they_are_written_and_a_crash_may_leave_eith
         check_files(run)
 
 
-def test_only_those_that_are_there_are_told(tmp_path):
+def test_only_those_that_are_there_are_reported(tmp_path):
     run = WrittenRun(tmp_path / "run")
     assert sorted(present_digests(run.directory)) == ["manifest.json", "run.json"]
 

@@ -147,7 +147,7 @@ async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeyp
     assert [each for each in records if not isinstance(each, FileDigests)] == [first, later, end]
 
 
-async def test_figures_are_kept_with_a_checkpoint_that_comes_after_them(directory):
+async def test_metrics_are_kept_with_a_checkpoint_that_comes_after_them(directory):
     storage, _ = begin(directory)
     storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})
     storage.record([CommandReceived(term=1, step=0, command="checkpoint")])
@@ -203,7 +203,7 @@ async def test_the_log_waits_for_a_joiner_through_checkpoints_but_not_for_ever(
     assert failures == []
 
 
-async def test_a_checkpoint_that_comes_after_later_figures_has_its_own(directory):
+async def test_a_checkpoint_that_comes_after_later_metrics_has_its_own(directory):
     """Else which state is the best would be decided by how fast the disk is."""
     storage, _ = begin(directory)
     storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})

@@ -46,7 +46,7 @@ def told(row: Row) -> tuple[int, dict[str, float]]:
     return row.step, row.values
 
 
-def test_a_row_is_told_once_it_is_complete(tmp_path):
+def test_a_row_is_reported_once_it_is_complete(tmp_path):
     assert [*Rows(tmp_path / "none").read()] == []
     written = Written(tmp_path)
     assert written.read(measured(0, 0.5)) == []
@@ -59,7 +59,7 @@ def test_a_row_is_told_once_it_is_complete(tmp_path):
     assert written.rows.outcome == "drained"
 
 
-def test_steps_that_are_done_again_are_told_once(tmp_path):
+def test_steps_that_are_done_again_are_reported_once(tmp_path):
     written = Written(tmp_path)
     before = written.read(commit(0, 3.0), commit(1, 2.0), commit(2, 1.0))
     assert [step for step, _ in before] == [1, 2]

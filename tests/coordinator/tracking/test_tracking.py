@@ -132,7 +132,7 @@ def no_server(monkeypatch):
 
 @pytest.mark.usefixtures("no_server")
 @pytest.mark.parametrize("name", TRACKERS)
-def test_every_step_is_told_once_over_two_processes(tmp_path, name):
+def test_every_step_is_reported_once_over_two_processes(tmp_path, name):
     if name not in HERE:
         pytest.skip(f"needs the extra {name}")
     run = run_in(tmp_path / "run", 3)
@@ -145,7 +145,7 @@ def test_every_step_is_told_once_over_two_processes(tmp_path, name):
 
 @pytest.mark.usefixtures("no_server")
 @pytest.mark.skipif(not HERE, reason="needs the extra tensorboard, wandb or mlflow")
-def test_a_coordinator_that_is_killed_goes_on_telling_all_of_them(tmp_path):
+def test_a_coordinator_that_is_killed_continues_telling_all_of_them(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
     given = ["--expect-workers", "1", *(f"--track={name}" for name in HERE)]
@@ -175,7 +175,7 @@ BROKEN = {
     ("how", "said"),
     [("fails", "AttributeError"), ("hangs", "in time"), ("dies", "it was ended")],
 )
-def test_a_tracker_that_breaks_is_told_of_in_one_line(tmp_path, monkeypatch, how, said):
+def test_a_tracker_that_breaks_is_reported_in_one_line(tmp_path, monkeypatch, how, said):
     (tmp_path / "wandb.py").write_text(BROKEN[how])
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     run = run_in(tmp_path / "run", 3, ends=True)
@@ -215,7 +215,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
     assert "pip install 'samestep[wandb]'" in done.stderr
 
 
-def test_a_journal_that_is_no_run_s_is_refused(tmp_path):
+def test_a_journal_that_is_not_a_run_s_is_refused(tmp_path):
     pytest.importorskip("tensorboard")
     done = called("coordinator", "track", str(tmp_path), "--to", "tensorboard")
     assert done.returncode == 2

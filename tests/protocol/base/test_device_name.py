@@ -34,7 +34,7 @@ def test_what_is_no_backend(name):
 
 
 @pytest.mark.parametrize("kind", ["cuda", "vulkan"])
-def test_a_device_as_torch_writes_it_is_told_as_we_do(kind):
+def test_a_device_as_torch_writes_it_is_reported_as_we_do(kind):
     with pytest.raises(UsageError) as caught:
         parse_devices(f"{kind}:1", "")
     hint = f"; write {kind}1 for device 1; see: worker devices"

@@ -105,14 +105,14 @@ def _raised_by(work):
         (lambda: int("x\ny"), "invalid literal for int()"),
     ],
 )
-def test_what_other_libraries_raise_is_told_in_one_line(work, told):
+def test_what_other_libraries_raise_is_reported_in_one_line(work, told):
     text = describe_error(_raised_by(work))
     assert told in text
     assert "\n" not in text
     assert "http" not in text
 
 
-def test_of_several_sentences_the_first_is_told():
+def test_of_several_sentences_the_first_is_reported():
     error = ValueError("Target modules {'x'} not found in the base model. Please check it. Again.")
     assert describe_error(error) == "Target modules {'x'} not found in the base model"
     alloc = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. You tried to allocate")

@@ -31,7 +31,7 @@ def test_as_many_files_are_allowed_as_it_takes(limited, soft, hard, set_to):
     assert held == set_to
 
 
-def test_fewer_than_it_takes_are_told(limited):
+def test_fewer_than_it_takes_are_reported(limited):
     limited(32, 64)
     with pytest.raises(UsageError, match="a limit of 128 or more, got 64; ulimit -n 1024"):
         need_open_files(128)

@@ -60,7 +60,7 @@ def test_a_command_ends_as_its_work_does(tmp_path, command, code, streams):
     assert ended(command, streams, tmp_path).returncode == code
 
 
-def test_a_daemon_does_not_wait_for_a_reader_that_stands_still():
+def test_a_daemon_does_not_wait_for_a_reader_that_stalls():
     """What it writes meanwhile is lost, and counted for whoever reads on; a command waits."""
     code = (
         "import sys; from protocol.cli import output as o; o._PATIENCE_S = 0.01;"
@@ -87,7 +87,7 @@ def test_a_daemon_does_not_wait_for_a_reader_that_stands_still():
     assert end == "end"
 
 
-def test_a_full_disk_behind_the_output_is_told_once():
+def test_a_full_disk_behind_the_output_is_reported_once():
     code = (
         "from protocol.cli.output import keep_reporting; keep_reporting('worker'); import os;"
         "[print('x', flush=True) for _ in range(3)]; print('é\\udcff'); os._exit(0)"

@@ -100,7 +100,7 @@ def test_what_would_not_be_heeded_is_refused(tmp_path, form, row, message, file)
     assert "\n" not in str(raised.value)
 
 
-def test_what_says_nothing_or_steers_nothing_is_passed_over(tmp_path):
+def test_what_says_nothing_or_steers_nothing_is_skipped(tmp_path):
     row: dict[str, Any] = {
         **PROMPT,
         "tools": [],

@@ -183,7 +183,7 @@ def test_every_text_with_two_labels_is_named_and_the_first_can_count(read):
         read("a.jsonl", jsonl(*many))
 
 
-def test_labels_that_mostly_mean_the_same_are_told(read):
+def test_labels_that_mostly_mean_the_same_are_reported(read):
     labels = ["Good", "good", "bad", "1", "1.0", "01", "2", "very  bad", "Very bad"]
     data = read("a.csv", "text,label\n" + "".join(f"t{n},{x}\n" for n, x in enumerate(labels)))
     assert sorted(data.alike) == [("01", "1", "1.0"), ("Good", "good"), ("Very bad", "very  bad")]

@@ -104,7 +104,7 @@ def _digest_of_parameters(replica):
     return plain.weights_digest()
 
 
-def test_an_average_goes_on_while_its_tensor_has_no_gradient():
+def test_an_average_continues_while_its_tensor_has_no_gradient():
     spec = OptimizerSpec(name="sgd", lr=0.1, ema=EmaSpec(decay=0.5))
     whole, replica = replica_of(spec), replica_of(spec)
     for step in range(3):

@@ -15,7 +15,7 @@ def spec_of(**model: object) -> RunSpec:
     return parse_run_spec({**LANGUAGE, "model": {"source": "m", **model}})
 
 
-def test_it_is_doubled_after_so_many_steps_up_to_a_bound():
+def test_it_is_doubled_after_this_many_steps_up_to_a_bound():
     spec = spec_of(precision="float16", loss_scale=1024, loss_scale_every=3)
     assert scales(spec)
     assert first_scale(spec) == 1024

@@ -87,7 +87,7 @@ def test_the_first_group_that_matches_decides():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_group_is_an_optimizer_of_its_own(name):
+def test_a_group_is_its_own_optimizer(name):
     """A tensor has the bits of an ungrouped run with its rate and decay, but for one rounding."""
     found = trained(spec_of(name))
     for tensor, (lr_scale, weight_decay) in RULES.items():
@@ -123,7 +123,7 @@ def test_groups_are_those_of_torch(name):
         assert np.allclose(found[name_of_tensor], parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_groups_are_clipped_by_a_norm_of_their_own():
+def test_groups_are_clipped_by_their_own_norm():
     groups = (
         ParameterGroup(match=("*.bias", "head.*"), clip_norm=0.5),
         ParameterGroup(match=("layers.10.*",), lr_scale=2.0),

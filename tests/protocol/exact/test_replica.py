@@ -201,7 +201,7 @@ def test_a_digest_of_hashes_made_by_the_update_is_that_of_the_memory(spec):
 
 
 @each_spec
-def test_a_state_moves_through_its_parts_and_both_go_on_alike(spec):
+def test_a_state_moves_through_its_parts_and_both_continue_alike(spec):
     first = trained(spec)
     first.skip()
     second = Replica(BLOCKS, spec)

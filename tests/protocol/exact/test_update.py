@@ -385,7 +385,7 @@ def test_the_gradient_is_left_as_it_is(spec):
     assert same_bits(gradients, before)
 
 
-def test_nothing_happens_to_an_empty_stretch():
+def test_nothing_happens_to_an_empty_inner_phase():
     empty = np.empty(0, np.float32)
     spec = Sgd(name="sgd")
     apply_update(spec, step_scalars(spec, 1, 0, 1, 0.0), empty, empty, (), decay=True)

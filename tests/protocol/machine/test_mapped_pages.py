@@ -18,7 +18,7 @@ def mapped(tmp_path):
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint64)
 
 
-def test_pages_that_were_read_leave_memory_and_are_read_anew(mapped):
+def test_pages_that_were_read_leave_memory_and_are_read_again(mapped):
     expected = 2 * MIB * (2 * MIB - 1) // 2
     with measured_growth() as growth:
         assert int(mapped.sum()) == expected
@@ -44,6 +44,6 @@ def test_pages_at_the_edges_of_a_range_stay(mapped):
     assert inner == mmap.PAGESIZE
 
 
-def test_a_mapped_file_is_told_from_other_memory(mapped):
+def test_a_mapped_file_is_distinguished_from_other_memory(mapped):
     assert is_mapped_file(mapped.ctypes.data)
     assert not is_mapped_file(np.ones(MIB).ctypes.data)

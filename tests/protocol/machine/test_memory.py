@@ -49,6 +49,6 @@ def test_whom_the_kernel_has_killed(tmp_path, own, file, text):
         assert (told.outcome, "9 processes since" in told.found) == ("ok", True)
 
 
-def test_a_system_that_tells_nothing(tmp_path):
+def test_a_system_that_reports_nothing(tmp_path):
     assert killed_for_memory(tmp_path, tmp_path) == {}
     assert killed(tmp_path, tmp_path).outcome == "ok"

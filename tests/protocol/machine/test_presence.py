@@ -45,7 +45,7 @@ def left_by(pid: int, monkeypatch, note: Presence) -> None:
         note.begin()
 
 
-def test_one_that_was_killed_for_memory_is_told_once(tmp_path, system, monkeypatch):
+def test_one_that_was_killed_for_memory_is_reported_once(tmp_path, system, monkeypatch):
     proc, counts = system
     left_by(dead_pid(), monkeypatch, presence(tmp_path, proc))
     counts(2)
@@ -58,7 +58,7 @@ def test_one_that_was_killed_for_memory_is_told_once(tmp_path, system, monkeypat
 
 
 @pytest.mark.parametrize("case", ["otherwise", "rebooted", "ended", "alive", "damaged"])
-def test_what_tells_nothing_of_memory(tmp_path, system, monkeypatch, case):
+def test_what_reports_nothing_of_memory(tmp_path, system, monkeypatch, case):
     proc, counts = system
     note = presence(tmp_path, proc)
     left_by(os.getppid() if case == "alive" else dead_pid(), monkeypatch, note)

@@ -137,7 +137,7 @@ def test_of_one_that_is_killed_while_it_writes_what_it_has_told_stays(sides):
     assert body.tobytes() == np.arange(50_000, dtype=np.float32).tobytes()
 
 
-def test_only_so_many_averages_are_made_there(sides):
+def test_only_this_many_averages_are_made_there(sides):
     lender, _, _ = sides
     averages = [lender.allocate(1 << 21) for _ in range(5)]
     assert [each is None for each in averages] == [False] * 4 + [True]

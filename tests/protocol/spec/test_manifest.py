@@ -40,7 +40,7 @@ def changed(**parts):
     return json.dumps(json.loads(MANIFEST.to_bytes()) | parts).encode()
 
 
-def test_tensors_lie_one_after_the_other():
+def test_tensors_lie_in_sequence():
     assert BLOCK.elements == 10
     found = [(tensor.name, part.start, part.stop) for tensor, part in BLOCK.slices()]
     assert found == [("w", 0, 6), ("scale", 6, 7), ("none", 7, 7), ("b", 7, 10)]

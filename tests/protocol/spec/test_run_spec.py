@@ -157,13 +157,13 @@ def test_what_was_set_is_not_blamed_on_the_file(written):
         ("batch={samples: 2, microbatch: x}", 'batch.microbatch: expected a whole number, got "x"'),
     ],
 )
-def test_what_was_set_with_its_section_is_told_as_set(override, expected):
+def test_what_was_set_with_its_section_is_reported_as_set(override, expected):
     with pytest.raises(RunSpecError) as caught:
         parse_run_spec(REGRESS, [override], "run.yaml")
     assert str(caught.value) == f"{expected} (from --set {override})"
 
 
-def test_bounds_and_patterns_are_told_in_words():
+def test_bounds_and_patterns_are_reported_in_words():
     assert "optimizer.lr: expected a number of at least 1e-30, got 0" in refusal(
         REGRESS | {"optimizer": {"lr": 0}}
     )
@@ -388,7 +388,7 @@ def test_a_bad_file_is_one_clear_line_with_its_name(written, content, expected):
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_is_no_run_spec(tmp_path):
+def test_a_directory_is_not_a_run_spec(tmp_path):
     with pytest.raises(RunSpecError, match="cannot read the run spec"):
         load_run_spec(tmp_path)
 

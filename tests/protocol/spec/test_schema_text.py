@@ -21,7 +21,7 @@ def test_keys_are_found_by_what_one_types():
     assert {line.split()[0] for line in schema_lines("microbatch")} == {"batch.microbatch"}
 
 
-def test_a_key_that_there_is_not_is_an_error_with_those_like_it():
+def test_a_key_that_does_not_exist_is_an_error_with_those_like_it():
     with pytest.raises(
         UsageError, match=r"expected a key of a run spec, got 'chekpoint'.* checkpoint"
     ):

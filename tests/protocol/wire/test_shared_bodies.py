@@ -46,7 +46,7 @@ def shared(connection: Connection, message, values=VALUES) -> bytes:
     return frame
 
 
-def test_a_body_is_not_in_the_frame_and_comes_as_it_was():
+def test_a_body_is_not_in_the_frame_and_comes_unchanged():
     coordinator, worker = sharing()
     frame = shared(worker, SENT)
     assert len(frame) < 200

@@ -177,7 +177,7 @@ async def test_a_goodbye_is_read_although_the_peer_has_gone_while_it_was_sent_to
 
 
 @on_uvloop
-async def test_the_end_in_the_middle_of_a_large_body_is_told(contexts):
+async def test_the_end_in_the_middle_of_a_large_body_is_reported(contexts):
     (ours, theirs), (_, heard) = await joined(contexts)
     whole = b"".join(bytes(each) for each in blob(of_bytes(LARGE)).buffers)
     assert ours._transport is not None
@@ -245,7 +245,7 @@ async def test_two_that_say_goodbye_at_once_do_not_wait_for_each_other(contexts)
 
 
 @on_uvloop
-async def test_who_reads_for_a_moment_only_hears_nothing(contexts):
+async def test_who_reads_for_a_moment_only_receives_nothing(contexts):
     (ours, theirs), (_, heard) = await joined(contexts)
     begun, read = asyncio.Event(), asyncio.Event()
     transport = theirs._transport

@@ -638,5 +638,5 @@ async def test_small_messages_do_not_wait_and_dead_links_are_noticed():
         (ConnectionResetError(), "the connection was reset"),
     ],
 )
-def test_why_a_connection_ended_is_told_in_words(error, told):
+def test_why_a_connection_ended_is_reported_in_words(error, told):
     assert reason_of(error) == told

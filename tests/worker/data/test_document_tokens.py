@@ -271,7 +271,7 @@ def test_packing_cuts_a_lone_file_as_it_cuts_a_row(tokenizer, tmp_path):
     assert labels == [*whole(tokenizer, text), 2]
 
 
-def test_a_tokenizer_that_tells_no_places_still_reads_the_whole_text(tokenizer, tmp_path):
+def test_a_tokenizer_that_reports_no_places_still_reads_the_whole_text(tokenizer, tmp_path):
     class Slow(Counting):
         is_fast = False
 

@@ -166,7 +166,7 @@ def test_grouping_leaves_less_than_half_of_the_padding(chat, tmp_path):
     assert found[True] <= 0.5 * found[False]
 
 
-def test_a_file_of_its_own_is_measured_on(chat, tmp_path):
+def test_a_validation_file_is_evaluated(chat, tmp_path):
     valid = jsonl(tmp_path / "v.jsonl", [ROWS[3], {"messages": conversation(40)}])
     document = changed(chat, validation=str(valid))
     document["data"].pop("holdout")

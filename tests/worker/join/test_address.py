@@ -60,7 +60,7 @@ def test_what_cannot_be_used_is_named(tmp_path, content, said):
     assert said in str(raised.value)
 
 
-def test_a_worker_waits_for_the_file_and_says_so(tmp_path):
+def test_a_worker_waits_for_the_file_and_reports_it(tmp_path):
     path = tmp_path / "address.json"
     waiting, told = threading.Event(), []
 

@@ -54,7 +54,7 @@ def test_the_variable_is_taken_out_of_the_environment(environment):
     assert "SAMESTEP_TOKEN" not in environment
 
 
-def test_a_file_is_read_anew_each_time(tmp_path, environment):
+def test_a_file_is_read_again_each_time(tmp_path, environment):
     path = kept(tmp_path / "file", token())
     credentials = WorkerCredentials(path, environment=environment)
     changed = token()
@@ -76,7 +76,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path, environment, mode):
 @pytest.mark.parametrize(
     "text", ["", "x", "a" * 64, "a" * 64 + "." + "b" * 42, "A" * 64 + "." + "b" * 43, "\x00" * 108]
 )
-def test_what_is_no_token_is_not_shown(tmp_path, environment, text):
+def test_what_is_not_a_token_is_not_shown(tmp_path, environment, text):
     path = tmp_path / "file"
     write_secret(path, text)
     with pytest.raises(UsageError, match="expected a join token") as caught:
@@ -87,7 +87,7 @@ def test_what_is_no_token_is_not_shown(tmp_path, environment, text):
             WorkerCredentials(environment={**environment, "SAMESTEP_TOKEN": text})
 
 
-def test_a_file_that_is_not_there(tmp_path, environment):
+def test_a_file_that_is_missing(tmp_path, environment):
     with pytest.raises(UsageError, match="does not exist"):
         WorkerCredentials(tmp_path / "none", environment=environment)
     with pytest.raises(UsageError, match="expected a file"):

@@ -65,7 +65,7 @@ def test_it_is_read_as_it_was_announced():
         ("den", ["192.0.2.1"], 9000, GOOD | {"certificate": "../x"}),
     ],
 )
-def test_what_is_no_coordinator_is_passed_over(name, addresses, port, properties):
+def test_what_is_not_a_coordinator_is_skipped(name, addresses, port, properties):
     with pytest.raises(MessageError):
         Announced.read(f"{name}.{SERVICE}", addresses, port, properties)
 

@@ -316,7 +316,7 @@ def test_a_connection_that_comes_back_finds_the_replica_unless_it_is_half_loaded
         assert made.do(SKIP) == [], "all are taking its parameters"
 
 
-def test_a_device_of_another_numerics_profile_is_left_out_and_the_rest_goes_on():
+def test_a_device_of_another_numerics_profile_is_left_out_and_the_rest_continues():
     made = DeviceGroup(("a", "b", "odd"))
     made.do(act.Build("r", SPEC, keep=False))
     made.report("odd", replace(BUILT, numerics_profile="6" * 64))
@@ -366,7 +366,7 @@ def non_finite(subtree, block, device):
     return events.NonFiniteSum(STEP_ID, NonFinite(subtree, None, block, device))
 
 
-def test_values_that_are_not_finite_are_told_with_their_device():
+def test_values_that_are_not_finite_are_reported_with_their_device():
     values = np.array([1, np.inf, 2], np.float32)
     made = group("a", "b")
     parts = dict(computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 2)))))
@@ -376,7 +376,7 @@ def test_values_that_are_not_finite_are_told_with_their_device():
     assert given(made.report("a", nan)) == [non_finite(parts["a"], None, "a")]
 
 
-def test_without_any_device_that_has_the_state_the_worker_joins_anew():
+def test_without_any_device_that_has_the_state_the_worker_joins_again():
     made = group("a", "b")
     made.lost("a", "was ended by SIGKILL")
     (lost,) = given(made.lost("b", "was ended by SIGKILL"))
@@ -402,13 +402,13 @@ def test_a_device_that_fails_is_left_out_and_the_last_one_is_the_worker_s_end():
     assert given(made.report("b", events.DeviceFailed(error))) == [events.DeviceFailed(error)]
 
 
-def test_a_device_that_is_not_there_is_the_end_of_the_worker():
+def test_a_device_that_is_missing_is_the_end_of_the_worker():
     made = DeviceGroup(("a", "b"))
     event = events.DeviceFailed(BackendUnavailable("cuda", "no driver"))
     assert given(made.report("a", event)) == [event]
 
 
-def test_a_task_that_nobody_can_build_is_told_once():
+def test_a_task_that_nobody_can_build_is_reported_once():
     made = DeviceGroup(("a", "b"))
     made.do(act.Build("r", SPEC, keep=False))
     failed = events.BuildFailed("r", RunFailed("no memory"), is_local=True)
@@ -418,7 +418,7 @@ def test_a_task_that_nobody_can_build_is_told_once():
     ]
 
 
-def test_a_part_that_waits_for_files_goes_on_with_its_subtree():
+def test_a_part_that_waits_for_files_continues_with_its_subtree():
     made = group("a", "b")
     compute = act.Compute(STEP_ID, M, Subtree(0, 2))
     parts = dict(computes(made.do(compute)))

@@ -228,7 +228,7 @@ def test_another_digest_is_a_file_that_has_changed():
     assert "has changed at the coordinator" in answered.reason
 
 
-def test_a_disk_that_refuses_is_told_in_one_line():
+def test_a_disk_that_refuses_is_reported_in_one_line():
     fetch, one = fetching_one()
     fetch.chunk(answer(one.digest, 0), body(10))
     full = StorageFailed("write", "/cache", "no space left")

@@ -14,7 +14,7 @@ def given_a_run(*, prepared: bool = False, step: int = 0):
     return session
 
 
-def test_the_third_loss_without_a_step_counts_and_is_told():
+def test_the_third_loss_without_a_step_counts_and_is_reported():
     joins = JoinFailures()
     lines, begun_anew = [], []
     for _ in range(6):
@@ -36,7 +36,7 @@ def test_the_third_loss_without_a_step_counts_and_is_told():
         (given_a_run(prepared=True, step=5), False),  # it has taken steps
     ],
 )
-def test_what_begins_the_time_anew(session, told):
+def test_what_begins_the_time_again(session, told):
     joins = JoinFailures()
     for _ in range(5):
         joins.connection_lost(given_a_run(), asked_to_return=False)

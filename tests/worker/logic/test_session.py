@@ -220,7 +220,7 @@ def test_a_coordinator_of_an_earlier_term_is_refused():
     assert terms == {"run": 9, "another": 1}
 
 
-def test_a_worker_that_was_away_keeps_its_state_and_says_so():
+def test_a_worker_that_was_away_keeps_its_state_and_reports_it():
     session = welcomed()
     actions = session.receive(*start_run(step=5))
     assert act.Build("run", SPEC, keep=True) in actions
@@ -247,7 +247,7 @@ def test_a_spec_that_is_none_ends_the_connection():
         welcomed().receive(start_run()[0], np.frombuffer(b"{}", np.uint8))
 
 
-def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
+def test_a_task_that_can_not_be_built_is_reported_with_its_exit_code():
     session = welcomed()
     session.receive(*start_run())
     (message,) = sent(session.result(events.BuildFailed("run", DataError("no such file"))))
@@ -257,7 +257,7 @@ def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
     assert message == msg.Unready(run_id="run", reason="too large", own=True, exit_code=2)
 
 
-def test_a_task_that_training_moved_is_told_with_its_exit_code():
+def test_a_task_that_training_moved_is_reported_with_its_exit_code():
     session = ready()
     (message,) = sent(session.result(events.TaskRefused("run", DataError("the teacher changed"))))
     assert message == msg.Unready(
@@ -353,7 +353,7 @@ def test_every_message_and_result_has_an_answer_in_every_phase():
         (msg.EvalPlan(term=6, step=0, lo=0, hi=1), None),
     ],
 )
-def test_another_term_is_out_of_place(message, values):
+def test_another_term_is_out_of_order(message, values):
     with pytest.raises(OutOfOrder, match="expected term 7"):
         working().receive(message, values)
 
@@ -391,7 +391,7 @@ def test_what_does_not_fit_ends_the_connection(message):
     "message",
     [plan((0, 1)), msg.StateRequest(run_id="run"), msg.EvalPlan(term=7, step=0, lo=0, hi=1)],
 )
-def test_work_before_the_task_is_built_is_out_of_place(message):
+def test_work_before_the_task_is_built_is_out_of_order(message):
     session = welcomed()
     session.receive(*start_run())
     with pytest.raises(OutOfOrder):
@@ -509,7 +509,7 @@ def chunk(**change):
     return msg.StateChunk(**{"run_id": "run", "chunk": 0, **fields, **change})
 
 
-def test_a_state_is_loaded_and_the_steps_go_on_from_it():
+def test_a_state_is_loaded_and_the_steps_continue_from_it():
     session = ready()
     (load,) = session.receive(chunk(), body([1, 2]))
     assert isinstance(load, act.LoadChunk)
@@ -521,7 +521,7 @@ def test_a_state_is_loaded_and_the_steps_go_on_from_it():
 
 
 @pytest.mark.parametrize("wrong", [chunk(run_id="other"), chunk(optimizer_step=3)])
-def test_a_state_that_does_not_fit_is_out_of_place(wrong):
+def test_a_state_that_does_not_fit_is_out_of_order(wrong):
     with pytest.raises(OutOfOrder):
         ready().receive(wrong, body([1, 2]))
 
@@ -587,14 +587,14 @@ def test_a_drain_is_said_once():
     assert session.drain() == []
 
 
-def test_a_lost_device_is_told_in_its_own_words():
+def test_a_lost_device_is_reported_in_its_own_words():
     lost = DeviceError("card", "the device was lost")
     assert working().result(events.DeviceFailed(lost))[-1] == act.Leave(
         "device 'card' failed: the device was lost", False, 1, failed=True
     )
 
 
-def test_a_broken_device_is_told_and_ends_the_worker():
+def test_a_broken_device_is_reported_and_ends_the_worker():
     actions = working().result(events.DeviceFailed(RuntimeError("out of\n memory")))
     (goodbye,) = sent(actions)
     assert isinstance(goodbye, msg.Goodbye)
@@ -654,7 +654,7 @@ def raw(*values):
     return np.array(values, np.uint8)
 
 
-def test_a_stretch_goes_on_once_all_of_its_state_is_there():
+def test_an_inner_phase_continues_once_all_of_its_state_is_there():
     session = waiting()
     assert session.receive(stretch(last=False), raw(1, 2)) == []
     give, compute = session.receive(stretch(), raw(3))
@@ -684,7 +684,7 @@ def test_a_state_that_nobody_waits_for_any_more_is_dropped():
     assert session.receive(stretch(), raw(1)) == []
 
 
-def test_how_far_a_stretch_is_and_where_it_can_go_on_are_told(monkeypatch):
+def test_how_far_an_inner_phase_is_and_where_it_can_continue_are_reported(monkeypatch):
     monkeypatch.setattr(limits, "BODY_BYTES", 4)
     session = ready()
     session.receive(plan((1, 2)), None)

@@ -88,7 +88,7 @@ def test_a_new_model_that_is_too_large_is_refused_before_it_is_made():
     assert raised.value.needed_bytes == 5 * 4 * elements
 
 
-def test_a_machine_that_tells_nothing_is_tried(tmp_path):
+def test_a_machine_that_reports_nothing_is_tried(tmp_path):
     check_model_fits(model(tmp_path), tmp_path / "none", tmp_path / "none")
 
 

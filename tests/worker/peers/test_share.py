@@ -269,7 +269,7 @@ def test_a_sum_in_another_s_name_is_refused():
         share("a").receive("c", message, raw(np.zeros(GRID.elements(0), np.float32)))
 
 
-def test_what_is_not_finite_is_told_with_its_worker():
+def test_what_is_not_finite_is_reported_with_its_worker():
     message = payload(0, 0)
     body = raw(np.full(GRID.elements(0), np.inf, np.float32))
     (said,) = share("a").receive("b", message, body)
@@ -291,7 +291,7 @@ def test_a_table_of_another_shape_is_refused():
         share("a").own(2, table("a", owners=[0]))
 
 
-def test_who_has_no_links_sends_by_way_of_the_coordinator():
+def test_who_has_no_links_sends_through_the_coordinator():
     made = share("c", table("a", "b"))
     actions = made.contribute(ONE, 0, 1.0, sums(0)[0])
     assert {type(action) for action in actions} == {Transmit}

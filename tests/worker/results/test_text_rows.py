@@ -38,7 +38,7 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path, name, content, told):
         read_texts(tmp_path / name, ["text"])
 
 
-def test_a_file_is_told_from_a_text(tmp_path):
+def test_a_file_is_distinguished_from_a_text(tmp_path):
     (tmp_path / "a.txt").touch()
     assert is_file([str(tmp_path / "a.txt")])
     assert not is_file([str(tmp_path / "a.txt"), "and"])

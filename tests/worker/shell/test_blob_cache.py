@@ -53,7 +53,7 @@ def test_a_small_file_of_another_digest_is_not_kept(cache):
 
 
 @pytest.mark.parametrize("have", [0, 1, 2_999_999])
-def test_a_part_goes_on_where_it_ended(cache, have):
+def test_a_part_continues_where_it_ended(cache, have):
     part = opened(cache)
     part.append(CONTENT[:have])
     part.close()
@@ -76,7 +76,7 @@ def test_a_part_with_wrong_bytes_is_thrown_away(cache):
     assert files(cache) == []
 
 
-def test_a_part_longer_than_the_file_starts_anew(cache):
+def test_a_part_longer_than_the_file_starts_over(cache):
     part = opened(cache)
     part.append(CONTENT)
     part.append(CONTENT)
@@ -84,7 +84,7 @@ def test_a_part_longer_than_the_file_starts_anew(cache):
     assert opened(cache).have == 0
 
 
-def test_a_damaged_file_is_not_found_and_is_written_anew(cache):
+def test_a_damaged_file_is_not_found_and_is_written_again(cache):
     assert cache.put(DIGEST, CONTENT)
     path = cache.find(DIGEST, SIZE)
     assert path is not None

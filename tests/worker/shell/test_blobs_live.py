@@ -161,7 +161,7 @@ async def test_data_edited_in_place_is_read_again_by_the_next_run(tmp_path, plac
 
 
 @on_uvloop
-async def test_a_lost_connection_goes_on_where_it_was_cut(tmp_path, place):
+async def test_a_lost_connection_continues_where_it_was_cut(tmp_path, place):
     index = place.index(content())
     cut = 2 * limits.BODY_BYTES
     async with live_service(tmp_path / "out", 1) as live:
@@ -177,7 +177,7 @@ async def test_a_lost_connection_goes_on_where_it_was_cut(tmp_path, place):
 
 
 @on_uvloop
-async def test_a_part_spoilt_on_disk_is_fetched_anew(tmp_path, place):
+async def test_a_part_spoilt_on_disk_is_fetched_again(tmp_path, place):
     index = place.index(content())
     digest = file_digest(place.file)[1]
     part = place.cache / "blobs" / digest[:2] / (digest + ".part")

@@ -12,7 +12,7 @@ from worker.shell.client import Client
 
 
 @on_uvloop
-async def test_the_first_failure_is_told_and_others_finish_the_run(tmp_path):
+async def test_the_first_failure_is_reported_and_others_finish_the_run(tmp_path):
     spec = scripted_spec()
     async with live_service(tmp_path / "disturbed", 2) as live:
         broken = live.worker("broken")
@@ -71,7 +71,7 @@ class Missing(Scripted):
 
 
 @on_uvloop
-async def test_a_device_that_is_not_there_leaves_at_once_also_without_a_run(tmp_path):
+async def test_a_device_that_is_missing_leaves_at_once_also_without_a_run(tmp_path):
     async with live_service(tmp_path, 2) as live:
         live.worker("seven", toolbox=Missing())
         reason = "backend 'vulkan' is not usable here: there is no device 7"
@@ -83,7 +83,7 @@ async def test_a_device_that_is_not_there_leaves_at_once_also_without_a_run(tmp_
 
 
 @on_uvloop
-async def test_a_run_waits_for_others_than_those_whose_device_is_not_there(tmp_path):
+async def test_a_run_waits_for_others_than_those_whose_device_is_missing(tmp_path):
     async with live_service(tmp_path, 1) as live:
         run_id = live.service.submit(scripted_spec())
         for name in ("seven", "eight"):

@@ -176,7 +176,7 @@ def test_of_a_device_that_is_killed_while_it_writes_only_whole_reports_are_read(
         ours.close()
 
 
-def test_what_has_no_room_in_shared_memory_is_one_line_and_nothing_is_told(monkeypatch):
+def test_what_has_no_room_in_shared_memory_is_one_line_and_nothing_is_reported(monkeypatch):
     own = SharedMemory()
     monkeypatch.setattr(shared_memory, "_reserve", _no_room)
     with pytest.raises(SharedMemoryFull, match="close other programs") as caught:

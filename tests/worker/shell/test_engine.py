@@ -130,7 +130,7 @@ def device():
     assert all(thread.name != "engine" for thread in threading.enumerate())
 
 
-def test_a_device_is_opened_without_a_task_and_only_trouble_is_told(device):
+def test_a_device_is_opened_without_a_task_and_only_trouble_is_reported(device):
     device.toolbox.missing = error = BackendUnavailable("cuda", "no driver")
     device.engine.do(act.OpenDevice())
     assert device.next() == events.DeviceFailed(error)
@@ -307,7 +307,7 @@ def test_parts_are_evaluated(device):
     )
 
 
-def test_a_task_that_can_not_be_built_is_told_and_the_next_may_be(device):
+def test_a_task_that_can_not_be_built_is_reported_and_the_next_may_be(device):
     device.toolbox.failure = DataError("no such file")
     device.engine.do(act.Build("run", SPEC, keep=False))
     failed = device.next()
@@ -340,7 +340,7 @@ def _without_text():
     raise RuntimeError
 
 
-def test_what_a_library_raises_while_building_is_told_in_one_line(device):
+def test_what_a_library_raises_while_building_is_reported_in_one_line(device):
     for raised, told, own in (
         (RuntimeError("size of tensor a\n(3)"), "RuntimeError: size of tensor a (3)", False),
         (_raised_by(_without_text), "RuntimeError in test_engine.py, line ", False),
@@ -380,7 +380,7 @@ def test_too_little_main_memory_is_this_machines_matter(device):
 
 
 @pytest.mark.parametrize("microbatches", [3, 5])
-def test_a_plan_for_another_task_is_told(device, microbatches):
+def test_a_plan_for_another_task_is_reported(device, microbatches):
     device.build()
     device.engine.do(act.Compute(StepId(0, 0), microbatches, Subtree(0, 1)))
     failed, _ = device.until(events.DeviceFailed)

@@ -24,7 +24,7 @@ SPEC = scripted_spec(
 @pytest.mark.parametrize(
     ("committed", "again", "asks"), [(0, False, False), (1, False, True), (0, True, True)]
 )
-def test_what_a_stretch_leaves_counts_if_its_attempt_is_committed(committed, again, asks):
+def test_what_an_inner_phase_leaves_counts_if_its_attempt_is_committed(committed, again, asks):
     """In an attempt that was halted a device may have failed; in an earlier life of the
     coordinator's, attempts had the same numbers."""
     events: queue.Queue[object] = queue.Queue()

@@ -150,7 +150,7 @@ def remember(task, out):
         ),
     ],
 )
-def test_what_a_task_of_ones_own_moves_is_named_before_the_first_step(device, loss, named):
+def test_what_a_custom_task_moves_is_named_before_the_first_step(device, loss, named):
     failed = device(Own(loss)).built
     assert isinstance(failed, events.BuildFailed)
     assert not failed.is_local
@@ -159,7 +159,7 @@ def test_what_a_task_of_ones_own_moves_is_named_before_the_first_step(device, lo
     assert "\n" not in str(raised.value)
 
 
-def test_a_task_that_draws_its_batches_from_a_generator_of_its_own_is_refused(device):
+def test_a_task_that_draws_its_batches_from_its_own_generator_is_refused(device):
     task = Own()
     task.draws_batches = True
     failed = device(task).built
@@ -227,7 +227,7 @@ def test_a_comparison_leaves_the_replica_as_it_is(device):
     assert [found.take_step().state_digest for _ in range(STEPS)] == digests
 
 
-def test_a_task_that_moved_is_built_anew_for_the_next_run(device):
+def test_a_task_that_moved_is_built_again_for_the_next_run(device):
     found = device(task := Own())
     move_frozen(task)
     assert isinstance(found.take_step(), events.TaskRefused)

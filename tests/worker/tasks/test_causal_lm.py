@@ -133,7 +133,7 @@ def test_two_builds_agree_whatever_torch_drew_before(texts, task):
         assert one.tobytes() == other.tobytes()
 
 
-def test_at_most_so_many_held_out_samples_are_measured(texts, task):
+def test_at_most_this_many_held_out_samples_are_measured(texts, task):
     data = {"train": texts, "holdout": 0.2, "max_tokens": 32, "holdout_samples": 5}
     few = build(spec_of(texts, data=data))
     assert few.manifest.evaluation_parts == 1

@@ -15,7 +15,7 @@ from worker.tasks.labels.class_counts import class_metrics
         ("1:x", "x"),
     ],
 )
-def test_no_two_figures_share_a_name(names):
+def test_no_two_metrics_share_a_name(names):
     metrics = class_metrics(names, 0)
     assert len({metric.name for metric in metrics}) == len(metrics) == 3 + 2 + 4
 

@@ -255,7 +255,7 @@ def test_a_tokenizer_of_another_language_is_refused_and_the_share_is_said(tiny, 
     assert 90 < task.manifest.notes["unknown_tokens_per_thousand"] < 120
 
 
-def test_a_checkpoint_of_another_shape_is_not_drawn_anew(tiny, texts, tmp_path):
+def test_a_checkpoint_of_another_shape_is_not_drawn_again(tiny, texts, tmp_path):
     deeper = copied(tiny, tmp_path / "deeper")
     config = json.loads((deeper / "config.json").read_text())
     (deeper / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
@@ -518,7 +518,7 @@ def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
     assert made[0] == made[1]
 
 
-def test_a_file_of_its_own_is_measured_on(tiny, texts, tmp_path):
+def test_a_validation_file_is_evaluated(tiny, texts, tmp_path):
     path = tmp_path / "v.csv"
     path.write_text("text,label\nyou won a prize,spam\nyou won prize number 3,spam\n")
     task = build(spec_of(texts, tiny, validation=str(path)))
@@ -533,7 +533,7 @@ def test_a_file_of_its_own_is_measured_on(tiny, texts, tmp_path):
             look(spec_of(texts, tiny, validation=str(path)))
 
 
-def test_labels_that_look_wrong_are_told(tmp_path):
+def test_labels_that_look_wrong_are_reported(tmp_path):
     rows = [(f"text {n}", ("good", "Good", "bad")[n % 3]) for n in range(30)]
     path = tmp_path / "texts.jsonl"
     rows += [("text 3", "bad")]

@@ -83,7 +83,7 @@ def test_training_and_held_out_samples_are_apart(task):
     assert len(task.evaluation_batch(0).arrays["labels"]) == 18
 
 
-def test_a_microbatch_is_one_read_and_files_come_one_after_the_other(task):
+def test_a_microbatch_is_one_read_and_files_come_in_sequence(task):
     manifest = task.manifest
     batch = spec_of(Path("x")).batch
     order = SampleOrder(7, manifest.train_samples, batch, manifest.row_groups)
@@ -152,7 +152,7 @@ def test_a_file_that_is_not_the_capture_s_is_named(logits, tmp_path):
         CapturedSamples(tmp_path).read([0])
 
 
-def test_files_that_are_not_here_are_told(logits, tmp_path):
+def test_files_that_are_not_here_are_reported(logits, tmp_path):
     (tmp_path / "capture.json").write_bytes((logits / "capture.json").read_bytes())
     (tmp_path / "00001.parquet").write_bytes((logits / "00001.parquet").read_bytes())
     task = build(spec_of(tmp_path))
@@ -181,7 +181,7 @@ def test_another_capture_is_measured_on(logits, tmp_path):
         check_data(spec)
 
 
-def test_a_capture_that_is_unlike_the_other_measures_nothing(logits, tmp_path):
+def test_a_capture_that_differs_from_the_other_measures_nothing(logits, tmp_path):
     shorter = LAYOUT.model_copy(update={"tokens": 11})
     other = capture_of(tmp_path, shorter, 2, steps_of_a_file=4)
     spec = spec_of(logits, data={"train": str(logits), "validation": str(other)})

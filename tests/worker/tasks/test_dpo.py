@@ -328,7 +328,7 @@ def test_pairs_that_do_not_fit_are_said(tmp_path):
         build(load_run_spec(dpo_run(tmp_path, data=data)))
 
 
-def test_pairs_of_a_file_of_their_own_are_measured_on(spec, tmp_path):
+def test_pairs_of_a_validation_file_are_evaluated(spec, tmp_path):
     rows = [preferences(3), preferences(41), preferences(42)]
     valid = str(jsonl(tmp_path / "v.jsonl", rows))
     assert spec.data is not None

@@ -95,7 +95,7 @@ def told() -> dict[str, float]:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_are_as_near_as_told(name: str, fused: bool) -> None:  # noqa: FBT001
+def test_functions_are_as_accurate_as_documented(name: str, fused: bool) -> None:  # noqa: FBT001
     x, y = given()
     got = computed(Convention(fused=fused))[name]
     with np.errstate(all="ignore"):

@@ -27,7 +27,7 @@ SUBTREES = {
 SIGNED = {"ann": "s", "bob": "s", "eve": "other"}
 
 
-def test_one_step_in_so_many_has_a_subtree_of_two_workers_of_one_numerics_profile():
+def test_one_step_in_this_many_has_a_subtree_of_two_workers_of_one_numerics_profile():
     steps = 5_000
     found = [chosen_double(7, step, 50, SUBTREES, SIGNED) for step in range(steps)]
     doubles = Counter(double for double in found if double is not None)

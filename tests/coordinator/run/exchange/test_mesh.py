@@ -55,7 +55,7 @@ def test_a_star_asks_nobody_to_listen_and_sharded_all():
     assert [action.worker for action in made.joined("d", "h3")] == ["a", "b", "c", "d"]
 
 
-def test_equal_links_own_equal_parts_and_who_is_told_once():
+def test_equal_links_own_equal_parts_and_who_is_reported_once():
     made = mesh()
     opened(made, *"abcd")
     linked(made, *"abcd")
@@ -69,7 +69,7 @@ def test_equal_links_own_equal_parts_and_who_is_told_once():
     assert made.tell("abcd") == []
 
 
-def test_one_without_links_takes_part_by_way_of_the_coordinator():
+def test_one_without_links_takes_part_through_the_coordinator():
     made = mesh()
     opened(made, *"abcd")
     linked(made, *"abcd", but=[{"a", "d"}, {"b", "d"}])

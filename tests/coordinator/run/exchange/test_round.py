@@ -407,7 +407,7 @@ def test_a_commit_can_say_whose_subtrees_make_up_its_sums():
     assert round_.counted == ({"ann": (Subtree(0, 2),), "bob": (Subtree(2, 4),)},)
 
 
-def test_where_subtrees_were_given_twice_each_way_of_counting_is_told():
+def test_where_subtrees_were_assigned_twice_each_way_of_counting_is_reported():
     round_ = two_workers()
     deliver(round_, "bob", Subtree(2, 4))
     round_.assign("bob", (Subtree(0, 2),))

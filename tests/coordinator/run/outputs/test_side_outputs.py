@@ -97,7 +97,7 @@ def test_a_lost_worker_s_half_subtree_is_given_again_and_counted_once():
     assert np.concatenate(round_.side_outputs.content).tolist() == EVERYTHING.tolist()
 
 
-def test_unlike_logits_of_one_signature_name_both_workers():
+def test_unlike_logits_of_one_numerics_profile_name_both_workers():
     round_ = begun(ann=(Subtree(0, 1),), bob=(Subtree(0, 1),))
     give(round_, "ann", Subtree(0, 1))
     message, content = pieces(Subtree(0, 1))[1]

@@ -155,7 +155,7 @@ def test_each_line_is_bound_to_the_one_before_as_documented(tmp_path):
     assert verified.entries[0].time == "2023-11-14T22:13:20.250+00:00"
 
 
-def test_a_journal_is_gone_on_with_after_a_restart(tmp_path):
+def test_a_journal_is_continued_after_a_restart(tmp_path):
     path = tmp_path / "j"
     for record in EXAMPLES:
         journal = Journal(path)
@@ -281,7 +281,7 @@ def test_damage_within_the_last_batch_is_cut_and_before_it_is_refused(tmp_path):
         start += len(line)
 
 
-def test_an_empty_or_wholly_torn_journal_begins_anew(tmp_path):
+def test_an_empty_or_wholly_torn_journal_starts_over(tmp_path):
     path = tmp_path / "j"
     path.write_bytes(b'{"batch":1,')
     journal = Journal(path)

@@ -110,7 +110,7 @@ def test_a_long_journal_is_not_read_beyond_its_last_checkpoint(tmp_path, monkeyp
     assert len(read) < 10
 
 
-def test_a_journal_that_is_not_there_says_nothing(tmp_path):
+def test_a_journal_that_is_missing_says_nothing(tmp_path):
     nothing = JournalEnd(has_run=False, has_manifest=False, commits=0, has_checkpoint=False)
     assert read_end(tmp_path / "j", 0) == nothing
 

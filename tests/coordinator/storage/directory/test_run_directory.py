@@ -223,7 +223,7 @@ def test_a_run_without_a_ready_worker_begins_at_the_beginning(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x", "spec": {"steps": 0}}'])
-def test_a_run_file_that_cannot_be_read_is_told(tmp_path, content):
+def test_a_run_file_that_cannot_be_read_is_reported(tmp_path, content):
     directory = begun(tmp_path)
     directory.run_file.write_bytes(content)
     with pytest.raises(StorageDamaged, match=r"run\.json"):
@@ -289,7 +289,7 @@ def test_without_averages_steps_are_done_again_from_the_checkpoint(tmp_path):
     assert found.replica().state_digest() == trained(2).state_digest()
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_its_log(tmp_path):
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_its_log(tmp_path):
     directory = begun(tmp_path)
     log = opened(directory)
     for step in range(4):
@@ -322,7 +322,7 @@ def test_a_log_without_any_checkpoint_follows_nothing(tmp_path):
         recover(directory)
 
 
-def test_a_run_whose_first_state_was_not_saved_begins_anew(tmp_path):
+def test_a_run_whose_first_state_was_not_saved_starts_over(tmp_path):
     directory = begun(tmp_path, checkpoint=False)
     opened(directory).close()
     assert recover(directory) is None

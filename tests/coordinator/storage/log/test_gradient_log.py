@@ -211,7 +211,7 @@ def test_what_a_killed_coordinator_wrote_is_synced_before_it_counts(tmp_path, mo
     assert path.stat().st_ino in synced
 
 
-def test_one_that_has_lost_the_directory_does_not_mend_its_segment(tmp_path, monkeypatch):
+def test_one_that_has_lost_the_directory_does_not_repair_its_segment(tmp_path, monkeypatch):
     lock = DirectoryLock.acquire(tmp_path)
     log = opened(tmp_path / "log", term=lock.term, guard=lock.check)
     append_step(log, 0)
@@ -584,7 +584,7 @@ def test_a_commit_whose_sync_failed_is_gone_once_another_attempt_begins(tmp_path
     assert contents(tmp_path) == expected((1, 0, 1))
 
 
-def test_a_full_disk_damages_nothing_and_the_log_goes_on_when_there_is_room(tmp_path):
+def test_a_full_disk_damages_nothing_and_the_log_continues_when_there_is_room(tmp_path):
     with small_disk(tmp_path / "disk", 64) as disk:
         ballast = disk / "ballast"
         log = opened(disk / "log")
@@ -608,7 +608,7 @@ def test_a_full_disk_damages_nothing_and_the_log_goes_on_when_there_is_room(tmp_
         assert contents(disk / "log") == expected(*((1, s, 0) for s in range(60)))
 
 
-def test_a_directory_that_vanishes_halts_and_goes_on_when_it_is_back(tmp_path):
+def test_a_directory_that_vanishes_halts_and_continues_when_it_is_back(tmp_path):
     log = opened(tmp_path / "log")
     log_step(log, 0)
     (tmp_path / "log").rename(tmp_path / "away")
@@ -635,7 +635,7 @@ def test_a_log_that_comes_back_shorter_than_what_was_synced_is_not_written(tmp_p
         log.commit(record_of(1, 2))
 
 
-def test_a_read_only_disk_is_told_with_its_remedy(tmp_path, monkeypatch):
+def test_a_read_only_disk_is_reported_with_its_remedy(tmp_path, monkeypatch):
     log = opened(tmp_path)
 
     def refuse(*_):

@@ -206,7 +206,7 @@ def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monk
     assert number > 1
 
 
-def test_a_full_disk_leaves_nothing_behind_and_all_as_it_was(tmp_path):
+def test_a_full_disk_leaves_nothing_behind_and_all_unchanged(tmp_path):
     with small_disk(tmp_path / "disk", 200) as disk:
         root = disk / "checkpoints"
         write(root, 1)
@@ -297,12 +297,12 @@ def test_the_last_whole_one_is_never_removed(tmp_path):
     assert (pruned.kept, pruned.removed, pruned.intact) == ((4,), (), None)
 
 
-def test_figures_of_a_state_without_checkpoint_are_no_error(tmp_path):
+def test_metrics_of_a_state_without_checkpoint_are_no_error(tmp_path):
     write_metrics(tmp_path, 3, "d" * 64, {"accuracy": 1.0})
     assert read_metrics(tmp_path, 3) is None
 
 
-def test_figures_of_another_state_are_not_kept_with_a_checkpoint(tmp_path):
+def test_metrics_of_another_state_are_not_kept_with_a_checkpoint(tmp_path):
     made = write(tmp_path, 3)
     write_metrics(tmp_path, 3, "d" * 64, {"accuracy": 1.0})
     assert read_metrics(tmp_path, 3) is None
@@ -318,7 +318,7 @@ def test_figures_of_another_state_are_not_kept_with_a_checkpoint(tmp_path):
         read_metrics(tmp_path, 3)
 
 
-def test_a_figure_with_a_flipped_bit_is_told_and_its_checkpoint_kept(tmp_path):
+def test_a_metric_with_a_flipped_bit_is_reported_and_its_checkpoint_kept(tmp_path):
     for step, figure in ((1, 0.5), (2, 0.9), (3, 0.1)):
         digest = write(tmp_path, step).info.state_digest
         write_metrics(tmp_path, step, digest, {"accuracy": figure})
@@ -330,7 +330,7 @@ def test_a_figure_with_a_flipped_bit_is_told_and_its_checkpoint_kept(tmp_path):
     assert kept == (1, 2, 3)
 
 
-def test_figures_of_an_older_release_are_read(tmp_path):
+def test_metrics_of_an_older_release_are_read(tmp_path):
     (write(tmp_path, 1).path / "metrics.json").write_text('{"accuracy": 0.25}')
     kept = read_metrics(tmp_path, 1)
     assert kept is not None

@@ -284,7 +284,7 @@ def test_what_only_numpy_takes_is_left_to_it():
             tree_sum.add_arrays(plain, np.zeros(7, np.float32))
 
 
-def test_without_a_library_the_reason_is_told(monkeypatch):
+def test_without_a_library_the_reason_is_reported(monkeypatch):
     monkeypatch.setattr(library, "library_path", lambda target: library_path(target).parent / "no")
     assert library._loaded()[1].startswith("not built")
     monkeypatch.setattr("platform.machine", lambda: "riscv64")

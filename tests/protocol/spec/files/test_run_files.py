@@ -153,7 +153,7 @@ def test_packages_and_pythons_own_modules():
         data("package:no-such-thing")
 
 
-def test_a_task_of_ones_own_gets_its_data_file_and_looks_for_the_rest_itself(tmp_path):
+def test_a_custom_task_gets_its_data_file_and_looks_for_the_rest_itself(tmp_path):
     put(tmp_path, "d.bin", "config.json", "model.safetensors")
     own = spec("pkg:Task", data={"train": str(tmp_path / "d.bin")}, model={"source": str(tmp_path)})
     assert names(source_files(own, "data")) == ["d.bin"]
