@@ -157,8 +157,8 @@ def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypa
     from backends.eager.narrow_linear import narrow_frozen_base
     from worker.models import lora
 
-    def step() -> tuple[int, torch.Tensor]:
-        task = build(spec_of(directory, base="int4", dora=True, dropout=0.5))
+    def step() -> tuple[int, Any]:
+        task: Any = build(spec_of(directory, base="int4", dora=True, dropout=0.5))
         module, kept = task.trainable.module, [0]
         narrow_frozen_base(module, "int4", torch.device("cpu"))
         for name, parameter in module.named_parameters():
