@@ -1,11 +1,15 @@
 """Embeddings with negatives from the whole step, against negatives from the microbatch alone.
 
-    python -m benchmarks.embeddings [--steps 40] [--model SOURCE]
+    python -m benchmarks.embeddings [--steps 40] [--model SOURCE] [--cost]
 
 Texts are the functions of Python's own library: what a docstring's first paragraph says, and the
-code that it describes. Two workers train the same encoder twice on the same steps of 512 pairs in
+code that it describes. The same encoder is trained twice on the same steps of 512 pairs in
 microbatches of 8: with task embed, and with the same loss over each microbatch. Retrieval on
-held-out pairs is compared, and so are seconds and bytes per step.
+held-out pairs is compared.
+
+With `--cost` two workers do that without evaluation, and what a step costs is measured: seconds,
+processor time, and the bytes that workers send to the coordinator and receive from it. Each figure
+is the difference of a run of one step and a longer one, so what a run costs once cancels out.
 """
 
 from __future__ import annotations
@@ -16,14 +20,15 @@ import json
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import transformers
 
-from benchmarks.cluster import run_to_end
+from benchmarks.cluster import Cluster, run_to_end
+from benchmarks.machine import print_heading
 from protocol.spec.files.sources import model_source
 from protocol.spec.run_spec import OwnRun, parse_run_spec
 from worker.tasks.language.embed import Embed
@@ -103,15 +108,71 @@ def of_microbatches(run: dict[str, Any]) -> dict[str, Any]:
         "name": "microbatch", "task": "benchmarks.embeddings:MicrobatchNegatives",
         "seed": run["seed"], "steps": run["steps"], "options": {"run": run},
         "batch": {**run["batch"], "unit": "microbatch"}, "optimizer": run["optimizer"],
+        **{key: run[key] for key in ("exchange", "checkpoint") if key in run},
     }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of some steps.
+
+    Attributes:
+        wall_s: From the first step's begin to the last one's end.
+        cpu_s: Processor time of coordinator and workers.
+        received: Bytes from the workers.
+        sent: Bytes to the workers.
+    """
+
+    wall_s: float
+    cpu_s: float
+    received: int
+    sent: int
+
+    def per_step(self, other: Cost, steps: int) -> str:
+        """What one of the steps costs that this run has more than the other."""
+        return (
+            f"{(self.wall_s - other.wall_s) / steps:.2f} s, processors "
+            f"{(self.cpu_s - other.cpu_s) / steps:.2f} s, up "
+            f"{(self.received - other.received) / steps / 1e6:.2f} MB, down "
+            f"{(self.sent - other.sent) / steps / 1e6:.2f} MB"
+        )
+
+
+def cost(cluster: Cluster, document: dict[str, Any]) -> Cost:
+    """Train, and measure it."""
+    before, cpu_before = cluster.through_coordinator(), sum(cluster.cpu_s())
+    wall_s = float(cluster.result(cluster.submit(document))["wall_s"])
+    cpu_s = sum(cluster.cpu_s()) - cpu_before
+    received, sent = (
+        now - then for now, then in zip(cluster.through_coordinator(), before, strict=True)
+    )
+    return Cost(wall_s, cpu_s, received, sent)
+
+
+def print_costs(run: dict[str, Any], directory: Path, steps: int) -> None:
+    """Measure a step with negatives from the whole step, and from the microbatch, by turns."""
+    run["data"] |= {"holdout": 0}
+    run |= {"exchange": {"topology": "star"}, "checkpoint": {"every": 0}}
+    worker = ["worker", "--quiet", "--backend", "cpu"]
+    found: dict[str, list[Cost]] = {"whole step": [], "microbatch": []}
+    with Cluster([worker, worker], directory) as cluster:
+        for count in (1, 1 + steps):
+            run["steps"] = count
+            for title, document in (("whole step", run), ("microbatch", of_microbatches(run))):
+                found[title].append(cost(cluster, document))
+    print_heading("What a step costs, in microbatches of 8, by two workers")
+    for title, (one, more) in found.items():
+        print(f"{title}: a step takes {more.per_step(one, steps)}", flush=True)
+
+
 def main() -> None:
-    """Print retrieval before and after, and what a step costs."""
+    """Print retrieval before and after, or what a step costs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--model", help="default: a small BERT, weights drawn")
+    parser.add_argument("--tokens", type=int, default=48, help="of a text at most")
+    parser.add_argument("--cost", action="store_true", help="measure what a step costs")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -119,7 +180,11 @@ def main() -> None:
         train.write_text("".join(json.dumps(each) + "\n" for each in pairs()))
         model = given.model or str(save_encoder(place / "model"))
         run = run_of(model, train, given.steps, given.lr)
-        before = run_of(model, train, 1, 1e-12)
+        run["data"]["max_tokens"] = given.tokens
+        if given.cost:
+            print_costs(run, place / "cost", given.steps)
+            return
+        before = {**run_of(model, train, 1, 1e-12), "data": run["data"]}
         for title, spec in (
             ("before", before), ("whole step", run), ("microbatch", of_microbatches(run)),
         ):  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Batch
 from protocol.base.errors import DataError
+from protocol.base.fields import cut_text
 from protocol.datasets.conversations import DistinctRows
 from protocol.datasets.data_check import validation_data
 from protocol.datasets.embedding_pairs import TextGroup, read_text_groups
@@ -32,7 +34,7 @@ class EmbeddingData:
 
     Attributes:
         tokenizer: The model's own.
-        texts: Tokens of each distinct text.
+        texts: Tokens of each text.
         rows: Numbers of the texts of each row, (rows, 2 + negatives): anchor, positive, negatives.
         train: Numbers of the rows that are trained on.
         held_out: Numbers of the rows for evaluation.
@@ -100,8 +102,11 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
     rows = np.array([table.numbers(row) for row in _all(found, valid)], np.int64)
     texts, truncated = DiskArrays("<u4", np.int64), 0
     for ids, is_cut in encode_cut(tokenizer, table.texts, data.max_tokens):
+        if not len(ids):
+            raise _without_tokens(table.texts[len(texts)], len(texts), rows, _all(found, valid))
         texts.append(ids)
         truncated += is_cut
+    rows = _first_with_tokens(texts)[rows]
     if valid is None:
         train, held_out = holdout.split(found.documents, spec.seed, data.holdout)
     else:
@@ -122,7 +127,7 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
             **({} if valid is None else {"validation": documents_digest(valid.documents)}),
         },
         notes={
-            "distinct_texts": len(table.texts),
+            "distinct_texts": len(np.unique(rows)),
             "hard_negatives_per_pair": rows.shape[1] - 2,
             "duplicates_removed": found.duplicates,
             **bad_rows_note(found, valid),
@@ -145,6 +150,28 @@ def _all(
                     f"{first.location}, got {len(row.passages) - 1}; give each row as many"
                 )
             yield row
+
+
+def _without_tokens(text: str, number: int, rows: Rows, groups: Iterator[TextGroup]) -> DataError:
+    """Make the error for a text of which the model would read nothing."""
+    row = int(np.nonzero((rows == number).any(axis=1))[0][0])
+    location = next(islice(groups, row, None)).location
+    return DataError(
+        f"{location}: expected text, got {cut_text(text, 40)!r}, of which the model's tokenizer "
+        "makes no token; leave the row out"
+    )
+
+
+def _first_with_tokens(texts: DiskArrays) -> Rows:
+    """Return for each text the number of the first one with the same tokens, (texts,).
+
+    Texts that differ beyond `max_tokens`, or in a way that the tokenizer leaves out, are one text
+    to the model: none of them can be a negative of another.
+    """
+    first: dict[bytes, int] = {}
+    digests = (blake3(texts[number].tobytes()).digest() for number in range(len(texts)))
+    numbers = [first.setdefault(digest, number) for number, digest in enumerate(digests)]
+    return np.array(numbers, np.int64)
 
 
 class _TextTable:

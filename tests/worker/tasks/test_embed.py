@@ -189,6 +189,29 @@ def test_texts_that_come_again_have_one_number(tiny, tmp_path):
     assert notes["distinct_texts"] == len({t for r in ROWS for t in (r["anchor"], r["positive"])})
 
 
+def test_texts_with_the_same_tokens_are_one_text(tiny, tmp_path):
+    """What differs beyond max_tokens cannot be told from it, so it is no negative."""
+    beyond = "rome " * 40
+    rows = [{"anchor": city, "positive": f"{city} is a word"} for city in CITIES[:4]]
+    rows[1]["positive"], rows[2]["positive"] = beyond + "oslo", beyond + "bonn"
+    task = task_of(tiny, tmp_path, rows)
+    assert task.manifest.notes["distinct_texts"] == 7
+    numbers = task.batch(range(4)).arrays["passage_numbers"][:, 0].tolist()
+    assert numbers[1] == numbers[2]
+    assert len({*numbers}) == 3
+
+
+def test_a_text_without_tokens_is_named(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "worker.data.embedding_data.encode_cut",
+        lambda _, texts, __: ((np.arange(2 * (text != "bern is a word")), False) for text in texts),
+    )
+    with pytest.raises(
+        DataError, match=r"line 5: expected text, got 'bern is a word', .* no token"
+    ):
+        task_of(tiny, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
