@@ -60,7 +60,7 @@ def embedded_of(coupled: CoupledLoss, module: Any, arrays: Mapping[str, Any]) ->
     for each in coupled.layout.fields:
         if each.name not in fields:
             raise DataError(f"embed: expected {each.name!r} for every batch, got {sorted(fields)}")
-        if fields[each.name].dtype in (torch.bfloat16, torch.float16):
+        if fields[each.name].is_floating_point():
             fields[each.name] = fields[each.name].float()
     return fields
 
@@ -136,7 +136,7 @@ def step_loss(
         for each in coupled.layout.fields
         if each.dtype == "float32"
     }
-    losses = coupled.loss(module, fields)
+    losses = coupled.loss(module, changeable(fields))
     check_losses(losses, samples)
     targets = [*embeddings.values(), *parameters.values()]
     gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
@@ -154,6 +154,11 @@ def step_loss(
         if gradient is not None
     }
     return StepLoss(losses.detach().float().cpu().numpy(), of_embeddings, of_parameters)
+
+
+def changeable(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a loss may change in place, which torch forbids for leaves with gradients."""
+    return {name: x.clone() if x.requires_grad else x for name, x in fields.items()}
 
 
 def check_losses(losses: object, samples: int) -> None:

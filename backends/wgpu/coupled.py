@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends.base.coupled_loss import check_losses
+from backends.base.coupled_loss import changeable, check_losses
 from backends.base.interface import (
     EMBEDDING_GRADIENT,
     PARAMETER_GRADIENT,
@@ -273,7 +273,7 @@ class CoupledParity:
 
         def total(module: Any, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
             own = {n: x.requires_grad_(n in coupled.embeddings) for n, x in given.items()}
-            found = coupled.coupled.loss(module, own)
+            found = coupled.coupled.loss(module, changeable(own))
             wanted = [own[name] for name in coupled.embeddings]
             summed: torch.Tensor = found.float().sum()
             by_each: list[Any] = [  # None where the loss does not read one

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from protocol.base.errors import SamestepError
+from worker.scripts.coupling import coupled_loss
 
 torch.manual_seed(3)
 X, Y = torch.randn(2, 24, 5)
@@ -118,6 +119,28 @@ def centered(module, batch):
 def test_what_is_no_loss_over_a_step_is_refused_in_a_scripts_words(change, text):
     with pytest.raises(SamestepError, match=text):
         samestep.fit(lambda: task_of(**change), steps=1, **FEW)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_loss_is_tried_on_as_many_rows_as_a_step_has(dtype):
+    """Of float32 whatever embed returns, and it may change them in place."""
+    shapes = []
+
+    def hardest(module, found):
+        shapes.append((len(found["x"]), found["x"].dtype))
+        found["x"] *= module.log_scale
+        return -(found["x"] @ found["y"].T).topk(20).values.sum(dim=1)
+
+    def narrow(module, batch):
+        return {name: x.to(dtype) for name, x in embed(module, batch).items() if name != "label"}
+
+    user = task_of(embed=narrow, batch_loss=hardest)
+    arrays: Any = [X[:2], Y[:2], LABELS[:2]]
+    coupled = coupled_loss(user, narrow, arrays, [64, 20])
+    assert shapes == [(64, torch.float32), (20, torch.float32)]
+    assert {field.dtype for field in coupled.layout.fields} == {"float32"}
+    with pytest.raises(RuntimeError, match="out of range"):
+        coupled_loss(user, narrow, arrays, [64, 19])
 
 
 @pytest.mark.slow  # of CoupledStep, quick in tests/backends/eager

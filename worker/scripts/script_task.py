@@ -111,7 +111,7 @@ class ScriptTask:
         self._coupled: CoupledLoss | None = None
         with on_device(user.module, device):
             if user.embed is not None:
-                self._coupled = self._coupled_loss()
+                self._coupled = self._coupled_loss(self._step_sizes(spec))
             buffers = self._buffer_blocks() if self._takes_whole else ()
             self._check_training(StepBuffers(user.module, buffers))
             self._check_evaluation()
@@ -243,8 +243,17 @@ class ScriptTask:
             for block in self.manifest.blocks
         ]
 
-    def _coupled_loss(self) -> CoupledLoss:
-        """The user's loss over all samples of a step, tried on the first samples.
+    def _step_sizes(self, spec: RunSpec) -> list[int]:
+        """Samples of a full step, and of an epoch's last one if the run gets there."""
+        data = self.user.train
+        sampling = sampling_of(self.user.sampler, len(data))
+        epoch = len(data) if sampling is None else sampling.draws
+        full, rest = min(spec.batch.samples, epoch), epoch % spec.batch.samples
+        reached = spec.steps_with(epoch) >= -(-epoch // spec.batch.samples)
+        return [full, rest] if rest and rest < full and reached else [full]
+
+    def _coupled_loss(self, sizes: Sequence[int]) -> CoupledLoss:
+        """The user's loss over all samples of a step, tried for a full step and an epoch's last.
 
         In evaluation mode, where forward changes no statistics.
         """
@@ -252,7 +261,7 @@ class ScriptTask:
         arrays, module = self._on_device(self._nested.flatten(batch)), self.user.module
         with modes_kept(module), seeded(0, self._device), _user_errors("embed, or batch_loss,", {}):
             module.eval()
-            return coupled_loss(self.user, self._embed, arrays)
+            return coupled_loss(self.user, self._embed, arrays, sizes)
 
     def _embed(self, module: Any, arrays: Mapping[str, Any]) -> Any:
         assert self.user.embed is not None

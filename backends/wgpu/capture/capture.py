@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
+from backends.base.coupled_loss import changeable
 from backends.wgpu.capture.attention import Fuses, written_out
 from backends.wgpu.capture.draws import refuse_foreign_draws, refuse_undrawn
 from backends.wgpu.capture.half_products import half_products
@@ -178,7 +179,7 @@ def capture_coupled(
     embeddings = [name for name, array in arrays.items() if array.is_floating_point()]
 
     def step(given: Arrays, named: Arrays) -> list[torch.Tensor | None]:
-        found = losses(module, dict(given))
+        found = losses(module, changeable(given))
         wanted = [*(named[name] for name in trained), *(given[name] for name in embeddings)]
         return [found.detach(), *_gradients(found.float().sum(), wanted, None)]
 

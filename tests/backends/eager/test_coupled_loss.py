@@ -46,6 +46,7 @@ def embed(module, arrays):
 
 
 def losses(module, fields):
+    fields["query"] *= 1.0  # as a loss may, on rows that it owns
     scores = fields["query"] @ fields["passage"].T * module.log_scale.exp()
     same = fields["label"][:, None] == fields["label"][None]
     scores = scores.masked_fill(same & ~torch.eye(len(scores), dtype=torch.bool), -torch.inf)
