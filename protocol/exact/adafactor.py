@@ -15,9 +15,10 @@ A tensor of more than two dimensions is a stack of matrices of its last two. Wit
 lr is at most 1 / sqrt(t); without `scale_parameter` it is not multiplied by rms(p). t counts the
 run's updates, also for a tensor that has missed some.
 
-Sums over rows and columns: a matrix is cut into strips of whole rows, `STRIP_ELEMENTS` at most or
-one row. Within a strip, an axis of n values is halved until one is left: value i takes up value
-i + ceil(n / 2). Strips are added from first to last.
+A column's sum takes its rows from first to last. A row is cut into pieces of `PIECE_COLUMNS`; in a
+piece, column j goes to lane j % `LANES`, lanes add from first to last and are then halved until one
+is left, in which lane i takes up lane i + half. Pieces add from first to last. The mean of r halves
+in the same way.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.exact.kernels.library import library_for
 from protocol.exact.update import (
-    UPDATE_CHUNK_ELEMENTS,
     Array,
     StepScalars,
+    apply_update,
     is_finite,
-    keep_average,
     nearest_float32,
     square_sum,
 )
 from protocol.spec.sections.optimizer import OptimizerSpec
 
-STRIP_ELEMENTS: Final = 65_536
-"""Part of the definition of the sums over rows and columns."""
+PIECE_COLUMNS: Final = 1024
+LANES: Final = 16
+"""Both are part of the definition of a row's sum, and are in kernels/adafactor.c too."""
+_STRIP_ELEMENTS: Final = 65_536
+"""Elements that numpy computes at a time; no bit depends on it."""
 Wide = NDArray[np.float64]
 
 
@@ -83,23 +87,12 @@ def apply_adafactor(
         rate = scalars.learning_rate / max(1.0, _rms(update) / spec.clip_threshold)
         if spec.scale_parameter:
             rate *= max(spec.min_parameter_rms, _rms(parameters))
-        factor = np.float32(scalars.decay_factor if decay else 1.0)
-        step = np.float32(nearest_float32(rate))
-        finite = is_finite(factors)
-        flat, direction = parameters.reshape(-1), update.reshape(-1)
-        for lo in range(0, flat.size, UPDATE_CHUNK_ELEMENTS):
-            part = slice(lo, lo + UPDATE_CHUNK_ELEMENTS)
-            before = flat[part].copy()
-            flat[part] *= factor
-            flat[part] -= np.multiply(direction[part], step, out=direction[part])
-            finite = finite and is_finite(flat[part])
-            if average is not None:
-                assert scalars.average_keep is not None
-                np.subtract(before, flat[part], out=before)
-                average[part] += before
-                keep_average(average[part], scalars.average_keep)
-                finite = finite and is_finite(average[part])
-    return finite
+        direction = scalars.model_copy(
+            update={"learning_rate": nearest_float32(rate), "clip": 1.0, "clip_value": None}
+        )
+    finite = is_finite(factors)
+    flat = parameters.reshape(-1), update.reshape(-1)
+    return apply_update(spec, direction, *flat, (), decay=decay, average=average) and finite
 
 
 def _rms(values: Array) -> float:
@@ -120,8 +113,8 @@ def _normalized(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
     update, shape = np.empty_like(gradient), gradient.shape
     if len(shape) < 2:
         flat, out = gradient.reshape(-1), update.reshape(-1)
-        for lo in range(0, flat.size, STRIP_ELEMENTS):
-            part = slice(lo, lo + STRIP_ELEMENTS)
+        for lo in range(0, flat.size, _STRIP_ELEMENTS):
+            part = slice(lo, lo + _STRIP_ELEMENTS)
             _move(scalars, factors[part], _squares(scalars, flat[part]))
             np.divide(flat[part], np.sqrt(factors[part]), out=out[part])
         return update
@@ -130,7 +123,7 @@ def _normalized(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
     count = len(stack)
     row_means = factors[: count * rows].reshape(count, rows)
     column_means = factors[count * rows :].reshape(count, columns)
-    matrices = max(1, STRIP_ELEMENTS // (rows * columns))
+    matrices = max(1, _STRIP_ELEMENTS // (rows * columns))
     for lo in range(0, count, matrices):
         part = slice(lo, lo + matrices)
         of_rows, of_columns = _sums(scalars, stack[part])
@@ -138,7 +131,7 @@ def _normalized(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
         _move(scalars, column_means[part], of_columns / rows)
     out = update.reshape(stack.shape)
     wide = row_means.astype(np.float64)
-    mean = _folded(wide.copy(), 1)[:, None] / rows
+    mean = _sum_in_halves(wide.copy())[:, None] / rows
     by_row = (1.0 / np.sqrt(wide / mean)).astype(np.float32)
     by_column = (1.0 / np.sqrt(column_means.astype(np.float64))).astype(np.float32)
     np.multiply(stack, by_row[:, :, None], out=out)
@@ -163,22 +156,53 @@ def _move(scalars: StepScalars, means: Array, new: Wide) -> None:
 def _sums(scalars: StepScalars, matrices: Array) -> tuple[Wide, Wide]:
     """Return the sums of squares by row and by column, shapes (n, rows) and (n, columns)."""
     count, rows, columns = matrices.shape
-    of_rows, of_columns = np.empty((count, rows)), np.zeros((count, columns))
-    strip = max(1, STRIP_ELEMENTS // columns)
-    for lo in range(0, rows, strip):
-        squares = _squares(scalars, matrices[:, lo : lo + strip])
-        of_rows[:, lo : lo + strip] = _folded(squares.copy(), 2)
-        of_columns += _folded(squares, 1)
+    pieces = np.empty((count, -(-columns // PIECE_COLUMNS), rows))
+    if (library := library_for(matrices)) is not None:
+        of_columns = library.factor_sums(matrices, scalars.epsilon, pieces)
+    else:
+        of_columns = _sums_by_numpy(scalars, matrices, pieces)
+    of_rows = pieces[:, 0].copy()
+    for number in range(1, pieces.shape[1]):
+        of_rows += pieces[:, number]
     return of_rows, of_columns
 
 
-def _folded(values: Wide, axis: int) -> Wide:
-    """Return the sum over an axis, in the order of the module's docstring; changes `values`."""
-    from_front = np.moveaxis(values, axis, 0)
-    n = len(from_front)
+def _sums_by_numpy(scalars: StepScalars, matrices: Array, pieces: Wide) -> Wide:
+    count, rows, columns = matrices.shape
+    of_columns = np.zeros((count, columns))
+    for number, lo in enumerate(range(0, columns, PIECE_COLUMNS)):
+        part = slice(lo, lo + PIECE_COLUMNS)
+        width = min(PIECE_COLUMNS, columns - lo)
+        strip = max(1, _STRIP_ELEMENTS // width)
+        for row in range(0, rows, strip):
+            squares = _squares(scalars, matrices[:, row : row + strip, part])
+            pieces[:, number, row : row + strip] = _row_sums(squares)
+            before = np.concatenate((of_columns[:, None, part], squares), axis=1)
+            of_columns[:, part] = np.add.accumulate(before, axis=1)[:, -1]
+    return of_columns
+
+
+def _row_sums(squares: Wide) -> Wide:
+    """Return the sum of each row of a piece."""
+    count, rows, width = squares.shape
+    steps = -(-width // LANES)
+    padded = np.zeros((count, rows, steps * LANES))
+    padded[:, :, :width] = squares
+    lanes = np.add.accumulate(padded.reshape(count, rows, steps, LANES), axis=2)[:, :, -1]
+    half = LANES // 2
+    while half:
+        lanes[..., :half] += lanes[..., half : 2 * half]
+        half //= 2
+    first: Wide = lanes[..., 0]
+    return first
+
+
+def _sum_in_halves(values: Wide) -> Wide:
+    """Return the sum of each row: value i takes up value i + half until one is left."""
+    n = values.shape[1]
     while n > 1:
         half = -(-n // 2)
-        from_front[: n - half] += from_front[half:n]
+        values[:, : n - half] += values[:, half:n]
         n = half
-    first: Wide = from_front[0]
+    first: Wide = values[:, 0]
     return first

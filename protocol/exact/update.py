@@ -604,6 +604,12 @@ def _adagrad(c: _Constants, chunk: _Chunk) -> None:
     _descend(c, chunk, t)
 
 
+def _adafactor(c: _Constants, chunk: _Chunk) -> None:
+    """The gradient is the direction that `apply_adafactor` has made of it."""
+    _decay_first(c, chunk)
+    _descend(c, chunk, chunk.gradient)
+
+
 def _lion(c: _Constants, chunk: _Chunk) -> None:
     p, g, t = chunk.parameters, chunk.g, chunk.t
     (m,) = chunk.moments
@@ -642,7 +648,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov, "adamw": _adamw, "lion": _lion,
     "schedule-free": _schedule_free, "adam": _adam, "adagrad": _adagrad,
     "rmsprop": partial(_rmsprop, centered=False, momentum=False),
-    "adam-amsgrad": _adam, "adamw-amsgrad": _adamw,
+    "adafactor": _adafactor, "adam-amsgrad": _adam, "adamw-amsgrad": _adamw,
     "rmsprop-momentum": partial(_rmsprop, centered=False, momentum=True),
     "rmsprop-centered": partial(_rmsprop, centered=True, momentum=False),
     "rmsprop-centered-momentum": partial(_rmsprop, centered=True, momentum=True),
@@ -689,10 +695,12 @@ def square_sum(array: Array) -> float:
     their sums are added in order. BLAS is not used: its bits depend on the number of threads.
     """
     flat = array.reshape(-1)
-    if (library := library_for(flat)) is not None:
-        return sum(library.square_sums(flat).tolist(), 0.0)
-    scratch = np.empty(min(flat.size, SQUARE_SUM_CHUNK_ELEMENTS), np.float64)
     total = 0.0
+    if (library := library_for(flat)) is not None:
+        for chunk in library.square_sums(flat).tolist():  # `sum` compensates from Python 3.12 on
+            total += chunk
+        return total
+    scratch = np.empty(min(flat.size, SQUARE_SUM_CHUNK_ELEMENTS), np.float64)
     with np.errstate(all="ignore"):
         for lo in range(0, flat.size, SQUARE_SUM_CHUNK_ELEMENTS):
             part = flat[lo : lo + SQUARE_SUM_CHUNK_ELEMENTS]

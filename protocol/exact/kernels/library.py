@@ -26,7 +26,7 @@ Bytes = NDArray[np.uint8]
 RULES: Final = (
     "sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free", "adam", "rmsprop", "adagrad",
     "adam-amsgrad", "adamw-amsgrad", "rmsprop-momentum", "rmsprop-centered",
-    "rmsprop-centered-momentum",
+    "rmsprop-centered-momentum", "adafactor",
 )  # fmt: skip
 """Update rules in the order of update.c."""
 SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
@@ -41,6 +41,7 @@ _ELEMENTWISE: Final = (_POINTER, _POINTER, _SIZE, _U32)
 _GROUPED: Final = (_POINTER, _POINTER, _POINTER, _SIZE, _U32)
 _PROTOTYPES: Final[dict[str, tuple[tuple[Any, ...], Any]]] = {
     "apply_update": ((_U32, *(_POINTER,) * 8, _SIZE, _U32), _U32),
+    "factor_sums": ((_POINTER, _SIZE, _SIZE, _SIZE, *(_POINTER,) * 3, _U32), None),
     "piece_hashes": ((_POINTER, _POINTER, _SIZE, _U32), None),
     "add_rounded": (_ELEMENTWISE, None),
     "scale": ((_POINTER, ctypes.c_float, _POINTER, _SIZE, _U32), _U32),
@@ -118,6 +119,27 @@ class Library:
             for values, pieces in zip((parameters, *moments, *averages), hashes, strict=True):
                 _hash_short_piece(values, pieces)
         return not not_finite
+
+    def factor_sums(
+        self, matrices: Array, epsilon: float, of_rows: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Sum squares plus epsilon, by piece of columns and by column.
+
+        Args:
+            matrices: Shape (n, rows, columns).
+            epsilon: Added to each square.
+            of_rows: Receives the sums over pieces of columns, shape (n, pieces, rows).
+
+        Returns:
+            The sums over rows, shape (n, columns).
+        """
+        count, rows, columns = matrices.shape
+        of_columns, added = np.empty((count, columns)), np.array([epsilon])
+        self._c.factor_sums(
+            _address(matrices), count, rows, columns, _address(added), _address(of_rows),
+            _address(of_columns), threads_for(matrices.size),
+        )  # fmt: skip
+        return of_columns
 
     def hash_pieces(self, values: Array, hashes: Bytes) -> None:
         """Write the XXH3-128 hash of each `HASHED_BYTES` of the values to shape (pieces, 16)."""

@@ -11,7 +11,7 @@ typedef struct {
 } Scalars;
 enum {
   SGD, MOMENTUM, NESTEROV, ADAMW, LION, SCHEDULE_FREE, ADAM, RMSPROP, ADAGRAD, ADAM_AMSGRAD,
-  ADAMW_AMSGRAD, RMSPROP_MOMENTUM, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM
+  ADAMW_AMSGRAD, RMSPROP_MOMENTUM, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM, ADAFACTOR
 };
 typedef struct {
   f32 *p; const f32 *g; f32 *m, *v, *w, *e; const Scalars *scalars; u32 rule, not_finite;
@@ -135,6 +135,13 @@ INLINE void rmsprop(Update *u, usize lo, usize hi, int near, int centered, int m
   FOUND;
 }
 
+/* g is the direction that `apply_adafactor` has made of the gradient. */
+INLINE void adafactor(Update *u, usize lo, usize hi) {
+  STATE;
+  EACH PUT(p, p[i] * c.decay_factor - g[i] * c.learning_rate);
+  FOUND;
+}
+
 INLINE void lion(Update *u, usize lo, usize hi) {
   STATE;
   EACH {
@@ -198,6 +205,7 @@ static void apply_rule(Update *u, usize lo, usize hi) {
     case RMSPROP_CENTERED_MOMENTUM: any_rmsprop(u, lo, hi, near2, decay, 1, 1); break;
     case ADAGRAD: if (decay) adagrad(u, lo, hi, 1); else adagrad(u, lo, hi, 0); break;
     case LION: lion(u, lo, hi); break;
+    case ADAFACTOR: adafactor(u, lo, hi); break;
     case SCHEDULE_FREE:
       if (decay) schedule_free(u, lo, hi, 1); else schedule_free(u, lo, hi, 0);
       break;

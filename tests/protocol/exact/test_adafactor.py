@@ -11,6 +11,7 @@ from transformers.optimization import Adafactor as AdafactorOfTransformers
 from protocol.exact import adafactor
 from protocol.exact.absent import absent
 from protocol.exact.adafactor import factor_elements
+from protocol.exact.kernels.library import library_for, using
 from protocol.exact.replica import Replica, part_slices
 from protocol.exact.update import average_keep, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
@@ -78,34 +79,36 @@ def test_within_a_hundred_thousandth_of_its_reference(name):
         assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), tensor
 
 
-def folded(numbers):
+def summed_in_lanes(numbers):
     """The order of the module's docstring, one number at a time."""
-    numbers = [float(x) for x in numbers]
-    while len(numbers) > 1:
-        half = -(-len(numbers) // 2)
-        for i in range(len(numbers) - half):
-            numbers[i] += numbers[half + i]
-        numbers = numbers[:half]
-    return numbers[0]
+    total = 0.0
+    for lo in range(0, len(numbers), 1024):
+        lanes = [0.0] * 16
+        for column, number in enumerate(numbers[lo : lo + 1024]):
+            lanes[column % 16] += number
+        for half in (8, 4, 2, 1):
+            for i in range(half):
+                lanes[i] += lanes[i + half]
+        total += lanes[0]
+    return total
 
 
-@pytest.mark.parametrize("strip", [1, 11, 20, 1000])
-def test_the_sums_have_the_order_that_is_stated(strip, monkeypatch):
-    monkeypatch.setattr(adafactor, "STRIP_ELEMENTS", strip)
-    spec = Adafactor(name="adafactor")
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("shape", [(1, 13, 5), (3, 2, 16), (2, 3, 2070), (1, 70, 1024), (4, 1, 1)])
+def test_the_sums_have_the_order_that_is_stated(shape, native):
+    spec = Adafactor(name="adafactor", eps=1e-3)
     scalars = step_scalars(spec, 1, 0, 10, 1.0)
-    stack = np.random.default_rng(3).standard_normal((1, 13, 5)).astype(np.float32)
-    squares = [[float(x) ** 2 + scalars.epsilon for x in row] for row in stack[0]]
-    of_rows, of_columns = adafactor._sums(scalars, stack)
-    assert of_rows[0].tolist() == [folded(row) for row in squares]
-    height = max(1, strip // 5)
-    expected = []
-    for column in zip(*squares, strict=True):
-        total = 0.0
-        for lo in range(0, 13, height):
-            total += folded(column[lo : lo + height])
-        expected.append(total)
-    assert of_columns[0].tolist() == expected
+    stack = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    squares = stack.astype(np.float64) ** 2 + scalars.epsilon
+    with using(library_for(stack) if native else None):
+        of_rows, of_columns = adafactor._sums(scalars, stack)
+    for matrix in range(shape[0]):
+        rows = squares[matrix].tolist()
+        assert of_rows[matrix].tolist() == [summed_in_lanes(row) for row in rows]
+        expected = [0.0] * shape[2]
+        for row in rows:
+            expected = [total + number for total, number in zip(expected, row, strict=True)]
+        assert of_columns[matrix].tolist() == expected
 
 
 def test_a_stack_has_the_bits_of_its_matrices_alone():

@@ -15,7 +15,7 @@ typedef number Kernel(number, number, number, number, number, number, number, nu
 #define KERNELS(_) \
   _(apply_update) _(add_rounded) _(has_not_finite) _(all_negative_zero) _(square_sums) _(round_bfloat16) \
   _(pack_bfloat16) _(unpack_bfloat16) _(pack_int8) _(unpack_int8) _(pack_int4) _(unpack_int4) \
-  _(pack_topk) _(unpack_topk) _(piece_hashes)
+  _(pack_topk) _(unpack_topk) _(factor_sums) _(piece_hashes)
 #define DECLARE(name) extern void name(void);
 #define ENTRY(name) {#name, (Kernel *)name},
 KERNELS(DECLARE)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact import absent, bfloat16, codecs, tree_sum, update
+from protocol.exact import absent, adafactor, bfloat16, codecs, tree_sum, update
 from protocol.exact.digest import piece_hashes, pieces_of
 from protocol.exact.kernels import library
 from protocol.exact.kernels.library import Library, library_for, runnable_targets, using
@@ -177,6 +177,21 @@ def test_hashes(kernels, case, spec):
         defined = [piece_hashes(array) for array in state]
     assert alone == defined
     assert [pieces.tobytes() for pieces in hashes] == defined
+
+
+@given(CASES, st.integers(1, 2100), st.integers(1, 40))
+def test_sums_by_row_and_column(kernels, case, columns, rows):
+    seed, _, offset = prepared(kernels, case)
+    count = max(1, 9000 // (rows * columns))
+    stack = values(seed, count * rows * columns, offset).reshape(count, rows, columns)
+    spec = OptimizerSpec(name="adafactor", eps=1e-6)
+    scalars = update.step_scalars(spec, 2, 1, 9, 1.0)
+    found = []
+    for native in (None, kernels):
+        with using(native), np.errstate(all="ignore"):
+            sums = adafactor._sums(scalars, stack)
+        found.append([np.where(np.isnan(each), 0.0, each).tobytes() for each in sums])
+    assert found[0] == found[1]
 
 
 @given(case=CASES)
