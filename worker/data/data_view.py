@@ -26,7 +26,7 @@ from protocol.spec.run_spec import (
 from worker.data import holdout
 from worker.data.chat_template import Counted
 from worker.data.embedding_data import read_embedding_data
-from worker.data.labeled_data import LabeledTexts, read_labeled_texts
+from worker.data.labeled_data import LabeledTexts, Scale, read_labeled_texts
 from worker.data.language_data import Samples, read_language_data
 from worker.data.preference_data import read_preference_data
 from worker.data.sequence_data import SequenceData, read_pair_data, read_tagged_data
@@ -39,6 +39,7 @@ OPEN, CLOSE = (
 _CLASSES_SHOWN: Final = 20
 """The commonest and the rarest."""
 _NAME_WIDTH: Final = 40
+_LARGE: Final = 10
 _KEPT: Final = {"\n", "\t"}
 
 Sample = tuple[Tokens, Counted]
@@ -73,14 +74,22 @@ def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
     for number in _drawn(len(data.train), samples, spec.seed):
         row = int(data.train[number])
         tokens = encoded.tokens[row]
-        label = ", ".join(_labels_of(encoded.targets[row], data.names)) or "none"
+        target = encoded.targets[row]
+        if not data.names:
+            target = target * data.scale.deviation + data.scale.mean
+        label = ", ".join(_labels_of(target, data.names)) or "none"
         yield f"sample {number}: {len(tokens)} tokens, label: {label}"
         yield from marked(data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)).splitlines()
         yield ""
     for part, rows in (("training", data.train), ("held-out", data.held_out)):
         yield from _token_counts(f"{part} samples", encoded.tokens.lengths[rows])
     if not data.names:
-        values = encoded.targets[data.train]
+        values = encoded.targets[data.train] * data.scale.deviation + data.scale.mean
+        if data.scale == Scale() and max(abs(values.mean()), values.std()) > _LARGE:
+            yield (
+                "the numbers are large beside what a new model says, about 0: set "
+                "data.standardize=true"
+            )
         yield (
             f"training values: least {values.min():.4g}, mean {values.mean():.4g}, most "
             f"{values.max():.4g}"

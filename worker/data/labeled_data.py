@@ -74,6 +74,29 @@ class LabeledSamples:
         return Batch(arrays, float(arrays["weights"].sum(dtype=np.float64)))
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Mean and deviation of numbers that a model learns."""
+
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    @staticmethod
+    def of(numbers: NDArray[np.float64]) -> Scale:
+        """Measure numbers, (samples,).
+
+        Raises:
+            DataError: All are equal.
+        """
+        deviation = float(numbers.std())
+        if not deviation > 0:
+            raise DataError(
+                f"expected labels that differ, got {numbers[0]:g} alone in the training data; "
+                "check data.label"
+            )
+        return Scale(float(numbers.mean()), deviation)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabeledTexts(holdout.DividedData):
     """All that a run makes of its data.
@@ -82,11 +105,13 @@ class LabeledTexts(holdout.DividedData):
         samples: Of training and evaluation data.
         names: Of the classes, in the order of their numbers; of regression none.
         sampling: How an epoch's training samples are drawn, by their class.
+        scale: Of numbers: a target times its deviation, plus its mean, is the number.
     """
 
     samples: LabeledSamples
     names: tuple[str, ...]
     sampling: Sampling | None
+    scale: Scale = Scale()
 
 
 def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
@@ -111,6 +136,9 @@ def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
         tokens, types, truncated = encode_pairs(tokenizer, pairs, section.max_tokens, where)
         looked_at = itertools.chain(*pairs[:: sampled_every(len(pairs))])
     targets = _targets(section.problem, [*data.labels, *valid.labels], len(data.names))
+    scale = Scale.of(targets[train]) if section.standardize else Scale()
+    if section.problem == "regression":
+        targets = ((targets - scale.mean) / scale.deviation).astype(np.float32)
     weights = sampling = None
     notes: dict[str, int] = {}
     if section.problem == "single-label":
@@ -129,6 +157,7 @@ def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
         samples=LabeledSamples(tokens, types, targets, weights, padding, section.max_tokens),
         names=data.names,
         sampling=sampling,
+        scale=scale,
         train=train,
         held_out=held_out,
         digests={
@@ -151,7 +180,7 @@ def _targets(problem: Problem, labels: Sequence[Any], classes: int) -> NDArray[A
     if problem == "single-label":
         return np.array(labels, np.int64)
     if problem == "regression":
-        return np.array(labels, np.float32)
+        return np.array(labels, np.float64)
     targets = np.zeros((len(labels), classes), np.float32)
     for row, several in enumerate(labels):
         targets[row, [*several]] = 1.0

@@ -82,6 +82,11 @@ class DataSpec(Section):
         "single-label",
         description="one label per text, several labels, or a number to predict (regression)",
     )
+    standardize: Annotated[bool, Needs("problem", ("regression",)), OmittedByDefault()] = Field(
+        default=False,
+        description="learn (number - mean) / deviation of the training data; metrics and worker "
+        "classify give numbers as in the data",
+    )
     num_classes: Annotated[Bounded | None, Needs("problem", ("single-label", "multi-label"))] = (
         Field(None, ge=2, description="expected number of classes, checked against the data")
     )
@@ -160,6 +165,7 @@ class LabeledData(
         "sampling",
         "conflicts",
         "stratify",
+        "standardize",
         "text_pair",
         "problem",
         "skip_bad_rows",

@@ -35,6 +35,7 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "data.class_weights": (CLASSIFY, {"data.problem": "regression"}),
     "data.sampling": (CLASSIFY, {"data.problem": "regression"}),
     "data.stratify": (CLASSIFY, {"data.validation": "v"}),
+    "data.standardize": (CLASSIFY, {"data.problem": "single-label"}),
     "data.columns": (TEXT, {}),
     "data.loss": (TEXT, {}),
     "data.chat_template": (TEXT, {}),

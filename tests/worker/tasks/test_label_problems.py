@@ -159,6 +159,39 @@ def test_a_result_labels_new_texts(tiny, rows, tmp_path, lora, data):
     assert "expected two texts for each answer" in alone.stderr
 
 
+def test_standardized_numbers_are_measured_and_shown_as_in_the_data(tiny, tmp_path):
+    large = tmp_path / "prices.jsonl"
+    prices = [{**row, "value": 40_000 + 1000 * n * n} for n, row in enumerate(ROWS)]
+    large.write_text("".join(json.dumps(row) + "\n" for row in prices))
+    data = {**NUMBER, "standardize": True}
+    task = build(spec_of(tiny, large, **data, holdout=0.25))
+    train = task.batch(range(task.manifest.train_samples)).arrays["labels"]
+    assert train.mean() == pytest.approx(0, abs=1e-6)
+    assert train.std() == pytest.approx(1)
+    saved = export(task, moved(task), tmp_path)
+    mean, deviation = json.loads((saved / "samestep.json").read_text())["scale"]
+    part = task.evaluation_batch(0)
+    program = choose("cpu").backend.compile(task.trainable, part)
+    program.load(moved(task))
+    sums = dict(program.evaluate(part))
+    program.close()
+    texts = [ROWS[row]["text"] for row in part.arrays["rows"].tolist()]
+    ended = called("worker", "classify", str(saved), *texts, "--json")
+    said = np.array([json.loads(line)["value"] for line in ended.stdout.splitlines()])
+    right = [prices[row]["value"] for row in part.arrays["rows"].tolist()]
+    assert part.arrays["labels"] * deviation + mean == pytest.approx(right)
+    metrics = {metric.name: metric.value(sums) for metric in task.manifest.metrics}
+    assert metrics["mse"] == pytest.approx(((said - right) ** 2).mean(), rel=1e-4)
+    assert metrics["mae"] == pytest.approx(np.abs(said - right).mean(), rel=1e-4)
+    shown = "\n".join(view(spec_of(tiny, large, **NUMBER), 1))
+    assert "set data.standardize=true" in shown
+    assert "set data.standardize" not in "\n".join(view(spec_of(tiny, large, **data), 1))
+    equal = tmp_path / "equal.jsonl"
+    equal.write_text("".join(json.dumps({**row, "value": 3}) + "\n" for row in ROWS))
+    with pytest.raises(DataError, match="expected labels that differ, got 3 alone"):
+        build(spec_of(tiny, equal, **data))
+
+
 def test_worker_data_shows_labels_and_a_table(tiny, rows):
     shown = "\n".join(view(spec_of(tiny, rows, **MULTI), 2))
     assert "label: " in shown

@@ -65,6 +65,7 @@ class Classify(TransformerTask):
             names,
             loaded.weights_digest,
             problem=problem,
+            scale=(data.scale.mean, data.scale.deviation),
             has_pairs=spec.data.text_pair is not None,
         )
         super().__init__(
@@ -150,10 +151,11 @@ def _multi_label(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
     return Objective(partial(labels_loss, options=options), evaluate, metrics)
 
 
-def _regression(_data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
+def _regression(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
     def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
-        x = logits_of(module, arrays, options)[:, 0].double()
-        y = arrays["labels"].double()
+        mean, deviation = data.scale.mean, data.scale.deviation
+        x = logits_of(module, arrays, options)[:, 0].double() * deviation + mean
+        y = arrays["labels"].double() * deviation + mean
         return {
             "samples": len(y),
             "squared_error": float(((x - y) ** 2).sum()),

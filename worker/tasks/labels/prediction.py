@@ -217,6 +217,9 @@ def _scores(
         logits = logits.softmax(dim=0)
     elif info.problem == "multi-label":
         logits = logits.sigmoid()
+    else:
+        mean, deviation = info.scale
+        logits = logits.double() * deviation + mean
     return {str(number): float(score) for number, score in enumerate(logits)}
 
 

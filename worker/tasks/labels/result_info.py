@@ -31,6 +31,8 @@ class ResultInfo(BaseModel):
         model: Where the base is, and how it computes.
         lora: What was added to it; None for a model that was trained in full.
         base_weights: Digest of the base; see `Manifest.digests`.
+        scale: Mean and deviation of the numbers that were learned: a number is what the model says
+            times the deviation, plus the mean.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,11 +46,13 @@ class ResultInfo(BaseModel):
     base_weights: str
     problem: Problem = "single-label"
     has_pairs: bool = False
+    scale: tuple[float, float] = (0.0, 1.0)
 
     def document(self) -> str:
         """Return the file's text."""
         usual = {"problem", "has_pairs"} if self.problem == "single-label" else set[str]()
         seldom = {name for name in usual if not (name == "has_pairs" and self.has_pairs)}
+        seldom |= {"scale"} if self.scale == (0.0, 1.0) else set()
         return self.model_dump_json(indent=2, exclude=seldom) + "\n"
 
     @staticmethod
@@ -103,6 +107,7 @@ def result_info(
     *,
     problem: Problem = "single-label",
     has_pairs: bool = False,
+    scale: tuple[float, float] = (0.0, 1.0),
 ) -> ResultInfo:
     """Return what the result of a run says of itself."""
     # A worker's own directory for what it was sent is no part of the result.
@@ -112,6 +117,7 @@ def result_info(
         labels=names,
         problem=problem,
         has_pairs=has_pairs,
+        scale=scale,
         max_tokens=spec.data.max_tokens,
         seed=spec.seed,
         model=spec.model.model_copy(update={"source": source, "name": None, "adapter": None}),
