@@ -19,6 +19,7 @@ from protocol.datasets.disk_texts import DistinctTexts
 from protocol.datasets.messages import (
     ChatMessage,
     Tool,
+    check_calls,
     check_turns,
     is_said,
     read_message,
@@ -137,7 +138,8 @@ def _conversation(
 ) -> str:
     messages = messages_of(where, record)
     check_turns(where, messages)
-    return Conversation(messages, where, read_tools(where, record["tools"])).document
+    tools = check_calls(where, messages, read_tools(where, record["tools"]))
+    return Conversation(messages, where, tools).document
 
 
 def read_documents(

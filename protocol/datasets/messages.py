@@ -313,6 +313,31 @@ def read_words(where: str, value: object, key: str) -> str:
     return value
 
 
+def check_calls(
+    where: str, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...]
+) -> tuple[Tool, ...]:
+    """Check that calls name tools, where there is a list of them.
+
+    Returns:
+        The tools.
+
+    Raises:
+        DataError: A call names another function.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    for number, message in enumerate(messages, start=1):
+        for call in message.tool_calls:
+            if names and call.name not in names:
+                raise DataError(
+                    f"{where} message {number}: expected a call of a function in tools "
+                    f"({', '.join(names[:_SHOWN_TOOLS])}), got {call.name!r}"
+                )
+    return tools
+
+
+_SHOWN_TOOLS: Final = 10
+
+
 def check_turns(where: str, messages: tuple[ChatMessage, ...]) -> None:
     """Check the order: perhaps system, then user and assistant in turn; tools answer calls.
 

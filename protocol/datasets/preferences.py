@@ -21,7 +21,7 @@ from protocol.datasets.conversations import (
     read_messages,
     with_system,
 )
-from protocol.datasets.messages import ChatMessage, check_turns, read_tools, read_words
+from protocol.datasets.messages import ChatMessage, check_calls, check_turns, read_tools, read_words
 from protocol.datasets.rows import BadRows, Record
 from protocol.datasets.text_file import shown
 from protocol.spec.sections.data import PREFERENCE_COLUMNS, DataSpec
@@ -98,7 +98,8 @@ def _conversation(
         )
     messages = with_system(at, record["system"], messages)
     check_turns(at, messages)
-    return Conversation(messages, where, read_tools(where, record["tools"]))
+    tools = check_calls(where, messages, read_tools(where, record["tools"]))
+    return Conversation(messages, where, tools)
 
 
 def _messages(where: str, given: object, role: str) -> tuple[ChatMessage, ...]:

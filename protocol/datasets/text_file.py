@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Final, TextIO, cast
 from protocol.base.errors import DataError
 from protocol.base.regular_file import open_regular
 from protocol.datasets.logits_file import pyarrow_modules
+from protocol.spec.sections.data import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS
 
 _PIECE_CHARACTERS: Final = 1 << 20
 _UNPACK, _AS_TEXT = "unpack it first", "save what it says as text (UTF-8)"
@@ -289,7 +290,21 @@ def check_columns(where: str, there: Sequence[str], wanted: Mapping[str, str]) -
         lone = len(near) == 1 and len(missing) <= len(others)
         settings.append(f"--set data.{key}={near[0] if lone else 'COLUMN'}")
     names = " and ".join(map(repr, missing.values()))
-    raise DataError(
-        f"expected a column {names} in {where}, found {found}; "
-        f"say which it is: {' '.join(settings)}"
-    )
+    advice = f"say which it is: {' '.join(settings)}"
+    if (other := _format_with(there)) and {*missing} & _CONVERSATION_KEYS:
+        advice = f"these are columns of another format: --set data.format={other}"
+    raise DataError(f"expected a column {names} in {where}, found {found}; {advice}")
+
+
+_CONVERSATION_KEYS: Final = frozenset(
+    f"columns.{column}" for columns in COLUMNS_OF_FORMAT.values() for column in columns
+)
+
+
+def _format_with(columns: Sequence[str]) -> str | None:
+    """Return the format of conversations that has these columns; None if there is none."""
+    for name, wanted in COLUMNS_OF_FORMAT.items():
+        required = {*wanted} - OPTIONAL_COLUMNS
+        if required and required <= {*columns}:
+            return name
+    return None

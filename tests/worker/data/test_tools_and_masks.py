@@ -174,3 +174,22 @@ def test_a_mistake_is_one_line(tmp_path, messages, told):
         read(tmp_path, {"messages": messages})
     assert "line 1" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_call_of_a_function_that_is_not_listed_is_refused(tmp_path):
+    call = {"function": {"name": "wether", "arguments": {"city": "Oslo"}}}
+    messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(
+        DataError, match=r"message 2.*a function in tools \(weather\), got 'wether'"
+    ):
+        read(tmp_path, {"messages": messages, "tools": [WEATHER_TOOL]})
+    assert read(tmp_path, {"messages": messages}).messages[1].tool_calls[0].name == "wether"
+
+
+def test_columns_of_another_format_are_named(tmp_path):
+    row = {"id": 1, "conversations": [{"from": "human", "value": "a"}]}
+    with pytest.raises(DataError, match=r"another format: --set data\.format=sharegpt"):
+        read(tmp_path, row)
+    row = {"instruction": "a", "output": "b"}
+    with pytest.raises(DataError, match=r"--set data\.format=alpaca"):
+        read(tmp_path, row, format="prompt-completion")
