@@ -35,6 +35,7 @@ from tests import standin
 from tests.backends.eager.test_eager import Net, batch, trainable
 from tests.small_decoder import decoder_run
 from worker.models import device_memory, vocabulary_loss
+from worker.tasks.checks.reachable_state import reachable_state
 from worker.tasks.registry import build
 
 SUBTREE = [(batch(seed=seed), seed) for seed in range(5)]
@@ -183,6 +184,15 @@ def test_memory_of_one_model_is_there_for_the_next_even_if_it_is_in_a_reference_
     finally:
         standin.set_memory_limit(None)
         gc.enable()
+
+
+def test_the_program_s_own_memory_is_no_state_of_the_user_s_model():
+    """It is reached through the hooks on the module, and changes from call to call."""
+    program: Any = EagerBackend("accelerator").compile(fresh(), batch())
+    paths = reachable_state({"module": program._module})
+    program.close()
+    assert "module._modules['first'].in_features" in paths
+    assert [path for path in paths if "._copier" in path or "._thread" in path] == []
 
 
 def test_every_thread_uses_the_program_s_own_card():

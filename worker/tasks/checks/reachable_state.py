@@ -75,7 +75,7 @@ _LIBRARY: Final = tuple(
     Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "purelib", "platlib")
 )
 
-_ROOT: Final = Path(__file__).resolve().parents[2]
+_ROOT: Final = Path(__file__).resolve().parents[3]
 _OURS: Final = tuple(
     _ROOT / name for name in ("backends", "coordinator", "protocol", "samestep", "worker")
 )
