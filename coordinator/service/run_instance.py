@@ -133,7 +133,8 @@ def load_run(
     if spec is not None and spec != stored.spec:
         raise Mismatch(
             f"{str(lock.directory)!r} holds run {stored.run_id!r} of another run spec; leave "
-            f"the run spec out to continue it, or choose another {option('--out')}"
+            f"the run spec out to continue it (--set KEY=VALUE changes it), or choose another "
+            f"{option('--out')}"
         )
     change = SpecChange.of(directory, stored, changes, from_step)
     if from_step is None and change is None and not is_unfinished(lock.directory):

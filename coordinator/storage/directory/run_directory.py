@@ -64,7 +64,7 @@ class StoredRun:
 
 
 class RunDirectory:
-    """Paths of a run's files, and those files that are written once.
+    """Paths of a run's files, and the small ones that are written whole.
 
     Args:
         path: The directory; `begin` makes it.

@@ -34,11 +34,10 @@ async def finished(directory, spec):
         return directory / run_id
 
 
-async def gone_on(directory, *changes, workers=1, **how):
-    async with live_service(directory.parent, workers) as live:
+async def gone_on(directory, *changes, **how):
+    async with live_service(directory.parent, 1) as live:
         assert live.service.resume(directory, changes=changes, **how) == directory.name
-        for number in range(workers):
-            live.worker(f"w{number}")
+        live.worker("w0")
         return await live.result(directory.name)
 
 
@@ -46,7 +45,11 @@ async def test_ten_steps_and_ten_more_are_one_run_of_twenty(tmp_path):
     reference = await undisturbed(tmp_path / "twenty", spec_of(20))
     run = await finished(tmp_path / "ten", spec_of(10))
     first = json.loads((run / "result.json").read_text())
-    result = await gone_on(run, "steps=20", workers=2)
+    async with live_service(run.parent, 2) as live:  # as `coordinator resume RUN --set steps=20`
+        assert await live.service.resume_by_name(run.name, None, ["steps=20"]) == run.name
+        for name in ("w0", "w1"):
+            live.worker(name)
+        result = await live.result(run.name)
     assert result["weights_digest"] == reference["weights_digest"] != first["weights_digest"]
     assert result["losses"] == reference["losses"]
     journal = [entry.record for entry in read_journal(run / "journal.jsonl")]
