@@ -26,8 +26,8 @@ from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of
 from backends.wgpu.device.target import Buffer, Prepared
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.microbatching import with_microbatches
 from backends.wgpu.lowering.plan import Plan
-from backends.wgpu.lowering.several import several
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul.shader import (
     MatmulProblem,
@@ -108,7 +108,9 @@ def dispatches_of_subtree(trainable: Trainable, plan: Plan, at_once: int, pairs:
 
 def subtree_row(name: str, trainable: Trainable, plan: Plan) -> Sequence[str]:
     """Of one job's subtrees."""
-    together = several(plan, min(MICROBATCHES_PER_DISPATCH, SUBTREE_LEAVES), lambda _: True)
+    together = with_microbatches(
+        plan, min(MICROBATCHES_PER_DISPATCH, SUBTREE_LEAVES), lambda _: True
+    )
     many = together.at_once
     before = dispatches_of_subtree(trainable, plan, 1, 1)
     after = dispatches_of_subtree(trainable, plan, many, _BINDINGS // 2)

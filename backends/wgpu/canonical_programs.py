@@ -86,4 +86,4 @@ def _explain_missing_rule(remedy: str) -> Iterator[None]:
     try:
         yield
     except NoRule as error:
-        raise SamestepError(error.told("canonical arithmetic", remedy)) from error
+        raise SamestepError(error.message("canonical arithmetic", remedy)) from error

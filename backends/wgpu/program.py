@@ -47,18 +47,18 @@ from backends.wgpu.device.running import PlacedPlan, Running, Submission, nothin
 from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of, merge_of
 from backends.wgpu.device.target import Buffer, ComputeTarget
 from backends.wgpu.device.weights import Weights
+from backends.wgpu.graph.integer_bounds import IntegerBounds
 from backends.wgpu.graph.table_indices import OutsideTable, TableIndices
-from backends.wgpu.graph.whole_numbers import WholeNumbers
 from backends.wgpu.lowering.estimate import (
     Estimate,
     estimate,
     has_room,
-    refuse_what_does_not_fit,
+    refuse_insufficient_memory,
 )
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.microbatching import with_microbatches
 from backends.wgpu.lowering.plan import Plan
-from backends.wgpu.lowering.several import several
 from backends.wgpu.subtree_sum import sum_on_device
 from backends.wgpu.weights.split_tables import split_tables
 from protocol.base.errors import DataError, DeviceError, SamestepError
@@ -625,8 +625,8 @@ class VulkanProgram:
         if SCALE in capture.arrays:
             scale = np.array([self.loss_scale, 1.0 / self.loss_scale], np.float32)
             arrays = {**arrays, SCALE: scale}
-        ready.table_indices.refuse_what_is_outside(arrays)
-        ready.whole_numbers.refuse_what_does_not_fit(arrays)
+        ready.table_indices.refuse_indices_outside(arrays)
+        ready.integer_bounds.refuse_overflow(arrays)
         words = seed_words(seed, capture.seeds)
         return pack(capture.arrays, plan.packed, plan.words, arrays, words)
 
@@ -657,16 +657,16 @@ class VulkanProgram:
     ) -> PlacedPlan:
         """Lower and plan a capture and allocate its buffers, for at most `at_once` microbatches."""
         base, constants = self._weights.base, self._weights.constants
-        whole_numbers = WholeNumbers(capture.graph, capture.arrays)
+        integer_bounds = IntegerBounds(capture.graph, capture.arrays)
         table_indices = TableIndices(capture.graph, capture.arrays)
         split_tables(capture, self._weights.tables, trained_names)
         with _explain_failure("generate kernels for this model"):
             plan = lowered_plan(capture, base, constants, self._template, groups)
         if self._sums is not None:
-            plan = several(plan, at_once, self._has_room)
+            plan = with_microbatches(plan, at_once, self._has_room)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
         adapter, largest = self._device.adapter, self._largest_bytes
-        refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
+        refuse_insufficient_memory(self.estimates, adapter.memory_bytes, largest, adapter.name)
         self._make_room()
         upload = self._device.buffer(4 * plan.words * plan.at_once)
         buffers = self._buffers(plan, upload)
@@ -674,7 +674,7 @@ class VulkanProgram:
         with _explain_failure("compile a kernel of this model"):
             parts = tuple(submissions(plan, buffers, self._device))
         return PlacedPlan(
-            plan, capture, upload, tuple(buffers), whole_numbers, table_indices, {1: parts}
+            plan, capture, upload, tuple(buffers), integer_bounds, table_indices, {1: parts}
         )
 
     def _has_room(self, plan: Plan) -> bool:
@@ -703,7 +703,7 @@ class VulkanProgram:
     def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
         slots = self._take_slots(plan.slots)
         buffers = []
-        for location in plan.places:
+        for location in plan.locations:
             if location.packed:
                 buffers.append(upload)
             elif location.tensor:

@@ -24,9 +24,8 @@ from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION
 
 LARGEST_HEAD: Final = 128
 """An invocation's part of the sums lies in registers, which a larger head would not fit."""
-_ROUNDS: Final = 60_000
-"""Limit on loop iterations: software Vulkan silently ends an invocation's loops after 65,535
-loop_iterations, without a word."""
+_LOOP_ITERATIONS: Final = 60_000
+"""Limit on loop iterations: software Vulkan silently ends an invocation's loops after 65,535."""
 _SOFTWARE_BYTES: Final = 2**28
 
 
@@ -42,7 +41,7 @@ def pays(sizes: AttentionSizes, *, cooperative: bool) -> bool:
     """
     if cooperative:
         return True
-    return sizes.score_bytes > _SOFTWARE_BYTES and loop_iterations(sizes) <= _ROUNDS
+    return sizes.score_bytes > _SOFTWARE_BYTES and loop_iterations(sizes) <= _LOOP_ITERATIONS
 
 
 def written_out(sizes: AttentionSizes) -> bool:

@@ -291,7 +291,7 @@ def _nodes(results: Sequence[torch.Tensor]) -> dict[Any, int]:
         node = waiting.pop()
         if node is not None and node not in numbers:
             numbers[node] = len(numbers)
-            waiting += [above for above, _ in node.next_functions]
+            waiting += [source_of for source_of, _ in node.next_functions]
     return numbers
 
 
@@ -305,7 +305,7 @@ def _backward(results: Sequence[torch.Tensor], fingerprint: _Fingerprint) -> Ite
     for node in numbers:
         leaf = getattr(node, "variable", None)
         yield node.name(), None if leaf is None else fingerprint.number(leaf)
-        yield [(numbers.get(above), place) for above, place in node.next_functions]
+        yield [(numbers.get(source_of), place) for source_of, place in node.next_functions]
 
 
 def _gradients(

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from backends.base.interface import Array
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.device.target import Buffer, ComputeTarget, Copy, Prepared, Readback
+from backends.wgpu.graph.integer_bounds import IntegerBounds
 from backends.wgpu.graph.table_indices import TableIndices
-from backends.wgpu.graph.whole_numbers import WholeNumbers
 from backends.wgpu.lowering.plan import Plan
 from protocol.base.errors import DeviceError
 
@@ -51,7 +51,7 @@ class PlacedPlan:
     capture: Capture
     upload: Buffer
     buffers: tuple[Buffer, ...]
-    whole_numbers: WholeNumbers
+    integer_bounds: IntegerBounds
     table_indices: TableIndices
     submissions: dict[int, tuple[Submission, ...]]
 

@@ -1,4 +1,4 @@
-"""Which of torch's operators a trace splits into smaller ones."""
+"""The decompositions of torch's operators that a trace applies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ALSO = (
 )
 
 
-_OF_WINDOWS = (
+_WINDOWED = (
     _aten.convolution.default,
     _aten.convolution_backward.default,
     _aten.max_pool2d_with_indices.default,
@@ -55,11 +55,11 @@ _OF_WINDOWS = (
 
 @cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """By operator: torch's own, to the core operators."""
+    """Return torch's core decompositions, with changes, by operator."""
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     table.update(get_decompositions(_ALSO))
     table[_aten.copy.default] = _copy
-    for target in _OF_WINDOWS:
+    for target in _WINDOWED:
         table[target] = getattr(windows, str(target).split(".")[1])
     table[_aten.max.dim] = partial(_extreme, _aten.amax, _aten.argmax)
     table[_aten.min.dim] = partial(_extreme, _aten.amin, _aten.argmin)
@@ -67,7 +67,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     table[_aten.softshrink_backward.default] = _shrink_backward
     table[_aten.hardshrink_backward.default] = _shrink_backward
     table[_aten.native_group_norm.default] = _group_norm
-    table[_aten.native_batch_norm.default] = _norm_of_inputs
+    table[_aten.native_batch_norm.default] = _stateless_batch_norm
     table[_aten.index.Tensor] = _index
     table[_aten.index_put.default] = _index_put
     return table
@@ -75,17 +75,17 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 def _extreme(
     fold: Callable[..., torch.Tensor],
-    place: Callable[..., torch.Tensor],
+    argument_of: Callable[..., torch.Tensor],
     x: torch.Tensor,
     dim: int,
     keepdim: bool = False,  # noqa: FBT001, FBT002
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest or least along a dimension, and the first place of it."""
-    return fold(x, [dim], keepdim), place(x, dim, keepdim)
+    """Return the extreme along a dimension, and the index of its first occurrence."""
+    return fold(x, [dim], keepdim), argument_of(x, dim, keepdim)
 
 
 def _softshrink(x: torch.Tensor, lambd: float = 0.5) -> torch.Tensor:
-    """What is no number stays so, which torch's own turns into zero."""
+    """Propagate NaN, which torch's decomposition turns into zero."""
     return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0.0))
 
 
@@ -93,8 +93,8 @@ def _shrink_backward(tangent: torch.Tensor, x: torch.Tensor, lambd: float) -> to
     return torch.where((x >= -lambd) & (x <= lambd), 0.0, tangent)
 
 
-def _normed(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Over the last dimension, and the mean and the reciprocal of the deviation."""
+def _normalize(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalize over the last dimension; return also the mean and the reciprocal deviation."""
     variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     scale = (variance + eps).rsqrt()
     return (x - mean) * scale, mean, scale
@@ -112,18 +112,18 @@ def _group_norm(  # noqa: PLR0917
     bias: torch.Tensor | None,
     count: int,
     channels: int,
-    places: int,
+    spatial: int,
     groups: int,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """As torch's, without strided views."""
-    given = x.reshape(count, groups, channels // groups * places)
-    result, mean, scale = _normed(given, eps)
+    """Compute torch's group norm without strided views."""
+    grouped = x.reshape(count, groups, channels // groups * spatial)
+    result, mean, scale = _normalize(grouped, eps)
     result = _by_channel(result.reshape(x.shape), weight, bias)
     return result, mean.view(count, groups), scale.view(count, groups)
 
 
-def _norm_of_inputs(  # noqa: PLR0917
+def _stateless_batch_norm(  # noqa: PLR0917
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -133,19 +133,19 @@ def _norm_of_inputs(  # noqa: PLR0917
     momentum: float,
     eps: float,
 ) -> Any:
-    """One that keeps nothing, as an instance norm, or in evaluation mode; others have no rule."""
+    """Support batch norms without running statistics (instance norm) or in evaluation mode only."""
     del momentum
     if not training and running_mean is not None and running_variance is not None:
-        places = [1, -1] + [1] * (x.dim() - 2)
+        shape = [1, -1] + [1] * (x.dim() - 2)
         scale = (running_variance + eps).rsqrt()
-        result = (x - running_mean.view(places)) * scale.view(places)
+        result = (x - running_mean.view(shape)) * scale.view(shape)
         return _by_channel(result, weight, bias), x.new_zeros(0), x.new_zeros(0)
     if running_mean is not None or not training:
         return NotImplemented
     by_channel = x.transpose(0, 1).flatten(1)
-    result, mean, scale = _normed(by_channel, eps)
-    turned = x.transpose(0, 1).shape
-    result = _by_channel(result.reshape(turned).transpose(0, 1), weight, bias)
+    result, mean, scale = _normalize(by_channel, eps)
+    transposed_shape = x.transpose(0, 1).shape
+    result = _by_channel(result.reshape(transposed_shape).transpose(0, 1), weight, bias)
     return result, mean[:, 0], scale[:, 0]
 
 
@@ -154,18 +154,18 @@ def _copy(
     source: torch.Tensor,
     non_blocking: bool = False,  # noqa: FBT001, FBT002
 ) -> torch.Tensor:
-    """All of the target is written: what it held does not matter, only its shape and type."""
+    """Return the source with the target's shape and dtype: all of the target is overwritten."""
     del non_blocking
     return source.to(target.dtype).expand(target.shape).clone()
 
 
 def _index(source: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
-    """Of neighbouring dimensions that are not the first: as of the first ones, turned."""
-    turned = _first_ones(source.dim(), indices)
-    if turned is None:
+    """Move indexed dimensions to the front, index there, and move the result back."""
+    reordered = _indexed_dims_first(source.dim(), indices)
+    if reordered is None:
         return NotImplemented
-    order, given, back = turned
-    return source.permute(order)[tuple(given)].permute(back)
+    order, leading, back = reordered
+    return source.permute(order)[tuple(leading)].permute(back)
 
 
 def _index_put(
@@ -174,22 +174,22 @@ def _index_put(
     values: torch.Tensor,
     accumulate: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
-    """As `_index`."""
-    turned = _first_ones(under.dim(), indices)
-    if turned is None:
+    """The same for `index_put`."""
+    reordered = _indexed_dims_first(under.dim(), indices)
+    if reordered is None:
         return NotImplemented
-    order, given, back = turned
-    laid = under.permute(order)
-    shape = [*_made_by(given), *laid.shape[len(given) :]]
+    order, leading, back = reordered
+    permuted = under.permute(order)
+    shape = [*_index_shape(leading), *permuted.shape[len(leading) :]]
     values = values.expand([shape[dim] for dim in back]).permute(_inverse(back))
-    placed = _aten.index_put(laid, given, values, accumulate)
-    return placed.permute(_inverse(order))
+    result = _aten.index_put(permuted, leading, values, accumulate)
+    return result.permute(_inverse(order))
 
 
-def _made_by(indices: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The shape of the places that they name together."""
+def _index_shape(indices: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the shape that index tensors have when broadcast."""
     shape: tuple[int, ...]
-    shape = torch.broadcast_shapes(*(each.shape for each in indices))  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))  # type: ignore[no-untyped-call]
     return shape
 
 
@@ -197,19 +197,23 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _first_ones(
+def _indexed_dims_first(
     dims: int, indices: Sequence[torch.Tensor | None]
 ) -> tuple[list[int], list[torch.Tensor], list[int]] | None:
-    """The order of dimensions that puts the indexed ones first, their indices, and the order that
-    puts what they make back; None where they are the first, not neighbours, or truth values."""
-    places = [place for place, each in enumerate(indices) if each is not None]
-    given = [each for each in indices if each is not None]
-    first = places[0] if places else 0
-    beside = places == list(range(first, first + len(places)))
-    if not first or not beside or any(each.dtype == torch.bool for each in given):
+    """Return the permutation that moves the indexed dimensions to the front, the indices, and the
+    permutation that moves the result back; None if they are first, not adjacent, or boolean."""
+    dims_indexed = [number for number, each in enumerate(indices) if each is not None]
+    present = [each for each in indices if each is not None]
+    first = dims_indexed[0] if dims_indexed else 0
+    is_adjacent = dims_indexed == list(range(first, first + len(dims_indexed)))
+    if not first or not is_adjacent or any(each.dtype == torch.bool for each in present):
         return None
-    made = len(_made_by(given))
-    order = [*places, *(dim for dim in range(dims) if dim not in places)]
-    rest = dims - len(places)
-    back = [*range(made, made + first), *range(made), *range(made + first, made + rest)]
-    return order, given, back
+    index_dims = len(_index_shape(present))
+    order = [*dims_indexed, *(dim for dim in range(dims) if dim not in dims_indexed)]
+    other_dims = dims - len(dims_indexed)
+    back = [
+        *range(index_dims, index_dims + first),
+        *range(index_dims),
+        *range(index_dims + first, index_dims + other_dims),
+    ]
+    return order, present, back

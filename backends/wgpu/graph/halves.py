@@ -1,8 +1,8 @@
-"""float16 in a graph: which values a device holds in it, and casts that cost no kernel.
+"""float16 values in a graph, and casts that need no kernel.
 
-A product's operands are rounded to float16 and widened again, and so is its result: see
-`backends.wgpu.capture.half_products`. Between a rounding and a widening the value lies in memory in
-two bytes; what reads it widens it.
+A product's operands and its result are rounded to float16 and widened again: see
+`backends.wgpu.capture.half_products`. Between rounding and widening a value is stored in two bytes,
+and its readers widen it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _CAST: Final = torch.ops.aten._to_copy.default  # noqa: SLF001
 _META: Final = "half"
 
 
-def hold_halves(nodes: Iterable[fx.Node]) -> None:
-    """Note of each value in float16 that its buffer has two bytes for an element."""
+def mark_halves(nodes: Iterable[fx.Node]) -> None:
+    """Mark float16 values as stored in two bytes per element."""
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype == torch.float16:
@@ -26,12 +26,12 @@ def hold_halves(nodes: Iterable[fx.Node]) -> None:
 
 
 def is_half(node: fx.Node) -> bool:
-    """Whether its buffer has two bytes for an element."""
+    """Whether the value is stored in two bytes per element."""
     return bool(node.meta.get(_META))
 
 
 def is_widening(node: fx.Node) -> bool:
-    """Whether the node is a value so held, in float32."""
+    """Whether the node widens a stored float16 value to float32."""
     if node.op != "call_function" or node.target is not _CAST:
         return False
     source = node.args[0]
@@ -40,7 +40,7 @@ def is_widening(node: fx.Node) -> bool:
 
 
 def is_rounding(node: fx.Node) -> bool:
-    """Whether the node is a float32 value rounded to float16."""
+    """Whether the node rounds a float32 value to float16."""
     if node.op != "call_function" or node.target is not _CAST or not is_half(node):
         return False
     source = node.args[0]
@@ -49,5 +49,5 @@ def is_rounding(node: fx.Node) -> bool:
 
 
 def words_of(node: fx.Node, elements: int) -> int:
-    """Words of four bytes that so many elements of the value take."""
+    """Return the 4-byte words that `elements` elements of the value take."""
     return -(-elements // 2) if is_half(node) else elements

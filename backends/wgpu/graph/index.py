@@ -1,10 +1,10 @@
-"""Index algebra: where an element of one tensor lies in another, as text of WGSL.
+"""Index algebra: the index of a tensor's element in another tensor, as WGSL.
 
-A kernel computes one element per invocation. Its index in each dimension is a `Coordinate`: a
-part of a linear index, cut out by a division and a remainder. Views (reshape, permute, slice,
-expand) turn coordinates of their result into coordinates of their input; merged again they give an
-address. Parts that lie beside each other in the same linear index melt into one, so a contiguous
-tensor is read at the plain linear index whatever views lie between. All are u32.
+A kernel computes one element per invocation. Its index in each dimension is a `Coordinate`: part of
+a linear index, extracted by a division and a remainder. Views (reshape, permute, slice, expand) map
+coordinates of their result to coordinates of their input, which are combined into an address.
+Adjacent parts of one linear index merge, so a contiguous tensor is read at the plain linear index
+regardless of views in between. All indices are u32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Coordinate:
     Attributes:
         source: A WGSL expression of type u32.
         divisor: At least 1.
-        modulus: None where the quotient is below `size` by itself.
-        size: The dimension's.
+        modulus: None if the quotient is always below `size`.
+        size: Size of the dimension.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Coordinate:
         return text
 
     def sized(self, size: int) -> Coordinate:
-        """The same index into a dimension of another size."""
+        """Return the same index into a dimension of another size."""
         return Coordinate(self.source, self.divisor, self.modulus, size)
 
 
@@ -48,12 +48,12 @@ ZERO: Final = Coordinate("0u", 1, None, 1)
 
 
 def plain(source: str, size: int) -> Coordinate:
-    """An expression that is the index itself."""
+    """Return an expression as a coordinate."""
     return Coordinate(source, 1, None, size)
 
 
 def linear(coordinates: Sequence[Coordinate]) -> Coordinate:
-    """The row-major linear index over dimensions of these sizes."""
+    """Combine coordinates into a row-major linear index."""
     parts = [c for c in coordinates if c.size != 1]
     if not parts:
         return ZERO
@@ -75,8 +75,11 @@ def linear(coordinates: Sequence[Coordinate]) -> Coordinate:
 
 
 def split(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
-    """A linear index over `sizes`, row-major, as one coordinate per dimension."""
-    if index.modulus not in {None, math.prod(sizes)}:  # it is one of a cut part of the dimension
+    """Split a row-major linear index over `sizes` into one coordinate per dimension."""
+    if index.modulus not in {
+        None,
+        math.prod(sizes),
+    }:  # the index covers a slice of the dimension only
         index = plain(str(index), index.size)
     parts, stride = [], 1
     first = next((i for i, size in enumerate(sizes) if size != 1), 0)
@@ -90,14 +93,14 @@ def split(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
 def reshape(
     coordinates: Sequence[Coordinate], old: Sequence[int], new: Sequence[int]
 ) -> list[Coordinate]:
-    """Coordinates in `old` as coordinates in `new`, a shape of as many elements.
+    """Map coordinates in shape `old` to coordinates in shape `new`, with equally many elements.
 
-    Dimensions are matched in the smallest groups of equal products, so that what a reshape leaves
-    alone keeps its coordinate.
+    Dimensions are matched in the smallest groups of equal products, so that unchanged dimensions
+    keep their coordinates.
     """
     have = [(c, size) for c, size in zip(coordinates, old, strict=True) if size != 1]
     want = [size for size in new if size != 1]
-    found: list[Coordinate] = []
+    result: list[Coordinate] = []
     i = j = 0
     while j < len(want):
         first_i, first_j = i, j
@@ -113,15 +116,15 @@ def reshape(
         group = [c.sized(size) for c, size in have[first_i:i]]
         sizes = want[first_j:j]
         if len(group) == len(sizes) == 1:
-            found += group
+            result += group
         else:
-            found += split(linear(group), sizes)
-    rest = iter(found)
-    return [ZERO if size == 1 else next(rest) for size in new]
+            result += split(linear(group), sizes)
+    remaining = iter(result)
+    return [ZERO if size == 1 else next(remaining) for size in new]
 
 
 def broadcast(coordinates: Sequence[Coordinate], shape: Sequence[int]) -> list[Coordinate]:
-    """Coordinates into an operand of this shape, whose broadcast result has `coordinates`."""
+    """Map coordinates of a broadcast result to coordinates of an operand of this shape."""
     last = coordinates[len(coordinates) - len(shape) :] if shape else []
     return [ZERO if size == 1 else c.sized(size) for c, size in zip(last, shape, strict=True)]
 

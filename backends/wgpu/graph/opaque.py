@@ -1,7 +1,7 @@
-"""Operators of our own that stand for one node each: random numbers, a part of a long reduction,
-products with a matrix in parts, attention, and a whole layer.
+"""Custom operators that are one node each in a graph: random numbers, part of a long reduction,
+products with a split matrix, attention, and a whole layer.
 
-They are never computed by torch; the lowering knows what they stand for.
+Torch never computes them; the lowering has a kernel for each.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _library: Any = torch.library.Library("samestep", "DEF")  # type: ignore[no-unty
 _library.define("keep(Tensor seed, int[] shape, float drop, int site) -> Tensor")
 _library.define("uniform(Tensor seed, int[] shape, int site) -> Tensor")
 _library.define("partial(Tensor x, int[] dims, int parts, str fold) -> Tensor")
-for _name, _more in {
+for _name, _arguments in {
     "attention": "",
     "attention_queries": "Tensor packed, Tensor tangent, Tensor delta, ",
     "attention_keys": "Tensor packed, Tensor tangent, Tensor delta, ",
 }.items():
     _library.define(
-        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? mask, {_more}"
+        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? mask, {_arguments}"
         "float scale, bool causal) -> Tensor"
     )
 _library.define("products_beside(Tensor left, Tensor[] rights) -> Tensor")
@@ -33,14 +33,14 @@ _library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]")
 
 
 def _fake(name: str) -> Callable[[_Function], _Function]:
-    """Registers what an operator gives for fake tensors."""
+    """Register the operator's result for fake tensors."""
     register: Any = torch.library.register_fake
     decorate: Callable[[_Function], _Function] = register(f"samestep::{name}", lib=_library)
     return decorate
 
 
-class _Like(Protocol):
-    """What stands for a tensor of a call."""
+class _TensorLike(Protocol):
+    """Shape and dtype of a tensor of a call."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -51,24 +51,24 @@ class _Like(Protocol):
 
 
 class _Call(Protocol):
-    """What the operators need to know of a layer's call."""
+    """The attributes of a layer's call that the operators use."""
 
     @property
     def number(self) -> int: ...
     @property
-    def inputs(self) -> Sequence[_Like]: ...
+    def inputs(self) -> Sequence[_TensorLike]: ...
     @property
-    def outputs(self) -> Sequence[_Like]: ...
+    def outputs(self) -> Sequence[_TensorLike]: ...
 
 
 _CallT = TypeVar("_CallT", bound=_Call)
 
 _calls: list[_Call] = []
-"""Of the trace that is under way: what a number in the operators above means."""
+"""Calls of the current trace, by the number that the operators above take."""
 
 
 class CallsOfTrace(Generic[_CallT]):
-    """While it is entered, these calls are what the operators' numbers mean."""
+    """Context in which the operators' numbers refer to these calls."""
 
     def __init__(self, calls: Sequence[_CallT] = ()) -> None:
         self.calls: list[_CallT] = [*calls]
@@ -82,7 +82,7 @@ class CallsOfTrace(Generic[_CallT]):
 
     @staticmethod
     def add(call: _Call) -> None:
-        """Make the call known; its number is its place."""
+        """Register a call; its number is its index."""
         assert call.number == len(_calls)
         _calls.append(call)
 
@@ -99,8 +99,8 @@ def _uniform(seed: torch.Tensor, shape: Sequence[int], _site: int) -> torch.Tens
 
 @_fake("partial")
 def _partial(x: torch.Tensor, dims: Sequence[int], parts: int, _fold: str) -> torch.Tensor:
-    kept = [size for dim, size in enumerate(x.shape) if dim not in dims]
-    return x.new_empty([*kept, parts])
+    sizes = [size for dim, size in enumerate(x.shape) if dim not in dims]
+    return x.new_empty([*sizes, parts])
 
 
 @_fake("attention")
@@ -151,10 +151,10 @@ def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.T
 
 KEEP: Final[Any] = torch.ops.samestep.keep.default
 UNIFORM: Final[Any] = torch.ops.samestep.uniform.default
-"""In [0, 1), of 24 bits."""
+"""Uniform in [0, 1), with 24 bits."""
 PARTIAL: Final[Any] = torch.ops.samestep.partial.default
 ATTENTION: Final[Any] = torch.ops.samestep.attention.default
-"""Flat: the output as (B, T, H, D); then for each 4 rows of (B, H, T) their 4 maxima and the
+"""Flat result: the output as (B, T, H, D); then, per 4 rows of (B, H, T), their 4 maxima and the
 reciprocals of their 4 sums."""
 ATTENTION_QUERIES: Final[Any] = torch.ops.samestep.attention_queries.default
 ATTENTION_KEYS: Final[Any] = torch.ops.samestep.attention_keys.default

@@ -1,4 +1,4 @@
-"""Makes a traced graph smaller before it is lowered, without changing what it computes."""
+"""Simplify a traced graph before lowering, without changing its results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from protocol.base.errors import SamestepError
 
 _aten = torch.ops.aten
 _FOLDED_ELEMENTS: Final = 1 << 20
-"""Larger constants are computed anew on the device: they would be uploaded and kept."""
+"""Larger constants are computed on the device instead of being uploaded and stored."""
 
 LOGGER: Final = "torch._subclasses.fake_tensor"
-"""Writes a stack of many lines for an operator that cannot be traced, and raises its error too."""
-_SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default})
+"""Logs a long stack trace for an operator that cannot be traced, besides raising the error."""
+_IDENTITIES = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default})
 _TIMES = frozenset({_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar})
 _FOLDS: Final[dict[Any, str]] = {
     _aten.sum.default: "sum",
@@ -45,7 +45,7 @@ _STAGES: Final = {
     "any": _aten.any.dims,
 }
 _LONG_TERMS: Final = 1 << 14
-"""Mesa's software Vulkan ends an invocation's loops after 65,535 iterations, without a word."""
+"""Mesa's software Vulkan silently ends an invocation's loops after 65,535 iterations."""
 _PARTS = frozenset({
     _aten.split.Tensor,
     _aten.split_with_sizes.default,
@@ -60,11 +60,11 @@ _UNKNOWN = frozenset({
     "samestep::layer_forward",
     "samestep::uniform",
 })  # fmt: skip
-"""Torch cannot compute these, whatever is known of their inputs."""
+"""Operators that torch cannot compute, even for constant inputs."""
 
 
 def simplified(graph: fx.GraphModule) -> fx.GraphModule:
-    """All passes that need no values; the graph may be changed in place."""
+    """Run all passes that need no values; may modify the graph in place."""
     graph = _without_mutations(graph)
     _share(graph.graph)
     _rewrite(graph.graph)
@@ -74,32 +74,32 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def constants(
-    graph: fx.GraphModule, known: Mapping[fx.Node, torch.Tensor], *, exactly: bool = False
+    graph: fx.GraphModule, given_values: Mapping[fx.Node, torch.Tensor], *, portable: bool = False
 ) -> dict[fx.Node, torch.Tensor]:
-    """Values of the nodes that depend on nothing but `known` and the graph's own tensors.
+    """Values of the nodes that depend on nothing but `given_values` and the graph's own tensors.
 
     Args:
-        graph: What is traced.
-        known: Values of placeholders.
-        exactly: Leave out what torch computes with other bits on another processor.
+        graph: A traced graph.
+        given_values: Values of placeholders.
+        portable: Leave out results whose bits depend on the processor.
     """
     values: dict[fx.Node, Any] = {}
-    folded: dict[fx.Node, torch.Tensor] = {}
+    constants_found: dict[fx.Node, torch.Tensor] = {}
     for node in graph.graph.nodes:
-        if node.op == "placeholder" and node in known:
-            values[node] = known[node]
+        if node.op == "placeholder" and node in given_values:
+            values[node] = given_values[node]
         elif node.op == "get_attr":
-            values[node] = folded[node] = getattr(graph, str(node.target))
+            values[node] = constants_found[node] = getattr(graph, str(node.target))
             node.meta.setdefault("val", values[node])
         elif (
             node.op == "call_function"
             and _foldable(node, values)
-            and not (exactly and _varies(node))
+            and not (portable and _varies(node))
         ):
             args = fx.map_arg(node.args, values.__getitem__)
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
-            values[node] = folded[node] = node.target(*args, **kwargs)
-    return folded
+            values[node] = constants_found[node] = node.target(*args, **kwargs)
+    return constants_found
 
 
 def _foldable(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
@@ -108,12 +108,12 @@ def _foldable(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
         isinstance(value, torch.Tensor)
         and value.numel() <= _FOLDED_ELEMENTS
         and _name(node) not in _UNKNOWN
-        and all(above in values for above in node.all_input_nodes)
+        and all(source in values for source in node.all_input_nodes)
     )
 
 
 def _varies(node: fx.Node) -> bool:
-    """Whether torch's result depends on the processor: functions, and sums in no fixed order."""
+    """Whether torch's bits depend on the processor: transcendental functions and unordered sums."""
     return bool(node.meta["val"].is_floating_point()) and node.target in _INEXACT
 
 
@@ -133,10 +133,10 @@ def _name(node: fx.Node) -> str:
 
 
 def _without_mutations(graph: fx.GraphModule) -> fx.GraphModule:
-    """Trace again with in-place operators turned into plain ones, if there are any.
+    """Trace again with in-place operators replaced by functional ones, if there are any.
 
     Raises:
-        SamestepError: Torch cannot.
+        SamestepError: Torch cannot do that.
     """
     schemas = [getattr(node.target, "_schema", None) for node in graph.graph.nodes]
     if not any(schema is not None and schema.is_mutable for schema in schemas):
@@ -149,29 +149,29 @@ def _without_mutations(graph: fx.GraphModule) -> fx.GraphModule:
             return fx.Interpreter(graph).run(*arguments)
 
         pure: Callable[..., Any] = torch.func.functionalize(run, remove="mutations")
-        again = make_fx(pure, decomposition_table=dict(decompositions()), tracing_mode="real")
+        retrace = make_fx(pure, decomposition_table=dict(decompositions()), tracing_mode="real")
         try:
-            return again(*fakes)
+            return retrace(*fakes)
         except Exception as error:
             reason = str(error).split("\n", maxsplit=1)[0][:400]
             raise SamestepError(
-                "the vulkan backend cannot turn what changes in place into plain operators: "
+                "the vulkan backend cannot replace in-place operators by functional ones: "
                 f"{type(error).__name__}: {reason}; use a cpu or cuda worker for this model"
             ) from error
 
 
 def _share(graph: fx.Graph) -> None:
-    """One node for equal operators on equal arguments."""
-    seen: dict[Any, fx.Node] = {}
+    """Merge nodes with equal operators and arguments."""
+    unique: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         key = (node.target, _key(node.args), _key(node.kwargs))
-        if key in seen:
-            node.replace_all_uses_with(seen[key])
+        if key in unique:
+            node.replace_all_uses_with(unique[key])
             graph.erase_node(node)
         else:
-            seen[key] = node
+            unique[key] = node
 
 
 def _key(value: Any) -> Any:
@@ -188,20 +188,20 @@ def _rewrite(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _SAME or _is_neutral(node):
+        if node.target in _IDENTITIES or _is_neutral(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target in {_aten.var_mean.correction, _aten.var.correction}:
             _split_variance(graph, node)
         elif node.target in _PARTS:
-            _cut(graph, node)
+            _split_parts(graph, node)
         elif node.target in _FOLDS:
             _split_long(graph, node)
     graph.eliminate_dead_code()
 
 
 def _is_neutral(node: fx.Node) -> bool:
-    """Whether it is x ** 1, x * 1, x / 1, and a change of type or shape that changes nothing."""
+    """Whether it is x ** 1, x * 1, x / 1, or a cast or expand without effect."""
     if node.target is _aten.pow.Tensor_Scalar:
         return bool(node.args[1] == 1)
     if node.target in {_aten._to_copy.default, _aten.expand.default}:  # noqa: SLF001
@@ -213,37 +213,41 @@ def _is_neutral(node: fx.Node) -> bool:
     return False
 
 
-def _cut(graph: fx.Graph, node: fx.Node) -> None:
-    """Each part of a split as a slice, or of an unbind as a selection."""
+def _split_parts(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace the parts of a split by slices, and those of an unbind by selections."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     dim: Any = node.args[1 if node.target is _aten.unbind.int else 2 :][:1] or (0,)
     parts = node.meta["val"]
     starts = [0]
     for part in parts:
-        whole = node.target is _aten.unbind.int
-        starts.append(starts[-1] + (1 if whole else part.shape[dim[0]]))
+        is_unbind = node.target is _aten.unbind.int
+        starts.append(starts[-1] + (1 if is_unbind else part.shape[dim[0]]))
     for user in list(node.users):
         number: Any = user.args[1]
         with graph.inserting_before(user):
             if node.target is _aten.unbind.int:
-                cut = add(graph, user, _aten.select.int, source, dim[0], number)
+                selection = add(graph, user, _aten.select.int, source, dim[0], number)
             else:
                 ends = starts[number], starts[number + 1]
-                cut = add(graph, user, _aten.slice.Tensor, source, dim[0], *ends)
-        user.replace_all_uses_with(cut)
+                selection = add(graph, user, _aten.slice.Tensor, source, dim[0], *ends)
+        user.replace_all_uses_with(selection)
         graph.erase_node(user)
     graph.erase_node(node)
 
 
 def _split_long(graph: fx.Graph, node: fx.Node) -> None:
-    """A long reduction in two stages: parts, and then the parts' own."""
+    """Split a long reduction into two stages: over parts, and over the parts' results."""
     source, fold = node.args[0], _FOLDS[node.target]
     assert isinstance(source, fx.Node)
     shape = shape_of(source)
-    given: Any = node.args[1] if len(node.args) > 1 else None
-    listed = [given] if isinstance(given, int) else list(given or range(len(shape)))
-    dims = sorted(dim % len(shape) for dim in listed) if shape else []
+    dims_argument: Any = node.args[1] if len(node.args) > 1 else None
+    dims_list = (
+        [dims_argument]
+        if isinstance(dims_argument, int)
+        else list(dims_argument or range(len(shape)))
+    )
+    dims = sorted(dim % len(shape) for dim in dims_list) if shape else []
     terms = math.prod(shape[dim] for dim in dims)
     if terms <= _LONG_TERMS:
         return
@@ -270,21 +274,21 @@ def _summed_in(node: fx.Node) -> torch.dtype:
 
 
 def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
-    """A variance, maybe with its mean: sum((x - mean)^2) / (count - correction)."""
+    """Expand a variance, with or without its mean: sum((x - mean)^2) / (count - correction)."""
     x = node.args[0]
     assert isinstance(x, fx.Node)
-    given: Any = node.args[1] if len(node.args) > 1 else None
-    dims = list(given if given and shape_of(x) else range(len(shape_of(x))))
+    dims_argument: Any = node.args[1] if len(node.args) > 1 else None
+    dims = list(dims_argument if dims_argument and shape_of(x) else range(len(shape_of(x))))
     correction: Any = node.kwargs.get("correction")
     count = math.prod(shape_of(x)[d] for d in dims)
-    less = 1 if correction is None else correction
+    subtracted = 1 if correction is None else correction
     keep = bool(node.kwargs.get("keepdim", False))
     with graph.inserting_before(node):
         mean = add(graph, node, _aten.mean.dim, x, dims, True)
         centred = add(graph, node, _aten.sub.Tensor, x, mean)
         square = add(graph, node, _aten.mul.Tensor, centred, centred)
         total = add(graph, node, _aten.sum.dim_IntList, square, dims, keep)
-        variance = add(graph, node, _aten.div.Scalar, total, float(max(count - less, 0)))
+        variance = add(graph, node, _aten.div.Scalar, total, float(max(count - subtracted, 0)))
         if not keep:
             mean = add(graph, node, _aten.squeeze.dims, mean, dims)
     if node.target is _aten.var.correction:
@@ -296,17 +300,17 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def add(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A node where the graph inserts now, of the module that `like` came from."""
-    made = graph.call_function(target, args, kwargs)
+    """Insert a node at the graph's insertion point, attributed to the module of `like`."""
+    inserted = graph.call_function(target, args, kwargs)
     values: Any = fx.map_arg(args, lambda node: node.meta["val"])
-    made.meta["val"] = target(*values, **kwargs)
-    made.meta["module"] = like.meta.get("module", "")
-    return made
+    inserted.meta["val"] = target(*values, **kwargs)
+    inserted.meta["module"] = like.meta.get("module", "")
+    return inserted
 
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Silence torch's log while a graph is traced: our error says in one line what fails."""
+    """Silence torch's log during a trace: our error describes the failure in one line."""
     logger = logging.getLogger(LOGGER)
     logger.addFilter(_nothing)
     try:

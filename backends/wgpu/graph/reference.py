@@ -1,6 +1,6 @@
-"""Our own operators as torch computes them on the CPU: what the device's results are held to.
+"""Reference implementations of the custom operators in torch on the CPU.
 
-Written for clearness, not for speed, and from the operators' definitions, not from the shaders.
+Written for clarity, not for speed, from the operators' definitions, not from the shaders.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from backends.wgpu.graph import threefry
 
 
 def keep(seed: torch.Tensor, shape: Sequence[int], drop: float, site: int) -> torch.Tensor:
-    """A mask of dropout: zero with the probability of being dropped, else 1 / (1 - drop)."""
-    kept = _words(seed, shape, site) >= np.uint32(threefry.threshold(drop))
-    return torch.as_tensor(kept.astype(np.float32) * np.float32(1.0 / (1.0 - drop)))
+    """Return a dropout mask: zero with probability `drop`, else 1 / (1 - drop)."""
+    mask = _words(seed, shape, site) >= np.uint32(threefry.threshold(drop))
+    return torch.as_tensor(mask.astype(np.float32) * np.float32(1.0 / (1.0 - drop)))
 
 
 def uniform(seed: torch.Tensor, shape: Sequence[int], site: int) -> torch.Tensor:
-    """The upper 24 bits of each word, as a number in [0, 1)."""
+    """Return the upper 24 bits of each random word as a number in [0, 1)."""
     words = _words(seed, shape, site) >> np.uint32(8)
     return torch.as_tensor(words.astype(np.float32) * np.float32(2.0**-24))
 
 
 def _words(seed: torch.Tensor, shape: Sequence[int], site: int) -> threefry.Words:
-    one, two = (int(word) & 0xFFFFFFFF for word in seed.tolist())
-    return threefry.words((one, two), site, math.prod(shape)).reshape(tuple(shape))
+    low, high = (int(word) & 0xFFFFFFFF for word in seed.tolist())
+    return threefry.words((low, high), site, math.prod(shape)).reshape(tuple(shape))
 
 
 _RULES: Final[dict[str, Callable[..., torch.Tensor]]] = {"keep": keep, "uniform": uniform}
@@ -38,7 +38,7 @@ _RULES: Final[dict[str, Callable[..., torch.Tensor]]] = {"keep": keep, "uniform"
 
 @cache
 def register() -> Any:
-    """Let torch compute them, on the CPU."""
+    """Register the implementations with torch, for the CPU."""
     library: Any = torch.library.Library("samestep", "IMPL", "CPU")  # type: ignore[no-untyped-call]
     for name, rule in _RULES.items():
         library.impl(name, rule)

@@ -1,8 +1,7 @@
-"""Indices of a batch that are not in their table: torch raises, no device does.
+"""Check a batch's indices against the tables that they index: torch raises, a device does not.
 
-Of inputs, or parts of them, that are indices as they are: token ids in an embedding, labels in the
-classes' logits.
-What is computed into an index first is not known here; there the device gives no number.
+Covers inputs, and parts of inputs, that are used as indices directly: token ids in an embedding,
+labels in logits. For computed indices, the device returns NaN instead.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ _ALL_ELEMENTS: Final = frozenset({
     _aten.view.default,
     _aten._unsafe_view.default,  # noqa: SLF001
 })  # fmt: skip
-"""What gives each element of the first argument, and no others."""
+"""Operators whose result has exactly the elements of the first argument."""
 _OTHER_ELEMENTS: Final = frozenset({
     _aten._to_copy.default,  # noqa: SLF001
     _aten.constant_pad_nd.default,
     _aten.select.int,
     _aten.slice.Tensor,
 })  # fmt: skip
-"""What gives a part of them, adds constants, or cuts off what is behind a point."""
+"""Operators that select elements, add constants, or truncate numbers."""
 
 
 class OutsideTable(DataError):
-    """An index that its table has not.
+    """An index that is outside its table.
 
     Attributes:
-        row: Of the input; None if the index is all of it.
+        row: Row of the input; None if the index does not belong to one.
     """
 
     def __init__(self, text: str, row: int | None) -> None:
@@ -58,15 +57,15 @@ class OutsideTable(DataError):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A node as it was traced, but for its first argument: lowering changes the graph."""
+    """A copy of a traced node without its first argument: lowering changes the graph."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.target(tensor, *self.args, **self.kwargs)
-        return found
+        result: torch.Tensor = self.target(tensor, *self.args, **self.kwargs)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,40 +73,40 @@ class _Lookup:
     """An input whose elements are indices.
 
     Attributes:
-        array: Its name.
-        least: Of what is allowed.
-        rows: Of the table.
+        array: Name of the input.
+        lowest: Lowest valid index.
+        rows: Rows of the table.
         ignored: A value that is not looked up.
-        views: What makes of the input what is looked up, in order; none: all of it is.
-        where: The module, in words.
+        views: Operators from the input to the indices, in order; empty if all of it is used.
+        module: Description of the module.
     """
 
     array: str
-    least: int
+    lowest: int
     rows: int
     ignored: int | None
     views: tuple[_View, ...]
-    where: str
+    module: str
 
-    def outside(self, given: Any) -> tuple[int, tuple[int, ...] | None] | None:
-        """The first one that is not in the table, and its place in the input, if it has one."""
-        given = np.asarray(given)
-        values = self._looked_up(given)
-        wrong = (values < self.least) | (values >= self.rows)
+    def first_outside(self, indices: Any) -> tuple[int, tuple[int, ...] | None] | None:
+        """Return the first index outside the table, and its position in the input if it has one."""
+        indices = np.asarray(indices)
+        values = self._lookups_of(indices)
+        is_outside = (values < self.lowest) | (values >= self.rows)
         if self.ignored is not None:
-            wrong &= values != self.ignored
-        if not wrong.any():
+            is_outside &= values != self.ignored
+        if not is_outside.any():
             return None
-        value = int(values[wrong][0])
-        numbers = self._looked_up(np.arange(given.size).reshape(given.shape))
-        number = int(numbers[wrong][0])
-        # A constant that the model adds has no place, though it may be the number of one.
-        whole = given.dtype.kind != "f"
-        if not 0 <= number < given.size or (whole and given.reshape(-1)[number] != value):
+        value = int(values[is_outside][0])
+        numbers = self._lookups_of(np.arange(indices.size).reshape(indices.shape))
+        number = int(numbers[is_outside][0])
+        # A constant that the model adds has no position, even if it looks like one.
+        whole = indices.dtype.kind != "f"
+        if not 0 <= number < indices.size or (whole and indices.reshape(-1)[number] != value):
             return value, None
-        return value, tuple(map(int, np.unravel_index(number, given.shape)))
+        return value, tuple(map(int, np.unravel_index(number, indices.shape)))
 
-    def _looked_up(self, values: Any) -> Any:
+    def _lookups_of(self, values: Any) -> Any:
         if not self.views:
             return values
         tensor = torch.tensor(values)
@@ -117,47 +116,47 @@ class _Lookup:
 
 
 class TableIndices:
-    """The lookups of a graph.
+    """Table lookups of a graph.
 
     Args:
-        graph: As traced.
-        arrays: Its last placeholders, in order.
+        graph: A traced graph.
+        arrays: Names of its last placeholders, in order.
     """
 
     def __init__(self, graph: fx.GraphModule, arrays: Sequence[str]) -> None:
         names = arrays_of(graph, arrays)
-        found: dict[str, _Lookup] = {}
+        lookups: dict[str, _Lookup] = {}
         for node in graph.graph.nodes:
-            for index, least, rows in _looked_up(node):
+            for index, lowest, rows in _lookups_of(node):
                 source, ignored, views = _source(index)
                 if source in names:
-                    where = str(node.meta.get("module") or "the model, or its loss,")
-                    lookup = _Lookup(names[source], least, rows, ignored, views, where)
-                    found.setdefault(repr(replace(lookup, where="")), lookup)
-        self._lookups = tuple(found.values())
+                    module = str(node.meta.get("module") or "the model, or its loss,")
+                    lookup = _Lookup(names[source], lowest, rows, ignored, views, module)
+                    lookups.setdefault(repr(replace(lookup, module="")), lookup)
+        self._lookups = tuple(lookups.values())
 
-    def refuse_what_is_outside(self, given: Mapping[str, Any]) -> None:
-        """Look at the arrays' values.
+    def refuse_indices_outside(self, arrays: Mapping[str, Any]) -> None:
+        """Check the arrays' values.
 
         Args:
-            given: The arrays, numpy's, by name.
+            arrays: NumPy arrays by name.
 
         Raises:
-            OutsideTable: One has an index that its table has not.
+            OutsideTable: An array has an index outside its table.
         """
         for lookup in self._lookups:
-            if (found := lookup.outside(given[lookup.array])) is not None:
-                value, place = found
-                at = f" at {[*place]}" if place else ""
+            if (first_outside := lookup.first_outside(arrays[lookup.array])) is not None:
+                value, position = first_outside
+                at = f" at {[*position]}" if position else ""
                 raise OutsideTable(
-                    f"input {lookup.array!r} has {value}{at}, which {lookup.where} looks up in "
-                    f"{lookup.rows} rows: expected {lookup.least} to {lookup.rows - 1}",
-                    place[0] if place else None,
+                    f"input {lookup.array!r} has {value}{at}, which {lookup.module} looks up in "
+                    f"{lookup.rows} rows: expected {lookup.lowest} to {lookup.rows - 1}",
+                    position[0] if position else None,
                 )
 
 
-def _looked_up(node: fx.Node) -> Iterator[tuple[fx.Node, int, int]]:
-    """Indices, the least one allowed, and how many rows there are."""
+def _lookups_of(node: fx.Node) -> Iterator[tuple[fx.Node, int, int]]:
+    """Yield (indices, lowest valid index, rows of the table)."""
     if node.op != "call_function":
         return
     if node.target is _aten.embedding.default:
@@ -184,7 +183,7 @@ def _of_numbers(index: fx.Node) -> bool:
 
 
 def _source(index: fx.Node) -> tuple[fx.Node, int | None, tuple[_View, ...]]:
-    """What the indices are elements of, which value is replaced on the way, and by what views."""
+    """Return the input that the indices come from, the ignored value, and the views in between."""
     ignored: int | None = None
     views: list[_View] = []
     while index.op == "call_function":
@@ -203,5 +202,5 @@ def _source(index: fx.Node) -> tuple[fx.Node, int | None, tuple[_View, ...]]:
             break
         assert isinstance(source, fx.Node)
         index = source
-    others = any(view.target in _OTHER_ELEMENTS for view in views)
-    return index, ignored, tuple(reversed(views)) if others else ()
+    has_other_elements = any(view.target in _OTHER_ELEMENTS for view in views)
+    return index, ignored, tuple(reversed(views)) if has_other_elements else ()

@@ -1,4 +1,4 @@
-"""Which rows of a table larger than what a shader may bind lie together."""
+"""Split a table that is larger than a shader may bind into parts of rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Final
 
 _ROWS: Final = 64
-"""Parts are of whole multiples of it where that fits: what a product reads is then aligned."""
+"""Parts have multiples of this many rows if possible, so that products read aligned rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Rows `first` to `end` of a table; its name says so."""
+    """Rows `first` to `end` of a table."""
 
     table: str
     first: int
@@ -20,7 +20,7 @@ class RowPart:
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.end - self.first
 
     def __str__(self) -> str:
@@ -31,21 +31,21 @@ Tables = Mapping[str, Sequence[RowPart]]
 
 
 def row_parts(table: str, rows: int, nbytes: int, largest_bytes: int) -> list[RowPart]:
-    """Parts of nearly the same size.
+    """Split a table into parts of nearly equal size.
 
     Args:
-        table: Its name.
-        rows: Of the table.
-        nbytes: Of the table on the device.
-        largest_bytes: Of a part.
+        table: Name of the table.
+        rows: Rows of the table.
+        nbytes: Size of the table on the device.
+        largest_bytes: Largest size of a part.
 
     Returns:
-        The parts in order; one where the table fits, or where a single row would not.
+        The parts in order; a single one if the table fits, or if not even a row does.
     """
-    most = largest_bytes // max(1, nbytes // max(rows, 1))
-    if nbytes <= largest_bytes or most == 0:
+    rows_per_part = largest_bytes // max(1, nbytes // max(rows, 1))
+    if nbytes <= largest_bytes or rows_per_part == 0:
         return [RowPart(table, 0, rows)]
-    unit = _ROWS if most >= _ROWS else 1
-    count = -(-rows // (most // unit * unit))
+    unit = _ROWS if rows_per_part >= _ROWS else 1
+    count = -(-rows // (rows_per_part // unit * unit))
     each = -(-rows // (count * unit)) * unit
     return [RowPart(table, first, min(first + each, rows)) for first in range(0, rows, each)]

@@ -1,8 +1,8 @@
-"""Random numbers as a function of a seed, a place in the model, and an element's number.
+"""Random numbers as a function of a seed, a draw in the model, and an element's index.
 
 Threefry 2x32 with 13 rounds: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as
-1, 2, 3", SC'11. It adds, rotates and xors 32-bit words only, which WGSL has. The same mask can so
-be computed anew in backward instead of being kept.
+1, 2, 3", SC'11. It only adds, rotates and xors 32-bit words, which WGSL supports. Backward can
+therefore recompute a mask instead of storing it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Words = NDArray[np.uint32]
 
 
 def words(key: tuple[int, int], site: int, count: int) -> Words:
-    """The first word of each of `count` blocks, the reference for the shader below: uint32.
+    """Return the first word of each of `count` blocks, as uint32; the reference for the shader.
 
     Args:
         key: Two 32-bit words, the seed.
-        site: Which draw of the model it is.
+        site: Number of the draw in the model.
         count: Elements; element i is block (i, site).
     """
     keys = (np.uint32(key[0]), np.uint32(key[1]), np.uint32(key[0] ^ key[1] ^ _PARITY))
@@ -44,7 +44,7 @@ def words(key: tuple[int, int], site: int, count: int) -> Words:
 
 
 def threshold(probability: float) -> int:
-    """A word below it comes with this probability, to 2**-32."""
+    """Return the bound below which a random word falls with this probability, to 2**-32."""
     return min(round(probability * 2**32), 2**32 - 1)
 
 
@@ -54,12 +54,12 @@ def _shader() -> str:
     lines.append("  var x0 = counter + k0; var x1 = site + k1;")
     for number in range(ROUNDS):
         rotation = _ROTATIONS[number % 8]
-        turned = f"(x1 << {rotation}u) | (x1 >> {32 - rotation}u)"
-        lines.append(f"  x0 += x1; x1 = ({turned}) ^ x0;")
+        rotated = f"(x1 << {rotation}u) | (x1 >> {32 - rotation}u)"
+        lines.append(f"  x0 += x1; x1 = ({rotated}) ^ x0;")
         if number % 4 == 3:
             injection = number // 4 + 1
-            one, two = injection % 3, (injection + 1) % 3
-            lines.append(f"  x0 += k{one}; x1 += k{two} + {injection}u;")
+            first, second = injection % 3, (injection + 1) % 3
+            lines.append(f"  x0 += k{first}; x1 += k{second} + {injection}u;")
     return "\n".join([*lines, "  return x0;", "}"])
 
 

@@ -1,7 +1,7 @@
-"""What a node of a graph stands for on the device: a shape, and one of three types.
+"""Shape and device type of a graph's nodes.
 
-Integers of 64 bits become i32 (token numbers, positions; the upload checks their range), truth
-values are kept as u32, and every float is computed in f32.
+64-bit integers become i32 (token ids, positions; the upload checks their range), booleans are
+stored as u32, and every float is computed in f32.
 """
 
 from __future__ import annotations
@@ -35,28 +35,30 @@ STORED: Final[dict[Scalar, str]] = {"f32": "f32", "i32": "i32", "bool": "u32"}
 """The type of a buffer's elements: 4 bytes each."""
 
 NO_MODULE: Final = "the model's own forward, the loss, or the backward"
-"""Where an operator came from that is in no part of the model."""
-_NAMED: Final = 7
-"""Operators without a rule that are named beside the first."""
+"""Origin of an operator that belongs to no submodule."""
+_FURTHER_OPERATORS: Final = 7
+"""How many further operators without a rule an error names."""
 _REMEDIES: Final = (
     (
         "_weight_norm_",
-        "write weight norm out in forward: of a linear layer, g * v / v.norm(dim=1, keepdim=True)",
+        "compute weight norm in forward: for a linear layer, g * v / v.norm(dim=1, keepdim=True)",
     ),
-    ("_fft_", "take Fourier transforms where the batch is made, if nothing trained comes before"),
+    (
+        "_fft_",
+        "compute Fourier transforms where the batch is made, if no trained layer precedes them",
+    ),
 )
-"""How torch's names of operators begin that stand for what a user calls otherwise, and what to
-write instead."""
+"""(prefix of an operator's name, replacement), for operators that users know by another name."""
 
 
 class NoRule(SamestepError):
     """An operator that the backend cannot compute.
 
     Attributes:
-        operator: As torch calls it.
-        shape: Of its result.
-        module: Where in the model it came from.
-        others: More of them, that were found with it.
+        operator: Torch's name of the operator.
+        shape: Shape of its result.
+        module: The submodule that it belongs to.
+        further: Further operators without a rule.
     """
 
     def __init__(self, node: fx.Node, reason: str = "") -> None:
@@ -66,64 +68,71 @@ class NoRule(SamestepError):
         self.shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
         self.module = str(node.meta.get("module", "")) or NO_MODULE
         self.reason = reason
-        self.others: tuple[NoRule, ...] = ()
+        self.further: tuple[NoRule, ...] = ()
         super().__init__(self.operator, self.shape, self.module, reason)
 
     def __str__(self) -> str:
-        return self.told("the vulkan backend", "a cpu or cuda worker")
+        return self.message("the vulkan backend", "a cpu or cuda worker")
 
-    def told(self, by: str, instead: str) -> str:
-        """In one line.
+    def message(self, backend: str, alternative: str) -> str:
+        """Return the error's text in one line.
 
         Args:
-            by: Who has no rule.
-            instead: What to use for the model.
+            backend: The backend without a rule.
+            alternative: What to use for the model instead.
         """
-        named = f"{_named(self)}, which gives shape {list(self.shape)} in {self.module}"
-        if self.others:
-            rest = [_named(each) + self._elsewhere(each) for each in self.others[:_NAMED]]
-            more = len(self.others) - len(rest)
-            named += f"; nor for {', '.join(rest)}{f' and {more} more' if more else ''}"
-        operators = [each.operator for each in (self, *self.others)]
-        ways = [way for begin, way in _REMEDIES if any(op.startswith(begin) for op in operators)]
-        what = ", or ".join([*ways, f"use {instead}"])
-        return f"{by} has no rule for {named}; {what} for this model"
+        description = (
+            f"{_operator_text(self)}, which gives shape {list(self.shape)} in {self.module}"
+        )
+        if self.further:
+            further = [
+                _operator_text(each) + self._location(each)
+                for each in self.further[:_FURTHER_OPERATORS]
+            ]
+            count = len(self.further) - len(further)
+            description += f"; nor for {', '.join(further)}{f' and {count} more' if count else ''}"
+        operators = [each.operator for each in (self, *self.further)]
+        advice = [
+            remedy for begin, remedy in _REMEDIES if any(op.startswith(begin) for op in operators)
+        ]
+        remedies = ", or ".join([*advice, f"use {alternative}"])
+        return f"{backend} has no rule for {description}; {remedies} for this model"
 
-    def _elsewhere(self, other: NoRule) -> str:
-        return "" if other.module == self.module else f" in {other.module}"
+    def _location(self, error: NoRule) -> str:
+        return "" if error.module == self.module else f" in {error.module}"
 
 
-def _named(one: NoRule) -> str:
-    return f"{one.operator!r} ({one.reason})" if one.reason else repr(one.operator)
+def _operator_text(error: NoRule) -> str:
+    return f"{error.operator!r} ({error.reason})" if error.reason else repr(error.operator)
 
 
-def all_of(found: Sequence[NoRule]) -> NoRule:
-    """The first of at least one, with the others: each operator once."""
-    named: dict[str, NoRule] = {}
-    for each in found:
-        for one in (each, *each.others):
-            named.setdefault(one.operator, one)
-    first, *others = named.values()
-    first.others = tuple(others)
+def combined(errors: Sequence[NoRule]) -> NoRule:
+    """Combine errors into the first one, with each further operator once."""
+    by_operator: dict[str, NoRule] = {}
+    for each in errors:
+        for error in (each, *each.further):
+            by_operator.setdefault(error.operator, error)
+    first, *others = by_operator.values()
+    first.further = tuple(others)
     return first
 
 
 def arrays_of(graph: fx.GraphModule, arrays: Sequence[str]) -> dict[fx.Node, str]:
-    """The last placeholders of a traced graph, and the arrays, in order, that they stand for."""
+    """Map the last placeholders of a traced graph to the names of the arrays, in order."""
     holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return dict(zip(holders[len(holders) - len(arrays) :], arrays, strict=True))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of the tensor that the node gives."""
+    """Return the shape of the node's tensor."""
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
 def scalar_of(node: fx.Node) -> Scalar:
-    """The type of its elements.
+    """Return the device type of the node's elements.
 
     Raises:
-        NoRule: The device has no such type.
+        NoRule: The device does not support the dtype.
     """
     dtype = node.meta["val"].dtype
     if dtype not in _SCALARS:
@@ -132,12 +141,12 @@ def scalar_of(node: fx.Node) -> Scalar:
 
 
 def elements_of(node: fx.Node) -> int:
-    """How many there are."""
+    """Return the number of elements."""
     return math.prod(shape_of(node))
 
 
 def literal(value: object, scalar: Scalar) -> str:
-    """A number of Python's as WGSL. Infinities are made from bits: WGSL has no word for them."""
+    """Print a Python number as WGSL. Infinities, which have no literal, are built from bits."""
     if scalar == "bool":
         return "true" if value else "false"
     if scalar == "i32":
@@ -147,30 +156,30 @@ def literal(value: object, scalar: Scalar) -> str:
         return f"infinity({'0x80000000u' if number < 0 else '0u'})"
     if math.isnan(number):
         return "not_a_number(0u)"
-    rounded = float(torch.tensor(number, dtype=torch.float32))
-    if math.isinf(rounded):
-        return literal(rounded, scalar)
-    return f"f32({rounded!r})"
+    as_float32 = float(torch.tensor(number, dtype=torch.float32))
+    if math.isinf(as_float32):
+        return literal(as_float32, scalar)
+    return f"f32({as_float32!r})"
 
 
 def _whole(value: Any) -> int:
-    """A whole number of 32 bits; an infinity is the last of them.
+    """Convert to a 32-bit integer; infinities saturate.
 
     Raises:
-        SamestepError: It takes more.
+        SamestepError: It needs more bits.
     """
     if isinstance(value, float) and math.isinf(value):
         return -(2**31) if value < 0 else 2**31 - 1
     if not -(2**31) <= int(value) < 2**31:
         raise SamestepError(
-            f"the vulkan backend computes with whole numbers of 32 bits, but the model or its loss "
-            f"names {int(value)}; use a cpu or cuda worker for this model"
+            f"expected 32-bit integers in the model and its loss, got {int(value)}, which the "
+            "vulkan backend does not support; use a cpu or cuda worker for this model"
         )
     return int(value)
 
 
 def converted(expression: str, have: Scalar, want: Scalar) -> str:
-    """A cast. Of a float: what is no number is true too, and `!=` would say that it is not."""
+    """Print a cast. NaN is true, as in torch; `!=` would make it false."""
     if have == want:
         return expression
     if want == "bool":

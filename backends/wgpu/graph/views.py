@@ -1,4 +1,4 @@
-"""Operators that only rename elements: their coordinates, and their strides over a buffer."""
+"""View operators: their coordinates, and their strides over a buffer."""
 
 from __future__ import annotations
 
@@ -32,32 +32,33 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether the node is its first argument laid out anew."""
+    """Whether the node is a copy of its first argument."""
     return node.op == "call_function" and node.target is _aten.clone.default
 
 
-def is_own(node: fx.Node) -> bool:
-    """Whether the node is a copy that must have memory of its own."""
+def needs_buffer(node: fx.Node) -> bool:
+    """Whether the node is a copy that must have its own buffer."""
     return bool(node.meta.get("own"))
 
 
-def above(node: fx.Node) -> fx.Node:
-    """What a view is a view of."""
+def source_of(node: fx.Node) -> fx.Node:
+    """Return the tensor that a view is a view of."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
 
 
 def through(node: fx.Node, coordinates: Coordinates) -> Coordinates:
-    """Coordinates in a view as coordinates in what it is a view of."""
+    """Map coordinates in a view to coordinates in its source."""
     shape = shape_of(node)
     sized = [c.sized(size) for c, size in zip(coordinates, shape, strict=True)]
-    return _RULES[node.target](node, sized, shape_of(above(node)))
+    return _RULES[node.target](node, sized, shape_of(source_of(node)))
 
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A tensor as a strided view of a buffer, in elements; `rounds`: each rounded to float16."""
+    """A tensor as a strided view of a buffer, in elements; `rounds`: rounded to float16 on
+    reading."""
 
     base: fx.Node
     strides: tuple[int, ...]
@@ -68,23 +69,25 @@ class Strided:
 def strided(
     node: fx.Node, buffers: Collection[fx.Node], *, widens: bool = False, rounds: bool = False
 ) -> Strided | None:
-    """How the node lies in the nearest of `buffers` above it, if one strided view says so.
+    """Return the node as a strided view of the nearest of `buffers` that it derives from, or None.
 
     Args:
         node: A tensor.
-        buffers: Values that lie in memory.
-        widens: Whether what reads it can widen float16.
-        rounds: Whether it can also round an input of the graph to that.
+        buffers: Values with a buffer.
+        widens: Whether the reader can widen float16.
+        rounds: Whether the reader can also round an input of the graph to float16.
     """
     chain = []
     base, rounding = node, False
     while base not in buffers:
-        if rounds and is_rounding(base) and _is_input(above(base)):
+        if rounds and is_rounding(base) and _is_input(source_of(base)):
             rounding = True
-        elif is_own(base) or not (is_view(base) or is_copy(base) or (widens and is_widening(base))):
+        elif needs_buffer(base) or not (
+            is_view(base) or is_copy(base) or (widens and is_widening(base))
+        ):
             return None
         chain.append(base)
-        base = above(base)
+        base = source_of(base)
     tensor = torch.empty(shape_of(base), device="meta")
     try:
         for step in reversed(chain):
@@ -96,23 +99,23 @@ def strided(
 
 def _is_input(node: fx.Node) -> bool:
     while is_view(node):
-        node = above(node)
+        node = source_of(node)
     return node.op == "placeholder" and not is_half(node)
 
 
 def whole_buffer(node: fx.Node, buffers: Collection[fx.Node]) -> fx.Node | None:
-    """The buffer that holds just this tensor, row-major from its start, if one does."""
-    found = strided(node, buffers)
-    if found is None or found.offset or shape_of(node) == ():
-        return found.base if found is not None and shape_of(found.base) in {(), (1,)} else None
+    """Return the buffer that holds exactly this tensor in row-major order, or None."""
+    view = strided(node, buffers)
+    if view is None or view.offset or shape_of(node) == ():
+        return view.base if view is not None and shape_of(view.base) in {(), (1,)} else None
     shape = shape_of(node)
-    whole = torch.empty(shape, device="meta").numel() == found.base.meta["val"].numel()
+    covers_buffer = torch.empty(shape, device="meta").numel() == view.base.meta["val"].numel()
     natural = contiguous_strides(shape)
-    same = all(
+    is_contiguous = all(
         size == 1 or have == want
-        for size, have, want in zip(shape, found.strides, natural, strict=True)
+        for size, have, want in zip(shape, view.strides, natural, strict=True)
     )
-    return found.base if whole and same else None
+    return view.base if covers_buffer and is_contiguous else None
 
 
 def _applied(step: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +130,7 @@ def _applied(step: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _NoStridesError(RuntimeError):
-    """Torch copies where our rule only renames, a flip say: no strides put it so."""
+    """Torch copies in an operator that is a view here, such as flip: it has no strides."""
 
 
 def _reshape(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
@@ -142,8 +145,8 @@ def _permute(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) ->
 
 
 def _transpose(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
-    one, two = (_int(dim) % len(shape) for dim in node.args[1:3])
-    coordinates[one], coordinates[two] = coordinates[two], coordinates[one]
+    first, second = (_int(dim) % len(shape) for dim in node.args[1:3])
+    coordinates[first], coordinates[second] = coordinates[second], coordinates[first]
     return coordinates
 
 
@@ -153,11 +156,11 @@ def _unsqueeze(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) 
 
 
 def _squeeze(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
-    given = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
-    asked = [given] if isinstance(given, int) else _ints(given)
-    gone = {dim % len(shape) for dim in asked if shape[dim % len(shape)] == 1}
-    rest = iter(coordinates)
-    return [ZERO if dim in gone else next(rest) for dim in range(len(shape))]
+    dims_argument = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
+    dims = [dims_argument] if isinstance(dims_argument, int) else _ints(dims_argument)
+    removed = {dim % len(shape) for dim in dims if shape[dim % len(shape)] == 1}
+    remaining = iter(coordinates)
+    return [ZERO if dim in removed else next(remaining) for dim in range(len(shape))]
 
 
 def _expand(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
@@ -166,8 +169,8 @@ def _expand(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> 
 
 
 def _slice(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
-    given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
-    dim, start, step = _int(given[0]) % len(shape), given[1], _int(given[3])
+    arguments: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, step = _int(arguments[0]) % len(shape), arguments[1], _int(arguments[3])
     size = shape[dim]
     first = _int(start) if start is not None else 0
     first = min(max(first + size if first < 0 else first, 0), size)
@@ -186,10 +189,10 @@ def _select(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> 
 
 def _flip(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
     for dim in _ints(node.args[1]) if shape else ():
-        place = dim % len(shape)
-        if shape[place] > 1:
-            turned = f"({shape[place] - 1}u - {coordinates[place]})"
-            coordinates[place] = plain(turned, shape[place])
+        axis = dim % len(shape)
+        if shape[axis] > 1:
+            flipped = f"({shape[axis] - 1}u - {coordinates[axis]})"
+            coordinates[axis] = plain(flipped, shape[axis])
     return coordinates
 
 

@@ -1,8 +1,8 @@
 """Convolutions and pooling as gathers of windows and matrix products.
 
-Letters: N batch, C channels, P places of the input (all its spatial dimensions as one), K places of
-a window, L places of the output, G groups, O channels of the output. A window's place outside of
-the input is place P, of which there is one: what pads.
+Letters: N batch, C channels, P positions of the input (all spatial dimensions flattened), K
+positions of a window, L positions of the output, G groups, O channels of the output. Positions of a
+window outside the input have index P, a single element of padding.
 """
 
 from __future__ import annotations
@@ -16,101 +16,108 @@ import torch
 _aten = torch.ops.aten
 
 
-def _places(
-    inside: Sequence[int], outside: Sequence[int], window: Sequence[int], geometry: Any
+def _window_indices(
+    input_sizes: Sequence[int], output_sizes: Sequence[int], window: Sequence[int], geometry: Any
 ) -> torch.Tensor:
-    """(K, L): where in the input each output's window reads."""
+    """Return (K, L): the input positions that each output's window reads."""
     stride, padding, dilation = geometry
-    found: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
     valid: torch.Tensor | None = None
-    dims = len(inside)
+    dims = len(input_sizes)
     for d in range(dims):
         taps = torch.arange(window[d]) * dilation[d] - padding[d]
         shape = [1] * (2 * dims)
-        shape[d], shape[dims + d] = window[d], outside[d]
-        at = (taps[:, None] + torch.arange(outside[d]) * stride[d]).view(shape)
-        there = (at >= 0) & (at < inside[d])
-        found = at if found is None else found * inside[d] + at
-        valid = there if valid is None else valid & there
-    assert found is not None
+        shape[d], shape[dims + d] = window[d], output_sizes[d]
+        at = (taps[:, None] + torch.arange(output_sizes[d]) * stride[d]).view(shape)
+        in_range = (at >= 0) & (at < input_sizes[d])
+        indices = at if indices is None else indices * input_sizes[d] + at
+        valid = in_range if valid is None else valid & in_range
+    assert indices is not None
     assert valid is not None
-    placed = torch.where(valid, found, math.prod(inside))
-    return placed.reshape(math.prod(window), math.prod(outside))
+    padded = torch.where(valid, indices, math.prod(input_sizes))
+    return padded.reshape(math.prod(window), math.prod(output_sizes))
 
 
 def _readers(
-    inside: Sequence[int], outside: Sequence[int], window: Sequence[int], geometry: Any
+    input_sizes: Sequence[int], output_sizes: Sequence[int], window: Sequence[int], geometry: Any
 ) -> torch.Tensor:
-    """(K, P): the output that reads each place of the input by each place of its window, or L."""
+    """Return (K, P): the output that reads an input position by a window position, or L if none."""
     stride, padding, dilation = geometry
-    found: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
     valid: torch.Tensor | None = None
-    dims = len(inside)
+    dims = len(input_sizes)
     for d in range(dims):
         taps = padding[d] - torch.arange(window[d]) * dilation[d]
         shape = [1] * (2 * dims)
-        shape[d], shape[dims + d] = window[d], inside[d]
-        first = (taps[:, None] + torch.arange(inside[d])).view(shape)
+        shape[d], shape[dims + d] = window[d], input_sizes[d]
+        first = (taps[:, None] + torch.arange(input_sizes[d])).view(shape)
         at = first // stride[d]
-        there = (first >= 0) & (first % stride[d] == 0) & (at < outside[d])
-        found = at if found is None else found * outside[d] + at
-        valid = there if valid is None else valid & there
-    assert found is not None
+        in_range = (first >= 0) & (first % stride[d] == 0) & (at < output_sizes[d])
+        indices = at if indices is None else indices * output_sizes[d] + at
+        valid = in_range if valid is None else valid & in_range
+    assert indices is not None
     assert valid is not None
-    placed = torch.where(valid, found, math.prod(outside))
-    return placed.reshape(math.prod(window), math.prod(inside))
+    padded = torch.where(valid, indices, math.prod(output_sizes))
+    return padded.reshape(math.prod(window), math.prod(input_sizes))
 
 
-def _gathered(x: torch.Tensor, places: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-    """(N, C, ...) at (K, L), as (N, C, K, L)."""
+def _gather(x: torch.Tensor, indices: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+    """Gather (N, C, ...) at (K, L) into (N, C, K, L)."""
     flat = _aten.constant_pad_nd(x.flatten(2), [0, 1], value)
-    picked: torch.Tensor = flat[:, :, places]
+    picked: torch.Tensor = flat[:, :, indices]
     return picked
 
 
 def _products(weight: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
-    """(G, M, R) with (N, G, R, L): (N, G * M, L)."""
-    count, groups, _, places = windows.shape
+    """Multiply (G, M, R) with (N, G, R, L) into (N, G * M, L)."""
+    count, groups, _, positions = windows.shape
     rows = weight.shape[1]
-    both = weight.expand(count, *weight.shape) @ windows
-    return both.reshape(count, groups * rows, places)
+    product = weight.expand(count, *weight.shape) @ windows
+    return product.reshape(count, groups * rows, positions)
 
 
-def _spread(
+def _transposed_convolution(
     x: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], geometry: Any, groups: int
 ) -> torch.Tensor:
-    """Of (N, O, L...) by (O, C / G, K...): what a convolution of these gives its input."""
-    inside, outside, window = shape[2:], x.shape[2:], weight.shape[2:]
-    windows = _gathered(x, _readers(inside, outside, window, geometry))  # (N, O, K, P)
-    count, rows, taps, places = windows.shape
-    turned = weight.reshape(groups, rows // groups, -1, taps).transpose(1, 2)  # (G, C/G, O/G, K)
-    turned = turned.reshape(groups, -1, rows // groups * taps)
-    found = _products(turned, windows.reshape(count, groups, rows // groups * taps, places))
-    return found.reshape(shape)
+    """Apply the transpose of a convolution with (O, C / G, K...) to (N, O, L...)."""
+    input_sizes, output_sizes, window = shape[2:], x.shape[2:], weight.shape[2:]
+    windows = _gather(x, _readers(input_sizes, output_sizes, window, geometry))  # (N, O, K, P)
+    count, rows, taps, positions = windows.shape
+    transposed = weight.reshape(groups, rows // groups, -1, taps).transpose(
+        1, 2
+    )  # (G, C/G, O/G, K)
+    transposed = transposed.reshape(groups, -1, rows // groups * taps)
+    product = _products(
+        transposed, windows.reshape(count, groups, rows // groups * taps, positions)
+    )
+    return product.reshape(shape)
 
 
-def _read(
-    x: torch.Tensor, weight: torch.Tensor, outside: Sequence[int], geometry: Any, groups: int
+def _convolution(
+    x: torch.Tensor, weight: torch.Tensor, output_sizes: Sequence[int], geometry: Any, groups: int
 ) -> torch.Tensor:
-    """Of (N, C, P...) by (O, C / G, K...): a convolution."""
+    """Convolve (N, C, P...) with (O, C / G, K...)."""
     window = weight.shape[2:]
-    windows = _gathered(x, _places(x.shape[2:], outside, window, geometry))  # (N, C, K, L)
-    count, rows, taps, places = windows.shape
-    windows = windows.reshape(count, groups, rows // groups * taps, places)
-    found = _products(weight.reshape(groups, weight.shape[0] // groups, -1), windows)
-    return found.reshape(count, weight.shape[0], *outside)
+    windows = _gather(
+        x, _window_indices(x.shape[2:], output_sizes, window, geometry)
+    )  # (N, C, K, L)
+    count, rows, taps, positions = windows.shape
+    windows = windows.reshape(count, groups, rows // groups * taps, positions)
+    product = _products(weight.reshape(groups, weight.shape[0] // groups, -1), windows)
+    return product.reshape(count, weight.shape[0], *output_sizes)
 
 
 def _weight_gradient(
     x: torch.Tensor, tangent: torch.Tensor, like: torch.Tensor, geometry: Any, groups: int
 ) -> torch.Tensor:
-    """Of a convolution of (N, C, P...) that gives (N, O, L...): (O, C / G, K...)."""
-    places = _places(x.shape[2:], tangent.shape[2:], like.shape[2:], geometry)
-    windows = _gathered(x, places)
+    """Return the weight gradient (O, C / G, K...) of a convolution from (N, C, P...) to (N, O,
+    L...)."""
+    indices = _window_indices(x.shape[2:], tangent.shape[2:], like.shape[2:], geometry)
+    windows = _gather(x, indices)
     count, rows, taps, _ = windows.shape
     windows = windows.reshape(count, groups, rows // groups * taps, -1)
-    given = tangent.reshape(count, groups, tangent.shape[1] // groups, -1)
-    left = given.permute(1, 2, 0, 3).reshape(groups, given.shape[2], -1)
+    tangents = tangent.reshape(count, groups, tangent.shape[1] // groups, -1)
+    left = tangents.permute(1, 2, 0, 3).reshape(groups, tangents.shape[2], -1)
     right = windows.permute(1, 0, 3, 2).reshape(groups, left.shape[2], -1)
     return (left @ right).reshape(like.shape)
 
@@ -126,22 +133,22 @@ def convolution(  # noqa: PLR0917
     output_padding: Sequence[int],
     groups: int,
 ) -> torch.Tensor:
-    """As `aten.convolution`."""
+    """Decompose `aten.convolution`."""
     geometry = stride, padding, dilation
-    inside, window = x.shape[2:], weight.shape[2:]
+    input_sizes, window = x.shape[2:], weight.shape[2:]
     span = [dilation[d] * (window[d] - 1) + 1 for d in range(len(window))]
     if transposed:
         sizes = [
-            (inside[d] - 1) * stride[d] - 2 * padding[d] + span[d] + output_padding[d]
+            (input_sizes[d] - 1) * stride[d] - 2 * padding[d] + span[d] + output_padding[d]
             for d in range(len(window))
         ]
         shape = [x.shape[0], weight.shape[1] * groups, *sizes]
-        result = _spread(x, weight, shape, geometry, groups)
+        result = _transposed_convolution(x, weight, shape, geometry, groups)
     else:
         sizes = [
-            (inside[d] + 2 * padding[d] - span[d]) // stride[d] + 1 for d in range(len(window))
+            (input_sizes[d] + 2 * padding[d] - span[d]) // stride[d] + 1 for d in range(len(window))
         ]
-        result = _read(x, weight, sizes, geometry, groups)
+        result = _convolution(x, weight, sizes, geometry, groups)
     return result if bias is None else result + bias.view(-1, *(1 for _ in window))
 
 
@@ -158,14 +165,14 @@ def convolution_backward(  # noqa: PLR0917
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    """As `aten.convolution_backward`."""
+    """Decompose `aten.convolution_backward`."""
     del bias_sizes, output_padding
     geometry = stride, padding, dilation
     by_x = by_weight = by_bias = None
     if output_mask[0] and transposed:
-        by_x = _read(tangent, weight, x.shape[2:], geometry, groups)
+        by_x = _convolution(tangent, weight, x.shape[2:], geometry, groups)
     elif output_mask[0]:
-        by_x = _spread(tangent, weight, x.shape, geometry, groups)
+        by_x = _transposed_convolution(tangent, weight, x.shape, geometry, groups)
     if output_mask[1]:
         pair = (tangent, x) if transposed else (x, tangent)
         by_weight = _weight_gradient(*pair, weight, geometry, groups)
@@ -189,32 +196,33 @@ def max_pool2d_with_indices(  # noqa: PLR0917
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
-    """As torch's; the first of equal ones, and what is no number before all."""
+    """Decompose max pooling: as in torch, the first maximum is chosen, and NaN before any
+    number."""
     if x.dim() != 4:
         return NotImplemented
     window = [*kernel_size] * (2 if len(kernel_size) == 1 else 1)
     geometry = _geometry(window, stride, padding, dilation)
-    outside = _pooled_sizes(x.shape[2:], window, geometry, ceil=ceil_mode)
-    places = _places(x.shape[2:], outside, window, geometry)
-    windows = _gathered(x, places, -math.inf)  # (N, C, K, L)
+    output_sizes = _pooled_sizes(x.shape[2:], window, geometry, ceil=ceil_mode)
+    indices = _window_indices(x.shape[2:], output_sizes, window, geometry)
+    windows = _gather(x, indices, -math.inf)  # (N, C, K, L)
     chosen = windows.argmax(2)
-    shape = [*x.shape[:2], *outside]
-    numbers = places.expand(*x.shape[:2], *places.shape).gather(2, chosen[:, :, None])
+    shape = [*x.shape[:2], *output_sizes]
+    numbers = indices.expand(*x.shape[:2], *indices.shape).gather(2, chosen[:, :, None])
     return windows.amax(2).reshape(shape), numbers.reshape(shape)
 
 
 def _pooled_sizes(
-    inside: Sequence[int], window: Sequence[int], geometry: Any, *, ceil: bool
+    input_sizes: Sequence[int], window: Sequence[int], geometry: Any, *, ceil: bool
 ) -> list[int]:
     stride, padding, dilation = geometry
-    found = []
+    sizes = []
     for d in range(2):
-        room = inside[d] + 2 * padding[d] - dilation[d] * (window[d] - 1) - 1
-        count = (room + (stride[d] - 1 if ceil else 0)) // stride[d] + 1
-        if ceil and (count - 1) * stride[d] >= inside[d] + padding[d]:
-            count -= 1  # a window that begins in what pads
-        found.append(count)
-    return found
+        span = input_sizes[d] + 2 * padding[d] - dilation[d] * (window[d] - 1) - 1
+        count = (span + (stride[d] - 1 if ceil else 0)) // stride[d] + 1
+        if ceil and (count - 1) * stride[d] >= input_sizes[d] + padding[d]:
+            count -= 1  # a window that starts in the padding
+        sizes.append(count)
+    return sizes
 
 
 def max_pool2d_with_indices_backward(  # noqa: PLR0917
@@ -227,16 +235,16 @@ def max_pool2d_with_indices_backward(  # noqa: PLR0917
     ceil_mode: bool,  # noqa: FBT001
     indices: torch.Tensor,
 ) -> Any:
-    """Each place gets what was chosen from it."""
+    """Sum for each input position the gradients of the outputs that chose it."""
     del ceil_mode
     if x.dim() != 4:
         return NotImplemented
     window = [*kernel_size] * (2 if len(kernel_size) == 1 else 1)
     geometry = _geometry(window, stride, padding, dilation)
     readers = _readers(x.shape[2:], tangent.shape[2:], window, geometry)  # (K, P)
-    given, chosen = _gathered(tangent, readers), _gathered(indices, readers, -1)
-    mine = chosen == torch.arange(readers.shape[1])
-    return torch.where(mine, given, 0.0).sum(2).reshape(x.shape)
+    tangents, sources = _gather(tangent, readers), _gather(indices, readers, -1)
+    is_source = sources == torch.arange(readers.shape[1])
+    return torch.where(is_source, tangents, 0.0).sum(2).reshape(x.shape)
 
 
 def avg_pool2d(  # noqa: PLR0917
@@ -248,15 +256,15 @@ def avg_pool2d(  # noqa: PLR0917
     count_include_pad: bool = True,  # noqa: FBT001, FBT002
     divisor_override: int | None = None,
 ) -> Any:
-    """As torch's, but with windows that hang over the end."""
+    """Decompose average pooling, without `ceil_mode`."""
     if x.dim() != 4 or ceil_mode:
         return NotImplemented
     window = [*kernel_size] * (2 if len(kernel_size) == 1 else 1)
     geometry = _geometry(window, stride, padding, (1,))
-    outside = _pooled_sizes(x.shape[2:], window, geometry, ceil=False)
-    places = _places(x.shape[2:], outside, window, geometry)
-    share = _share(x, places, count_include_pad, divisor_override)
-    return (_gathered(x, places).sum(2) * share).reshape(*x.shape[:2], *outside)
+    output_sizes = _pooled_sizes(x.shape[2:], window, geometry, ceil=False)
+    indices = _window_indices(x.shape[2:], output_sizes, window, geometry)
+    share = _share(x, indices, count_include_pad, divisor_override)
+    return (_gather(x, indices).sum(2) * share).reshape(*x.shape[:2], *output_sizes)
 
 
 def avg_pool2d_backward(  # noqa: PLR0917
@@ -269,24 +277,24 @@ def avg_pool2d_backward(  # noqa: PLR0917
     count_include_pad: bool,  # noqa: FBT001
     divisor_override: int | None,
 ) -> Any:
-    """Each place gets its shares."""
+    """Sum for each input position its shares of the outputs' gradients."""
     if x.dim() != 4 or ceil_mode:
         return NotImplemented
     window = [*kernel_size] * (2 if len(kernel_size) == 1 else 1)
     geometry = _geometry(window, stride, padding, (1,))
-    places = _places(x.shape[2:], tangent.shape[2:], window, geometry)
-    share = _share(x, places, count_include_pad, divisor_override)
+    indices = _window_indices(x.shape[2:], tangent.shape[2:], window, geometry)
+    share = _share(x, indices, count_include_pad, divisor_override)
     readers = _readers(x.shape[2:], tangent.shape[2:], window, geometry)
-    return _gathered(tangent.flatten(2) * share, readers).sum(2).reshape(x.shape)
+    return _gather(tangent.flatten(2) * share, readers).sum(2).reshape(x.shape)
 
 
 def _share(
     x: torch.Tensor,
-    places: torch.Tensor,
+    indices: torch.Tensor,
     all_count: bool,  # noqa: FBT001
     divisor: int | None,
 ) -> torch.Tensor:
-    """(L,): of each term in an output."""
+    """Return (L,): the weight of each term in an output."""
     if divisor is not None or all_count:
-        return torch.full((places.shape[1],), 1.0 / (divisor or places.shape[0]))
-    return 1.0 / (places < math.prod(x.shape[2:])).sum(0).float()
+        return torch.full((indices.shape[1],), 1.0 / (divisor or indices.shape[0]))
+    return 1.0 / (indices < math.prod(x.shape[2:])).sum(0).float()

@@ -1,4 +1,4 @@
-"""Rules of operators that compute each element from elements at the same place."""
+"""Rules of elementwise operators."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _BINARY_OF_TRUTH: Final[dict[Any, str]] = {
     _aten.maximum.default: "({0} || {1})",
     _aten.minimum.default: "({0} && {1})",
 }
-_MULTIPLIED: Final = frozenset({_aten.mul.Tensor, _aten.mul.Scalar})
-_DIVIDED: Final = frozenset({_aten.div.Tensor, _aten.div.Scalar})
-_ADDED: Final = frozenset({_aten.add.Tensor, _aten.add.Scalar})
-_SUBTRACTED: Final = frozenset({_aten.sub.Tensor, _aten.sub.Scalar})
+_MULTIPLICATIONS: Final = frozenset({_aten.mul.Tensor, _aten.mul.Scalar})
+_DIVISIONS: Final = frozenset({_aten.div.Tensor, _aten.div.Scalar})
+_ADDITIONS: Final = frozenset({_aten.add.Tensor, _aten.add.Scalar})
+_SUBTRACTIONS: Final = frozenset({_aten.sub.Tensor, _aten.sub.Scalar})
 _RULES_OF_TRUTH: Final[dict[Any, str]] = {
     _aten.logical_and.default: "({0} && {1})",
     _aten.logical_or.default: "({0} || {1})",
@@ -81,53 +81,55 @@ _UNARY: Final[dict[Any, str]] = {
 }
 _POWERS: Final[dict[Scalar, str]] = {"f32": "power", "i32": "int_power", "bool": "power"}
 _MULTIPLIED_POWER: Final = 64
-"""Whole exponents up to it are products, which lose less than a logarithm."""
+"""Integer exponents up to this are computed by multiplication, which is more accurate."""
 _COMPARISONS: Final = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def _binary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    one, two = (k.argument(x, at, scalar) for x in node.args[:2])
+    left, right = (k.argument(x, at, scalar) for x in node.args[:2])
     if scalar == "bool":
         if node.target not in _BINARY_OF_TRUTH:
             raise NoRule(node, "of truth values")
-        return _BINARY_OF_TRUTH[node.target].format(one, two)
+        return _BINARY_OF_TRUTH[node.target].format(left, right)
     alpha: Any = node.kwargs.get("alpha", 1)
     if alpha != 1:
-        two = f"({literal(alpha, scalar)} * {two})"
+        right = f"({literal(alpha, scalar)} * {right})"
     if scalar == "i32":
-        return _BINARY_OF_WHOLE.get(node.target, _BINARY[node.target]).format(one, two)
-    written = _of_written_zeros(node.target, one, two)
-    return written or _not_cancelled(k, node.target, one, two)
+        return _BINARY_OF_WHOLE.get(node.target, _BINARY[node.target]).format(left, right)
+    special = _with_literal_zero(node.target, left, right)
+    return special or _without_cancellation(k, node.target, left, right)
 
 
-def _not_cancelled(k: KernelText, target: Any, one: str, two: str) -> str:
-    """The operator; of `x + (y - x)` a driver may make `y`, also where x is infinite or no number.
-
-    What is there with both signs then has its say once more: the sum is no number either.
-    """
-    text = _BINARY[target].format(one, two)
-    if target not in _ADDED and target not in _SUBTRACTED:
+def _without_cancellation(k: KernelText, target: Any, left: str, right: str) -> str:
+    """Print a sum that is NaN if a term that cancels is not finite: a driver may simplify
+    `x + (y - x)` to `y` even if x is infinite or NaN."""
+    text = _BINARY[target].format(left, right)
+    if target not in _ADDITIONS and target not in _SUBTRACTIONS:
         return text
-    ours, theirs = k.terms_of(one), k.terms_of(two, turned=target in _SUBTRACTED)
-    both = {name for sign, name in theirs if (-sign, name) in ours and name.isidentifier()}
-    if both:
-        finite = " && ".join(f"is_finite({name})" for name in sorted(both))
+    left_terms, right_terms = k.terms_of(left), k.terms_of(right, turned=target in _SUBTRACTIONS)
+    cancelled = {
+        name for sign, name in right_terms if (-sign, name) in left_terms and name.isidentifier()
+    }
+    if cancelled:
+        finite = " && ".join(f"is_finite({name})" for name in sorted(cancelled))
         text = f"select(not_a_number(0u), {text}, {finite})"
-    return k.let_sum(text, frozenset(term for term in ours | theirs if term[1] not in both))
+    return k.let_sum(
+        text, frozenset(term for term in left_terms | right_terms if term[1] not in cancelled)
+    )
 
 
-def _of_written_zeros(target: Any, one: str, two: str) -> str:
-    """What a compiler would take for zero, though an operand may be infinite or no number; and a
-    division by zero, of which some make the dividend."""
+def _with_literal_zero(target: Any, left: str, right: str) -> str:
+    """Print operations with a literal zero, which compilers fold even if the operand is infinite or
+    NaN, and divisions by zero, which some replace by the dividend."""
     zeros = {literal(zero, "f32"): zero for zero in (0.0, -0.0)}
-    if target in _MULTIPLIED and (one in zeros or two in zeros):
-        x, zero = (two, one) if one in zeros else (one, two)
+    if target in _MULTIPLICATIONS and (left in zeros or right in zeros):
+        x, zero = (right, left) if left in zeros else (left, right)
         return f"times_zero({'-' if math.copysign(1, zeros[zero]) < 0 else ''}{x})"
-    if target in _SUBTRACTED and one == two:
-        return f"times_zero(abs({one}))"
-    if target in _DIVIDED and two in zeros:
-        return f"({one} * {literal(math.copysign(math.inf, zeros[two]), 'f32')})"
+    if target in _SUBTRACTIONS and left == right:
+        return f"times_zero(abs({left}))"
+    if target in _DIVISIONS and right in zeros:
+        return f"({left} * {literal(math.copysign(math.inf, zeros[right]), 'f32')})"
     return ""
 
 
@@ -152,11 +154,11 @@ def _bitwise(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 def _comparison(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = _compared_as(node)
-    one, two = (k.argument(x, at, scalar) for x in node.args)
+    left, right = (k.argument(x, at, scalar) for x in node.args)
     name = str(node.target).split(".")[1]
-    if name == "ne":  # WGSL's is false of what is no number
-        return f"!({one} == {two})"
-    return f"({one} {_COMPARISONS[name]} {two})"
+    if name == "ne":  # WGSL's `!=` is false for NaN
+        return f"!({left} == {right})"
+    return f"({left} {_COMPARISONS[name]} {right})"
 
 
 def _compared_as(node: fx.Node) -> Scalar:
@@ -193,7 +195,7 @@ def _power(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 
 def _multiplied(k: KernelText, x: str, power: int) -> str:
-    """By squaring."""
+    """Print a power by repeated squaring."""
     product = ""
     while power:
         if power % 2:
@@ -205,34 +207,34 @@ def _multiplied(k: KernelText, x: str, power: int) -> str:
 
 def _power_of_number(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    one, two = literal(node.args[0], scalar), k.argument(node.args[1], at, scalar)
-    return f"{_POWERS[scalar]}({one}, {two})"
+    base, exponent = literal(node.args[0], scalar), k.argument(node.args[1], at, scalar)
+    return f"{_POWERS[scalar]}({base}, {exponent})"
 
 
 def _divide_rounding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    one, two = (k.argument(x, at, scalar) for x in node.args[:2])
+    left, right = (k.argument(x, at, scalar) for x in node.args[:2])
     floor = node.kwargs.get("rounding_mode") == "floor" or "floor" in str(node.target)
     if scalar == "i32":
-        return f"floor_div({one}, {two})" if floor else f"({one} / {two})"
-    return f"{'float_floor_div' if floor else 'trunc_div'}({one}, {two})"
+        return f"floor_div({left}, {right})" if floor else f"({left} / {right})"
+    return f"{'float_floor_div' if floor else 'trunc_div'}({left}, {right})"
 
 
 def _remainder(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    one, two = (k.argument(x, at, scalar) for x in node.args[:2])
+    left, right = (k.argument(x, at, scalar) for x in node.args[:2])
     if scalar == "i32":
-        return f"({one} - {two} * floor_div({one}, {two}))"
-    return f"remainder({one}, {two})"
+        return f"({left} - {right} * floor_div({left}, {right}))"
+    return f"remainder({left}, {right})"
 
 
 def _where(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    chosen, yes, no = node.args
-    one, other = k.argument(yes, at, scalar), k.argument(no, at, scalar)
-    if one == other:
-        return one  # a compiler would see as much, and a zero in it
-    return f"select({other}, {one}, {k.argument(chosen, at, 'bool')})"
+    condition, yes, no = node.args
+    if_true, if_false = k.argument(yes, at, scalar), k.argument(no, at, scalar)
+    if if_true == if_false:
+        return if_true  # a compiler would simplify it and could fold zeros in it
+    return f"select({if_false}, {if_true}, {k.argument(condition, at, 'bool')})"
 
 
 def _clamp(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -240,11 +242,11 @@ def _clamp(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
     high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
     text = k.argument(node.args[0], at, scalar)
-    least, most = ("larger", "smaller") if scalar == "f32" else ("max", "min")
+    lower, upper = ("larger", "smaller") if scalar == "f32" else ("max", "min")
     if low is not None:
-        text = f"{least}({text}, {k.argument(low, at, scalar)})"
+        text = f"{lower}({text}, {k.argument(low, at, scalar)})"
     if high is not None:
-        text = f"{most}({text}, {k.argument(high, at, scalar)})"
+        text = f"{upper}({text}, {k.argument(high, at, scalar)})"
     return text
 
 
@@ -254,7 +256,7 @@ def _relu(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     return f"{name}({k.argument(node.args[0], at, scalar)}, {literal(0, scalar)})"
 
 
-def _converted(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _convert(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return converted(k.element(source, at), scalar_of(source), scalar_of(node))
@@ -270,7 +272,7 @@ def _is_infinite(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     return f"((bitcast<u32>({x}) & 0x7fffffffu) == 0x7f800000u)"
 
 
-def _filled(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _fill(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     del k, at
     return literal(
         node.args[0 if node.target is _aten.scalar_tensor.default else 1], scalar_of(node)
@@ -289,7 +291,7 @@ def _arange(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 
 def _keep(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    """Zero with the probability of being dropped, else what makes up for it."""
+    """Print a dropout mask's element: zero or 1 / (1 - drop)."""
     seed, _shape, drop, site = node.args
     assert isinstance(drop, float)
     scale = literal(1.0 / (1.0 - drop), "f32")
@@ -302,10 +304,10 @@ def _uniform(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 
 def _word(k: KernelText, seed: object, at: Coordinates, site: object) -> str:
-    """The random word of an element."""
+    """Print an element's random word."""
     assert isinstance(seed, fx.Node)
-    one, two = (k.let(f"u32({k.element(seed, [plain(f'{i}u', 2)])})") for i in (0, 1))
-    return f"threefry({one}, {two}, {linear(at)}, {site}u)"
+    low, high = (k.let(f"u32({k.element(seed, [plain(f'{i}u', 2)])})") for i in (0, 1))
+    return f"threefry({low}, {high}, {linear(at)}, {site}u)"
 
 
 ELEMENTWISE: Final[dict[Any, Rule]] = {
@@ -331,12 +333,12 @@ ELEMENTWISE: Final[dict[Any, Rule]] = {
     _aten.clamp.default: _clamp,
     _aten.clamp.Tensor: _clamp,
     _aten.relu.default: _relu,
-    _aten._to_copy.default: _converted,  # noqa: SLF001
+    _aten._to_copy.default: _convert,  # noqa: SLF001
     _aten.isnan.default: _is_nan,
     _aten.isinf.default: _is_infinite,
-    _aten.full.default: _filled,
-    _aten.full_like.default: _filled,
-    _aten.scalar_tensor.default: _filled,
+    _aten.full.default: _fill,
+    _aten.full_like.default: _fill,
+    _aten.scalar_tensor.default: _fill,
     _aten.arange.default: _arange,
     _aten.arange.start: _arange,
     _aten.arange.start_step: _arange,

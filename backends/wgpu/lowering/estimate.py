@@ -1,4 +1,4 @@
-"""How much of a device's memory a plan needs, and by how much it is too much, before any is taken.
+"""Estimate a plan's memory before anything is allocated, and refuse a plan that does not fit.
 
 What counts: the module's tensors that the plan reads (each once, as they are stored), memory that
 its buffers share over time, constants, the upload, and the buffers that results come back through.
@@ -16,20 +16,20 @@ from protocol.base.errors import SamestepError
 from protocol.base.limits import byte_size
 
 ROOM: Final = 0.05
-"""Of a device's memory, that no plan is given."""
+"""Share of a device's memory that plans leave free."""
 
-_COMPUTED: Final = "an intermediate result"
+_INTERMEDIATE: Final = "an intermediate result"
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes of a plan on a device.
+    """Memory of a plan, in bytes.
 
     Attributes:
-        weights: The module's tensors, as they are stored.
-        activations: What forward and backward compute, at the widest point.
-        transfers: Constants, the upload and what results come back through.
-        largest: Of any one buffer, and what it is.
+        weights: The module's tensors as stored.
+        activations: Peak memory of intermediate results.
+        transfers: Constants, uploads and readback buffers.
+        largest: Size and name of the largest buffer.
     """
 
     weights: int
@@ -39,7 +39,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Everything together."""
+        """Total memory."""
         return self.weights + self.activations + self.transfers
 
     def __str__(self) -> str:
@@ -51,66 +51,68 @@ class Estimate:
 
 
 def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
-    """Add up a plan.
+    """Estimate a plan's memory.
 
     Args:
-        plan: What is to run.
-        tensor_bytes: Of each of the module's tensors on the device.
+        plan: The plan.
+        tensor_bytes: Size of each of the module's tensors on the device.
     """
-    named = {place.tensor for place in plan.places if place.tensor}
-    sizes = [(tensor_bytes[name], name) for name in sorted(named)]
-    sizes += [(nbytes, _COMPUTED) for nbytes in plan.slots]
+    tensors = {location.tensor for location in plan.locations if location.tensor}
+    sizes = [(tensor_bytes[name], name) for name in sorted(tensors)]
+    sizes += [(nbytes, _INTERMEDIATE) for nbytes in plan.slots]
     constants = sum(
-        4 * place.constant.numel() for place in plan.places if place.constant is not None
+        4 * location.constant.numel()
+        for location in plan.locations
+        if location.constant is not None
     )
-    back = 4 * sum(
+    readback = 4 * sum(
         plan.elements[output]
         for segment in plan.segments
         for output in segment.outputs
         if plan.outputs[output] is not None
     )
-    weights = sum(tensor_bytes[name] for name in named)
-    # A staging buffer has at most twice the size of what it brings.
-    transfers = constants + 4 * plan.words * plan.at_once + 2 * back
+    weights = sum(tensor_bytes[name] for name in tensors)
+    # A staging buffer has at most twice the size of its content.
+    transfers = constants + 4 * plan.words * plan.at_once + 2 * readback
     return Estimate(weights, sum(plan.slots), transfers, max(sizes, default=(0, "")))
 
 
-def has_room(needed: Sequence[Estimate], nbytes: int, memory_bytes: int) -> bool:
-    """Whether so many bytes more fit beside a program's plans; so where memory is not known, for
-    there it is the host's, which would hold them otherwise."""
-    most = max((one.total for one in needed), default=0)
-    return not memory_bytes or most + nbytes <= _usable(memory_bytes)
+def has_room(estimates: Sequence[Estimate], nbytes: int, memory_bytes: int) -> bool:
+    """Whether `nbytes` more fit beside a program's plans; true if the device's memory is unknown,
+    since it then is the host's memory, which would hold the data anyway."""
+    largest = max((estimate.total for estimate in estimates), default=0)
+    return not memory_bytes or largest + nbytes <= _usable(memory_bytes)
 
 
-def refuse_what_does_not_fit(
-    needed: Sequence[Estimate], memory_bytes: int, largest_bytes: int, device: str
+def refuse_insufficient_memory(
+    estimates: Sequence[Estimate], memory_bytes: int, largest_bytes: int, device: str
 ) -> None:
-    """Say so before anything is uploaded.
+    """Refuse plans that do not fit in the device's memory.
 
     Args:
-        needed: Of all plans of a program; they share weights, and memory over time.
-        memory_bytes: The device's; 0 where it is not known: then only `largest_bytes` is looked at.
-        largest_bytes: What one buffer may have.
-        device: Its name.
+        estimates: Estimates of all plans of a program, which share weights and activations.
+        memory_bytes: The device's memory; 0 if unknown, then only `largest_bytes` is checked.
+        largest_bytes: Largest size of a buffer.
+        device: Name of the device.
 
     Raises:
-        SamestepError: By how much it does not fit.
+        SamestepError: Names the excess.
     """
-    for one in needed:
-        nbytes, what = one.largest
+    for estimate in estimates:
+        nbytes, tensor = estimate.largest
         if nbytes > largest_bytes:
-            advice = "fewer tokens in a batch, or a smaller vocabulary"
-            if what != _COMPUTED:
-                advice = "it smaller, or a cpu or cuda worker"
+            advice = "use fewer tokens in a batch or a smaller vocabulary"
+            if tensor != _INTERMEDIATE:
+                advice = "make it smaller, or use a cpu or cuda worker"
             raise SamestepError(
-                f"{what!r} needs a buffer of {byte_size(nbytes)}, and {device!r} has at most "
-                f"{byte_size(largest_bytes)}: expected {advice}"
+                f"expected buffers of at most {byte_size(largest_bytes)} for {device!r}, got "
+                f"{byte_size(nbytes)} for {tensor!r}; {advice}"
             )
     usable = _usable(memory_bytes)
-    worst = max(needed, key=lambda one: one.total)
+    worst = max(estimates, key=lambda estimate: estimate.total)
     if memory_bytes and worst.total > usable:
         raise SamestepError(
-            f"expected at most {byte_size(usable)} for {device!r}, but this needs {worst}: "
+            f"expected at most {byte_size(usable)} for {device!r}, got {worst}: "
             f"{byte_size(worst.total - usable)} too much; lower batch.microbatch or "
             "data.max_tokens, set model.gradient_checkpointing, or with lora model.base_dtype"
         )

@@ -1,12 +1,12 @@
-"""What a kernel computes besides its own value, while that is still in registers.
+"""Fuse further values into a kernel while its result is in registers.
 
-A matrix product goes on with the elementwise values that read it at their own places: bias,
-activation, residual. A sum along rows goes on with whatever else is folded or computed along the
-same rows: a norm is one kernel, forward and backward. Each value is computed as it would be alone,
-so the bits stay; what is saved is a dispatch, the barrier before it and a trip to memory.
+A matrix product is fused with elementwise values that read it at the same index: bias, activation,
+residual. A reduction along rows is fused with other reductions and values along the same rows, so
+that a norm is one kernel in forward and one in backward. Each value is computed as it would be
+alone, so the bits do not change; fusion saves a dispatch, its barrier and memory traffic.
 
-Nodes come in their order. A kernel that may still take more waits; it comes before the first that
-reads what it writes and cannot join it.
+Nodes arrive in order. A kernel that may still grow is pending; it is emitted before the first node
+that reads its results and cannot be fused into it.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from torch import fx
 from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.fusion import MATMULS, REDUCTIONS
 from backends.wgpu.lowering.kernels import Emitter, Kernel
-from backends.wgpu.shaders.kernel_text import ReadElsewhere
+from backends.wgpu.shaders.kernel_text import NotFusable
 
 Waiting = list[fx.Node]
-"""Of one kernel: first a product, or a fold along rows."""
+"""Nodes of a pending kernel: first a product or a reduction along rows."""
 
 
 def ordered(
     reads: Mapping[fx.Node, Collection[fx.Node]], early: Collection[fx.Node]
 ) -> Iterator[fx.Node]:
-    """Values so that those that may join a kernel come before what ends its wait.
+    """Order values so that fusable ones come before those that force a kernel to be emitted.
 
     Args:
-        reads: Of each value what it reads, in an order in which they can be computed.
+        reads: The values that each value reads, in a valid order of computation.
         early: Values that come first.
     """
     missing = {node: {each for each in read if each in reads} for node, read in reads.items()}
     readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node, needed in missing.items():
-        for each in needed:
+    for node, sources in missing.items():
+        for each in sources:
             readers[each].append(node)
-    places = {node: place for place, node in enumerate(reads)}
+    positions = {node: position for position, node in enumerate(reads)}
 
     def urgency(node: fx.Node) -> tuple[bool, bool, int]:
-        return node not in early, node.target not in ELEMENTWISE, places[node]
+        return node not in early, node.target not in ELEMENTWISE, positions[node]
 
-    ready = [(*urgency(node), node) for node, needed in missing.items() if not needed]
+    ready = [(*urgency(node), node) for node, sources in missing.items() if not sources]
     heapq.heapify(ready)
     while ready:
         *_, node = heapq.heappop(ready)
@@ -59,14 +59,14 @@ def ordered(
 
 @dataclass(slots=True)
 class Joins:
-    """The kernels of one graph, some of which still wait.
+    """Kernels of one graph, some of which are pending.
 
     Attributes:
-        emitter: Writes them.
-        bindings: Storage buffers that a shader may bind; 0 where nothing is to be joined.
-        reads: Of each value with a kernel, and of each call of a layer, the buffers that it reads.
-        outputs: The outputs.
-        early: Values that must not wait for others: those of a layer's forward.
+        emitter: Generates the kernels.
+        bindings: Storage buffers that a shader may bind; 0 disables fusion.
+        reads: The buffers that each value with a kernel, and each call of a layer, reads.
+        outputs: The graph's outputs.
+        early: Values that are not fused with others: those of a layer's forward.
     """
 
     emitter: Emitter
@@ -78,63 +78,65 @@ class Joins:
     _readers: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
 
     def __post_init__(self) -> None:
-        """Who reads each value."""
+        """Collect the readers of each value."""
         for node, read in self.reads.items():
             for each in read:
                 self._readers[each].add(node)
 
-    def before(self, read: Collection[fx.Node]) -> Iterator[Kernel]:
-        """What must come now, for something reads these values."""
+    def flush_before(self, read: Collection[fx.Node]) -> Iterator[Kernel]:
+        """Emit the pending kernels that write these values."""
         for members in [*self._waiting]:
             if not {*members}.isdisjoint(read):
                 self._waiting.remove(members)
                 yield from self._kernels(members)
 
     def add(self, node: fx.Node) -> Iterator[Kernel]:
-        """What comes now: kernels that waited, and the value's own if it is one by itself."""
+        """Add a value; emit pending kernels that it reads, and its own if it cannot be fused."""
         read = self.reads[node]
-        joined = self._joined(node)
-        if joined is not None:
-            self._waiting.remove(joined)  # it is none of those that must come before
-        yield from self.before(read)
-        if joined is not None:
-            self._waiting.append([*joined, node])
+        group = self._group_for(node)
+        if group is not None:
+            self._waiting.remove(group)  # so that `flush_before` does not emit it
+        yield from self.flush_before(read)
+        if group is not None:
+            self._waiting.append([*group, node])
         elif self.bindings and self._readers[node] and self.emitter.may_lead(node):
             self._waiting.append([node])
         else:
             yield from self.emitter.kernels(node)
 
-    def rest(self) -> Iterator[Kernel]:
-        """What still waits at the end."""
+    def flush(self) -> Iterator[Kernel]:
+        """Emit the remaining kernels."""
         for members in self._waiting:
             yield from self._kernels(members)
 
     def _kernels(self, members: Waiting) -> list[Kernel]:
         if len(members) == 1:
             return self.emitter.kernels(members[0])
-        return [self.emitter.joined(members, self._wanted(members))]
+        return [self.emitter.fused(members, self._stored_members(members))]
 
-    def _wanted(self, members: Waiting) -> list[fx.Node]:
-        """Those that others read, too."""
+    def _stored_members(self, members: Waiting) -> list[fx.Node]:
+        """Return the members that other kernels read."""
         return [
             node for node in members if node in self.outputs or self._readers[node] - {*members}
         ]
 
-    def _joined(self, node: fx.Node) -> Waiting | None:
-        """The last of those that can take it, if there is one."""
+    def _group_for(self, node: fx.Node) -> Waiting | None:
+        """Return the last pending kernel into which the node can be fused, if any."""
         if node.target in MATMULS:
             return None
         for members in reversed(self._waiting):
-            beside = node.target in REDUCTIONS and members[0].target in REDUCTIONS
-            if {*members}.isdisjoint(self.reads[node]) and not beside:
+            is_other_reduction = node.target in REDUCTIONS and members[0].target in REDUCTIONS
+            if {*members}.isdisjoint(self.reads[node]) and not is_other_reduction:
                 continue
-            if (node in self.early) == (members[0] in self.early) and self._fits([*members, node]):
+            if (node in self.early) == (members[0] in self.early) and self._can_fuse(
+                [*members, node]
+            ):
                 return members
         return None
 
-    def _fits(self, members: Waiting) -> bool:
+    def _can_fuse(self, members: Waiting) -> bool:
         try:
-            kernel = self.emitter.joined(members, self._wanted(members))
-        except ReadElsewhere:
+            kernel = self.emitter.fused(members, self._stored_members(members))
+        except NotFusable:
             return False
         return kernel.shader.bindings <= self.bindings

@@ -1,7 +1,7 @@
-"""One kernel for each value that gets a buffer: elementwise chains, reductions, scatters, scans,
+"""Generate a kernel for each value with a buffer: elementwise chains, reductions, scatters, scans,
 attention, and matrix products.
 
-No kernel uses atomics, and every sum has one order, so results are the same from run to run.
+No kernel uses atomics, and every sum has a fixed order, so results are reproducible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from backends.wgpu.shaders.attention.tiles import attention_shader
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
 from backends.wgpu.shaders.kernel_text import (
     KernelText,
-    ReadElsewhere,
+    NotFusable,
     element_type_of,
     round_to_type,
     stored,
@@ -56,23 +56,23 @@ from backends.wgpu.shaders.narrow import form_of, refuse_on_the_left
 _aten = torch.ops.aten
 _WORKGROUP: Final = 64
 _TERMS: Final = 64
-"""Of a partial sum: long sums are sums of these, which loses less than one running sum."""
-_ROUNDS: Final = 60_000
-"""Of a loop: software Vulkan ends an invocation's loops after 65,535 rounds, without a word."""
+"""Terms per partial sum: adding partial sums is more accurate than one running sum."""
+_LOOP_ITERATIONS: Final = 60_000
+"""Limit on loop iterations: software Vulkan silently ends an invocation's loops after 65,535."""
 _COOPERATIVE_TERMS: Final = 128
-"""From so many terms on, a workgroup of a GPU shares the sum."""
+"""Terms from which on a workgroup of a GPU shares a sum."""
 _SUMS: Final = MATMULS | ATTENTIONS | SCATTERS | SCANS | REDUCTIONS
-"""What torch sums in a half type in ways of its own."""
+"""Operators that torch sums in half precision with its own rounding."""
 _RULES: Final = {**ELEMENTWISE, **PLACEMENT}
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One dispatch, over values instead of buffers.
+    """One dispatch, over graph values instead of buffers.
 
     Attributes:
-        reads: What the first bindings are.
-        writes: What the last ones are.
+        reads: Values of the first bindings.
+        writes: Values of the last bindings.
         label: The node and its module.
     """
 
@@ -88,27 +88,27 @@ MatmulShader = Callable[[MatmulProblem], tuple[Shader, tuple[int, int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Emitter:
-    """Writes the kernels of one graph.
+    """Generates the kernels of one graph.
 
     Attributes:
-        buffers: Values that lie in memory.
-        folded: Values that are known.
-        cooperative: Whether workgroups share long sums: good on GPUs, not on a CPU.
+        buffers: Values with a buffer.
+        constants: Values that are known.
+        cooperative: Whether workgroups share long sums: faster on GPUs, slower on a CPU.
         matmul: The template of matrix products.
-        workgroup_bytes: Of workgroup memory, for attention.
+        workgroup_bytes: Workgroup memory for attention.
     """
 
     buffers: Collection[fx.Node]
-    folded: Mapping[fx.Node, torch.Tensor]
+    constants: Mapping[fx.Node, torch.Tensor]
     cooperative: bool = False
     matmul: MatmulShader = matmul_shader
     workgroup_bytes: int = WORKGROUP_BYTES
 
     def kernels(self, node: fx.Node) -> list[Kernel]:
-        """What fills the value's buffer.
+        """Return the kernels that fill the value's buffer.
 
         Raises:
-            NoRule: The operator has none.
+            NoRule: The operator has no rule.
         """
         target = node.target
         if node.meta["val"].dtype in HALVES and target in _SUMS and not _sums_in_float32(node):
@@ -128,11 +128,11 @@ class Emitter:
         return [self._elementwise(node)]
 
     def reads(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The buffers that its kernels read."""
+        """Return the buffers that the value's kernels read."""
         return frozenset(read for kernel in self.kernels(node) for read in kernel.reads)
 
     def may_lead(self, node: fx.Node) -> bool:
-        """Whether its kernel can compute more than the value, see `joined`."""
+        """Whether its kernel can compute more than the value, see `fused`."""
         if not self.cooperative or node.meta["val"].dtype != torch.float32:
             return False
         if node.target in MATMULS:
@@ -143,54 +143,57 @@ class Emitter:
         assert isinstance(source, fx.Node)
         return _Reduction.of(node, source).along_rows
 
-    def joined(self, members: Sequence[fx.Node], wanted: Collection[fx.Node]) -> Kernel:
-        """One kernel of several values, each of which only reads of those before it what its
-        invocation, or workgroup, has.
+    def fused(self, members: Sequence[fx.Node], stored_nodes: Collection[fx.Node]) -> Kernel:
+        """Fuse values into one kernel. Each may read earlier ones only where its invocation, or
+        workgroup, has them.
 
         Args:
-            members: A product and elementwise values, or folds along rows and elementwise values.
-            wanted: Those of them that others read.
+            members: A product and elementwise values, or reductions along rows and elementwise
+                values.
+            stored_nodes: Members that other kernels read.
 
         Raises:
             ReadElsewhere: A value reads another in another place, or is of another kind.
         """
         for node in members[1:]:
             folds = node.target in REDUCTIONS and members[0].target in REDUCTIONS
-            known = folds or is_copy(node) or node.target in _RULES
+            has_rule = folds or is_copy(node) or node.target in _RULES
             half = is_half(node) and not folds
-            if not known or not (half or node.meta["val"].dtype == torch.float32):
-                raise ReadElsewhere
+            if not has_rule or not (half or node.meta["val"].dtype == torch.float32):
+                raise NotFusable
         if members[0].target in MATMULS:
-            return self._finished_product(members, wanted)
-        return self._rows(members, wanted)
+            return self._fused_product(members, stored_nodes)
+        return self._fused_rows(members, stored_nodes)
 
-    def _finished_product(self, members: Sequence[fx.Node], wanted: Collection[fx.Node]) -> Kernel:
-        """Values at the same places as a product's, from its sums in registers."""
-        product, *rest = members
+    def _fused_product(
+        self, members: Sequence[fx.Node], stored_nodes: Collection[fx.Node]
+    ) -> Kernel:
+        """Fuse elementwise values into a product, computed from its sums in registers."""
+        product, *elementwise = members
         count = elements_of(product)
         text = self._text()
         text.registers[product] = "i", "product"
-        written: list[fx.Node] = []
-        for node in rest:
+        outputs: list[fx.Node] = []
+        for node in elementwise:
             if elements_of(node) != count:
-                raise ReadElsewhere
+                raise NotFusable
             value = text.compute(node, split(plain("i", count), shape_of(node)))
             text.registers[node] = "i", text.let(value)
-            if node in wanted:
-                text.lines.append(f"e{len(written)}[i] = {stored(value, node)};")
-                written.append(node)
-        types = tuple(element_type_of(node) for node in written)
-        body, stores = "\n".join(text.lines), product in wanted
+            if node in stored_nodes:
+                text.lines.append(f"e{len(outputs)}[i] = {stored(value, node)};")
+                outputs.append(node)
+        types = tuple(element_type_of(node) for node in outputs)
+        body, stores = "\n".join(text.lines), product in stored_nodes
         finish = Epilogue(*text.declarations(), types, body, stores, text.looks_up)
         (problem,) = self._problems(product)
         shader, grid = self.matmul(replace(problem, finish=finish))
         a, b = (self._operand(each)[1] for each in next(factors(product))[:2])
-        writes = (*([product] if finish.stored else []), *written)
+        writes = (*([product] if finish.stored else []), *outputs)
         label = " + ".join(map(_label, members))
         return Kernel(shader, (a, b, *text.buffers), writes, grid, label)
 
-    def _rows(self, members: Sequence[fx.Node], wanted: Collection[fx.Node]) -> Kernel:
-        """A workgroup for each row: folds, whose results all invocations have, and values."""
+    def _fused_rows(self, members: Sequence[fx.Node], stored_nodes: Collection[fx.Node]) -> Kernel:
+        """Fuse reductions and values along rows, with one workgroup per row."""
         source = members[0].args[0]
         assert isinstance(source, fx.Node)
         first = _Reduction.of(members[0], source)
@@ -198,67 +201,67 @@ class Emitter:
         body = [f"let i = group.x + group.y * {WORKGROUPS_PER_DIMENSION}u;"]
         body += [f"if (i >= {rows}u) {{ return; }}"]
         text = self._text()
-        written: list[fx.Node] = []
+        outputs: list[fx.Node] = []
         for number, node in enumerate(members):
-            name = f"e{len(written)}"
+            name = f"e{len(outputs)}"
             if node.target in REDUCTIONS:
                 body += self._row_fold(node, text, number, (rows, columns))
                 text.registers[node] = "i", f"fold{number}"
-                if node in wanted:
+                if node in stored_nodes:
                     body.append(f"if (local.x == 0u) {{ {name}[i] = fold{number}; }}")
-                    written.append(node)
+                    outputs.append(node)
                 continue
             at = _along_rows(shape_of(node), rows, columns)
-            inside = text.scope()
-            value = inside.compute(node, at)
-            place = str(linear(at))
+            inner = text.scope()
+            value = inner.compute(node, at)
+            index = str(linear(at))
             body += [f"for (var r = local.x; r < {columns}u; r += {_WORKGROUP}u) {{"]
-            body += [*inside.lines, f"{name}[{place}] = {stored(value, node)};", "}"]
-            read = f"{name}[{place}]"
-            text.registers[node] = place, f"f32({read})" if is_half(node) else read
-            written.append(node)
-        count = len(written)
-        shader = Shader(text.module_of(body, written), len(text.buffers) + count, count)
+            body += [*inner.lines, f"{name}[{index}] = {stored(value, node)};", "}"]
+            read = f"{name}[{index}]"
+            text.registers[node] = index, f"f32({read})" if is_half(node) else read
+            outputs.append(node)
+        count = len(outputs)
+        shader = Shader(text.module_of(body, outputs), len(text.buffers) + count, count)
         label = " + ".join(map(_label, members))
-        return Kernel(shader, tuple(text.buffers), tuple(written), _folded_grid(rows), label)
+        return Kernel(shader, tuple(text.buffers), tuple(outputs), _folded_grid(rows), label)
 
     def _row_fold(
         self, node: fx.Node, text: KernelText, number: int, sizes: tuple[int, int]
     ) -> list[str]:
-        """`foldNUMBER`, in all invocations."""
+        """Compute `foldNUMBER` in all invocations."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         fold = _Reduction.of(node, source)
         if not fold.along_rows or (fold.outputs, fold.terms) != sizes:
-            raise ReadElsewhere
-        inside = text.scope()
-        value = inside.element(source, fold.coordinates(), fold.scalar)
-        lines = fold.shared_fold(inside.lines, value, f"sum{number}")
+            raise NotFusable
+        inner = text.scope()
+        value = inner.element(source, fold.coordinates(), fold.scalar)
+        lines = fold.shared_fold(inner.lines, value, f"sum{number}")
         return [
             *lines, "workgroupBarrier();", f"let fold{number} = {fold.result('shared_sums[0]')};",
             "workgroupBarrier();",
         ]  # fmt: skip
 
     def _problems(self, node: fx.Node) -> Iterator[MatmulProblem]:
-        """Of a node of one product, one for each dispatch."""
-        for one, two, into in factors(node):
-            a, a_base = self._operand(one)
-            b, b_base = self._operand(two)
+        """Yield the products of a node, one per dispatch."""
+        for left, right, result in factors(node):
+            a, a_base = self._operand(left)
+            b, b_base = self._operand(right)
             refuse_on_the_left(a_base, _label(node))
             batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
-            (m, k), n = shape_of(one)[-2:], shape_of(two)[-1]
-            yield from dispatched(MatmulProblem(batch, m, k, n, a, b, form_of(b_base), into))
+            (m, k), n = shape_of(left)[-2:], shape_of(right)[-1]
+            yield from dispatched(MatmulProblem(batch, m, k, n, a, b, form_of(b_base), result))
 
     def _text(self) -> KernelText:
-        return KernelText(_RULES, self.buffers, self.folded)
+        return KernelText(_RULES, self.buffers, self.constants)
 
-    def _elementwise(self, node: fx.Node, same: fx.Node | None = None) -> Kernel:
-        """By the operator's rule, or the same as another value."""
+    def _elementwise(self, node: fx.Node, source: fx.Node | None = None) -> Kernel:
+        """Generate an elementwise kernel by the operator's rule, or a copy of `source`."""
         text = self._text()
         count = elements_of(node)
         guard, grid = _threads(count)
         at = split(plain("i", count), shape_of(node))
-        value = text.compute(node, at) if same is None else text.element(same, at)
+        value = text.compute(node, at) if source is None else text.element(source, at)
         body = [*guard, *text.lines, f"out[i] = {stored(value, node)};"]
         return _kernel(text, node, body, grid)
 
@@ -279,7 +282,8 @@ class Emitter:
         return _kernel(text, node, body, grid)
 
     def _scan(self, node: fx.Node) -> Kernel:
-        """Each element sums what lies before it: for short dimensions."""
+        """Generate a cumulative sum in which each element sums its predecessors: for short
+        dimensions."""
         source, dim = node.args[:2]
         assert isinstance(source, fx.Node)
         text = self._text()
@@ -287,10 +291,10 @@ class Emitter:
         at = split(plain("i", count), shape_of(node))
         if not at:
             return self._elementwise(node, source)
-        place = operator.index(dim) % len(at)  # type: ignore[arg-type]
-        _refuse_long_loops(node, at[place].size)
-        last = str(at[place])
-        at[place] = plain("r", at[place].size)
+        axis = operator.index(dim) % len(at)  # type: ignore[arg-type]
+        _refuse_long_loops(node, at[axis].size)
+        last = str(at[axis])
+        at[axis] = plain("r", at[axis].size)
         value = text.element(source, at, scalar)
         guard, grid = _threads(count)
         loop = f"for (var r = 0u; r <= {last}; r++) {{"
@@ -299,19 +303,19 @@ class Emitter:
         return _kernel(text, node, body, grid)
 
     def _scatter(self, node: fx.Node) -> list[Kernel]:
-        """Adds rows to rows of a base: a fill, then a sum by column in the order of the rows.
+        """Add rows to rows of a base: copy the base, then sum by column in the order of the rows.
 
-        A column's additions all run in one invocation; so that there are enough of them, each
-        takes a share of the target rows.
+        All additions to an element run in one invocation. For enough parallelism, each column is
+        divided among invocations by target row.
         """
         if node.target is _aten.scatter_add.default:
             return [self._sums_by_index(node)]
-        base, given, source = node.args[:3]
+        base, indices, source = node.args[:3]
         assert isinstance(base, fx.Node)
         assert isinstance(source, fx.Node)
         if node.target is not _aten.index_put.default or len(node.args) < 4 or not node.args[3]:
             raise NoRule(node, "that does not add up rows")
-        leading, _ = leading_indices(node, given)
+        leading, _ = leading_indices(node, indices)
         fill = self._filled(node, base)
         shape = shape_of(node)
         columns = math.prod(shape[len(leading) :])
@@ -322,53 +326,53 @@ class Emitter:
         guard, grid = _threads(columns * shares)
         text = self._text()
         at_row = split(plain("r", rows), rows_shape)
-        row, places = "0u", []
+        row, conditions = "0u", []
         for dim, numbers in enumerate(leading):
-            index, there = text.index(numbers, at_row, shape[dim], from_end=True)
+            index, is_valid = text.index(numbers, at_row, shape[dim], from_end=True)
             row = f"({row} * {shape[dim]}u + {index})" if dim else str(index)
-            places.append(there)
+            conditions.append(is_valid)
         row = text.let(row)
-        chosen = len(text.lines)
+        index_lines = len(text.lines)
         at_column = split(plain("c", columns), shape[len(leading) :])
         at = [*at_row, *at_column]
         value = text.element(source, broadcast(at, shape_of(source)), scalar_of(node))
-        value = where_valid(value, places, scalar_of(node))
+        value = where_valid(value, conditions, scalar_of(node))
         body = [*guard, f"let c = i % {columns}u;", f"let share = i / {columns}u;"]
-        body += [f"for (var r = 0u; r < {rows}u; r++) {{", *text.lines[:chosen]]
-        body += [f"if ({row} % {shares}u == share) {{", *text.lines[chosen:]]
-        place = f"out[{row} * {columns}u + c]"
-        body += [f"{place} = {place} + {value};", "}", "}"]
+        body += [f"for (var r = 0u; r < {rows}u; r++) {{", *text.lines[:index_lines]]
+        body += [f"if ({row} % {shares}u == share) {{", *text.lines[index_lines:]]
+        target = f"out[{row} * {columns}u + c]"
+        body += [f"{target} = {target} + {value};", "}", "}"]
         return [fill, _kernel(text, node, body, grid)]
 
     def _sums_by_index(self, node: fx.Node) -> Kernel:
-        """Each element sums what has its place along a dimension as index."""
+        """Sum for each element the source elements with its coordinate as index."""
         base, dim, numbers, source = node.args
         assert isinstance(base, fx.Node)
         assert isinstance(numbers, fx.Node)
         assert isinstance(source, fx.Node)
         text, scalar, shape = self._text(), scalar_of(node), shape_of(node) or (1,)
         sizes = shape_of(numbers) or (1,)
-        place = operator.index(dim) % len(shape)  # type: ignore[arg-type]
-        _refuse_long_loops(node, sizes[place])
+        axis = operator.index(dim) % len(shape)  # type: ignore[arg-type]
+        _refuse_long_loops(node, sizes[axis])
         count = elements_of(node)
         at = split(plain("i", count), shape)
-        mine = str(at[place])
+        own_index = str(at[axis])
         start = text.element(base, at[: len(shape_of(node))], scalar)
-        before = len(text.lines)
-        at[place] = plain("r", sizes[place])
-        inside = [
+        base_lines = len(text.lines)
+        at[axis] = plain("r", sizes[axis])
+        bounds = [
             f"{c} < {size}u"
             for d, (c, size) in enumerate(zip(at, sizes, strict=True))
-            if d != place and size != shape[d]
+            if d != axis and size != shape[d]
         ]
         at = at[: len(shape_of(node))]
-        index, there = text.index(numbers, at, shape[place])
-        value = where_valid(text.element(source, at, scalar), [there], scalar)
+        index, is_valid = text.index(numbers, at, shape[axis])
+        value = where_valid(text.element(source, at, scalar), [is_valid], scalar)
         guard, grid = _threads(count)
-        body = [*guard, *text.lines[:before], f"var sum = {start};"]
-        body += [f"if ({' && '.join(inside)}) {{"] if inside else ["{"]
-        body += [f"for (var r = 0u; r < {sizes[place]}u; r++) {{", *text.lines[before:]]
-        body += [f"if ({index} == {mine}) {{ sum += {value}; }}", "}", "}", "out[i] = sum;"]
+        body = [*guard, *text.lines[:base_lines], f"var sum = {start};"]
+        body += [f"if ({' && '.join(bounds)}) {{"] if bounds else ["{"]
+        body += [f"for (var r = 0u; r < {sizes[axis]}u; r++) {{", *text.lines[base_lines:]]
+        body += [f"if ({index} == {own_index}) {{ sum += {value}; }}", "}", "}", "out[i] = sum;"]
         return _kernel(text, node, body, grid)
 
     def _filled(self, node: fx.Node, base: fx.Node) -> Kernel:
@@ -379,14 +383,14 @@ class Emitter:
         return _kernel(text, node, [*guard, *text.lines, f"out[i] = {value};"], grid)
 
     def _products(self, node: fx.Node) -> Iterator[Kernel]:
-        for one, two, into in factors(node):
-            a, a_base = self._operand(one)
-            b, b_base = self._operand(two)
+        for left, right, result in factors(node):
+            a, a_base = self._operand(left)
+            b, b_base = self._operand(right)
             refuse_on_the_left(a_base, _label(node))
             batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
-            (m, k), n, form = shape_of(one)[-2:], shape_of(two)[-1], form_of(b_base)
+            (m, k), n, form = shape_of(left)[-2:], shape_of(right)[-1], form_of(b_base)
             label = f"{_label(node)} {batch}x{m}x{k}x{n}"
-            for part in dispatched(MatmulProblem(batch, m, k, n, a, b, form, into)):
+            for part in dispatched(MatmulProblem(batch, m, k, n, a, b, form, result)):
                 shader, grid = self.matmul(part)
                 yield Kernel(shader, (a_base, b_base), (node,), grid, label)
 
@@ -398,18 +402,18 @@ class Emitter:
         return Kernel(shader, reads, (node,), grid, f"{_label(node)} {sizes}")
 
     def _operand(self, node: fx.Node) -> tuple[Operand, fx.Node]:
-        found = strided(node, self.buffers, widens=True, rounds=True)
-        assert found is not None, node
-        strides = (0, *found.strides) if len(found.strides) == 2 else found.strides
-        narrow = form_of(found.base) is not None  # narrow storage is not rounded again
-        held: ElementForm = "f16" if is_half(found.base) else "f32"
-        held = "rounded" if found.rounds and not narrow else held
-        return Operand((strides[0], strides[1], strides[2]), found.offset, held), found.base
+        view = strided(node, self.buffers, widens=True, rounds=True)
+        assert view is not None, node
+        strides = (0, *view.strides) if len(view.strides) == 2 else view.strides
+        narrow = form_of(view.base) is not None  # narrow storage is not rounded again
+        form: ElementForm = "f16" if is_half(view.base) else "f32"
+        form = "rounded" if view.rounds and not narrow else form
+        return Operand((strides[0], strides[1], strides[2]), view.offset, form), view.base
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """`outputs` sums (or other folds) of `terms` each."""
+    """A reduction with `outputs` results of `terms` terms each."""
 
     node: fx.Node
     shape: tuple[int, ...]
@@ -421,9 +425,13 @@ class _Reduction:
     @staticmethod
     def of(node: fx.Node, source: fx.Node) -> _Reduction:
         shape = shape_of(source)
-        given: Any = node.args[1] if len(node.args) > 1 else None
-        listed = [given] if isinstance(given, int) else list(given or range(len(shape)))
-        dims = tuple(sorted({operator.index(d) % max(len(shape), 1) for d in listed}))
+        dims_argument: Any = node.args[1] if len(node.args) > 1 else None
+        dims_list = (
+            [dims_argument]
+            if isinstance(dims_argument, int)
+            else list(dims_argument or range(len(shape)))
+        )
+        dims = tuple(sorted({operator.index(d) % max(len(shape), 1) for d in dims_list}))
         scalar = scalar_of(source if "arg" in str(node.target) else node)
         name, parts = str(node.target).split(".")[1], 1
         if node.target is PARTIAL:
@@ -442,27 +450,27 @@ class _Reduction:
 
     @property
     def part(self) -> int:
-        """Terms of one part, but for the last."""
+        """Terms per part; the last part may have fewer."""
         return -(-self.terms // self.parts)
 
     @property
     def shared(self) -> bool:
-        """Whether a workgroup may share one fold."""
+        """Whether a workgroup may share one reduction."""
         return self.part >= _COOPERATIVE_TERMS and "arg" not in self.name
 
     @property
     def along_rows(self) -> bool:
-        """Whether each fold is of what lies side by side, and shared by a workgroup."""
+        """Whether it reduces the last dimensions, shared by a workgroup."""
         last = tuple(range(len(self.shape) - len(self.dims), len(self.shape)))
         return self.shared and self.scalar == "f32" and self.parts == 1 and self.dims == last
 
     def coordinates(self) -> list[Coordinate]:
-        """Of the term `r` of the output `i`; with parts, the last dimension of `i` counts them."""
-        kept = [d for d in range(len(self.shape)) if d not in self.dims]
-        sizes = [*(self.shape[d] for d in kept), self.parts]
+        """Return the coordinates of term `r` of output `i`; with parts, `i` counts them last."""
+        outer_dims = [d for d in range(len(self.shape)) if d not in self.dims]
+        sizes = [*(self.shape[d] for d in outer_dims), self.parts]
         outer = split(plain("i", self.outputs), sizes)[:-1]
         inner = split(plain("r", self.terms), [self.shape[d] for d in self.dims])
-        at = dict(zip(kept, outer, strict=True)) | dict(zip(self.dims, inner, strict=True))
+        at = dict(zip(outer_dims, outer, strict=True)) | dict(zip(self.dims, inner, strict=True))
         return [at[d] for d in range(len(self.shape))]
 
     @property
@@ -474,23 +482,23 @@ class _Reduction:
             return literal(math.inf if self.scalar == "f32" else 2**31 - 1, self.scalar)
         return literal(0, self.scalar)
 
-    def fold(self, one: str, two: str) -> str:
-        """Two folds as one."""
+    def fold(self, left: str, right: str) -> str:
+        """Print the combination of two partial results."""
         if self.name in {"amax", "amin"}:
             name = {"amax": "larger", "amin": "smaller"}[self.name]
-            return f"{name if self.scalar == 'f32' else self.name[1:]}({one}, {two})"
-        return f"({one} || {two})" if self.name == "any" else f"({one} + {two})"
+            return f"{name if self.scalar == 'f32' else self.name[1:]}({left}, {right})"
+        return f"({left} || {right})" if self.name == "any" else f"({left} + {right})"
 
-    def result(self, folded: str) -> str:
+    def result(self, total: str) -> str:
         if self.name == "mean":
-            return f"({folded} * {literal(1.0 / self.terms, 'f32')})"
-        return stored(round_to_type(folded, self.node) if is_half(self.node) else folded, self.node)
+            return f"({total} * {literal(1.0 / self.terms, 'f32')})"
+        return stored(round_to_type(total, self.node) if is_half(self.node) else total, self.node)
 
     def serial(self, lines: Sequence[str], value: str) -> list[str]:
-        """One invocation per output."""
+        """Generate a reduction with one invocation per output."""
         if "arg" in self.name:
             better = f"{value} {'>' if self.name == 'argmax' else '<'} best"
-            if self.scalar == "f32":  # the first that is no number, as in torch
+            if self.scalar == "f32":  # the first NaN wins, as in torch
                 better = f"!is_nan(best) && ({better} || is_nan({value}))"
             body = [f"var best = {self.start};", "var place = 0u;", self._loop(), *lines]
             body += [f"if ({better}) {{ best = {value}; place = r; }}", "}"]
@@ -506,14 +514,14 @@ class _Reduction:
         return [*body, "sum += part;", "}", self._store("sum")]
 
     def cooperative(self, lines: Sequence[str], value: str) -> list[str]:
-        """One workgroup per output: each invocation folds every so manieth term."""
+        """Generate a reduction with a workgroup per output and strided terms per invocation."""
         body = [f"let i = group.x + group.y * {WORKGROUPS_PER_DIMENSION}u;"]
         body += self.shared_fold(lines, value, "sum")
         body += [f"if (local.x == 0u && i < {self.outputs}u) {{", self._store("shared_sums[0]")]
         return [*body, "}"]
 
     def shared_fold(self, lines: Sequence[str], value: str, name: str) -> list[str]:
-        """`shared_sums[0]` of the first invocation."""
+        """Reduce into `shared_sums[0]`, valid in the first invocation."""
         body = [f"var {name} = {self.start};", f"if (i < {self.outputs}u) {{"]
         low, high = self._range()
         body += [f"for (var r = {low} + local.x; r < {high}; r += {_WORKGROUP}u) {{", *lines]
@@ -521,9 +529,9 @@ class _Reduction:
         body += [f"shared_sums[local.x] = {name};"]
         step = _WORKGROUP // 2
         while step:
-            joined = self.fold("shared_sums[local.x]", f"shared_sums[local.x + {step}u]")
+            folded = self.fold("shared_sums[local.x]", f"shared_sums[local.x + {step}u]")
             body += ["workgroupBarrier();", f"if (local.x < {step}u) {{"]
-            body += [f"shared_sums[local.x] = {joined};", "}"]
+            body += [f"shared_sums[local.x] = {folded};", "}"]
             step //= 2
         return body
 
@@ -537,8 +545,8 @@ class _Reduction:
         first = f"(i % {self.parts}u) * {self.part}u"
         return first, f"min({first} + {self.part}u, {self.terms}u)"
 
-    def _store(self, folded: str) -> str:
-        return f"out[i] = {self.result(folded)};"
+    def _store(self, total: str) -> str:
+        return f"out[i] = {self.result(total)};"
 
 
 def _sums_in_float32(node: fx.Node) -> bool:
@@ -558,26 +566,26 @@ def _label(node: fx.Node) -> str:
     return f"{module}:{node.name}" if module else node.name
 
 
-def _refuse_long_loops(node: fx.Node, rounds: int) -> None:
-    if rounds > _ROUNDS:
-        raise NoRule(node, f"over {rounds} terms, more than {_ROUNDS}")
+def _refuse_long_loops(node: fx.Node, iterations: int) -> None:
+    if iterations > _LOOP_ITERATIONS:
+        raise NoRule(node, f"over {iterations} terms, more than {_LOOP_ITERATIONS}")
 
 
 def _along_rows(shape: tuple[int, ...], rows: int, columns: int) -> list[Coordinate]:
-    """Coordinates of element `r` of row `i`.
+    """Return the coordinates of element `r` of row `i`.
 
     Raises:
         ReadElsewhere: The shape has no such rows.
     """
-    for place in range(len(shape) + 1):
-        if math.prod(shape[place:]) == columns and math.prod(shape[:place]) == rows:
-            outer, inner = shape[:place], shape[place:]
+    for axis in range(len(shape) + 1):
+        if math.prod(shape[axis:]) == columns and math.prod(shape[:axis]) == rows:
+            outer, inner = shape[:axis], shape[axis:]
             return [*split(plain("i", rows), outer), *split(plain("r", columns), inner)]
-    raise ReadElsewhere
+    raise NotFusable
 
 
 def _threads(count: int) -> tuple[list[str], tuple[int, int, int]]:
-    """`i` of one invocation per element, and the grid; a long grid is folded into y."""
+    """Print `i`, with one invocation per element, and return the grid, folded into y if long."""
     grid = _folded_grid(-(-count // _WORKGROUP))
     across = grid[0] * _WORKGROUP
     number = "id.x" if grid[1] == 1 else f"id.x + id.y * {across}u"
@@ -592,5 +600,5 @@ def _folded_grid(workgroups: int) -> tuple[int, int, int]:
 
 def is_known(node: fx.Node) -> bool:
     """Whether there is a rule for the operator; a rule may still refuse its arguments."""
-    known = REDUCTIONS | MATMULS | ATTENTIONS | SCATTERS | SCANS
-    return node.target in known or node.target in _RULES or is_view(node) or is_copy(node)
+    targets = REDUCTIONS | MATMULS | ATTENTIONS | SCATTERS | SCANS
+    return node.target in targets or node.target in _RULES or is_view(node) or is_copy(node)

@@ -1,8 +1,8 @@
-"""The kernels of one kind of layer call, parted into forward and backward.
+"""Lower one kind of layer call, and split its kernels into forward and backward.
 
-A kind is lowered as one graph, so that fusion sees which values both halves read. The kernels
-that the results need are the forward; what they leave in memory for the others is what is saved.
-With checkpointing nothing but the inputs is, and backward begins with those again.
+A kind is lowered as one graph, so that fusion sees which values both halves read. Forward consists
+of the kernels that the results need; the buffers that backward reads from them are the saved
+activations. With checkpointing only the inputs are saved, and backward recomputes the rest.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from backends.wgpu.shaders.narrow import Narrow
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """One kind, lowered.
+    """A lowered kind of layer call.
 
     Attributes:
         inputs: Inputs of the call, then tangents.
-        results: What forward gives.
-        gradients: For each differentiable input; None where backward does not reach it.
-        forward: In order.
-        backward: In order; complete by itself if `checkpoint`.
-        constants: Values that are known.
-        checkpoint: Whether forward leaves nothing behind but its results.
+        results: Results of forward.
+        gradients: Gradient of each differentiable input; None if backward does not reach it.
+        forward: Kernels in order.
+        backward: Kernels in order; includes recomputation if `checkpoint`.
+        constants: Constant values.
+        checkpoint: Whether forward saves no activations.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -43,7 +43,7 @@ class LayerKernels:
 
 
 def lower_layer(kind: Kind, forms: Sequence[Narrow | None], template: Templates) -> LayerKernels:
-    """Lower a kind and part it; `forms` as for `lower`.
+    """Lower a kind and split its kernels; `forms` as for `lower`.
 
     Raises:
         NoRule: An operator has no rule.
@@ -53,25 +53,25 @@ def lower_layer(kind: Kind, forms: Sequence[Narrow | None], template: Templates)
     kernels = [step for step in lowered.steps if not isinstance(step, CallStep)]
     results = tuple(node for node in lowered.outputs[: kind.results] if node is not None)
     gradients = lowered.outputs[kind.results :]
-    forward = _leading_to(kernels, {*results})
-    rest = [kernel for kernel in kernels if kernel not in forward]
+    forward = _kernels_for(kernels, {*results})
+    backward = [kernel for kernel in kernels if kernel not in forward]
     if kind.checkpoint:
-        rest = _leading_to(kernels, {node for node in gradients if node is not None})
+        backward = _kernels_for(kernels, {node for node in gradients if node is not None})
     return LayerKernels(
         lowered.inputs,
         results,
         gradients,
-        tuple(template.joined(forward)),
-        tuple(template.joined(rest)),
+        tuple(template.merged(forward)),
+        tuple(template.merged(backward)),
         dict(lowered.constants),
         kind.checkpoint,
     )
 
 
-def _leading_to(kernels: list[Kernel], wanted: set[fx.Node]) -> list[Kernel]:
-    found = []
+def _kernels_for(kernels: list[Kernel], needed: set[fx.Node]) -> list[Kernel]:
+    result = []
     for kernel in reversed(kernels):
-        if wanted & {*kernel.writes}:
-            wanted |= {*kernel.reads}
-            found.append(kernel)
-    return found[::-1]
+        if needed & {*kernel.writes}:
+            needed |= {*kernel.reads}
+            result.append(kernel)
+    return result[::-1]

@@ -1,7 +1,7 @@
-"""From a capture to a plan: every kind of layer is lowered once, then the whole is laid out.
+"""Turn a capture into a plan: lower every kind of layer once, then lay out the whole step.
 
-It needs shapes only, no device and no values but the module's constants: so what a model would
-take can be asked before it is there.
+This needs shapes and the module's constants, but no device, so a model's memory can be estimated
+beforehand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.graph.opaque import CallsOfTrace
-from backends.wgpu.graph.values import NoRule, all_of
+from backends.wgpu.graph.values import NoRule, combined
 from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
 from backends.wgpu.lowering.lowering import Templates, lower
 from backends.wgpu.lowering.plan import Plan, make_plan
@@ -26,36 +26,36 @@ def lowered_plan(
     templates: Templates,
     groups: Sequence[Sequence[int]],
 ) -> Plan:
-    """Lower and lay out.
+    """Lower a capture and lay out its plan.
 
     Args:
-        capture: What was traced; its graphs are changed.
-        base: Which of the module's tensors are stored in fewer bits.
-        constants: Those that never change, by name.
-        templates: How kernels are written for the device.
-        groups: Outputs that are read back together, in the order they are wanted.
+        capture: The trace; its graphs are modified.
+        base: Narrow storage of the module's frozen tensors.
+        constants: Tensors that never change, by name.
+        templates: How kernels are generated for the device.
+        groups: Groups of outputs that are read back together, in order.
 
     Raises:
-        NoRule: An operator has none; all such of the model are named.
+        NoRule: Names all operators of the model without a rule.
     """
-    refused: list[NoRule] = []
-    lowered: dict[tuple[int, Forms], LayerKernels] = {}
+    errors: list[NoRule] = []
+    layers_by_kind: dict[tuple[int, Forms], LayerKernels] = {}
     calls = base.layer_forms(capture)
     for kind, forms in calls:
-        if (id(kind), forms) not in lowered:
+        if (id(kind), forms) not in layers_by_kind:
             try:
-                lowered[id(kind), forms] = lower_layer(kind, forms, templates)
+                layers_by_kind[id(kind), forms] = lower_layer(kind, forms, templates)
             except NoRule as error:
-                refused.append(error)
-    others = len(capture.arrays) + 1
-    known = [*(constants.get(name) for name in capture.tensors), *[None] * others]
-    with CallsOfTrace(capture.calls):  # a graph with mutations is traced once more
+                errors.append(error)
+    varying = len(capture.arrays) + 1
+    constant_inputs = [*(constants.get(name) for name in capture.tensors), *[None] * varying]
+    with CallsOfTrace(capture.calls):  # a graph with in-place operators is traced again
         try:
             first = slice(-capture.fields, None) if capture.fields else slice(0)
-            outer = lower(capture.graph, known, base.forms(capture), templates, first)
+            outer = lower(capture.graph, constant_inputs, base.forms(capture), templates, first)
         except NoRule as error:
-            raise all_of([*refused, error]) from None
-    if refused:
-        raise all_of(refused)
-    layers = [lowered[id(kind), forms] for kind, forms in calls]
-    return make_plan(capture, outer, layers, groups, templates.joined)
+            raise combined([*errors, error]) from None
+    if errors:
+        raise combined(errors)
+    layers = [layers_by_kind[id(kind), forms] for kind, forms in calls]
+    return make_plan(capture, outer, layers, groups, templates.merged)

@@ -1,4 +1,4 @@
-"""Turns a traced graph into kernels over its values, in the order they run."""
+"""Turn a traced graph into kernels over its values, in order of execution."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import fx
 
 from backends.wgpu.capture.attention import pays
 from backends.wgpu.graph import passes
-from backends.wgpu.graph.halves import hold_halves
+from backends.wgpu.graph.halves import mark_halves
 from backends.wgpu.graph.opaque import LAYER_FORWARD
-from backends.wgpu.graph.values import NoRule, all_of, scalar_of
+from backends.wgpu.graph.values import NoRule, combined, scalar_of
 from backends.wgpu.graph.views import is_view, whole_buffer
-from backends.wgpu.lowering.fusion import LAYERS, decide, is_part
+from backends.wgpu.lowering.fusion import LAYERS, Fusion, decide, is_part
 from backends.wgpu.lowering.joins import Joins, ordered
 from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_known
-from backends.wgpu.lowering.together import together
+from backends.wgpu.lowering.merging import merge_independent
 from backends.wgpu.shaders.attention.layout import WORKGROUP_BYTES
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.narrow import Narrow, mark
@@ -30,17 +30,16 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """How kernels are written for a device.
+    """How kernels are generated for a device.
 
     Attributes:
-        cooperative: Whether workgroups share long sums: good on GPUs, not on a CPU.
+        cooperative: Whether workgroups share long sums: faster on GPUs, slower on a CPU.
         matmul: The template of matrix products.
-        canonical: Whether nothing that decides bits may depend on the device.
+        canonical: Whether bits must not depend on the device.
         bindings: Storage buffers that a shader may bind.
-        halves: Whether products are computed with operands of float16, and what is of that type is
-            held in two bytes.
-        workgroup_bytes: Of workgroup memory, for attention; products choose for themselves.
-        microbatches: How many may be computed at once, where they are small.
+        halves: Whether products have float16 operands, and float16 values are stored in two bytes.
+        workgroup_bytes: Workgroup memory for attention; products have their own choice.
+        microbatches: How many small microbatches may be computed at once.
     """
 
     cooperative: bool
@@ -53,15 +52,15 @@ class Templates:
 
     @property
     def joins(self) -> bool:
-        """Whether dispatches are made fewer: on a GPU each of them costs a wait."""
+        """Whether kernels are fused and merged: on a GPU each dispatch costs a wait."""
         return self.cooperative and not self.canonical
 
-    def joined(self, kernels: Sequence[Kernel]) -> list[Kernel]:
-        """Those that do not wait for each other, together."""
-        return together(kernels, self.bindings) if self.joins else [*kernels]
+    def merged(self, kernels: Sequence[Kernel]) -> list[Kernel]:
+        """Merge independent kernels into common dispatches."""
+        return merge_independent(kernels, self.bindings) if self.joins else [*kernels]
 
     def fuses(self, sizes: AttentionSizes) -> bool:
-        """Whether a trace shall keep attention of these sizes in one piece."""
+        """Whether a trace keeps attention of these sizes as one operator."""
         return pays(sizes, cooperative=self.cooperative and not self.canonical)
 
 
@@ -71,9 +70,9 @@ class CallStep:
 
     Attributes:
         call: The layer call's number.
-        forward: Which of the two.
-        reads: Inputs of the forward, or tangents of the backward, in buffers of their own.
-        writes: What is used of what it gives, by place.
+        forward: Whether it is the forward.
+        reads: Inputs of the forward, or tangents of the backward; each has its own buffer.
+        writes: Results that are used, by index.
     """
 
     call: int
@@ -83,14 +82,14 @@ class CallStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
-    """A graph as steps.
+class LoweredGraph:
+    """A graph as a sequence of steps.
 
     Attributes:
         inputs: The placeholders.
-        outputs: For each output the value whose buffer holds it, row-major; or None.
-        steps: In order.
-        constants: Values that are known and read from memory.
+        outputs: For each output the value whose buffer holds it, row-major, or None.
+        steps: Kernels and layer calls in order.
+        constants: Constant values that are read from memory.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -101,42 +100,74 @@ class Lowered:
 
 def lower(
     graph: fx.GraphModule,
-    known: Sequence[torch.Tensor | None],
+    constant_inputs: Sequence[torch.Tensor | None],
     forms: Sequence[Narrow | None],
     template: Templates,
     first: slice = slice(0),
-) -> Lowered:
+) -> LoweredGraph:
     """Lower a graph.
 
     Args:
-        graph: As traced; it is changed.
-        known: For each placeholder its value, if that never changes.
-        forms: For the first placeholders how their buffers hold them, if not as they are.
-        template: How kernels are written for this device.
-        first: The outputs that shall be there before the rest is begun.
+        graph: A traced graph; it is modified.
+        constant_inputs: For each placeholder its value if it never changes, else None.
+        forms: Narrow storage of the first placeholders, or None.
+        template: How kernels are generated for the device.
+        first: The outputs that must be complete before other kernels start.
 
     Raises:
-        NoRule: An operator has no rule; all such of the graph are named.
+        NoRule: Names all operators of the graph without a rule.
     """
-    # Simplified first: what is folded and fused below is decided for the graph that is left.
+    # Simplified first: constants and fusion are decided for the simplified graph.
     graph = passes.simplified(graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node, form in zip(inputs, forms, strict=False):  # the rest are read as they are
+    for node, form in zip(inputs, forms, strict=False):  # the others have plain storage
         mark(node, form)
-    values = {node: value for node, value in zip(inputs, known, strict=True) if value is not None}
-    folded = passes.constants(graph, values, exactly=template.canonical)
-    outputs = _outputs(graph, folded)
+    values = {
+        node: value
+        for node, value in zip(inputs, constant_inputs, strict=True)
+        if value is not None
+    }
+    constant_values = passes.constants(graph, values, portable=template.canonical)
+    outputs = _outputs(graph, constant_values)
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
     if template.halves:
-        hold_halves(nodes)
-    _check(nodes, folded)
-    fusion = decide(nodes, folded, [node for node in outputs if node is not None])
+        mark_halves(nodes)
+    _check(nodes, constant_values)
+    fusion = decide(nodes, constant_values, [node for node in outputs if node is not None])
     emitter = Emitter(
-        fusion.buffers, folded, template.cooperative, template.matmul, template.workgroup_bytes
+        fusion.buffers,
+        constant_values,
+        template.cooperative,
+        template.matmul,
+        template.workgroup_bytes,
     )
     # An output may be a view of the buffer that holds it.
-    held = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
+    output_buffers = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
     calls = {node: _call(node, fusion.buffers) for node in nodes if node.target in LAYERS}
+    reads = _reads(nodes, calls, fusion, emitter)
+    early = _ancestors(outputs[first])
+    joins = Joins(emitter, template.bindings if template.joins else 0, reads, output_buffers, early)
+    steps: list[Kernel | CallStep] = []
+    for node in ordered(reads, early) if template.joins and not calls else reads:
+        if node in calls:
+            steps += [*joins.flush_before(reads[node]), calls[node]]
+        else:
+            steps += joins.add(node)
+    steps += joins.flush()
+    read = {r for step in steps for r in step.reads} | {n for n in output_buffers if n is not None}
+    constants = {node: value for node, value in constant_values.items() if node in read}
+    return LoweredGraph(
+        tuple(inputs), output_buffers, tuple(_without_dead_steps(steps, output_buffers)), constants
+    )
+
+
+def _reads(
+    nodes: Sequence[fx.Node],
+    calls: Mapping[fx.Node, CallStep],
+    fusion: Fusion,
+    emitter: Emitter,
+) -> dict[fx.Node, Collection[fx.Node]]:
+    """Return the buffers that each layer call, and each value with a kernel, reads."""
     reads: dict[fx.Node, Collection[fx.Node]] = {}
     for node in nodes:
         if node in calls:
@@ -144,55 +175,51 @@ def lower(
         elif (
             node.op == "call_function"
             and node in fusion.buffers
-            and not (node in folded or is_part(node))
+            and not (node in fusion.constants or is_part(node))
         ):
             reads[node] = emitter.reads(node)
-    early = _above(outputs[first])
-    joins = Joins(emitter, template.bindings if template.joins else 0, reads, held, early)
-    steps: list[Kernel | CallStep] = []
-    for node in ordered(reads, early) if template.joins and not calls else reads:
-        if node in calls:
-            steps += [*joins.before(reads[node]), calls[node]]
-        else:
-            steps += joins.add(node)
-    steps += joins.rest()
-    read = {r for step in steps for r in step.reads} | {n for n in held if n is not None}
-    constants = {node: value for node, value in folded.items() if node in read}
-    return Lowered(tuple(inputs), held, tuple(_needed(steps, held)), constants)
+    return reads
 
 
-def _above(nodes: Sequence[fx.Node | None]) -> set[fx.Node]:
-    """The values, and all that they are computed of."""
-    found: set[fx.Node] = set()
-    left = [node for node in nodes if node is not None]
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found
+def _ancestors(nodes: Sequence[fx.Node | None]) -> set[fx.Node]:
+    """Return the values and everything that they depend on."""
+    ancestors: set[fx.Node] = set()
+    pending = [node for node in nodes if node is not None]
+    while pending:
+        node = pending.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            pending += node.all_input_nodes
+    return ancestors
 
 
-def _outputs(graph: fx.GraphModule, folded: Mapping[fx.Node, torch.Tensor]) -> list[fx.Node | None]:
-    """Each in a buffer that nothing else is: an input, a constant or a second output is copied."""
+def _outputs(
+    graph: fx.GraphModule, constant_values: Mapping[fx.Node, torch.Tensor]
+) -> list[fx.Node | None]:
+    """Give each output its own buffer: copy inputs, constants and repeated outputs."""
     (last,) = [node for node in graph.graph.nodes if node.op == "output"]
-    given: Any = last.args[0]
+    outputs: Any = last.args[0]
     results: list[fx.Node | None] = []
-    seen: set[fx.Node] = set()
-    for output in given if isinstance(given, list | tuple) else [given]:
+    roots: set[fx.Node] = set()
+    for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
         if output is None:
             results.append(None)
             continue
         node = root = output
         while is_view(root):
             root = root.args[0]
-        if root in seen or root in folded or root.op == "placeholder" or root.target is _FULL:
+        if (
+            root in roots
+            or root in constant_values
+            or root.op == "placeholder"
+            or root.target is _FULL
+        ):
             with graph.graph.inserting_before(last):
                 copy = graph.graph.call_function(_aten.clone.default, (node,))
             copy.meta = dict(node.meta)
             copy.meta["own"] = True
             node = copy
-        seen.add(root)
+        roots.add(root)
         results.append(node)
     last.args = (tuple(results),)
     return results
@@ -201,37 +228,37 @@ def _outputs(graph: fx.GraphModule, folded: Mapping[fx.Node, torch.Tensor]) -> l
 _FULL = _aten.full.default
 
 
-def _check(nodes: Sequence[fx.Node], folded: Mapping[fx.Node, torch.Tensor]) -> None:
-    """Refuse what has no rule, before any kernel is written.
+def _check(nodes: Sequence[fx.Node], constant_values: Mapping[fx.Node, torch.Tensor]) -> None:
+    """Refuse operators without a rule, before any kernel is generated.
 
     Raises:
-        NoRule: An operator has none; all that have none are named.
+        NoRule: Names all operators without a rule.
         SamestepError: A buffer of the model would change.
     """
-    found: list[NoRule] = []
-    refused: set[fx.Node] = set()
+    errors: list[NoRule] = []
+    rejected: set[fx.Node] = set()
     for node in nodes:
-        if node.op != "call_function" or node in folded or node.target in LAYERS:
+        if node.op != "call_function" or node in constant_values or node.target in LAYERS:
             continue
         if node.target is _aten.copy_.default:
             raise SamestepError(
-                f"a tensor of the model changes in forward ({node.meta.get('module', '')!r}), "
-                "which no replica could follow; use a layer without running state"
+                f"expected a forward without side effects, got one that changes a tensor of "
+                f"{node.meta.get('module', '')!r}; use a layer without running state"
             )
-        follows = not refused.isdisjoint(node.all_input_nodes)
+        follows = not rejected.isdisjoint(node.all_input_nodes)
         if follows and node.target is operator.getitem:
-            refused.add(node)
+            rejected.add(node)
             continue
-        error = _refused(node)
+        error = _missing_rule(node)
         if error is not None:
-            refused.add(node)
-            if not (follows and error.reason):  # a type that what was refused before has made
-                found.append(error)
-    if found:
-        raise all_of(found)
+            rejected.add(node)
+            if not (follows and error.reason):  # else a consequence of an earlier error
+                errors.append(error)
+    if errors:
+        raise combined(errors)
 
 
-def _refused(node: fx.Node) -> NoRule | None:
+def _missing_rule(node: fx.Node) -> NoRule | None:
     if not (is_known(node) or is_part(node)):
         return NoRule(node)
     try:
@@ -250,14 +277,14 @@ def _call(node: fx.Node, buffers: set[fx.Node]) -> CallStep:
     return CallStep(operator.index(number), forward, tuple(reads), writes)  # type: ignore[arg-type]
 
 
-def _needed(
+def _without_dead_steps(
     steps: Sequence[Kernel | CallStep], outputs: Sequence[fx.Node | None]
 ) -> list[Kernel | CallStep]:
-    """Without kernels whose results nobody reads: fusion may have left some behind."""
-    wanted: set[fx.Node] = {node for node in outputs if node is not None}
-    kept: list[Kernel | CallStep] = []
+    """Drop kernels whose results are not read; fusion may leave some."""
+    needed: set[fx.Node] = {node for node in outputs if node is not None}
+    result: list[Kernel | CallStep] = []
     for step in reversed(steps):
-        if isinstance(step, CallStep) or wanted & {*step.writes}:
-            wanted |= {*step.reads}
-            kept.append(step)
-    return kept[::-1]
+        if isinstance(step, CallStep) or needed & {*step.writes}:
+            needed |= {*step.reads}
+            result.append(step)
+    return result[::-1]

@@ -1,4 +1,4 @@
-"""What an attention or a matmul node computes, and from which buffers."""
+"""Describe the problem and the operands of attention and matmul nodes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ _PARTS: Final[dict[Any, Part]] = {
 def attention_problem(
     node: fx.Node, buffers: Collection[fx.Node]
 ) -> tuple[AttentionProblem, tuple[fx.Node, ...]]:
-    """What the node computes, and its inputs' buffers in the order of bindings."""
+    """Return the node's problem, and its inputs' buffers in the order of bindings."""
     tensors: list[Any] = list(node.args[:-2])
     scale, causal = node.args[-2:]
-    found = [None if x is None else strided(x, buffers, widens=True) for x in tensors]
-    views = [None if x is None else View(x.strides, x.offset, is_half(x.base)) for x in found]
-    query, key, value, mask, *more = views
-    _packed, tangent, delta = more or (None, None, None)
+    strided_views = [None if x is None else strided(x, buffers, widens=True) for x in tensors]
+    views = [
+        None if x is None else View(x.strides, x.offset, is_half(x.base)) for x in strided_views
+    ]
+    query, key, value, mask, *gradient_views = views
+    _packed, tangent, delta = gradient_views or (None, None, None)
     assert query is not None
     assert key is not None
     assert value is not None
@@ -54,26 +56,26 @@ def attention_problem(
         float(scale),  # type: ignore[arg-type]
         bool(causal),
     )
-    return problem, tuple(x.base for x in found if x is not None)
+    return problem, tuple(x.base for x in strided_views if x is not None)
 
 
 def factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Result | None]]:
-    """Left, right and where their product goes, in the order in which they must run.
+    """Yield (left, right, layout of their product), in order of execution.
 
-    Products beside each other each fill columns of the output. In a sum of products each is added
-    to those before it.
+    PRODUCTS_BESIDE fills columns of the output product by product; SUM_OF_PRODUCTS adds each
+    product to the previous ones.
     """
-    one: Any
-    two: Any
-    one, two = node.args
+    lefts: Any
+    rights: Any
+    lefts, rights = node.args
     row = shape_of(node)[-1]
     if node.target is PRODUCTS_BESIDE:
         column = 0
-        for right in two:
-            yield one, right, Result(row, column)
+        for right in rights:
+            yield lefts, right, Result(row, column)
             column += shape_of(right)[1]
     elif node.target is SUM_OF_PRODUCTS:
-        for number, (left, right) in enumerate(zip(one, two, strict=True)):
+        for number, (left, right) in enumerate(zip(lefts, rights, strict=True)):
             yield left, right, Result(row, onto=number > 0)
     else:
-        yield one, two, None
+        yield lefts, rights, None

@@ -1,4 +1,4 @@
-"""Rules of operators that take elements from other places: gathers, joins, pads, windows."""
+"""Rules of operators that read elements at other indices: gather, concatenate, pad, scatter."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _aten = torch.ops.aten
 def _embedding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     table, numbers = node.args[:2]
     assert isinstance(table, fx.Node)
-    row, there = k.index(numbers, at[:-1], shape_of(table)[0])
-    return where_valid(k.element(table, [row, at[-1]]), [there], scalar_of(node))
+    row, is_valid = k.index(numbers, at[:-1], shape_of(table)[0])
+    return where_valid(k.element(table, [row, at[-1]]), [is_valid], scalar_of(node))
 
 
 def _gather(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -29,10 +29,10 @@ def _gather(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     assert isinstance(source, fx.Node)
     if not at:
         return k.element(source, [])
-    place = operator.index(dim) % len(at)  # type: ignore[arg-type]
+    axis = operator.index(dim) % len(at)  # type: ignore[arg-type]
     at = [*at]
-    at[place], there = k.index(numbers, at, shape_of(source)[place])
-    return where_valid(k.element(source, at), [there], scalar_of(node))
+    at[axis], is_valid = k.index(numbers, at, shape_of(source)[axis])
+    return where_valid(k.element(source, at), [is_valid], scalar_of(node))
 
 
 def _index(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -40,25 +40,25 @@ def _index(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     assert isinstance(source, fx.Node)
     leading, count = leading_indices(node, numbers)
     shape = shape_of(source)
-    found = [k.index(x, at[:count], shape[i], from_end=True) for i, x in enumerate(leading)]
-    value = k.element(source, [*(row for row, _ in found), *at[count:]])
-    return where_valid(value, [there for _, there in found], scalar_of(node))
+    rows = [k.index(x, at[:count], shape[i], from_end=True) for i, x in enumerate(leading)]
+    value = k.element(source, [*(row for row, _ in rows), *at[count:]])
+    return where_valid(value, [is_valid for _, is_valid in rows], scalar_of(node))
 
 
-def leading_indices(node: fx.Node, given: Any) -> tuple[list[fx.Node], int]:
-    """The tensors that index the first dimensions, and how many dimensions they make.
+def leading_indices(node: fx.Node, indices: Any) -> tuple[list[fx.Node], int]:
+    """Return the tensors that index the first dimensions, and how many dimensions replace them.
 
     Raises:
-        NoRule: They index other dimensions than the first ones, or by truth values.
+        NoRule: They index other dimensions, or are boolean.
     """
-    found = [each for each in given if each is not None]
-    if found != list(given)[: len(found)] or any(scalar_of(x) == "bool" for x in found):
-        raise NoRule(node, "of dimensions other than the first, or by truth values")
-    return found, len(broadcast_shape(found))
+    leading = [each for each in indices if each is not None]
+    if leading != list(indices)[: len(leading)] or any(scalar_of(x) == "bool" for x in leading):
+        raise NoRule(node, "of dimensions other than the first, or with boolean indices")
+    return leading, len(broadcast_shape(leading))
 
 
 def broadcast_shape(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
-    """Of tensors that are broadcast against each other."""
+    """Return the shape of tensors that are broadcast against each other."""
     holders = [torch.empty(shape_of(node), device="meta") for node in nodes]
     shape: tuple[int, ...] = tuple(torch.broadcast_tensors(*holders)[0].shape)  # type: ignore[no-untyped-call]
     return shape
@@ -66,8 +66,8 @@ def broadcast_shape(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
 
 def _cat(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    given: Any = node.args[0]
-    parts = [x for x in given if shape_of(x) != (0,)]
+    tensors: Any = node.args[0]
+    parts = [x for x in tensors if shape_of(x) != (0,)]
     dim = operator.index(node.args[1] if len(node.args) > 1 else 0) % len(at)  # type: ignore[arg-type]
     start, ends, values = 0, [], []
     for part in parts:
@@ -91,43 +91,43 @@ def _window(  # noqa: PLR0917
     scalar: Scalar,
     step: int = 1,
 ) -> str:
-    """An element of a part that lies from `start` on, at every `step`-th place; somewhere in it for
-    places outside."""
-    inside = [*at]
+    """Read an element of a part that covers every `step`-th index from `start`; indices outside are
+    clamped."""
+    coordinates = [*at]
     if start or size != at[dim].size:
-        past = f"(i32({at[dim]}) - {start})"
-        text = f"u32(clamp({past if step == 1 else f'{past} / {step}'}, 0, {size - 1}))"
-        inside[dim] = plain(k.let(text), size)
-    return k.element(part, inside, scalar)
+        offset = f"(i32({at[dim]}) - {start})"
+        text = f"u32(clamp({offset if step == 1 else f'{offset} / {step}'}, 0, {size - 1}))"
+        coordinates[dim] = plain(k.let(text), size)
+    return k.element(part, coordinates, scalar)
 
 
 def _slice_scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    given: list[Any] = [*node.args, *(None, None, 0, None, None, 1)[len(node.args) :]]
-    under, part, dim, start, _end, step = given
-    assert isinstance(under, fx.Node)
+    arguments: list[Any] = [*node.args, *(None, None, 0, None, None, 1)[len(node.args) :]]
+    base, part, dim, start, _end, step = arguments
+    assert isinstance(base, fx.Node)
     assert isinstance(part, fx.Node)
-    place = operator.index(dim) % len(at)
+    axis = operator.index(dim) % len(at)
     first: Any = start or 0
-    first = first + at[place].size if first < 0 else first
-    size = shape_of(part)[place]
+    first = first + at[axis].size if first < 0 else first
+    size = shape_of(part)[axis]
     end = first + (size - 1) * step + 1
-    here = f"({at[place]} >= {first}u && {at[place]} < {end}u)"
+    condition = f"({at[axis]} >= {first}u && {at[axis]} < {end}u)"
     if step != 1:
-        here = f"({here} && ({at[place]} - {first}u) % {step}u == 0u)"
-    value = _window(k, part, at, place, first, size, scalar, step)
-    return f"select({k.element(under, at, scalar)}, {value}, {here})"
+        condition = f"({condition} && ({at[axis]} - {first}u) % {step}u == 0u)"
+    value = _window(k, part, at, axis, first, size, scalar, step)
+    return f"select({k.element(base, at, scalar)}, {value}, {condition})"
 
 
 def _select_scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    under, part, dim, index = node.args
-    assert isinstance(under, fx.Node)
+    base, part, dim, index = node.args
+    assert isinstance(base, fx.Node)
     assert isinstance(part, fx.Node)
-    place = operator.index(dim) % len(at)  # type: ignore[arg-type]
-    number = operator.index(index) % at[place].size  # type: ignore[arg-type]
-    value = k.element(part, [*at[:place], *at[place + 1 :]], scalar)
-    return f"select({k.element(under, at, scalar)}, {value}, {at[place]} == {number}u)"
+    axis = operator.index(dim) % len(at)  # type: ignore[arg-type]
+    number = operator.index(index) % at[axis].size  # type: ignore[arg-type]
+    value = k.element(part, [*at[:axis], *at[axis + 1 :]], scalar)
+    return f"select({k.element(base, at, scalar)}, {value}, {at[axis]} == {number}u)"
 
 
 def _pad(k: KernelText, node: fx.Node, at: Coordinates) -> str:

@@ -22,7 +22,7 @@ from backends.wgpu.graph.halves import words_of
 from backends.wgpu.graph.values import elements_of
 from backends.wgpu.lowering.kernels import Kernel
 from backends.wgpu.lowering.layer_kernels import LayerKernels
-from backends.wgpu.lowering.lowering import CallStep, Lowered
+from backends.wgpu.lowering.lowering import CallStep, LoweredGraph
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 
 _WORD_BYTES: Final = 4
@@ -30,7 +30,7 @@ _ALIGNMENT_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """What a buffer of a plan is.
 
     Exactly one is given.
@@ -62,7 +62,7 @@ class Plan:
 
     Attributes:
         dispatches: In order.
-        places: What each buffer is.
+        locations: What each buffer is.
         slots: Bytes of each slot.
         packed: Where each array, and last the seeds, lies in the upload, in words; None if unread.
         outputs: The buffer of each output; None for an output that is zero.
@@ -76,7 +76,7 @@ class Plan:
     """
 
     dispatches: tuple[Dispatch, ...]
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
     slots: tuple[int, ...]
     packed: tuple[int | None, ...]
     words: int
@@ -90,10 +90,10 @@ class Plan:
 
 def make_plan(
     capture: Capture,
-    outer: Lowered,
+    outer: LoweredGraph,
     layers: Sequence[LayerKernels],
     groups: Sequence[Sequence[int]],
-    joined: Callable[[Sequence[Kernel]], Sequence[Kernel]] = lambda kernels: kernels,
+    merge_kernels: Callable[[Sequence[Kernel]], Sequence[Kernel]] = lambda kernels: kernels,
 ) -> Plan:
     """Flatten and allocate.
 
@@ -102,15 +102,17 @@ def make_plan(
         outer: Its graph, lowered.
         layers: For each layer call its kind's kernels.
         groups: Outputs that are read back together, in the order they are wanted.
-        joined: Puts kernels that follow each other into fewer dispatches.
+        merge_kernels: Puts kernels that follow each other into fewer dispatches.
     """
     builder = _Builder(layers)
     packed, words = builder.bind_inputs(capture, outer)
     for _, steps in groupby(outer.steps, type):
-        listed = [*steps]
-        for kernel in joined([step for step in listed if isinstance(step, Kernel)]):
+        kernels_and_calls = [*steps]
+        for kernel in merge_kernels(
+            [step for step in kernels_and_calls if isinstance(step, Kernel)]
+        ):
             builder.kernel(kernel, builder.scope)
-        for step in (step for step in listed if isinstance(step, CallStep)):
+        for step in (step for step in kernels_and_calls if isinstance(step, CallStep)):
             (builder.layer_forward if step.forward else builder.layer_backward)(step)
     outputs = tuple(None if node is None else builder.scope[node] for node in outer.outputs)
     segments = _segments(builder.dispatches, outputs, groups)
@@ -135,7 +137,7 @@ class _Builder:
 
     layers: Sequence[LayerKernels]
     dispatches: list[Dispatch] = field(default_factory=list)
-    fixed: dict[int, Place] = field(default_factory=dict)
+    fixed: dict[int, Location] = field(default_factory=dict)
     nbytes: list[int] = field(default_factory=list)
     scope: dict[fx.Node, int] = field(default_factory=dict)
     saved: dict[int, dict[fx.Node, int]] = field(default_factory=dict)
@@ -146,31 +148,36 @@ class _Builder:
         self.nbytes.append(max(-(-words * _WORD_BYTES // _ALIGNMENT_BYTES), 1) * _ALIGNMENT_BYTES)
         return len(self.nbytes) - 1
 
-    def fix(self, place: Place, words: int) -> int:
+    def fix(self, location: Location, words: int) -> int:
         """A buffer that is not shared."""
         number = self.new(words)
-        self.fixed[number] = place
+        self.fixed[number] = location
         return number
 
     def constant(self, value: torch.Tensor) -> int:
         """The same buffer for the same tensor."""
         if id(value) not in self.constants:
-            self.constants[id(value)] = self.fix(Place(constant=value), value.numel())
+            self.constants[id(value)] = self.fix(Location(constant=value), value.numel())
         return self.constants[id(value)]
 
-    def bind_inputs(self, capture: Capture, outer: Lowered) -> tuple[tuple[int | None, ...], int]:
+    def bind_inputs(
+        self, capture: Capture, outer: LoweredGraph
+    ) -> tuple[tuple[int | None, ...], int]:
         """Tensors and constants; arrays are unpacked from the upload by a kernel each."""
         read = {node for step in outer.steps for node in step.reads}
-        tensors, others = outer.inputs[: len(capture.tensors)], outer.inputs[len(capture.tensors) :]
+        tensors, varying = (
+            outer.inputs[: len(capture.tensors)],
+            outer.inputs[len(capture.tensors) :],
+        )
         for name, node in zip(capture.tensors, tensors, strict=True):
             if node in read:
-                self.scope[node] = self.fix(Place(tensor=name), elements_of(node))
+                self.scope[node] = self.fix(Location(tensor=name), elements_of(node))
         for node, value in outer.constants.items():
             self.scope[node] = self.constant(value)
-        seeds, *arrays = others
+        seeds, *arrays = varying
         offsets: list[int | None] = []
         offset = 0
-        upload = self.fix(Place(packed=True), 0)
+        upload = self.fix(Location(packed=True), 0)
         for node in (*arrays, seeds):
             if node not in read or node in outer.constants:
                 offsets.append(None)
@@ -198,8 +205,8 @@ class _Builder:
         for node, value in layer.constants.items():
             scope[node] = self.constant(value)
         self.saved[step.call] = dict(scope)
-        for place, outer_node in step.writes.items():
-            inner_node = layer.results[place]
+        for index, outer_node in step.writes.items():
+            inner_node = layer.results[index]
             words = words_of(inner_node, elements_of(inner_node))
             scope[inner_node] = self.scope[outer_node] = self.new(words)
         for kernel in layer.forward:
@@ -214,11 +221,11 @@ class _Builder:
         tangents = layer.inputs[len(layer.inputs) - len(step.reads) :]
         for inner, outer in zip(tangents, step.reads, strict=True):
             scope[inner] = self.scope[outer]
-        for place, outer_node in step.writes.items():
-            inner_node = layer.gradients[place]
+        for index, outer_node in step.writes.items():
+            inner_node = layer.gradients[index]
             words = words_of(outer_node, elements_of(outer_node))
             if inner_node is None:
-                self.scope[outer_node] = self.fix(Place(constant=torch.zeros(words)), words)
+                self.scope[outer_node] = self.fix(Location(constant=torch.zeros(words)), words)
             else:
                 scope[inner_node] = self.scope[outer_node] = self.new(words)
         for kernel in layer.backward:
@@ -246,45 +253,45 @@ def _segments(
     groups: Sequence[Sequence[int]],
 ) -> list[Segment]:
     """Each group is read back as soon as it and all before it are complete."""
-    written = {n: at + 1 for at, dispatch in enumerate(dispatches) for n in dispatch.written}
+    last_write = {n: at + 1 for at, dispatch in enumerate(dispatches) for n in dispatch.written}
     segments = []
     end = 0
     for group in groups:
         numbers = [outputs[output] for output in group]
-        end = max([end, *(written.get(n, 0) for n in numbers if n is not None)])
+        end = max([end, *(last_write.get(n, 0) for n in numbers if n is not None)])
         segments.append(Segment(end, tuple(group)))
     return segments
 
 
 def _allocate(
     builder: _Builder, outputs: Sequence[int | None], segments: Sequence[Segment]
-) -> tuple[tuple[Place, ...], tuple[int, ...]]:
+) -> tuple[tuple[Location, ...], tuple[int, ...]]:
     """A slot for each buffer; a slot is free again when the last reader is done."""
     last: dict[int, int] = {}
     for at, dispatch in enumerate(builder.dispatches):
         for number in dispatch.buffers:
             last[number] = at
     for segment in segments:
-        held = (outputs[output] for output in segment.outputs)
-        for number in (number for number in held if number is not None):
+        output_buffers = (outputs[output] for output in segment.outputs)
+        for number in (number for number in output_buffers if number is not None):
             last[number] = max(last.get(number, 0), segment.end - 1)
-    ending: dict[int, list[int]] = defaultdict(list)
+    last_uses: dict[int, list[int]] = defaultdict(list)
     for number, at in last.items():
-        ending[at].append(number)
+        last_uses[at].append(number)
     slots: list[int] = []
     free: list[tuple[int, int]] = []  # (bytes, slot), sorted
-    places = dict(builder.fixed)
+    locations = dict(builder.fixed)
     take: Callable[[int], int] = lambda nbytes: _take(nbytes, slots, free)  # noqa: E731
     for at, dispatch in enumerate(builder.dispatches):
         for number in dispatch.written:
-            if number not in places:
-                places[number] = Place(slot=take(builder.nbytes[number]))
-        for gone in ending[at]:
-            slot = places[gone].slot
+            if number not in locations:
+                locations[number] = Location(slot=take(builder.nbytes[number]))
+        for number_done in last_uses[at]:
+            slot = locations[number_done].slot
             if slot >= 0:
                 insort(free, (slots[slot], slot))
-    unused = Place(slot=0) if slots else Place(packed=True)
-    numbered = tuple(places.get(number, unused) for number in range(len(builder.nbytes)))
+    unused = Location(slot=0) if slots else Location(packed=True)
+    numbered = tuple(locations.get(number, unused) for number in range(len(builder.nbytes)))
     return numbered, tuple(slots)
 
 

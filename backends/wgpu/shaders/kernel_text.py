@@ -26,7 +26,7 @@ from backends.wgpu.graph.values import (
     scalar_of,
     shape_of,
 )
-from backends.wgpu.graph.views import Coordinates, above, is_copy, is_view, through
+from backends.wgpu.graph.views import Coordinates, is_copy, is_view, source_of, through
 from backends.wgpu.shaders.functions import called_functions
 from backends.wgpu.shaders.narrow import form_of
 
@@ -38,7 +38,7 @@ Terms = frozenset[tuple[int, str]]
 Rule = Callable[["KernelText", fx.Node, Coordinates], str]
 
 
-class ReadElsewhere(Exception):
+class NotFusable(Exception):
     """A value in registers is needed at another index."""
 
 
@@ -138,9 +138,9 @@ class KernelText:
     def compute(self, node: fx.Node, coordinates: Coordinates) -> str:
         """Compute one element, even if the value has a buffer: for the kernel that fills it."""
         if is_view(node):
-            return self.element(above(node), through(node, coordinates))
+            return self.element(source_of(node), through(node, coordinates))
         if is_copy(node):
-            return self.element(above(node), coordinates)
+            return self.element(source_of(node), coordinates)
         rule = self._rules.get(node.target)
         if rule is None:
             raise NoRule(node)
@@ -157,7 +157,7 @@ class KernelText:
         if node in self.registers:
             index, value = self.registers[node]
             if str(linear(sized)) != index:
-                raise ReadElsewhere
+                raise NotFusable
             return self.let(value)
         form = form_of(node)
         if form is not None:

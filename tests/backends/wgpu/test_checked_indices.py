@@ -10,7 +10,7 @@ import pytest
 from backends.wgpu.device.device import Device
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul.shader import Epilogue, Tiles, matmul_shader
-from backends.wgpu.shaders.side_by_side import side_by_side
+from backends.wgpu.shaders.merged_shader import merged_shader
 from tests.backends.wgpu.checked_indices import assert_right_accesses
 from tests.backends.wgpu.products import SMALL_TILES, TILES, product, same_bits, stored_product
 
@@ -89,7 +89,7 @@ def test_an_index_that_a_buffer_holds_is_checked():
     looks_up = replace(problem, finish=replace(finish, looks_up=True))
     other, _ = matmul_shader(looks_up)
     assert not other.in_bounds
-    both, _ = side_by_side([(shader, grid), (other, grid)], [[0, 1, 2, 3], [0, 1, 2, 4]], 2)
+    both, _ = merged_shader([(shader, grid), (other, grid)], [[0, 1, 2, 3], [0, 1, 2, 4]], 2)
     assert not both.in_bounds
     nf4, _ = stored_product("nf4", 7, 192, 9, backward=False)
     assert not matmul_shader(nf4.problem)[0].in_bounds

@@ -107,7 +107,7 @@ DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Mixtral": ("mixtral", {**SHARED, **EXPERTS}, "cannot capture model.layers.0.mlp.experts"),
     "Qwen3-MoE": ("qwen3_moe", {**SHARED, **EXPERTS}, "cannot capture model.layers.0.mlp.experts"),
-    "DeBERTa": ("deberta", DISENTANGLED, "cannot turn what changes in place into plain"),
+    "DeBERTa": ("deberta", DISENTANGLED, "cannot replace in-place operators"),
 }
 
 

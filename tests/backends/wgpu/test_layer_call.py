@@ -50,7 +50,7 @@ def counted(_layer: Layer, x: torch.Tensor) -> torch.Tensor:
 
 COUNT = [0]
 RULES: dict[str, Any] = {
-    "alike": lambda _layer, x: x.tanh(),
+    "can_merge": lambda _layer, x: x.tanh(),
     "number with a default": lambda layer, x: x * (1 + getattr(layer, "layer_idx", 0) % 2),
     "has a number": lambda layer, x: x * (2 if hasattr(layer, "layer_idx") else 1),
     "no gradient": without_gradient,
@@ -81,7 +81,7 @@ def captured(rule: str) -> Capture:
 @pytest.mark.parametrize(
     ("rule", "kinds"),
     [
-        ("alike", 1),
+        ("can_merge", 1),
         ("number with a default", 2),
         ("has a number", 1),
         ("no gradient", 2),

@@ -13,7 +13,7 @@ from backends.base.interface import Batch, Loss, Trainable
 from backends.base.quantise import GROUP, stored_bytes
 from backends.eager.eager import EagerBackend
 from backends.wgpu.device.matmul_tuning import MatmulTuner
-from backends.wgpu.lowering.estimate import Estimate, refuse_what_does_not_fit
+from backends.wgpu.lowering.estimate import Estimate, refuse_insufficient_memory
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import SamestepError
@@ -102,7 +102,7 @@ GIB = 2**30
         (8 * GIB, 4 * GIB, None),
         (0, 4 * GIB, None),
         (6 * GIB, 4 * GIB, r"at most 5.70 GiB for 'a card', .* 819.2 MiB too much; lower"),
-        (8 * GIB, 2 * GIB, r"'embedding' needs a buffer of 3.00 GiB, and 'a card' has at most 2"),
+        (8 * GIB, 2 * GIB, r"at most 2.00 GiB for 'a card', got 3.00 GiB for 'embedding'"),
     ],
 )
 def test_what_does_not_fit_is_said_with_how_much(memory, largest, message):
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_said_with_how_much(memory, largest, message):
         Estimate(5 * GIB, GIB, GIB // 2, (3 * GIB, "embedding")),
     ]
     if message is None:
-        refuse_what_does_not_fit(needed, memory, largest, "a card")
+        refuse_insufficient_memory(needed, memory, largest, "a card")
         return
     with pytest.raises(SamestepError, match=message):
-        refuse_what_does_not_fit(needed, memory, largest, "a card")
+        refuse_insufficient_memory(needed, memory, largest, "a card")

@@ -44,7 +44,7 @@ def planned(module, loss, batch, *, fused: bool = False) -> Plan:
     groups = [[1 + number] for number in reversed(range(len(names)))]
     groups[-1].append(0)
     layers = [kinds[id(kind)] for kind in capture.kinds]
-    return make_plan(capture, outer, layers, groups, template.joined)
+    return make_plan(capture, outer, layers, groups, template.merged)
 
 
 def shaders(plan: Plan) -> set[str]:
@@ -99,7 +99,7 @@ def test_layers_that_compute_otherwise_are_distinguished():
 def test_memory_is_shared_only_between_values_of_different_times():
     """Replays the plan: every read finds the value that was written for it."""
     plan = planned(bert(dropout=0.1), class_loss, labelled())
-    slots = [place.slot for place in plan.places]
+    slots = [place.slot for place in plan.locations]
     last_read: dict[int, int] = {}
     for at, dispatch in enumerate(plan.dispatches):
         for number in dispatch.buffers:

@@ -215,7 +215,7 @@ def test_whole_numbers_of_fewer_bits_wrap_and_powers_are_exact(device):
 
 
 def test_a_whole_number_beyond_32_bits_is_refused(device):
-    with pytest.raises(SamestepError, match="names 3000000000"):
+    with pytest.raises(SamestepError, match="got 3000000000"):
         on_device(device, lambda x: x * 3_000_000_000, (torch.arange(3),))
 
 

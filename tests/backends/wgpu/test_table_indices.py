@@ -58,7 +58,7 @@ def looked_at(loss: Any, arrays: dict[str, Any]) -> None:
     tensors = {name: torch.tensor(array) for name, array in given().items()}
     names = [name for name, _ in module.named_parameters()]
     captured = capture_step(module, loss, names, tensors)
-    TableIndices(captured.graph, captured.arrays).refuse_what_is_outside(arrays)
+    TableIndices(captured.graph, captured.arrays).refuse_indices_outside(arrays)
 
 
 @pytest.mark.parametrize(("values", "said"), OUTSIDE.items())
@@ -135,9 +135,9 @@ def test_of_numbers_with_a_fraction_the_whole_part_is_looked_up():
     tensors = {"x": torch.zeros((2, 2), dtype=torch.int64), "z": torch.zeros(2)}
     captured = capture_step(module, cut_off, names, tensors)
     indices = TableIndices(captured.graph, captured.arrays)
-    indices.refuse_what_is_outside({"x": np.zeros((2, 2), int), "z": np.array([-3.9, 2.9], "f4")})
+    indices.refuse_indices_outside({"x": np.zeros((2, 2), int), "z": np.array([-3.9, 2.9], "f4")})
     with pytest.raises(DataError, match=r"'z' has 3 at \[0\], .* in 3 rows"):
-        indices.refuse_what_is_outside({"x": np.zeros((2, 2), int), "z": np.array([3.1, 0], "f4")})
+        indices.refuse_indices_outside({"x": np.zeros((2, 2), int), "z": np.array([3.1, 0], "f4")})
 
 
 def test_what_is_made_of_an_input_is_not_taken_for_it():

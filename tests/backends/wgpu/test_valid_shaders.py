@@ -10,8 +10,8 @@ from backends.wgpu.shaders.attention.problem import AttentionProblem, AttentionS
 from backends.wgpu.shaders.attention.tiles import attention_shader
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.matmul.shader import Epilogue, matmul_shader
+from backends.wgpu.shaders.merged_shader import merged_shader
 from backends.wgpu.shaders.narrow import Narrow
-from backends.wgpu.shaders.side_by_side import side_by_side
 from tests.backends.wgpu.checked_shaders import hidden_names
 from tests.backends.wgpu.products import SMALL_TILES, TILES, product
 
@@ -62,5 +62,5 @@ def test_kernels_side_by_side_read_their_buffers(device, masked):
     shaders = [gradients_of_one_projection(part, masked=masked) for part in PARTS]
     read = [0, 0, 0, *range(1, 4 + masked)]
     bound = [[*read, max(read) + 1 + n] for n in range(2)]
-    shader, _ = side_by_side(shaders, bound, 2)
+    shader, _ = merged_shader(shaders, bound, 2)
     assert_valid(device, shader)

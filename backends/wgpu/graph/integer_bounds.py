@@ -1,9 +1,8 @@
-"""How large whole numbers can become in a graph: torch has 64 bits for them, the device 32.
+"""Bound the integers of a graph: torch computes with 64 bits, the device with 32.
 
-Bounds of the inputs, which are known when a microbatch is uploaded, give bounds of all that is
-computed from them by operators known here, and of whole numbers that are made of others. Those that
-other operators lead to are computed once more on the host, if no weight and no draw has a part in
-them; else they are unknown.
+Bounds of the inputs are known when a microbatch is uploaded, and are propagated through the
+operators listed here, including casts from floats. Results of other operators are computed on the
+host if they depend on neither weights nor random draws; otherwise they remain unbounded.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from protocol.base.errors import DataError
 
 _aten = torch.ops.aten
 Bounds = tuple[float, float]
-"""Of whole numbers ints, which are exact whatever their size."""
-_LEAST: Final = -(2**31)
-_MOST: Final = 2**31 - 1
+"""Bounds of integers are Python ints, which are exact at any size."""
+_LOWEST: Final = -(2**31)
+_HIGHEST: Final = 2**31 - 1
 _TRUTH: Final[Bounds] = (0, 1)
 _Of = Callable[[Any], Bounds | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A node as it was traced: lowering changes the graph."""
+    """A copy of a traced node: lowering changes the graph."""
 
     node: fx.Node
     args: tuple[Any, ...]
@@ -40,12 +39,12 @@ class _Step:
     value: torch.Tensor
 
 
-class WholeNumbers:
-    """The whole numbers of a graph.
+class IntegerBounds:
+    """Integers of a graph.
 
     Args:
-        graph: As traced.
-        arrays: Its last placeholders, in order.
+        graph: A traced graph.
+        arrays: Names of its last placeholders, in order.
     """
 
     def __init__(self, graph: fx.GraphModule, arrays: Sequence[str]) -> None:
@@ -62,119 +61,121 @@ class WholeNumbers:
             if node.op == "get_attr"
             and isinstance(constant := getattr(graph, str(node.target), None), torch.Tensor)
         }
-        self._from_inputs = [*_from_these(self._steps, {*self._arrays, *self._constants})]
+        self._from_inputs = [*_steps_from(self._steps, {*self._arrays, *self._constants})]
         self._varying: set[fx.Node] = set(self._arrays)
         for step in self._from_inputs:
             if not self._varying.isdisjoint(step.node.all_input_nodes):
                 self._varying.add(step.node)
-        if not any(map(_made_of_others, self._steps)):
+        if not any(map(_is_cast_from_float, self._steps)):
             whole = (step for step in self._steps if not step.value.dtype.is_floating_point)
             self._steps = [*whole]
         self._fit: set[tuple[Bounds | None, ...]] = set()
 
-    def refuse_what_does_not_fit(self, given: Mapping[str, Any]) -> None:
-        """Look at the arrays' values.
+    def refuse_overflow(self, arrays: Mapping[str, Any]) -> None:
+        """Check the arrays' values.
 
         Args:
-            given: The arrays, numpy's, by name.
+            arrays: NumPy arrays by name.
 
         Raises:
-            DataError: What is computed from them may take more than 32 bits.
+            DataError: An integer computed from them may need more than 32 bits.
         """
         if not self._steps:
             return
-        bounds = {name: _bounds(given[name]) for name in self._arrays.values()}
-        wide = {name: None if b is None else _rounded(b) for name, b in bounds.items()}
-        key = tuple(wide.values())
+        bounds = {name: _bounds(arrays[name]) for name in self._arrays.values()}
+        widened = {name: None if b is None else _widen(b) for name, b in bounds.items()}
+        key = tuple(widened.values())
         if key in self._fit:
             return
-        known: dict[fx.Node, Bounds | None] = {}
-        found = self._too_large(wide, known)
-        fits_all = found is None
-        if found is not None:
-            found = self._too_large(bounds, known)
-        if found is None:
-            unknown = {x.node for x in self._from_inputs if _is_long(x) and known[x.node] is None}
-            found = self._too_large_there(given, unknown) if unknown else None
-            if fits_all and found is None and unknown.isdisjoint(self._varying):
+        node_bounds: dict[fx.Node, Bounds | None] = {}
+        overflow = self._first_overflow(widened, node_bounds)
+        fits_all = overflow is None
+        if overflow is not None:
+            overflow = self._first_overflow(bounds, node_bounds)
+        if overflow is None:
+            unknown = {
+                x.node for x in self._from_inputs if _is_long(x) and node_bounds[x.node] is None
+            }
+            overflow = self._first_overflow_on_host(arrays, unknown) if unknown else None
+            if fits_all and overflow is None and unknown.isdisjoint(self._varying):
                 self._fit.add(key)
-        if found is not None:
-            step, (low, high) = found
+        if overflow is not None:
+            step, (low, high) = overflow
             raise DataError(
-                f"{_named(step)} may give whole numbers from {low} to {high}, and the vulkan "
-                "backend computes with 32 bits; use a cpu or cuda worker for this model"
+                f"expected 32-bit integers, got {low} to {high} from {_step_name(step)}, which the "
+                "vulkan backend does not support; use a cpu or cuda worker for this model"
             )
 
-    def _too_large_there(
-        self, given: Mapping[str, Any], unknown: set[fx.Node]
+    def _first_overflow_on_host(
+        self, arrays: Mapping[str, Any], unknown: set[fx.Node]
     ) -> tuple[_Step, Bounds] | None:
-        """What is, of the nodes without bounds, with these very arrays."""
+        """Compute the nodes without bounds for these arrays; return the first overflow."""
         values = dict(self._constants)
         for node, name in self._arrays.items():
-            values[node] = torch.tensor(given[name]).to(node.meta["val"].dtype)
+            values[node] = torch.tensor(arrays[name]).to(node.meta["val"].dtype)
         with torch.no_grad():
             for step in self._from_inputs:
                 args, kwargs = fx.map_arg((step.args, dict(step.kwargs)), values.__getitem__)
                 operator_of_torch: Any = step.node.target
                 try:
                     value = operator_of_torch(*args, **kwargs)
-                except (IndexError, RuntimeError) as error:  # as it would where torch computes
+                except (IndexError, RuntimeError) as error:  # torch would raise as well
                     raise DataError(
-                        f"{_named(step)} raised {' '.join(str(error).split())}"
+                        f"{_step_name(step)} raised {' '.join(str(error).split())}"
                     ) from error
-                if _made_of_others(step) and args and isinstance(args[0], torch.Tensor):
-                    value = _as_the_device_has(value, args[0])
+                if _is_cast_from_float(step) and args and isinstance(args[0], torch.Tensor):
+                    value = _with_device_infinities(value, args[0])
                 values[step.node] = value
                 if step.node in unknown and value.numel():
                     low, high = int(value.min()), int(value.max())
-                    if low < _LEAST or high > _MOST:
+                    if low < _LOWEST or high > _HIGHEST:
                         return step, (low, high)
         return None
 
-    def _too_large(
-        self, given: Mapping[str, Bounds | None], known: dict[fx.Node, Bounds | None]
+    def _first_overflow(
+        self, input_bounds: Mapping[str, Bounds | None], node_bounds: dict[fx.Node, Bounds | None]
     ) -> tuple[_Step, Bounds] | None:
-        """What may be, and the bounds of all before it in `known`."""
-        known.clear()
-        known.update({node: given[name] for node, name in self._arrays.items()})
+        """What may be, and the bounds of all before it in `node_bounds`."""
+        node_bounds.clear()
+        node_bounds.update({node: input_bounds[name] for node, name in self._arrays.items()})
 
         def of(value: Any) -> Bounds | None:
             if isinstance(value, fx.Node):
-                return known.get(value)
+                return node_bounds.get(value)
             if isinstance(value, int | bool):
                 return int(value), int(value)
             return (value, value) if isinstance(value, float) else None
 
         for step in self._steps:
-            found = _TRUTH if step.value.dtype == torch.bool else _of_step(step, of)
-            if found is not None and (math.isnan(found[0]) or math.isnan(found[1])):
-                found = None
-            if found is not None and not step.value.dtype.is_floating_point:
-                found = _whole(found)
-                if found[0] < _LEAST or found[1] > _MOST:
+            node_bound = _TRUTH if step.value.dtype == torch.bool else _of_step(step, of)
+            if node_bound is not None and (math.isnan(node_bound[0]) or math.isnan(node_bound[1])):
+                node_bound = None
+            if node_bound is not None and not step.value.dtype.is_floating_point:
+                node_bound = _whole(node_bound)
+                if node_bound[0] < _LOWEST or node_bound[1] > _HIGHEST:
                     if step.value.dtype == torch.int64:
-                        return step, found
-                    found = None  # torch wraps it too
-            known[step.node] = found
+                        return step, node_bound
+                    node_bound = None  # torch wraps as well
+            node_bounds[step.node] = node_bound
         return None
 
 
-def _from_these(steps: Sequence[_Step], given: Collection[fx.Node]) -> Iterator[_Step]:
-    """What leads from these alone to whole numbers of 64 bits."""
-    known, found = set(given), list[_Step]()
+def _steps_from(steps: Sequence[_Step], sources: Collection[fx.Node]) -> Iterator[_Step]:
+    """Yield the steps that depend on `sources` alone and lead to 64-bit integers."""
+    reachable, derived = set(sources), list[_Step]()
     for step in steps:
         namespace = getattr(step.node.target, "namespace", "")
-        if namespace == "aten" and known.issuperset(step.node.all_input_nodes):
-            known.add(step.node)
-            found.append(step)
-    wanted: set[fx.Node] = set()
-    for step in reversed(found):
-        if _is_long(step) or step.node in wanted:
-            wanted.update([step.node, *step.node.all_input_nodes])
-    return (step for step in found if step.node in wanted)
+        if namespace == "aten" and reachable.issuperset(step.node.all_input_nodes):
+            reachable.add(step.node)
+            derived.append(step)
+    needed: set[fx.Node] = set()
+    for step in reversed(derived):
+        if _is_long(step) or step.node in needed:
+            needed.update([step.node, *step.node.all_input_nodes])
+    return (step for step in derived if step.node in needed)
 
 
-def _named(step: _Step) -> str:
+def _step_name(step: _Step) -> str:
     name = str(step.node.target).removeprefix("aten.").split(".")[0]
     return f"{name!r} of {step.node.meta.get('module') or 'the loss'}"
 
@@ -183,24 +184,24 @@ def _is_long(step: _Step) -> bool:
     return step.value.dtype == torch.int64
 
 
-def _made_of_others(step: _Step) -> bool:
-    """Whether whole numbers of 64 bits are made of such as are not."""
+def _is_cast_from_float(step: _Step) -> bool:
+    """Whether the step converts floats to 64-bit integers."""
     return step.value.dtype == torch.int64 and any(
         isinstance(value := each.meta.get("val"), torch.Tensor) and value.dtype.is_floating_point
         for each in step.node.all_input_nodes
     )
 
 
-def _as_the_device_has(whole: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """What is made of infinities: no number of torch's either, and where formulas have them (a
-    logarithm of no distance, say) they choose another value."""
+def _with_device_infinities(whole: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Clamp integers that come from infinities. Torch's are undefined as well, and formulas that
+    produce them (such as the logarithm of a zero distance) select another value."""
     if whole.shape != source.shape or not source.is_floating_point():
         return whole
-    return torch.where(source.isfinite(), whole, whole.clamp(_LEAST, _MOST))
+    return torch.where(source.isfinite(), whole, whole.clamp(_LOWEST, _HIGHEST))
 
 
 def _whole(bounds: Bounds) -> Bounds:
-    """Towards zero, as torch does; what is infinite stays so."""
+    """Truncate towards zero, as torch does; infinities stay."""
     low, high = (int(x) if math.isfinite(x) else x for x in bounds)
     return low, high
 
@@ -210,58 +211,58 @@ def _bounds(array: Any) -> Bounds | None:
         return None
     if array.dtype.kind != "f":
         return int(array.min()), int(array.max())
-    least, most = float(array.min()), float(array.max())
-    return (least, most) if math.isfinite(least) and math.isfinite(most) else None
+    low, high = float(array.min()), float(array.max())
+    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def _rounded(bounds: Bounds) -> Bounds:
-    """To powers of two: few different ones come."""
+def _widen(bounds: Bounds) -> Bounds:
+    """Widen to powers of two, so that few distinct bounds occur."""
     low, high = (math.floor(bounds[0]), math.ceil(bounds[1]))
     return -(2 ** (-low).bit_length()) if low < 0 else 0, 2 ** max(high, 0).bit_length() - 1
 
 
 def _of_step(step: _Step, of: _Of) -> Bounds | None:
     node = step.node
-    if is_view(node) or is_copy(node) or node.target in _SAME:
+    if is_view(node) or is_copy(node) or node.target in _SELECTIONS:
         return of(step.args[0])
     rule = _RULES.get(node.target)
     return None if rule is None else rule(step, of)
 
 
 def _corners(function: Callable[[float, float], float]) -> Callable[[_Step, _Of], Bounds | None]:
-    """Of two operands, where the extremes give the extremes."""
+    """Return the rule of a binary operator whose extremes are at the operands' extremes."""
 
     def rule(step: _Step, of: _Of) -> Bounds | None:
-        one, two = (of(x) for x in step.args[:2])
-        if one is None or two is None:
+        left, right = (of(x) for x in step.args[:2])
+        if left is None or right is None:
             return None
         alpha = step.kwargs.get("alpha", 1)
         if not isinstance(alpha, int | float):
             return None
-        found = [function(a, b * alpha) for a in one for b in two]
-        return min(found), max(found)
+        corners = [function(a, b * alpha) for a in left for b in right]
+        return min(corners), max(corners)
 
     return rule
 
 
 def _union(bounds: Sequence[Bounds | None]) -> Bounds | None:
-    found = [each for each in bounds if each is not None]
-    if not found or len(found) < len(bounds):
+    known = [each for each in bounds if each is not None]
+    if not known or len(known) < len(bounds):
         return None
-    return min(low for low, _ in found), max(high for _, high in found)
+    return min(low for low, _ in known), max(high for _, high in known)
 
 
 def _sum(step: _Step, of: _Of) -> Bounds | None:
-    """So many terms, any part of them."""
-    source, one = step.args[0], of(step.args[0])
-    if one is None:
+    """Bound a sum of any part of the terms."""
+    source, operand = step.args[0], of(step.args[0])
+    if operand is None:
         return None
     shape = source.meta["val"].shape
     if step.node.target is _aten.cumsum.default:
         terms = shape[operator.index(step.args[1])] if shape else 1
     else:
         terms = math.prod(shape) // max(step.value.numel(), 1)
-    return min(one[0] * terms, one[0]), max(one[1] * terms, one[1])
+    return min(operand[0] * terms, operand[0]), max(operand[1] * terms, operand[1])
 
 
 def _clamp(step: _Step, of: _Of) -> Bounds | None:
@@ -269,46 +270,46 @@ def _clamp(step: _Step, of: _Of) -> Bounds | None:
     low, high = (of(x) if x is not None else None for x in args[1:3])
     low = low or of(step.kwargs.get("min"))
     high = high or of(step.kwargs.get("max"))
-    one = of(step.args[0]) or (_LEAST, _MOST)
-    least = max(one[0], low[0]) if low else one[0]
-    most = min(one[1], high[1]) if high else one[1]
-    return min(least, most), max(least, most)
+    operand = of(step.args[0]) or (_LOWEST, _HIGHEST)
+    lower = max(operand[0], low[0]) if low else operand[0]
+    upper = min(operand[1], high[1]) if high else operand[1]
+    return min(lower, upper), max(lower, upper)
 
 
 def _remainder(step: _Step, of: _Of) -> Bounds | None:
-    two = of(step.args[1])
-    if two is None or two[0] <= 0:
+    divisor = of(step.args[1])
+    if divisor is None or divisor[0] <= 0:
         return None
-    return 0, two[1] if step.value.dtype.is_floating_point else two[1] - 1
+    return 0, divisor[1] if step.value.dtype.is_floating_point else divisor[1] - 1
 
 
 def _divided(step: _Step, of: _Of) -> Bounds | None:
-    one, two = (of(x) for x in step.args[:2])
-    if one is None or two is None or two[0] <= 0:
+    left, right = (of(x) for x in step.args[:2])
+    if left is None or right is None or right[0] <= 0:
         return None
-    if not isinstance(two[0], int):
-        return min(one[0] / two[0], 0), max(one[1] / two[0], 0)
-    return min(one[0], 0), max(one[1], 0)
+    if not isinstance(right[0], int):
+        return min(left[0] / right[0], 0), max(left[1] / right[0], 0)
+    return min(left[0], 0), max(left[1], 0)
 
 
 def _power(step: _Step, of: _Of) -> Bounds | None:
-    one, two = (of(x) for x in step.args[:2])
-    if one is None or two is None or not 0 <= two[0] <= two[1] <= 64:
+    left, right = (of(x) for x in step.args[:2])
+    if left is None or right is None or not 0 <= right[0] <= right[1] <= 64:
         return None
-    if not isinstance(two[1], int):
+    if not isinstance(right[1], int):
         return None
-    most = max(abs(one[0]), abs(one[1]), 1) ** two[1]
-    return (0 if one[0] >= 0 else -most), most
+    largest = max(abs(left[0]), abs(left[1]), 1) ** right[1]
+    return (0 if left[0] >= 0 else -largest), largest
 
 
 def _negated(step: _Step, of: _Of) -> Bounds | None:
-    one = of(step.args[0])
-    return None if one is None else (-one[1], -one[0])
+    operand = of(step.args[0])
+    return None if operand is None else (-operand[1], -operand[0])
 
 
 def _absolute(step: _Step, of: _Of) -> Bounds | None:
-    one = of(step.args[0])
-    return None if one is None else (0, max(abs(one[0]), abs(one[1])))
+    operand = of(step.args[0])
+    return None if operand is None else (0, max(abs(operand[0]), abs(operand[1])))
 
 
 def _arange(step: _Step, of: _Of) -> Bounds | None:
@@ -322,16 +323,16 @@ def _of_the_first(step: _Step, of: _Of) -> Bounds | None:
 
 
 def _positive(step: _Step, of: _Of) -> Bounds | None:
-    one = of(step.args[0])
-    return None if one is None else (max(one[0], 0), max(one[1], 0))
+    operand = of(step.args[0])
+    return None if operand is None else (max(operand[0], 0), max(operand[1], 0))
 
 
 def _to_whole(step: _Step, of: _Of) -> Bounds | None:
-    one = of(step.args[0])
-    return None if one is None else (one[0] - 1, one[1] + 1)
+    operand = of(step.args[0])
+    return None if operand is None else (operand[0] - 1, operand[1] + 1)
 
 
-_SAME: Final = frozenset({
+_SELECTIONS: Final = frozenset({
     _aten._to_copy.default,  # noqa: SLF001
     _aten.gather.default,
     _aten.index.Tensor,
@@ -340,7 +341,7 @@ _SAME: Final = frozenset({
     _aten.amin.default,
     _aten.lift_fresh_copy.default,
 })  # fmt: skip
-"""What gives elements of the first argument."""
+"""Operators whose result has elements of the first argument."""
 _RULES: Final[Mapping[Any, Callable[[_Step, _Of], Bounds | None]]] = {
     **dict.fromkeys((_aten.add.Tensor, _aten.add.Scalar), _corners(operator.add)),
     **dict.fromkeys((_aten.sub.Tensor, _aten.sub.Scalar), _corners(operator.sub)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from backends.wgpu.capture.capture import capture_forward
-from backends.wgpu.graph.whole_numbers import WholeNumbers
+from backends.wgpu.graph.integer_bounds import IntegerBounds
 from protocol.base.errors import DataError
 from tests.backends.wgpu.on_device import Function
 
@@ -47,9 +47,9 @@ LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
 
 def looked_at(function: Callable[[torch.Tensor], torch.Tensor], array: Any) -> None:
     captured = capture_forward(Function(function), (torch.tensor(array),), {})
-    numbers = WholeNumbers(captured.graph, captured.arrays)
+    numbers = IntegerBounds(captured.graph, captured.arrays)
     for _ in range(2):
-        numbers.refuse_what_does_not_fit({"0": array})
+        numbers.refuse_overflow({"0": array})
 
 
 @pytest.mark.parametrize("number", range(len(FITS)))
@@ -60,7 +60,7 @@ def test_what_fits(number):
 @pytest.mark.parametrize("number", range(len(LARGE)))
 def test_what_does_not_fit_is_refused_by_the_name_of_its_operator(number):
     function, name = LARGE[number]
-    with pytest.raises(DataError, match=f"'{name}' of the loss may give whole numbers"):
+    with pytest.raises(DataError, match=f"from '{name}' of the loss"):
         looked_at(function, np.arange(36_000, 36_024).reshape(2, 12))
 
 

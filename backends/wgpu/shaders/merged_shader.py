@@ -74,7 +74,7 @@ def _parts(source: str) -> _Parts:
     )
 
 
-def alike(first_shader: Shader, second_shader: Shader) -> bool:
+def can_merge(first_shader: Shader, second_shader: Shader) -> bool:
     """Whether two shaders may be merged."""
     first, second = _parts(first_shader.source), _parts(second_shader.source)
     return first.invocations == second.invocations and (
@@ -97,13 +97,13 @@ def buffer_type(shader: Shader, binding: int) -> str:
     return _parts(shader.source).bindings[binding][2]
 
 
-def side_by_side(
+def merged_shader(
     shaders: Sequence[tuple[Shader, Grid]], bound: Sequence[Sequence[int]], writes: int
 ) -> tuple[Shader, Grid]:
     """Merge shaders; return the merged shader and its grid.
 
     Args:
-        shaders: Shaders with their grids; all pairs `alike`.
+        shaders: Shaders with their grids; all pairs `can_merge`.
         bound: Per shader, the merged numbers of its bindings.
         writes: Number of outputs, the last bindings.
     """

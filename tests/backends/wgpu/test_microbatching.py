@@ -16,7 +16,7 @@ from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import ROOM, estimate
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.lowering.several import several, with_room
+from backends.wgpu.lowering.microbatching import with_microbatches, with_room
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.repeated import can_repeat, element_bytes, repeated
@@ -121,9 +121,12 @@ def test_what_is_not_small_or_has_no_room_is_computed_one_by_one(device, monkeyp
     program = compiled(device, job, mixed(), 1)
     (plan,) = (ready.plan for ready in program._plans.values())
     memory_bytes = program.estimates[-1].total
-    assert several(plan, 5, lambda _: True).at_once == 4
-    assert several(plan, 8, lambda found: sum(found.slots) <= 4 * sum(plan.slots)).at_once == 2
-    assert several(plan, 8, lambda _: False) is plan
+    assert with_microbatches(plan, 5, lambda _: True).at_once == 4
+    assert (
+        with_microbatches(plan, 8, lambda found: sum(found.slots) <= 4 * sum(plan.slots)).at_once
+        == 2
+    )
+    assert with_microbatches(plan, 8, lambda _: False) is plan
     (again,) = (estimate(with_room(plan, 4), program._weights.nbytes()),)
     assert 4 * program.estimates[-1].activations <= again.activations < again.total
     program.close()
@@ -133,11 +136,11 @@ def test_what_is_not_small_or_has_no_room_is_computed_one_by_one(device, monkeyp
     assert {ready.plan.at_once for ready in without._plans.values()} == {1}
     without.close()
     large = replace(plan.dispatches[0], grid=(INVOCATIONS_PER_DISPATCH // 64, 1, 1))
-    assert several(replace(plan, dispatches=(large,)), 8, lambda _: True).at_once == 1
+    assert with_microbatches(replace(plan, dispatches=(large,)), 8, lambda _: True).at_once == 1
     deep = replace(plan.dispatches[0], grid=(1, 1, 20_000))
-    assert several(replace(plan, dispatches=(deep,) * 2), 8, lambda _: True).at_once == 1
+    assert with_microbatches(replace(plan, dispatches=(deep,) * 2), 8, lambda _: True).at_once == 1
     unread = replace(plan.dispatches[0], shader=Shader("a product of the processor's", 3))
-    assert several(replace(plan, dispatches=(unread,)), 8, lambda _: True).at_once == 1
+    assert with_microbatches(replace(plan, dispatches=(unread,)), 8, lambda _: True).at_once == 1
 
 
 SOURCE = """\
