@@ -90,7 +90,7 @@ def _sharded(info: DeviceInfo) -> Backend:
 
 def _end_in_order(device: str) -> None:
     """One line and exit code 1 also where wgpu's library ends the process."""
-    from backends.wgpu.device.last_words import on_abort  # noqa: PLC0415 -- for Vulkan alone
+    from backends.wgpu.device.abort_handler import on_abort  # noqa: PLC0415 -- for Vulkan alone
 
     reason = (
         "a library ended the process; wgpu does when the driver loses the device or has no memory "

@@ -17,7 +17,7 @@ from torch import fx
 
 from backends.base.interface import Array, Batch
 from backends.wgpu.capture.capture import Capture
-from backends.wgpu.capture.layer_call import Like
+from backends.wgpu.capture.layer_call import TensorSpec
 from backends.wgpu.device.packing import from_words
 from backends.wgpu.graph import passes
 from backends.wgpu.graph.values import NO_MODULE
@@ -91,7 +91,9 @@ def differing_operator(  # noqa: PLR0917
     values_of_nodes = _inputs(graph, inputs)
     (last,) = (node for node in graph.graph.nodes if node.op == "output")
     last.args = ([operator.node for operator in tensor_operators],)
-    capture.outputs = tuple(Like.of(operator.node.meta["val"]) for operator in tensor_operators)
+    capture.outputs = tuple(
+        TensorSpec.of(operator.node.meta["val"]) for operator in tensor_operators
+    )
     results = program.run_once(capture, batch, seed)
     for operator, like, result in zip(tensor_operators, capture.outputs, results, strict=True):
         assert like is not None

@@ -70,7 +70,7 @@ class _Prepared(Prepared):
         self.counters = np.zeros((2, max(1, len(calls))), np.uint32)
 
     def __add__(self, other: Prepared) -> Prepared:
-        return _Prepared(self.calls + other.calls, self._kept + other._kept)
+        return _Prepared(self.calls + other.calls, self._references + other._references)
 
 
 class _Readback:

@@ -1,7 +1,7 @@
-"""Whether a loss is a sum over samples: its halves must add up to the whole.
+"""Check that a loss is a sum over samples: the losses of two halves must add up to the whole.
 
-Only the loss is computed, on made-up outputs of the model, whose shapes are those of the trace. So
-the check costs little however large the model is.
+Only the loss is computed, on random outputs with the shapes of the trace, so the check is cheap for
+any model size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from protocol.base.errors import SamestepError
 
 _SEED: Final = 5
 _ROWS: Final = "samestep.rows"
-"""Beside a batch's arrays: which samples they are of."""
+"""An additional array with the sample numbers."""
 
 
 def refuse_non_additive_loss(
@@ -30,13 +30,13 @@ def refuse_non_additive_loss(
     arrays: Mapping[str, torch.Tensor],
     results: Sequence[ModelResult | None],
 ) -> None:
-    """Where all arrays, and all that the model gives, have samples first.
+    """Refuse a loss that is not a sum, if all arrays and outputs have a leading sample dimension.
 
     Args:
         module: The model.
-        loss: Of the model and the arrays.
+        loss: Takes the model and the arrays.
         arrays: A microbatch.
-        results: What each of the loss's calls of the model gave for it.
+        results: Outputs of each call of the model by the loss.
 
     Raises:
         SamestepError: The loss of the whole is not the sum of its halves' losses.
@@ -45,24 +45,25 @@ def refuse_non_additive_loss(
     samples = counts.pop() if len(counts) == 1 else 0
     if samples < 2:
         return
-    made = _MadeUp(module, samples, results)
+    made_up = _RandomOutputs(module, samples, results)
     rows = torch.arange(samples)
-    whole, half = {**arrays, _ROWS: rows}, samples // 2
+    batch, half = {**arrays, _ROWS: rows}, samples // 2
     halves = [
-        {name: array[part] for name, array in whole.items()}
+        {name: array[part] for name, array in batch.items()}
         for part in (slice(0, half), slice(half, samples))
     ]
-    trial = LossTrial(module, lambda _, given: made.loss(loss, given), {})
+    trial = LossTrial(module, lambda _, given: made_up.loss(loss, given), {})
     with suppress(_NotBySample):
-        refuse_unlike_halves(trial, whole, halves, samples)
+        refuse_unlike_halves(trial, batch, halves, samples)
 
 
 class _NotBySample(Exception):
-    """There is nothing to check: the model gives what is not by sample, or is not just called."""
+    """Nothing to check: outputs have no sample dimension, or the loss does more than call the
+    model."""
 
 
-class _MadeUp:
-    """Gives the same made-up outputs for a sample, whatever part of the batch it is in."""
+class _RandomOutputs:
+    """Random outputs that are the same for a sample in any part of the batch."""
 
     def __init__(
         self, module: nn.Module, samples: int, results: Sequence[ModelResult | None]
@@ -70,16 +71,18 @@ class _MadeUp:
         self._module = module
         self._rows = torch.arange(samples)
         self._calls = 0
-        self._outputs = [_made_up(each, samples, number) for number, each in enumerate(results)]
+        self._outputs = [
+            _random_outputs(each, samples, number) for number, each in enumerate(results)
+        ]
 
     def loss(
         self, loss: Callable[[Any, Any], torch.Tensor], arrays: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Of some samples, whose rows are told beside them."""
-        given = dict(arrays)
-        self._rows, self._calls = given.pop(_ROWS), 0
+        """Return the loss of some samples; `_ROWS` has their numbers."""
+        batch = dict(arrays)
+        self._rows, self._calls = batch.pop(_ROWS), 0
         try:
-            value = loss(StandIn(self._module, self._run), given)
+            value = loss(StandIn(self._module, self._run), batch)
         except (AttributeError, TypeError, RuntimeError, SamestepError):
             raise _NotBySample from None
         if value.dim():
@@ -89,18 +92,18 @@ class _MadeUp:
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         del args, kwargs
         number, self._calls = self._calls, self._calls + 1
-        made = self._outputs[number] if number < len(self._outputs) else None
-        if made is None:
+        outputs = self._outputs[number] if number < len(self._outputs) else None
+        if outputs is None:
             raise _NotBySample
-        return pytree.tree_unflatten([each[self._rows] for each in made[0]], made[1])
+        return pytree.tree_unflatten([each[self._rows] for each in outputs[0]], outputs[1])
 
 
-def _made_up(
+def _random_outputs(
     result: ModelResult | None, samples: int, number: int
 ) -> tuple[list[torch.Tensor], pytree.TreeSpec] | None:
-    """Outputs of a call of the model; None if they are not by sample."""
+    """Return random outputs of a call; None if they have no sample dimension."""
     if result is None or any(not x.shape or x.shape[0] != samples for x in result.tensors):
         return None
-    draws = torch.Generator().manual_seed(_SEED + number)
-    made = [torch.rand(x.shape, generator=draws).to(x.dtype) for x in result.tensors]
-    return made, result.structure
+    generator = torch.Generator().manual_seed(_SEED + number)
+    tensors = [torch.rand(x.shape, generator=generator).to(x.dtype) for x in result.tensors]
+    return tensors, result.structure

@@ -1,9 +1,8 @@
-"""Attention as operators of our own, which never hold the matrix of scores.
+"""Attention as custom operators, which never store the score matrix.
 
-Forward gives the output, and of each row of scores the maximum and the sum; backward computes the
-scores again, block by block. After Dao, "FlashAttention-2" (2023), https://arxiv.org/abs/2307.08691;
-the maximum and the sum are kept apart, since their sum as logarithms loses the second where a mask
-adds the lowest float to a whole row.
+Forward returns the output and each row's maximum and sum; backward recomputes the scores block by
+block. After Dao, "FlashAttention-2" (2023), https://arxiv.org/abs/2307.08691. Maximum and sum are
+separate, since their log-sum-exp would lose the sum if a mask adds the lowest float to a whole row.
 
 Shapes: B batch, H heads of queries, G heads of keys and values (G divides H), T queries, S keys,
 D the size of a head.
@@ -32,20 +31,20 @@ _SOFTWARE_BYTES: Final = 2**28
 Fuses = Callable[[AttentionSizes], bool]
 
 
-def pays(sizes: AttentionSizes, *, cooperative: bool) -> bool:
-    """Whether fused attention is the better one.
+def should_fuse(sizes: AttentionSizes, *, cooperative: bool) -> bool:
+    """Whether fused attention is preferable.
 
-    On a GPU always: there memory traffic is what costs, and the fused kernels have the least. On a
-    software adapter workgroup memory is slow, and steps are up to 1.7 times as long with it
-    (`benchmarks.vulkan`); there it is used only where a layer's scores would take over 256 MiB.
+    Always on a GPU, where memory traffic dominates and the fused kernels have the least. On a
+    software adapter workgroup memory is slow and steps take up to 1.7 times as long
+    (`benchmarks.vulkan`), so it is used only if a layer's scores would take over 256 MiB.
     """
     if cooperative:
         return True
     return sizes.score_bytes > _SOFTWARE_BYTES and loop_iterations(sizes) <= _LOOP_ITERATIONS
 
 
-def written_out(sizes: AttentionSizes) -> bool:
-    """The rule of a trace that fuses nothing."""
+def never_fuses(sizes: AttentionSizes) -> bool:
+    """Never fuse attention."""
     del sizes
     return False
 
@@ -53,7 +52,7 @@ def written_out(sizes: AttentionSizes) -> bool:
 def sizes_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> AttentionSizes | None:
-    """The sizes, if there are kernels for these tensors; else None."""
+    """Return the sizes if there are kernels for these tensors, else None."""
     if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
         return None
     (batch, heads, queries, size), (_, groups, keys, _) = query.shape, key.shape
@@ -61,19 +60,26 @@ def sizes_of(
         return None
     if max(batch, heads) > WORKGROUPS_PER_DIMENSION:
         return None
-    known = {torch.float32, torch.float16} if computes_in_half() else {torch.float32}
-    floats = {query.dtype, key.dtype, value.dtype} <= known
+    dtypes = {torch.float32, torch.float16} if computes_in_half() else {torch.float32}
+    has_float_dtypes = {query.dtype, key.dtype, value.dtype} <= dtypes
     if mask is not None and (mask.requires_grad or mask.dtype not in {torch.bool, torch.float32}):
         return None
-    fitting = key.shape[0] == batch and key.shape[3] == size and heads % groups == 0
-    if not (floats and fitting and size % 4 == 0 and size <= LARGEST_HEAD and queries and keys):
+    is_compatible = key.shape[0] == batch and key.shape[3] == size and heads % groups == 0
+    if not (
+        has_float_dtypes
+        and is_compatible
+        and size % 4 == 0
+        and size <= LARGEST_HEAD
+        and queries
+        and keys
+    ):
         return None
     return AttentionSizes(batch, heads, groups, queries, keys, size)
 
 
 def _broadcasts(shape: Sequence[int], onto: Sequence[int]) -> bool:
     pairs = zip(reversed(shape), reversed(onto), strict=False)
-    return len(shape) <= len(onto) and all(size in {1, wanted} for size, wanted in pairs)
+    return len(shape) <= len(onto) and all(size in {1, target} for size, target in pairs)
 
 
 def fused_attention(
@@ -85,15 +91,15 @@ def fused_attention(
     *,
     causal: bool,
 ) -> torch.Tensor:
-    """softmax(scale * query key^T + mask) value; a row that is masked as a whole gives zeros.
+    """Compute softmax(scale * query key^T + mask) value; a fully masked row gives zeros.
 
     Args:
         query: (B, H, T, D).
         key: (B, G, S, D).
         value: (B, G, S, D).
-        mask: Broadcast to (B, H, T, S): truth values of what takes part, or added to the scores.
-        scale: Of the scores.
-        causal: Query t sees the keys up to t.
+        mask: Broadcastable to (B, H, T, S): boolean, true where unmasked, or added to the scores.
+        scale: Factor of the scores.
+        causal: Whether query t sees only keys up to t.
 
     Returns:
         (B, H, T, D).
@@ -107,7 +113,7 @@ def fused_attention(
 
 
 class _Fused(torch.autograd.Function):
-    """The operators, and which is whose gradient."""
+    """The fused operators and their gradients."""
 
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -131,10 +137,10 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         query, key, value, mask, packed, result = ctx.saved_tensors
         (tangent,) = tangents
-        # What the softmax's gradient subtracts: for each row the sum of weights times their own.
+        # The softmax's gradient subtracts each row's sum of weights times their gradients.
         delta = (tangent * result).sum(-1)
-        given = (query, key, value, mask, packed, tangent, delta, *ctx.formula)
-        by_query = ATTENTION_QUERIES(*given)  # (B, T, H, D)
-        by_key, by_value = ATTENTION_KEYS(*given).unbind()  # each (B, S, G, D)
-        turned = (x.transpose(1, 2) for x in (by_query, by_key, by_value))
-        return *turned, None, None, None
+        arguments = (query, key, value, mask, packed, tangent, delta, *ctx.formula)
+        by_query = ATTENTION_QUERIES(*arguments)  # (B, T, H, D)
+        by_key, by_value = ATTENTION_KEYS(*arguments).unbind()  # each (B, S, G, D)
+        gradients = (x.transpose(1, 2) for x in (by_query, by_key, by_value))
+        return *gradients, None, None, None

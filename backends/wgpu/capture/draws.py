@@ -1,8 +1,9 @@
-"""Random numbers as a function of (seed, site, element), in place of torch's own generators.
+"""Random numbers as a function of (seed, site, element) instead of torch's generators.
 
-What torch draws in a trace would be a constant of the program, other in every process. So each
-operator that draws is computed here from uniform words, or refused. `refuse_foreign_draws` sees to
-what passes by: operators inside torch's own composites, and Python's and numpy's generators.
+A number that torch draws during a trace would become a constant of the program and differ between
+processes. So each random operator is computed here from uniform words, or refused.
+`refuse_foreign_draws` catches the rest: operators inside torch's composites, and the generators of
+Python and NumPy.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from backends.wgpu.graph.opaque import KEEP, UNIFORM
 from protocol.base.errors import SamestepError
 
 _SMALLEST: Final = 2.0**-25
-"""Below every uniform number but 0, whose logarithm it stands in for."""
+"""Replaces a uniform number of 0 in logarithms; smaller than all others."""
 _MOST_INTEGERS: Final = 2**24
-"""Different numbers that a uniform float32 tells apart."""
+"""Distinct values of a uniform float32."""
 _SELU: Final = 1.7580993408473766
 """Scale times alpha of `selu`, as in torch's `alpha_dropout`."""
 
@@ -32,15 +33,15 @@ class Draws:
     """Draws from `seed`, a (2,) int32 tensor of two random words.
 
     Attributes:
-        sites: How many draws there were: each has a number of its own.
+        sites: Number of draws so far; each draw has its own number.
     """
 
     def __init__(self, seed: torch.Tensor) -> None:
         self.seed = seed
         self.sites = 0
 
-    def known(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
-        """What computes this function of torch's here, if it draws and can be."""
+    def replacement(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return the replacement of a random function of torch, or None."""
         name = _RULES.get(func)
         return None if name is None else getattr(self, name)
 
@@ -50,17 +51,17 @@ class Draws:
         p: float = 0.5,
         train: bool = True,  # noqa: FBT001, FBT002
     ) -> torch.Tensor:
-        """As torch's."""
+        """Replace `torch.dropout`."""
         noise = self._noise(x, x.shape, p) if train else None
         return x if noise is None else x * noise
 
     def dropout_(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-        """In place: others may read what it changes."""
+        """The same, in place: other code may read the tensor."""
         noise = self._noise(x, x.shape, p) if train else None
         return x if noise is None else x.mul_(noise)
 
     def feature_dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-        """Whole channels of (N, C, ...)."""
+        """Drop whole channels of (N, C, ...)."""
         noise = self._noise(x, _channels(x), p) if train else None
         return x if noise is None else x * noise
 
@@ -70,7 +71,7 @@ class Draws:
         return x if noise is None else x.mul_(noise)
 
     def alpha_dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-        """Keeps the mean and variance of what `selu` gives."""
+        """Dropout that preserves mean and variance of `selu`'s outputs."""
         return self._alpha(x, x.shape, p) if train and p else x
 
     def alpha_dropout_(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
@@ -91,10 +92,10 @@ class Draws:
         lower: float = 1 / 8,
         upper: float = 1 / 3,
         training: bool = False,  # noqa: FBT001, FBT002
-        **more: Any,
+        **options: Any,
     ) -> torch.Tensor:
-        """A slope for each negative element; without training their mean."""
-        _refuse_own(more)
+        """Draw a slope per negative element; without training use the mean slope."""
+        _refuse_generator_and_out(options)
         slope: Any = (lower + upper) / 2
         if training:
             slope = lower + (upper - lower) * self._uniform(x.shape)
@@ -104,101 +105,101 @@ class Draws:
         """In place."""
         return x.copy_(self.rrelu(x, *args, **kwargs))
 
-    def rand(self, *size: Any, **more: Any) -> torch.Tensor:
+    def rand(self, *size: Any, **options: Any) -> torch.Tensor:
         """Uniform in [0, 1)."""
-        return _as_asked(self._uniform(_size(size, more)), more)
+        return _with_options(self._uniform(_size(size, options)), options)
 
-    def rand_like(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    def rand_like(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         """The same."""
-        return _as_asked(self._uniform(x.shape), {"dtype": x.dtype} | more)
+        return _with_options(self._uniform(x.shape), {"dtype": x.dtype} | options)
 
-    def uniform_(self, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **more: Any) -> Any:
-        """In place; torch calls the bounds `from` and `to`."""
-        low, high = more.pop("from", low), more.pop("to", high)
-        _refuse_own(more)
+    def uniform_(self, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **options: Any) -> Any:
+        """Uniform, in place; torch names the bounds `from` and `to`."""
+        low, high = options.pop("from", low), options.pop("to", high)
+        _refuse_generator_and_out(options)
         return x.copy_(low + (high - low) * self._uniform(x.shape))
 
-    def randn(self, *size: Any, **more: Any) -> torch.Tensor:
+    def randn(self, *size: Any, **options: Any) -> torch.Tensor:
         """Normal."""
-        return _as_asked(self._normal(_size(size, more)), more)
+        return _with_options(self._normal(_size(size, options)), options)
 
-    def randn_like(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    def randn_like(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         """The same."""
-        return _as_asked(self._normal(x.shape), {"dtype": x.dtype} | more)
+        return _with_options(self._normal(x.shape), {"dtype": x.dtype} | options)
 
-    def normal_(self, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **more: Any) -> Any:
+    def normal_(self, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **options: Any) -> Any:
         """In place."""
-        _refuse_own(more)
+        _refuse_generator_and_out(options)
         return x.copy_(mean + std * self._normal(x.shape))
 
-    def normal(self, mean: Any, std: Any = 1.0, size: Any = None, **more: Any) -> torch.Tensor:
-        """Of numbers and a size, or of tensors."""
+    def normal(self, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> torch.Tensor:
+        """Normal, for numbers and a size, or for tensors."""
         if size is None:
             shapes = [x.shape for x in (mean, std) if isinstance(x, torch.Tensor)]
             size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-        return _as_asked(mean + std * self._normal(size), more)
+        return _with_options(mean + std * self._normal(size), options)
 
-    def exponential_(self, x: torch.Tensor, lambd: float = 1.0, **more: Any) -> torch.Tensor:
+    def exponential_(self, x: torch.Tensor, lambd: float = 1.0, **options: Any) -> torch.Tensor:
         """In place."""
-        _refuse_own(more)
+        _refuse_generator_and_out(options)
         return x.copy_(self._exponential(x.shape) / lambd)
 
-    def bernoulli(self, x: torch.Tensor, p: Any = None, **more: Any) -> torch.Tensor:
-        """One with the probability that x gives, or p."""
-        _refuse_own(more)
+    def bernoulli(self, x: torch.Tensor, p: Any = None, **options: Any) -> torch.Tensor:
+        """1 with the probability in x, or p."""
+        _refuse_generator_and_out(options)
         return (self._uniform(x.shape) < (x if p is None else p)).to(x.dtype)
 
-    def bernoulli_(self, x: torch.Tensor, p: Any = 0.5, **more: Any) -> torch.Tensor:
+    def bernoulli_(self, x: torch.Tensor, p: Any = 0.5, **options: Any) -> torch.Tensor:
         """In place."""
-        return x.copy_(self.bernoulli(x, p, **more))
+        return x.copy_(self.bernoulli(x, p, **options))
 
-    def randint(self, *given: Any, **more: Any) -> torch.Tensor:
-        """Whole numbers of (high, size) or (low, high, size)."""
-        rest = list(given)
-        size = more.pop("size") if "size" in more else rest.pop()
-        high = more.pop("high") if "high" in more else rest.pop()
-        low = more.pop("low", rest.pop() if rest else 0)
-        return _as_asked(self._integers(low, high, size), {"dtype": torch.int64} | more)
+    def randint(self, *bounds: Any, **options: Any) -> torch.Tensor:
+        """Integers; arguments (high, size) or (low, high, size)."""
+        remaining = list(bounds)
+        size = options.pop("size") if "size" in options else remaining.pop()
+        high = options.pop("high") if "high" in options else remaining.pop()
+        low = options.pop("low", remaining.pop() if remaining else 0)
+        return _with_options(self._integers(low, high, size), {"dtype": torch.int64} | options)
 
-    def randint_like(self, x: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
-        """Of (high) or (low, high)."""
-        rest = list(given)
-        high = more.pop("high") if "high" in more else rest.pop()
-        low = more.pop("low", rest.pop() if rest else 0)
-        return _as_asked(self._integers(low, high, x.shape), {"dtype": x.dtype} | more)
+    def randint_like(self, x: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
+        """Integers; arguments (high) or (low, high)."""
+        remaining = list(bounds)
+        high = options.pop("high") if "high" in options else remaining.pop()
+        low = options.pop("low", remaining.pop() if remaining else 0)
+        return _with_options(self._integers(low, high, x.shape), {"dtype": x.dtype} | options)
 
-    def lstm(self, *given: Any) -> Any:
-        """Dropout between layers, which torch draws inside of its own operator."""
-        return self._recurrent(torch.lstm, *given)
+    def lstm(self, *arguments: Any) -> Any:
+        """Draw the dropout between layers, which torch draws inside its operator."""
+        return self._recurrent(torch.lstm, *arguments)
 
-    def gru(self, *given: Any) -> Any:
+    def gru(self, *arguments: Any) -> Any:
         """The same."""
-        return self._recurrent(torch.gru, *given)
+        return self._recurrent(torch.gru, *arguments)
 
-    def rnn_tanh(self, *given: Any) -> Any:
+    def rnn_tanh(self, *arguments: Any) -> Any:
         """The same."""
-        return self._recurrent(torch.rnn_tanh, *given)
+        return self._recurrent(torch.rnn_tanh, *arguments)
 
-    def rnn_relu(self, *given: Any) -> Any:
+    def rnn_relu(self, *arguments: Any) -> Any:
         """The same."""
-        return self._recurrent(torch.rnn_relu, *given)
+        return self._recurrent(torch.rnn_relu, *arguments)
 
-    def _recurrent(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Layer by layer.
+    def _recurrent(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a recurrent network layer by layer.
 
         Arguments are torch's: input, state, weights, biases, layers, dropout, training,
-        bidirectional and batch first. A packed sequence has others, and is left to torch.
+        bidirectional and batch first. A packed sequence has other arguments and is left to torch.
         """
-        x, state, weights, biases, layers, dropout, training, *form = given
+        x, state, weights, biases, layers, dropout, training, *form = arguments
         if isinstance(biases, (list, tuple)) or layers == 1 or not (dropout and training):
-            return function(*given)
+            return function(*arguments)
         states = [state] if isinstance(state, torch.Tensor) else list(state)
-        each, ends = len(weights) // layers, []
+        weights_per_layer, ends = len(weights) // layers, []
         for layer in range(layers):
             begin = [part.chunk(layers)[layer] for part in states]
-            own = weights[each * layer : each * (layer + 1)]
-            held = begin[0] if isinstance(state, torch.Tensor) else begin
-            x, *end = function(x, held, own, biases, 1, 0.0, training, *form)
+            layer_weights = weights[weights_per_layer * layer : weights_per_layer * (layer + 1)]
+            layer_state = begin[0] if isinstance(state, torch.Tensor) else begin
+            x, *end = function(x, layer_state, layer_weights, biases, 1, 0.0, training, *form)
             ends.append(end)
             if layer < layers - 1:
                 x = self.dropout(x, dropout)
@@ -207,15 +208,15 @@ class Draws:
     def _site(self) -> int:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             raise SamestepError(
-                "Vulkan and canonical arithmetic cannot draw the same numbers again in backward, "
-                "as torch.utils.checkpoint asks for: draw nothing (no dropout) inside of it, or, "
-                "for a model that a run spec names, set model.gradient_checkpointing"
+                "expected no random numbers (dropout) inside torch.utils.checkpoint, got a draw in "
+                "its recomputation, which Vulkan and canonical arithmetic cannot repeat; remove "
+                "the dropout, or use model.gradient_checkpointing instead"
             )
         site, self.sites = self.sites, self.sites + 1
         return site
 
     def _noise(self, x: torch.Tensor, shape: Sequence[int], p: float) -> torch.Tensor | None:
-        """What a dropout multiplies with; None for nothing to do."""
+        """Return a dropout mask; None if nothing is dropped."""
         _refuse_probability(p)
         if p == 0.0:
             return None
@@ -228,27 +229,27 @@ class Draws:
         _refuse_probability(p)
         if p == 1.0:
             return x * 0.0
-        kept = (self._uniform(shape) >= p).to(x.dtype)
+        mask = (self._uniform(shape) >= p).to(x.dtype)
         scale = 1 / math.sqrt((_SELU**2 * p + 1) * (1 - p))
-        return x * (kept * scale) + ((kept - 1) * (_SELU * scale) + _SELU * scale * p)
+        return x * (mask * scale) + ((mask - 1) * (_SELU * scale) + _SELU * scale * p)
 
     def _uniform(self, shape: Sequence[int]) -> torch.Tensor:
-        drawn: torch.Tensor = UNIFORM(self.seed, list(shape), self._site())
-        return drawn
+        values: torch.Tensor = UNIFORM(self.seed, list(shape), self._site())
+        return values
 
     def _exponential(self, shape: Sequence[int]) -> torch.Tensor:
         return -self._uniform(shape).clamp(min=_SMALLEST).log()
 
     def _normal(self, shape: Sequence[int]) -> torch.Tensor:
-        """By Box and Muller."""
+        """Draw normal numbers by the Box-Muller transform."""
         radius = (2 * self._exponential(shape)).sqrt()
         return radius * (2 * math.pi * self._uniform(shape)).cos()
 
     def _integers(self, low: int, high: int, shape: Sequence[int]) -> torch.Tensor:
         if not 0 < high - low <= _MOST_INTEGERS:
             raise SamestepError(
-                f"expected a range of 1 to {_MOST_INTEGERS} whole numbers to draw from, got "
-                f"{low} to {high}; the vulkan backend draws no more"
+                f"expected a range of 1 to {_MOST_INTEGERS} integers to draw from on the vulkan "
+                f"backend, got {low} to {high}; draw from a smaller range"
             )
         return (self._uniform(shape) * (high - low)).floor().to(torch.int64) + low
 
@@ -269,30 +270,30 @@ _RULES: Final[Mapping[Any, str]] = {
         for name in ("bernoulli", "bernoulli_", "exponential_", "normal_", "uniform_")
     },
 }  # fmt: skip
-"""Functions of torch's by the method above that computes them."""
+"""Torch's random functions, and the methods above that replace them."""
 
 
 def _channels(x: torch.Tensor) -> list[int]:
     return [*x.shape[:2], *(1 for _ in x.shape[2:])]
 
 
-def _size(given: Sequence[Any], more: dict[str, Any]) -> list[int]:
-    size = more.pop("size", given)
+def _size(sizes: Sequence[Any], options: dict[str, Any]) -> list[int]:
+    size = options.pop("size", sizes)
     return list(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
 
 
-def _as_asked(drawn: torch.Tensor, more: Mapping[str, Any]) -> torch.Tensor:
-    _refuse_own(more)
-    dtype = more.get("dtype")
-    drawn = drawn if dtype is None else drawn.to(dtype)
-    return drawn.requires_grad_() if more.get("requires_grad") else drawn
+def _with_options(values: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+    _refuse_generator_and_out(options)
+    dtype = options.get("dtype")
+    values = values if dtype is None else values.to(dtype)
+    return values.requires_grad_() if options.get("requires_grad") else values
 
 
-def _refuse_own(more: Mapping[str, Any]) -> None:
-    if more.get("generator") is not None or more.get("out") is not None:
+def _refuse_generator_and_out(options: Mapping[str, Any]) -> None:
+    if options.get("generator") is not None or options.get("out") is not None:
         raise SamestepError(
-            "Vulkan and canonical arithmetic draw random numbers from the run's seed, not from a "
-            "private generator of the model, and into no tensor that is given as out"
+            "expected random numbers without generator= and out=, got one of them; Vulkan and "
+            "canonical arithmetic draw from the run's seed, so leave it out"
         )
 
 
@@ -301,31 +302,31 @@ def _refuse_probability(p: float) -> None:
         raise SamestepError(f"expected a dropout probability between 0 and 1, got {p}")
 
 
-def refuse_undrawn(graph: fx.GraphModule) -> None:
-    """No operator of the graph draws by a generator of torch's.
+def refuse_undeclared_draws(graph: fx.GraphModule) -> None:
+    """Refuse a graph with an operator that draws from torch's generator.
 
     Raises:
-        SamestepError: One does.
+        SamestepError: Names the operator.
     """
     for node in graph.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             name = str(node.target).removeprefix("aten.").split(".")[0]
             module = str(node.meta.get("module", "")) or "the loss"
-            raise _undrawn(repr(name), module)
+            raise _foreign_draw_error(repr(name), module)
 
 
 @contextmanager
 def refuse_foreign_draws() -> Iterator[None]:
-    """While it is entered, nothing draws from the global generators of Python, numpy and torch.
+    """Refuse draws from the global generators of Python, NumPy and torch within the context.
 
     Raises:
-        SamestepError: Something did.
+        SamestepError: A generator's state has changed.
     """
-    before = _states()
+    states = _states()
     yield
     for name, state in _states().items():
-        if state != before[name]:
-            raise _undrawn(f"from {name}", "forward or the loss")
+        if state != states[name]:
+            raise _foreign_draw_error(f"from {name}", "forward or the loss")
 
 
 def _states() -> dict[str, object]:
@@ -337,9 +338,9 @@ def _states() -> dict[str, object]:
     }
 
 
-def _undrawn(what: str, where: str) -> SamestepError:
+def _foreign_draw_error(draw: str, origin: str) -> SamestepError:
     return SamestepError(
-        f"Vulkan and canonical arithmetic cannot draw {what}, as {where} asks for: it would be the "
-        "same numbers in every step; draw by torch.rand or torch.randn, or use a cpu or cuda "
-        "worker in native arithmetic"
+        f"expected random numbers from torch.rand or torch.randn, got a draw {draw} in {origin}, "
+        "which Vulkan and canonical arithmetic would repeat in every step; use those functions, or "
+        "a cpu or cuda worker in native arithmetic"
     )

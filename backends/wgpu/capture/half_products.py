@@ -1,9 +1,9 @@
-"""`model.precision: float16`: what of a model is computed in it, as torch's autocast does on cards.
+"""`model.precision: float16`: mixed precision as in torch's autocast on GPUs.
 
 A matrix product's operands are rounded to float16, multiplied and summed in float32, and the sum is
-rounded to float16: so torch computes it, and so do we. Here that is written in plain operators, for
-torch on the CPU as for a trace. Norms, softmax, losses and sums take what is in float16 in float32;
-everything else is computed in the type that it is given.
+rounded to float16, as in torch. Here that is expressed in plain operators, for torch on the CPU and
+for traces. Norms, softmax, losses and sums widen float16 inputs to float32; everything else is
+computed in its inputs' dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PRODUCTS: Final = frozenset({
     "baddbmm", "einsum", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
 })  # fmt: skip
-"""By name: of torch's functions, of a tensor's methods and of `torch.nn.functional`."""
+"""Names of torch's functions, a tensor's methods and functions of `torch.nn.functional`."""
 _IN_FLOAT32: Final = frozenset({
     "softmax", "log_softmax", "softmin", "softplus", "layer_norm", "rms_norm", "group_norm",
     "instance_norm", "normalize", "norm", "vector_norm", "cosine_similarity", "cdist", "pdist",
@@ -34,22 +34,22 @@ _IN_FLOAT32: Final = frozenset({
     "log10", "log1p", "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "sinh", "cosh", "tan",
     "asin", "acos", "erfinv",
 })  # fmt: skip
-"""What torch's autocast computes in float32 on a card."""
+"""Functions that torch's autocast computes in float32 on a GPU."""
 _BIASES: Final = frozenset({"bias", "attn_mask", "input"})
 
-_entered: list[HalfProducts] = []
+_active: list[HalfProducts] = []
 
 
 class HalfProducts(TorchFunctionMode):
-    """While it is entered, products are computed so."""
+    """Mode in which products have float16 operands and results."""
 
     def __enter__(self) -> Any:
-        """Known from then on to `rounded_to_half`."""
-        _entered.append(self)
+        """Activate the mode."""
+        _active.append(self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *given: object) -> None:
-        _entered.pop()
+        _active.pop()
         super().__exit__(*given)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -59,25 +59,25 @@ class HalfProducts(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Round what a product takes and gives; widen what is to be computed in float32."""
+        """Round a product's operands and result; widen inputs of functions in float32."""
         del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _PRODUCTS:
             return _product(func, name, args, kwargs)
         if name in _IN_FLOAT32:
-            args, kwargs = pytree.tree_map(_widened, (tuple(args), dict(kwargs)))
+            args, kwargs = pytree.tree_map(_widen, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
 
 def computes_in_half() -> bool:
-    """Whether products are computed so just now."""
-    return bool(_entered)
+    """Whether the mode is active."""
+    return bool(_active)
 
 
 @contextmanager
-def half_products(*, wanted: bool) -> Iterator[None]:
-    """`HalfProducts`, or nothing."""
-    if not wanted:
+def half_products(*, enabled: bool) -> Iterator[None]:
+    """Activate `HalfProducts` if `enabled`."""
+    if not enabled:
         yield
         return
     with HalfProducts():
@@ -85,26 +85,26 @@ def half_products(*, wanted: bool) -> Iterator[None]:
 
 
 def rounded_to_half(x: torch.Tensor) -> torch.Tensor:
-    """The nearest in float16, in float32."""
+    """Round to float16 and widen to float32."""
     return x.half().float()
 
 
 def _product(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """With operands rounded; what is added to the sums stays in float32."""
-    added = {"linear": {2}, "bilinear": {3}, "scaled_dot_product_attention": {3}}.get(name, set())
-    added = {2} if name.startswith("conv") else added
-    added = {0} if name in {"addmm", "addmv", "addbmm", "baddbmm"} else added
+    """Compute a product with rounded operands; addends such as a bias stay float32."""
+    addends = {"linear": {2}, "bilinear": {3}, "scaled_dot_product_attention": {3}}.get(name, set())
+    addends = {2} if name.startswith("conv") else addends
+    addends = {0} if name in {"addmm", "addmv", "addbmm", "baddbmm"} else addends
     operands = [
-        _widened(x) if place in added else pytree.tree_map(_operand, x)
-        for place, x in enumerate(args)
+        _widen(x) if index in addends else pytree.tree_map(_operand, x)
+        for index, x in enumerate(args)
     ]
-    words = {
-        key: _widened(x) if key in _BIASES - {"input"} else pytree.tree_map(_operand, x)
+    keywords = {
+        key: _widen(x) if key in _BIASES - {"input"} else pytree.tree_map(_operand, x)
         for key, x in kwargs.items()
     }
-    result = func(*operands, **words)
+    result = func(*operands, **keywords)
     floats = isinstance(result, torch.Tensor) and result.dtype == torch.float32
     return result.half() if floats else result
 
@@ -115,5 +115,5 @@ def _operand(x: Any) -> Any:
     return rounded_to_half(x)
 
 
-def _widened(x: Any) -> Any:
+def _widen(x: Any) -> Any:
     return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x

@@ -1,7 +1,7 @@
-"""The training step itself, as torch computes it on the CPU: what a program is compared with.
+"""Compute a training step with torch on the CPU, as the reference for a program.
 
-Nothing of a capture is used but which layer calls draw from which seed: the device's masks of
-dropout are its own, so torch's side draws the same words by `backends.wgpu.graph.reference`.
+Of the capture only the assignment of seeds to layer calls is used: random numbers come from
+`backends.wgpu.graph.reference`, so that dropout masks equal the device's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from backends.wgpu.capture.attention import written_out
+from backends.wgpu.capture.attention import never_fuses
 from backends.wgpu.capture.capture import Arrays
 from backends.wgpu.capture.half_products import half_products
 from backends.wgpu.capture.layer_call import LayerCall, repeated_layers
@@ -29,11 +29,11 @@ class HostStep:
 
     Args:
         module: The model; it is not changed.
-        loss: Gives the summed loss.
-        values: Of each of the module's tensors, under every name it has.
+        loss: Returns the summed loss.
+        values: The module's tensors, under all their names.
         trained: Names of the trainable tensors.
         calls: The layer calls of the step's capture.
-        scale: What the loss is multiplied by before backward, of a step in float16; else 0.
+        scale: Loss scale of a float16 step; else 0.
     """
 
     def __init__(
@@ -53,52 +53,52 @@ class HostStep:
         self._calls = calls
         self._scale = scale
         leaves: dict[int, torch.Tensor] = {}
-        wanted = {id(values[name]) for name in trained}
+        trained_ids = {id(values[name]) for name in trained}
         for value in values.values():
-            leaf = value.detach().requires_grad_(id(value) in wanted)
+            leaf = value.detach().requires_grad_(id(value) in trained_ids)
             leaves.setdefault(id(value), leaf)
         self._values = {name: leaves[id(value)] for name, value in values.items()}
 
     def run(self, arrays: Arrays, seeds: torch.Tensor) -> list[torch.Tensor]:
-        """One microbatch.
+        """Compute one microbatch.
 
         Args:
             arrays: Its arrays.
-            seeds: (count, 2) int32, as the program is given them.
+            seeds: (count, 2) int32, as for the program.
 
         Returns:
-            The loss, then each trained tensor's gradient; zeros where the loss does not reach.
+            The loss, then each trained tensor's gradient; zeros for unreached tensors.
         """
-        wanted = [self._values[name] for name in self._trained]
-        grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        parameters = [self._values[name] for name in self._trained]
+        grads: Sequence[torch.Tensor | None] = [None] * len(parameters)
         with ExitStack() as stack:
             stack.enter_context(_training(self._module))
             stack.enter_context(substituted(self._module, self._values))
-            stack.enter_context(half_products(wanted=bool(self._scale)))
+            stack.enter_context(half_products(enabled=bool(self._scale)))
             stack.enter_context(self._layers_draw(iter(seeds[1:])))
             stack.enter_context(_Draws(seeds[0]))
             stack.enter_context(torch.enable_grad())
             value = self._loss(self._module, arrays)
             value = value.float() if self._scale else value
-            started = torch.tensor(self._scale) if self._scale else None
-            if value.requires_grad and wanted:
-                grads = torch.autograd.grad(value, wanted, started, allow_unused=True)
+            initial_gradient = torch.tensor(self._scale) if self._scale else None
+            if value.requires_grad and parameters:
+                grads = torch.autograd.grad(value, parameters, initial_gradient, allow_unused=True)
         if self._scale:
             grads = [None if grad is None else grad / self._scale for grad in grads]
-        pairs = zip(grads, wanted, strict=True)
-        found = (torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs)
-        return [value.detach(), *(each.detach() for each in found)]
+        pairs = zip(grads, parameters, strict=True)
+        gradients = (torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs)
+        return [value.detach(), *(each.detach() for each in gradients)]
 
     @contextmanager
     def _layers_draw(self, seeds: Iterator[torch.Tensor]) -> Iterator[None]:
-        """While it is entered, the calls that a capture closes draw from seeds of their own."""
+        """Give each closed layer call its own seed within the context."""
         calls = list(self._calls)[::-1]
 
         def wrap(path: str, layer: nn.Module) -> None:
             forward = layer.forward
 
             def run(*args: Any, **kwargs: Any) -> Any:
-                if not calls or calls[-1].path != path:  # one that could not be closed
+                if not calls or calls[-1].path != path:  # the capture could not close this call
                     return forward(*args, **kwargs)
                 if not calls.pop().draws:
                     return forward(*args, **kwargs)
@@ -118,10 +118,10 @@ class HostStep:
 
 
 class _Draws(Rewrites):
-    """What is random is the program's; attention that draws nothing is torch's own."""
+    """Replace random functions; attention without dropout remains torch's."""
 
     def __init__(self, seed: torch.Tensor) -> None:
-        super().__init__(seed, written_out)
+        super().__init__(seed, never_fuses)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         drop = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
@@ -132,7 +132,7 @@ class _Draws(Rewrites):
 
 @contextmanager
 def _training(module: nn.Module) -> Iterator[None]:
-    """In training mode, without checkpoints, whose second forward would draw anew."""
+    """Set training mode, without checkpoints, whose recomputation would draw again."""
     modes = [(each, each.training) for each in module.modules()]
     flags = [each for each in module.modules() if getattr(each, "gradient_checkpointing", False)]
     try:

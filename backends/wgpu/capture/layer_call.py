@@ -1,10 +1,11 @@
-"""One call of a repeated layer within a trace, recorded as a single operator.
+"""A call of a repeated layer within a trace, recorded as a single operator.
 
-A model is traced with its layers closed: forward and backward of each are one node, so the size
-of the trace hardly grows with depth. What happens inside is traced once for each *kind* of call.
-Two calls are of one kind if torch runs the same operators on tensors of the same shapes with the
-same numbers, forward and backward. Each call is run on empty tensors to see that: what a layer
-computes may depend on anything, its place among the layers or a count of calls.
+A model is traced with its layers *closed*: forward and backward of each are one node, so the trace
+hardly grows with depth. The inside is traced once per *kind* of call. Two calls are of the same
+kind if torch runs the same operators with the same shapes and constants, forward and backward. To
+find
+out, each call is run on empty tensors: a layer's computation may depend on anything, such as its
+index or a call count.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backends.wgpu.capture.attention import Fuses, written_out
+from backends.wgpu.capture.attention import Fuses, never_fuses
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substituted
 from backends.wgpu.graph.opaque import LAYER_BACKWARD, LAYER_FORWARD, CallsOfTrace
@@ -34,57 +35,57 @@ _HASHED_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
-    """A tensor's shape and type, and whether a gradient flows through it."""
+class TensorSpec:
+    """A tensor's shape and dtype, and whether a gradient flows through it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool = False
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Like:
-        """What this tensor is like."""
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        """Describe a tensor."""
         floating = tensor.dtype.is_floating_point
-        return Like(tuple(tensor.shape), tensor.dtype, floating and tensor.requires_grad)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, floating and tensor.requires_grad)
 
     def fake(self) -> torch.Tensor:
-        """A new leaf like it; made under a fake mode it holds nothing."""
+        """Return a new leaf tensor; without memory under a fake mode."""
         return torch.empty(self.shape, dtype=self.dtype).requires_grad_(self.differentiable)
 
 
 @dataclass(slots=True, eq=False)
 class LayerCall:
-    """One call.
+    """One call of a layer.
 
     Attributes:
-        number: Its place in the trace.
+        number: Its number in the trace.
         path: The layer's name in the model.
-        forward: The layer's own forward.
+        forward: The layer's original forward.
         layer: The layer.
         inputs: Its parameters, buffers, tensor arguments, and the seed if it draws.
-        names: The input that each parameter and buffer is, by name.
-        outputs: What forward gives.
-        leaves: Arguments, flat; a tensor is the number of its input.
+        names: Input number of each parameter and buffer, by name.
+        outputs: Results of forward.
+        leaves: Arguments, flat; a tensor is replaced by its input number.
         arguments: The structure of (args, kwargs).
-        results: The structure of what forward gives.
-        draws: Whether it has dropout; the last input is then the seed.
-        fingerprint: Of the operators that forward and backward run.
-        tangents: For each output, whether backward came through it; None without backward.
-        checkpoint: Whether to compute forward again in backward.
-        fuses: Which attention stays in one piece.
+        results: The structure of forward's results.
+        draws: Whether it draws random numbers; the last input is then the seed.
+        fingerprint: Hash of the operators that forward and backward run.
+        tangents: For each output, whether it has a gradient in backward; None without backward.
+        checkpoint: Whether backward recomputes forward.
+        fuses: Which attention becomes one operator.
     """
 
     number: int
     path: str
     layer: nn.Module
     forward: Callable[..., Any]
-    inputs: list[Like]
+    inputs: list[TensorSpec]
     names: dict[str, int]
     leaves: list[Any]
     arguments: pytree.TreeSpec
     checkpoint: bool = False
-    fuses: Fuses = written_out
-    outputs: list[Like] = field(default_factory=list)
+    fuses: Fuses = never_fuses
+    outputs: list[TensorSpec] = field(default_factory=list)
     results: pytree.TreeSpec | None = None
     draws: bool = False
     fingerprint: str = ""
@@ -92,15 +93,15 @@ class LayerCall:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Calls of equal kind compute the same."""
+        """Calls of equal kind compute the same function."""
         return self.fingerprint, tuple(self.inputs), self.tangents, self.checkpoint
 
     def run(
         self, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None = None
     ) -> tuple[list[Any], Rewrites]:
-        """Forward on these inputs: flat results, and what was drawn from the seed, by default the
-        last input."""
-        by_name = {name: tensors[place] for name, place in self.names.items()}
+        """Run forward; return flat results and the rewrites with the draws from the seed, by
+        default the last input."""
+        by_name = {name: tensors[index] for name, index in self.names.items()}
         leaves = [tensors[x.place] if isinstance(x, _Place) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
         seed = tensors[-1] if seed is None else seed
@@ -114,24 +115,21 @@ class _Place:
     place: int
 
 
-class NotOpaque(Exception):
-    """The call cannot be closed: it has arguments or effects that a node cannot stand for.
-
-    A verdict: the layer is then left open.
-    """
+class NotClosable(Exception):
+    """The call has arguments or side effects that a node cannot express; the layer is inlined."""
 
 
 @contextmanager
 def closed_layers(
     module: nn.Module, seeds: Callable[[], torch.Tensor], *, checkpoint: bool, fuses: Fuses
 ) -> Iterator[list[LayerCall]]:
-    """While it is entered, calls of the module's repeated layers are traced as one node each.
+    """Trace calls of the module's repeated layers as one node each within the context.
 
     Args:
         module: The model.
-        seeds: Gives a (2,) int32 tensor for each call that draws.
-        checkpoint: Whether calls shall be computed again in backward.
-        fuses: Which attention stays in one piece.
+        seeds: Returns a (2,) int32 tensor for each call that draws.
+        checkpoint: Whether backward recomputes calls.
+        fuses: Which attention becomes one operator.
     """
     layers = dict(repeated_layers(module, ""))
     with CallsOfTrace[LayerCall]() as calls:
@@ -139,12 +137,12 @@ def closed_layers(
         def close(path: str, layer: nn.Module) -> None:
             forward = layer.forward
 
-            def stand_in(*args: Any, **kwargs: Any) -> Any:
+            def traced_forward(*args: Any, **kwargs: Any) -> Any:
                 try:
-                    call, tensors = _described(len(calls), path, layer, forward, args, kwargs)
+                    call, tensors = _describe_call(len(calls), path, layer, forward, args, kwargs)
                     call.fuses = fuses
-                    _look(call)
-                except NotOpaque:
+                    _inspect(call)
+                except NotClosable:
                     return forward(*args, **kwargs)
                 call.checkpoint = checkpoint and torch.is_grad_enabled()
                 if call.draws:
@@ -154,7 +152,7 @@ def closed_layers(
                 assert call.results is not None
                 return pytree.tree_unflatten(_Closed.apply(call, *tensors), call.results)  # type: ignore[no-untyped-call]
 
-            layer.forward = stand_in
+            layer.forward = traced_forward
 
         for path, layer in layers.items():
             close(path, layer)
@@ -166,28 +164,28 @@ def closed_layers(
 
 
 def repeated_layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost lists of like layers, by their names."""
+    """Yield the layers of the outermost lists of layers of one class, with their names."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList) and _alike(child):
+        if isinstance(child, nn.ModuleList) and _are_repeated(child):
             yield from ((f"{path}.{number}", layer) for number, layer in enumerate(child))
         else:
             yield from repeated_layers(child, f"{path}.")
 
 
-def _alike(layers: Iterable[nn.Module]) -> bool:
-    every = list(layers)
+def _are_repeated(layers: Iterable[nn.Module]) -> bool:
+    modules = list(layers)
     return (
-        len(every) > 1
-        and len({type(layer) for layer in every}) == 1
-        and len({id(layer) for layer in every}) == len(every)
-        and type(every[0]).forward is not nn.Module.forward
-        and all("forward" not in vars(layer) for layer in every)
+        len(modules) > 1
+        and len({type(layer) for layer in modules}) == 1
+        and len({id(layer) for layer in modules}) == len(modules)
+        and type(modules[0]).forward is not nn.Module.forward
+        and all("forward" not in vars(layer) for layer in modules)
     )
 
 
 class _Closed(torch.autograd.Function):
-    """The node of a call, and of its backward."""
+    """The operators of a call and its backward."""
 
     @staticmethod
     def forward(ctx: Any, call: LayerCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -206,7 +204,7 @@ class _Closed(torch.autograd.Function):
         return None, *(next(grads) if like.differentiable else None for like in call.inputs)
 
 
-def _described(  # noqa: PLR0917
+def _describe_call(  # noqa: PLR0917
     number: int,
     path: str,
     layer: nn.Module,
@@ -214,69 +212,69 @@ def _described(  # noqa: PLR0917
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[LayerCall, list[torch.Tensor]]:
-    """The call, and its inputs."""
+    """Return the call and its input tensors."""
     tensors: list[torch.Tensor] = []
-    places: dict[int, int] = {}
+    numbers: dict[int, int] = {}
 
-    def place(tensor: torch.Tensor) -> int:
-        if id(tensor) not in places:
-            places[id(tensor)] = len(tensors)
+    def number_of(tensor: torch.Tensor) -> int:
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(tensors)
             tensors.append(tensor)
-        return places[id(tensor)]
+        return numbers[id(tensor)]
 
-    names = {name: place(tensor) for name, tensor in named_tensors(layer).items()}
+    names = {name: number_of(tensor) for name, tensor in named_tensors(layer).items()}
     flat, arguments = pytree.tree_flatten((args, dict(kwargs)))
     leaves: list[Any] = []
     for leaf in flat:
         if isinstance(leaf, torch.Tensor):
-            leaves.append(_Place(place(leaf)))
+            leaves.append(_Place(number_of(leaf)))
         elif isinstance(leaf, _PLAIN):
             leaves.append(leaf)
         else:
-            raise NotOpaque
-    inputs = [Like.of(tensor) for tensor in tensors]
+            raise NotClosable
+    inputs = [TensorSpec.of(tensor) for tensor in tensors]
     return LayerCall(number, path, layer, forward, inputs, names, leaves, arguments), tensors
 
 
-def _look(call: LayerCall) -> None:
-    """See what the call does, forward and backward, by running it on empty tensors."""
+def _inspect(call: LayerCall) -> None:
+    """Determine outputs, draws and fingerprint by running the call on empty tensors."""
     with disable_proxy_modes_tracing():
         results, rewrites, call.fingerprint = _run_empty(call)
-    call.outputs = [Like.of(x) for x in results]
+    call.outputs = [TensorSpec.of(x) for x in results]
     if rewrites.draws.sites:
         call.draws = True
-        call.inputs = [*call.inputs, Like((2,), torch.int32)]
+        call.inputs = [*call.inputs, TensorSpec((2,), torch.int32)]
 
 
 def refuse_changed(call: LayerCall) -> None:
-    """A call computes the same when it is traced as when it was first seen.
+    """Refuse a call whose computation has changed since it was first run.
 
     Raises:
-        SamestepError: It does not: its forward counts calls, say.
+        SamestepError: It has changed, for example because forward counts calls.
     """
     try:
-        now = _run_empty(call)[2]
-    except NotOpaque:
-        now = ""
-    if now != call.fingerprint:
+        fingerprint = _run_empty(call)[2]
+    except NotClosable:
+        fingerprint = ""
+    if fingerprint != call.fingerprint:
         raise SamestepError(
-            f"{call.path} computes something else each time it is called, by a state of its own; "
-            "the vulkan backend cannot capture it: use a cpu or cuda worker for this model"
+            f"expected {call.path} to compute the same function in each call, got a layer with "
+            "internal state, which the vulkan backend cannot capture; use a cpu or cuda worker"
         )
 
 
 def _run_empty(call: LayerCall) -> tuple[list[torch.Tensor], Rewrites, str]:
-    """What it gives, what it drew, and the fingerprint of all that ran.
+    """Run a call on empty tensors; return results, rewrites and the fingerprint.
 
     Raises:
-        NotOpaque: No node can stand for it.
+        NotClosable: A node cannot express the call.
     """
     likes = call.inputs[:-1] if call.draws else call.inputs
     fakes = [like.fake() for like in likes]
     with _Fingerprint(fakes) as fingerprint:
         results, rewrites = call.run(fakes, torch.empty(2, dtype=torch.int32))
         if not results or not all(isinstance(x, torch.Tensor) for x in results):
-            raise NotOpaque
+            raise NotClosable
         fingerprint.add("results", [fingerprint.number(x) for x in results], call.results)
         fingerprint.add("backward", *_backward(results, fingerprint))
         fingerprint.add("gradients", _gradients(results, fakes, fingerprint))
@@ -284,69 +282,73 @@ def _run_empty(call: LayerCall) -> tuple[list[torch.Tensor], Rewrites, str]:
 
 
 def _nodes(results: Sequence[torch.Tensor]) -> dict[Any, int]:
-    """Of the graph by which gradients will flow, numbered as they are reached."""
+    """Number the nodes of the autograd graph in traversal order."""
     numbers: dict[Any, int] = {}
-    waiting: list[Any] = [x.grad_fn for x in results]
-    while waiting:
-        node = waiting.pop()
+    pending: list[Any] = [x.grad_fn for x in results]
+    while pending:
+        node = pending.pop()
         if node is not None and node not in numbers:
             numbers[node] = len(numbers)
-            waiting += [source_of for source_of, _ in node.next_functions]
+            pending += [source_of for source_of, _ in node.next_functions]
     return numbers
 
 
 def _backward(results: Sequence[torch.Tensor], fingerprint: _Fingerprint) -> Iterator[object]:
-    """What each node is and what it passes gradients to.
+    """Yield each autograd node's name and the nodes that it passes gradients to.
 
-    What a node of torch's own computes is told by its operator, which is hashed where it ran.
+    The computation of torch's nodes follows from the forward operators, which are hashed as they
+    run.
     """
     numbers = _nodes(results)
     yield [numbers.get(x.grad_fn) for x in results]
     for node in numbers:
         leaf = getattr(node, "variable", None)
         yield node.name(), None if leaf is None else fingerprint.number(leaf)
-        yield [(numbers.get(source_of), place) for source_of, place in node.next_functions]
+        yield [
+            (numbers.get(source_of), output_number)
+            for source_of, output_number in node.next_functions
+        ]
 
 
 def _gradients(
     results: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor], fingerprint: _Fingerprint
 ) -> list[int | None]:
-    """Run backward too, where a function of the model's own says what it computes."""
+    """Run backward as well if the model has custom autograd functions."""
     if not any(isinstance(node, BackwardCFunction) for node in _nodes(results)):
         return []
     reached = [x for x in results if x.requires_grad]
-    wanted = [x for x in fakes if x.requires_grad]
+    targets = [x for x in fakes if x.requires_grad]
     tangents = [torch.empty_like(x) for x in reached]
     grads: Sequence[torch.Tensor | None]
-    grads = [*torch.autograd.grad(reached, wanted, tangents, allow_unused=True)]
+    grads = [*torch.autograd.grad(reached, targets, tangents, allow_unused=True)]
     return [None if x is None else fingerprint.number(x) for x in grads]
 
 
 class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hashes the operators that run, with tensors numbered as they appear."""
+    """Mode that hashes the operators that run, with tensors numbered in order of appearance."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._hash = blake3()
         self._numbers: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []  # so that no id is used twice
+        self._tensors: list[torch.Tensor] = []  # so that no id is reused
         self._inputs = len(inputs)
         for tensor in inputs:
             self.number(tensor)
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The tensor's own; a new one for a tensor not seen before."""
+        """Return the tensor's number; a new tensor gets the next one."""
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self._numbers)
-            self._kept.append(tensor)
+            self._tensors.append(tensor)
         return self._numbers[id(tensor)]
 
-    def add(self, *facts: object) -> None:
-        """Hash these."""
-        self._hash.update(repr(facts).encode())
+    def add(self, *values: object) -> None:
+        """Hash values."""
+        self._hash.update(repr(values).encode())
 
     def digest(self) -> str:
-        """Of all that ran."""
+        """Return the hash of everything that ran."""
         return self._hash.hexdigest()
 
     def __torch_dispatch__(
@@ -365,15 +367,17 @@ class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _argument(self, func: Any, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
-        known = id(value) in self._numbers
+        is_known = id(value) in self._numbers
         number = self.number(value)
         if number < self._inputs and func._schema.is_mutable:  # noqa: SLF001
-            raise NotOpaque
-        if known:
+            raise NotClosable
+        if is_known:
             return number
         if isinstance(value, torch._subclasses.FakeTensor):  # noqa: SLF001
-            raise NotOpaque  # of the model around it, which no input stands for
+            raise NotClosable  # a tensor of the surrounding model that is not an input
         if value.numel() > _HASHED_ELEMENTS:
-            raise NotOpaque
-        with unset_fake_temporarily():  # a constant of forward: the mode would hide its values
+            raise NotClosable
+        with (
+            unset_fake_temporarily()
+        ):  # a constant of forward, whose values the fake mode would hide
             return number, value.detach().cpu().numpy().tobytes(), str(value.dtype)

@@ -1,9 +1,9 @@
-"""How the models of `transformers` come to our attention: where they ask for an implementation.
+"""Substitute fused attention in models of `transformers`.
 
-They all do so by one call, which names the configured one and hands over the model's own formula.
-For models whose authors state that torch's `scaled_dot_product_attention` computes the same, the
-answer is ours, which computes an eligible call as one operator and leaves the others to whom they
-belong. The model's masks stay as they are configured.
+All models look up their attention implementation by one call, with the configured name and the
+model's eager function as default. For models that declare support for torch's
+`scaled_dot_product_attention`, the lookup returns a function that computes eligible calls as one
+operator and delegates the others. Masks are unchanged.
 """
 
 from __future__ import annotations
@@ -33,37 +33,38 @@ _PLAIN: Final = frozenset(
         "use_cache",
     }
 )
-"""What leaves the formula as it is, or is in the mask already, or is looked at below. Anything else
-that a model hands over may change the formula: such a call is the model's own."""
+"""Arguments that do not change the formula, are part of the mask, or are checked below. A call with
+any other argument may use another formula and is delegated to the model."""
 
 
 def sdpa_can_be_traced() -> bool:
-    """Whether the masks for torch's function can be made without looking at their values.
+    """Whether masks for torch's function can be built without reading their values.
 
-    Older releases of `transformers` leave a mask out if it hides nothing.
+    Older releases of `transformers` omit a mask that masks nothing.
     """
     return hasattr(sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor")
 
 
 @contextmanager
-def own_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
-    """While it is entered, parts of the module ask us first. Without `transformers`: nothing."""
+def replaced_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
+    """Substitute the attention of the module's parts within the context, if `transformers` is
+    loaded."""
     library = sys.modules.get("transformers.modeling_utils")
     interface: Any = getattr(library, "ALL_ATTENTION_FUNCTIONS", None)
     if not hasattr(interface, "get_interface"):
         yield
         return
-    stating = [each for each in module.modules() if getattr(each, "_supports_sdpa", False)]
-    parts = {id(part) for each in stating for part in each.modules()}
-    usual = interface.get_interface
+    supporting = [each for each in module.modules() if getattr(each, "_supports_sdpa", False)]
+    parts = {id(part) for each in supporting for part in each.modules()}
+    original = interface.get_interface
 
-    def ours(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        function: Callable[..., Any] = usual(name, default)
+    def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function: Callable[..., Any] = original(name, default)
         if name not in {"eager", "sdpa"}:
             return function
         return partial(_attend, function, parts, fuses, needs_mask=name == "sdpa")
 
-    interface.get_interface = ours
+    interface.get_interface = get_interface
     try:
         yield
     finally:
@@ -71,7 +72,7 @@ def own_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
 
 
 def _attend(  # noqa: PLR0917
-    usual: Callable[..., Any],
+    original: Callable[..., Any],
     parts: set[int],
     fuses: Fuses,
     module: nn.Module,
@@ -79,22 +80,24 @@ def _attend(  # noqa: PLR0917
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-    *more: Any,
+    *extra: Any,
     needs_mask: bool,
-    **words: Any,
+    **options: Any,
 ) -> Any:
-    """A call as `transformers` makes it; `needs_mask`: without one, what is seen is told elsewhere.
+    """Compute a call of `transformers`; with `needs_mask`, a call without a mask is delegated.
 
     Returns:
         (B, T, H, D), and None for the weights.
     """
-    plain = not more and all(word in _PLAIN for word, given in words.items() if given is not None)
-    plain = plain and not words.get("dropout") and not words.get("output_attentions")
+    plain = not extra and all(
+        word in _PLAIN for word, given in options.items() if given is not None
+    )
+    plain = plain and not options.get("dropout") and not options.get("output_attentions")
     plain = plain and id(module) in parts and not (needs_mask and attention_mask is None)
     sizes = sizes_of(query, key, value, attention_mask) if plain else None
     if sizes is None or not fuses(sizes):
-        return usual(module, query, key, value, attention_mask, *more, **words)
-    given = words.get("scaling")
+        return original(module, query, key, value, attention_mask, *extra, **options)
+    given = options.get("scaling")
     scale: float = sizes.size**-0.5 if given is None else given
     result = fused_attention(query, key, value, attention_mask, scale, causal=False)
     return result.transpose(1, 2).contiguous(), None

@@ -1,8 +1,8 @@
-"""What a trace sees in place of torch's own random numbers and attention.
+"""Replace torch's random numbers and attention during a trace.
 
-Random numbers are a function of (seed, site, element): see `draws`. Attention becomes an operator
-of our own where that pays, and is written out elsewhere: torch's fused kernels have no rule in
-other operators.
+Random numbers become a function of (seed, site, element): see `draws`. Attention becomes a custom
+operator if that is faster, and is expanded into core operators otherwise, because torch's fused
+kernels have no decomposition.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _CHECKS: Final = frozenset({
     "has_torch_function_unary",
     "has_torch_function_variadic",
 })  # fmt: skip
-"""By these a function of torch's, written in Python, asks whether a mode shall have the call."""
+"""Functions by which torch's Python functions check whether to dispatch to a mode."""
 
 
 class Rewrites(TorchFunctionMode):
-    """While it is entered, what is random draws from `seed`, a (2,) int32 tensor of random words.
+    """Mode in which random functions draw from `seed`, a (2,) int32 tensor of random words.
 
-    Functions that torch composes of others, `multi_head_attention_forward` say, are run with the
-    mode on, so that it sees the others.
+    Composite functions such as `multi_head_attention_forward` are run with the mode enabled, so
+    that it sees the functions inside.
 
     Attributes:
-        draws: What was drawn.
+        draws: The draws.
     """
 
     def __init__(self, seed: torch.Tensor, fuses: Fuses) -> None:
@@ -43,7 +43,7 @@ class Rewrites(TorchFunctionMode):
         self.draws = Draws(seed)
         self._fuses = fuses
         self._running: list[FunctionType] = []
-        """Composites: one that comes again asks in a way of its own, and would ask for ever."""
+        """Composites in progress: a nested call of one would recurse without end."""
 
     def __torch_function__(
         self,
@@ -52,21 +52,21 @@ class Rewrites(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace what is known here; leave the rest."""
+        """Replace random functions and attention; run others unchanged."""
         del types
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        drawn = self.draws.known(func)
-        if drawn is not None:
-            return drawn(*args, **kwargs)
-        inside = _inside(func) if isinstance(func, FunctionType) else None
-        if inside is None or inside in self._running:
+        draw = self.draws.replacement(func)
+        if draw is not None:
+            return draw(*args, **kwargs)
+        body = _without_mode_check(func) if isinstance(func, FunctionType) else None
+        if body is None or body in self._running:
             return func(*args, **kwargs)
-        self._running.append(inside)
+        self._running.append(body)
         try:
             with self:
-                return inside(*args, **kwargs)
+                return body(*args, **kwargs)
         finally:
             self._running.pop()
 
@@ -81,7 +81,7 @@ class Rewrites(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> torch.Tensor:
-        """With the parameters of torch's own."""
+        """Replace `scaled_dot_product_attention`; same parameters."""
         scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
         sizes = sizes_of(query, key, value, attn_mask)
         if sizes is not None and dropout_p == 0.0 and self._fuses(sizes):
@@ -101,15 +101,15 @@ class Rewrites(TorchFunctionMode):
 
 
 @cache
-def _inside(func: FunctionType) -> FunctionType | None:
-    """The function without its question for a mode, which would ask again and again; None if it
-    asks none."""
+def _without_mode_check(func: FunctionType) -> FunctionType | None:
+    """Return a copy of the function without its check for a mode, which would recurse; None if it
+    has no check."""
     if not _CHECKS & {*func.__code__.co_names} & func.__globals__.keys():
         return None
     names = func.__globals__ | dict.fromkeys(_CHECKS, _no)
-    made = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
+    body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
 def _no(*_: object) -> bool:
@@ -117,13 +117,13 @@ def _no(*_: object) -> bool:
 
 
 def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    """(..., G, S, D) as (..., G * times, S, D): each group for all of its heads."""
-    wide = x.unsqueeze(-3).expand(*x.shape[:-2], times, *x.shape[-2:])
-    return wide.flatten(-4, -3)
+    """Expand (..., G, S, D) to (..., G * times, S, D): each group serves all of its heads."""
+    expanded = x.unsqueeze(-3).expand(*x.shape[:-2], times, *x.shape[-2:])
+    return expanded.flatten(-4, -3)
 
 
 def _softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Over the keys; as torch's, it gives zeros for a row that is masked as a whole."""
+    """Softmax over keys; as in torch, a fully masked row gives zeros."""
     if mask is None:
         return torch.softmax(scores, dim=-1)
     if mask.dtype == torch.bool:

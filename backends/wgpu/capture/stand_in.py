@@ -1,4 +1,4 @@
-"""What a task's evaluation is given for the model: a call runs on the device, nothing else does."""
+"""A proxy of the model for evaluation: a call of the model runs on the device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Forward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class StandIn(nn.Module):
-    """Looks like the module to whoever calls it.
+    """A proxy that behaves like the module when called.
 
     Args:
-        module: The module that it stands for; its plain attributes can be read.
-        run: Gives what the module's forward gives, with tensors on the host.
+        module: The module; its plain attributes can be read.
+        run: Computes the module's forward, with tensors on the host.
     """
 
     def __init__(self, module: nn.Module, run: Forward) -> None:
@@ -32,21 +32,21 @@ class StandIn(nn.Module):
         return self._samestep_run(args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Configuration, trained parameters and the like, but no part that computes."""
+        """Return plain attributes and trained parameters, but no submodule or method."""
         value = getattr(object.__getattribute__(self, "_samestep_module"), name)
-        if isinstance(value, nn.Parameter) and value.requires_grad:  # the host has it, too
+        if isinstance(value, nn.Parameter) and value.requires_grad:  # the host has a copy
             return nn.Parameter(value.detach(), requires_grad=False)
         if callable(value) or isinstance(value, torch.Tensor | nn.Module):
             raise _part_is_read(name)
         return value
 
     def __getitem__(self, name: Any) -> Any:
-        """Of a module that is a list or a dictionary: its parts."""
+        """Refuse access to the parts of a list or dictionary of modules."""
         raise _part_is_read(name)
 
 
 def _part_is_read(name: Any) -> SamestepError:
     return SamestepError(
-        f"the evaluation reads {name!r} of the model; on the vulkan backend it may only "
-        "call the model itself, which runs on the device"
+        f"expected an evaluation that only calls the model, got one that reads its {name!r}, "
+        "which the vulkan backend does not support; use a cpu or cuda worker"
     )

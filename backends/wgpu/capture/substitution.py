@@ -1,4 +1,4 @@
-"""Runs a module with other tensors in place of its parameters and buffers, then puts them back."""
+"""Run a module with substituted parameters and buffers, then restore them."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from protocol.base.errors import SamestepError
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, then buffers, under every name they have."""
+    """Return parameters, then buffers, under all their names."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return parameters | dict(module.named_buffers(remove_duplicate=False))
 
 
 @contextmanager
 def substituted(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """While it is entered, what has one of these names is another tensor.
+    """Substitute the module's tensors of these names within the context.
 
     Raises:
-        SamestepError: One of them was changed meanwhile.
+        SamestepError: The module changed one of them.
     """
-    places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
+    saved: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
     versions = {name: tensor._version for name, tensor in tensors.items()}  # noqa: SLF001
     try:
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
-            held: dict[str, torch.Tensor | None]
-            held = owner._parameters if leaf in owner._parameters else owner._buffers  # type: ignore[assignment]  # noqa: SLF001
-            places.append((held, leaf, held[leaf]))
-            held[leaf] = tensor
+            owner_tensors: dict[str, torch.Tensor | None]
+            owner_tensors = owner._parameters if leaf in owner._parameters else owner._buffers  # type: ignore[assignment]  # noqa: SLF001
+            saved.append((owner_tensors, leaf, owner_tensors[leaf]))
+            owner_tensors[leaf] = tensor
         yield
-        for (held, leaf, _), (name, tensor) in zip(places, tensors.items(), strict=True):
-            if held[leaf] is not tensor or tensor._version != versions[name]:  # noqa: SLF001
+        for (owner_tensors, leaf, _), (name, tensor) in zip(saved, tensors.items(), strict=True):
+            if owner_tensors[leaf] is not tensor or tensor._version != versions[name]:  # noqa: SLF001
                 raise SamestepError(
-                    f"{name!r} changes in forward, which no replica could follow; "
+                    f"expected tensors that stay the same, got {name!r}, which changes in forward; "
                     "use a layer without running state, an embedding without max_norm, or a plain "
-                    "attribute for what follows from shapes alone"
+                    "attribute for values that depend on shapes alone"
                 )
     finally:
-        for held, leaf, before in reversed(places):
-            held[leaf] = before
+        for owner_tensors, leaf, original in reversed(saved):
+            owner_tensors[leaf] = original

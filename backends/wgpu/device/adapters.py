@@ -1,8 +1,8 @@
-"""Which adapters this machine has: of Vulkan, of Metal on a Mac, of DX12 too on Windows.
+"""List the machine's adapters: Vulkan; Metal on a Mac; Vulkan and DX12 on Windows.
 
-The shaders are one text for all three. wgpu is imported only here and in `device`; without it, or
-without a driver, the answer is a reason in words. Software adapters (Mesa's lavapipe) come last and
-are taken only when asked for: `backends.registry`.
+All interfaces use the same shaders. wgpu is imported only here and in `device`; without it, or
+without a driver, the result is a reason. Software adapters (Mesa's lavapipe) come last and are used
+only on request: `backends.registry`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS: dict[str, Kind] = {
     "CPU": "software",
 }
 _INTERFACES: Final = {"darwin": ("Metal",), "win32": ("Vulkan", "DX12")}
-"""Of the system, by `sys.platform`, in wgpu's words; everywhere else Vulkan alone."""
+"""wgpu's names of the interfaces, by `sys.platform`; elsewhere only Vulkan."""
 _ORDER: tuple[Kind, ...] = ("discrete", "integrated", "other", "software")
 
 
@@ -35,13 +35,13 @@ class Adapter:
     """One device, through one interface of the system.
 
     Attributes:
-        name: As the driver calls it.
-        kind: Its type.
-        interface: What the system offers it through: Vulkan, Metal or D3D12.
-        driver: Name and version of the driver; on a Mac, which has no other, of the system.
+        name: The driver's name of the device.
+        kind: Type of the device.
+        interface: Vulkan, Metal or D3D12.
+        driver: Name and version of the driver; on a Mac, of the system.
         vendor_id: PCI vendor.
         device_id: PCI device.
-        memory_bytes: Its own memory; 0 where it is not known or is the host's.
+        memory_bytes: Device memory; 0 if unknown or shared with the host.
         handle: wgpu's adapter.
     """
 
@@ -60,11 +60,11 @@ class Adapter:
         return self.kind == "software"
 
     def info(self, index: int) -> DeviceInfo:
-        """Its row in `worker devices`."""
-        through = "" if self.interface == "Vulkan" else f" ({self.interface})"
+        """Return its row in `worker devices`."""
+        suffix = "" if self.interface == "Vulkan" else f" ({self.interface})"
         return DeviceInfo(
             "vulkan",
-            f"{self.name}{through}",
+            f"{self.name}{suffix}",
             True,
             "",
             index,
@@ -75,10 +75,10 @@ class Adapter:
 
 @cache
 def adapters() -> tuple[Adapter, ...] | str:
-    """Every Vulkan adapter, best kind first, or why there is none. Asked once per process."""
+    """Return all adapters, best kind first, or why there are none. Queried once per process."""
     if importlib.util.find_spec("wgpu") is None:
         return "wgpu is not installed; run deploy/environment.sh, or pip install 'wgpu>=0.32'"
-    # Mesa's layer that orders devices looks for a desktop and complains where there is none.
+    # Mesa's device-select layer logs errors on machines without a desktop.
     os.environ.setdefault("NODEVICE_SELECT", "1")
     try:
         import wgpu  # noqa: PLC0415  (loads a library of 15 MB)
@@ -87,13 +87,13 @@ def adapters() -> tuple[Adapter, ...] | str:
         return f"wgpu cannot be imported: {' '.join(str(error).split())}"
     extras.set_instance_extras(backends=_INTERFACES.get(sys.platform, ("Vulkan",)))
     heaps = list(memory_heaps())
-    found = [_adapter(handle, heaps) for handle in wgpu.gpu.enumerate_adapters_sync()]
-    if not found:
+    available = [_adapter(handle, heaps) for handle in wgpu.gpu.enumerate_adapters_sync()]
+    if not available:
         return (
-            "no Vulkan driver answers; install the card's driver, or mesa-vulkan-drivers and "
+            "there is no Vulkan driver; install the GPU's driver, or mesa-vulkan-drivers and "
             "libvulkan1 for Mesa's"
         )
-    return tuple(sorted(found, key=lambda adapter: _ORDER.index(adapter.kind)))
+    return tuple(sorted(available, key=lambda adapter: _ORDER.index(adapter.kind)))
 
 
 def _adapter(handle: Any, heaps: list[Heaps]) -> Adapter:

@@ -1,15 +1,13 @@
-"""Probes of a device's arithmetic: float32 additions at the start, float16 before a model in it.
+"""Probe a device's arithmetic: float32 additions, and float16 conversions.
 
-Subtree sums must have the same bits wherever they are added. IEEE 754 leaves a float32 addition one
-result, but Vulkan lets a device flush subnormals to zero and round otherwise. So hard cases are
-added by the very kernels of subtree sums and compared, bit by bit, with numpy: only if all agree
-may a program add subtree sums there; else the host does. Cases of NaN are left out: a gradient with
-a NaN ends its step.
+Subtree sums must have the same bits on every device. IEEE 754 defines the result of a float32
+addition, but Vulkan permits flushing subnormals and other roundings. So the kernels of subtree sums
+add hard cases, which are compared bit by bit with NumPy. Unless all agree, the host adds subtree
+sums. NaN is not tested, since a gradient with NaN halts the run.
 
-Kernels round to float16 with integer operations, so the device's own conversions have nothing to
-round; but infinities and NaN must pass, since they tell that a step overflowed. Vulkan promises
-neither. So every float16 value goes to float32 and back, and is compared. A device may flush
-subnormals.
+Kernels round to float16 with integer operations, so the device's conversions never round. But
+infinities and NaN, which signal an overflow, must survive, which Vulkan does not guarantee. So
+every float16 value is converted to float32 and back, and compared. A device may flush subnormals.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ _NARROW: Final = Shader(_CONVERT.format("f32", "f16", "f16"), 2)
 
 
 def hard_cases() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Pairs to add: all pairs of edges with both signs, and random bits close in exponent."""
+    """Return pairs to add: all pairs of edge values, and random bits with close exponents."""
     edges = np.array([*_EDGES, *(edge | 0x80000000 for edge in _EDGES)], np.uint32)
     first, second = (grid.reshape(-1) for grid in np.meshgrid(edges, edges))
     draw = np.random.default_rng(0)
@@ -68,17 +66,17 @@ def hard_cases() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     # The second's exponent is within 26 of the first's, where rounding happens.
     exponent = (bits >> np.uint32(23)) & np.uint32(0xFF)
     near = np.clip(exponent.astype(np.int64) + draw.integers(-26, 27, _RANDOM_CASES), 0, 254)
-    rest = draw.integers(0, 2**32, _RANDOM_CASES, np.uint32) & np.uint32(0x807FFFFF)
-    close = (near.astype(np.uint32) << np.uint32(23)) | rest
+    mantissas = draw.integers(0, 2**32, _RANDOM_CASES, np.uint32) & np.uint32(0x807FFFFF)
+    close = (near.astype(np.uint32) << np.uint32(23)) | mantissas
     a = np.concatenate([first, bits]).view(np.float32)
     b = np.concatenate([second, close]).view(np.float32)
     with np.errstate(all="ignore"):
-        kept = ~np.isnan(a + b)
-    return a[kept], b[kept]
+        is_number = ~np.isnan(a + b)
+    return a[is_number], b[is_number]
 
 
 def differing_additions(device: ComputeTarget) -> int:
-    """Count the hard cases that the device adds otherwise than IEEE 754 demands; 0 is exact."""
+    """Count the hard cases in which the device's sum differs from IEEE 754; 0 means exact."""
     a, b = hard_cases()
     buffers = [device.buffer(values.nbytes) for values in (a, b, a)]
     device.upload(buffers[0], a)
@@ -112,7 +110,7 @@ def changed_halves(device: ComputeTarget) -> int:
     return int(np.count_nonzero(_differ(widened, wide) | _differ(back, wide)))
 
 
-def _differ(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> NDArray[np.bool_]:
-    small = np.abs(wanted) < np.finfo(np.float16).smallest_normal
-    both_none = np.isnan(got) & np.isnan(wanted)
-    return np.asarray(~((got == wanted) | both_none | (small & (got == 0))))
+def _differ(results: NDArray[np.float32], expected: NDArray[np.float32]) -> NDArray[np.bool_]:
+    small = np.abs(expected) < np.finfo(np.float16).smallest_normal
+    both_nan = np.isnan(results) & np.isnan(expected)
+    return np.asarray(~((results == expected) | both_nan | (small & (results == 0))))

@@ -1,12 +1,11 @@
 """A Vulkan device: buffers, and prepared lists of dispatches that run as one submission each.
 
-A submission may block until the one before it is done (lavapipe does), so everything that reaches
-the queue, uploads too, goes through one thread of its own, in the order it was asked for. Whoever
-waits for a readback polls for just that submission; earlier ones are read while later ones run.
+A submission may block until the previous one is done (it does on lavapipe), so everything that uses
+the queue, including uploads, runs in a dedicated thread, in order. Waiting for a readback polls for
+that submission only; earlier results are read while later submissions run.
 
-What is done for each dispatch calls wgpu-native directly: its Python layer takes several times as
-long.
-An error of a call that encodes shows at `finish`, which is called through the checking layer.
+Per-dispatch calls go to wgpu-native directly, because its Python layer is several times slower.
+Errors of encoding calls are reported by `finish`, which is called through the checking layer.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from backends.wgpu.shaders.repeated import repeated
 from protocol.base.errors import DeviceError, DeviceOutOfMemory, SamestepError
 
 BUFFER_ALIGNMENT_BYTES: Final = 16
-"""Sizes are rounded up to it, so that every buffer can be read as vec4."""
+"""Buffer sizes are multiples of this, so that every buffer can be read as vec4."""
 
 _CALLBACK_S: Final = 20.0
-"""For a callback that is due, and runs in another thread."""
+"""Timeout for a callback that runs in another thread."""
 _STAGING_PART_BYTES: Final = 64 * 2**20
 _UPLOAD_PART_BYTES: Final = 64 * 2**20
-"""wgpu stages uploads in memory of its own until the next submission: no more than so many."""
+"""wgpu buffers uploads until the next submission: limit on that memory."""
 
 _FEATURES: Final = ("shader-f16", "shader-int64", "subgroup")
 _STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
@@ -48,7 +47,7 @@ _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
 
 @dataclass(slots=True)
 class Counts:
-    """What went over the bus, for tests and benchmarks."""
+    """Counters of transfers and submissions, for tests and benchmarks."""
 
     uploads: int = 0
     submissions: int = 0
@@ -56,14 +55,14 @@ class Counts:
 
 
 class _Readback:
-    """What a submission brings back, once it is done."""
+    """The results of a submission."""
 
     def __init__(self, device: Device, running: Future[_Mapping]) -> None:
         self._device = device
         self._running = running
 
     def result(self) -> list[NDArray[np.float32]]:
-        """Wait, and give one flat float32 array of its own per copy; `.view` for other types.
+        """Wait, and return one flat float32 array per copy; use `.view` for other types.
 
         Raises:
             DeviceError: The device was lost or is out of memory.
@@ -74,7 +73,7 @@ class _Readback:
 
 @dataclass(slots=True)
 class _Mapping:
-    """A submission under way and the staging buffer that is being mapped behind it."""
+    """A submission in progress, and the staging buffer to be mapped after it."""
 
     submission: int
     staging: Any
@@ -85,19 +84,19 @@ class _Mapping:
 
 
 class Device:
-    """One opened adapter. All methods may be called from any thread but `close`."""
+    """An opened adapter. All methods except `close` are thread-safe."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.counts = Counts()
         offered = adapter.handle.features
-        logging.getLogger("wgpu").addFilter(_is_told_nowhere_else)
+        logging.getLogger("wgpu").addFilter(_is_not_raised)
         try:
             self._device = adapter.handle.request_device_sync(
                 required_features=[name for name in _FEATURES if name in offered],
                 required_limits=dict(adapter.handle.limits),
             )
-        except RuntimeError as error:  # all that wgpu raises here
+        except RuntimeError as error:  # the only error that wgpu raises here
             reason = f"it cannot be opened ({_line(error)})"
             raise DeviceError(adapter.name, reason) from None
         self.features: frozenset[str] = frozenset(self._device.features)
@@ -109,8 +108,8 @@ class Device:
         self._staged_bytes = 0
 
     def traits(self) -> dict[str, str]:
-        """What decides the bits of a shader's results, by name; see `Backend.numerics_profile`."""
-        # The name of a software adapter says for which instruction set it compiles.
+        """Return what decides the bits of a shader's results; see `Backend.numerics_profile`."""
+        # The name of a software adapter includes its instruction set.
         number = f"{self.adapter.vendor_id:x}:{self.adapter.device_id:x}"
         traits = {
             "adapter": self.adapter.name if self.adapter.software else number,
@@ -123,33 +122,33 @@ class Device:
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """Of one buffer that a shader reads whole."""
+        """Largest size of a buffer that a shader can bind."""
         return min(self.limits["max-buffer-size"], self.limits["max-storage-buffer-binding-size"])
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Zeroed memory of at least so many bytes.
+        """Allocate zeroed memory of at least `nbytes` bytes.
 
         Raises:
-            DeviceError: The device has no more.
+            DeviceError: Out of memory.
         """
         size = max(1, -(-nbytes // BUFFER_ALIGNMENT_BYTES)) * BUFFER_ALIGNMENT_BYTES
         if size > self.largest_buffer_bytes:
-            most = self.largest_buffer_bytes
-            reason = f"expected a buffer of at most {most} bytes, got {size}"
+            limit = self.largest_buffer_bytes
+            reason = f"expected a buffer of at most {limit} bytes, got {size}"
             raise DeviceError(self.adapter.name, reason)
         with failures(self.adapter.name):
             return Buffer(size, self._device.create_buffer(size=size, usage=_STORAGE))
 
     def uniform(self) -> Buffer:
-        """Four vectors of zeros, for a uniform binding."""
+        """Allocate four zero vectors for a uniform binding."""
         usage = wgpu.BufferUsage.UNIFORM
         with failures(self.adapter.name):
             return Buffer(64, self._device.create_buffer(size=64, usage=usage))
 
     def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
-        """Fill the buffer from its start; done before whatever is run after this call.
+        """Fill the buffer from its start, before any later submission runs.
 
-        The array is the caller's own again on return.
+        The caller may reuse the array on return.
         """
         flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         if flat.nbytes > buffer.nbytes:
@@ -162,10 +161,10 @@ class Device:
         """Make pipelines (once per shader) and bind groups.
 
         Args:
-            dispatches: In the order they shall run.
+            dispatches: Dispatches in order of execution.
             buffers: The plan's buffers by number.
         """
-        calls, kept = [], []
+        calls, groups = [], []
         for dispatch in dispatches:
             with failures(self.adapter.name):
                 shader, (x, y, z) = dispatch.shader, dispatch.grid
@@ -173,27 +172,27 @@ class Device:
                     shader = repeated(shader, dispatch.strides, z)
                 pipeline, layout = self._pipeline(shader, dispatch.label)
                 group = self._bind_group(layout, [buffers[n] for n in dispatch.buffers])
-            kept.append(group)
-            deep = z * dispatch.microbatches
-            calls.append((pipeline._internal, group._internal, x, y, deep))  # noqa: SLF001
-        return Prepared(calls, kept)
+            groups.append(group)
+            depth = z * dispatch.microbatches
+            calls.append((pipeline._internal, group._internal, x, y, depth))  # noqa: SLF001
+        return Prepared(calls, groups)
 
     def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> Readback:
-        """Submit the dispatches, then copy these buffers back; returns at once."""
+        """Submit the dispatches and then copy buffers back; returns immediately."""
         self.counts.submissions += 1
         self.counts.readbacks += bool(copies)
         return _Readback(self, self._thread.submit(self._submit, prepared, tuple(copies)))
 
     def read(self, buffer: Buffer, nbytes: int = 0) -> NDArray[np.float32]:
-        """The buffer's content now, after all that was asked for before."""
+        """Return the buffer's content after all earlier submissions."""
         return self.run(Prepared([], []), [Copy(buffer, nbytes or buffer.nbytes)]).result()[0]
 
     def close(self) -> None:
-        """End the thread and let go of all memory."""
+        """Stop the thread and free all memory."""
         self._thread.shutdown(cancel_futures=True)
         self._device.destroy()
 
-    # What follows runs in the submit thread, `fetch` in the one that waits.
+    # The methods below run in the submit thread; `fetch` runs in the waiting thread.
 
     def _write(self, buffer: Buffer, flat: NDArray[np.uint8]) -> None:
         if flat.nbytes % 4:
@@ -219,7 +218,7 @@ class Device:
                 copy.buffer.handle, copy.buffer.offset + copy.offset, staging, offset, copy.nbytes
             )
             offset += copy.nbytes
-        finished = encoder.finish()  # held until it is submitted: its end would free the commands
+        finished = encoder.finish()  # keeps the commands alive until they are submitted
         commands = ffi.new("WGPUCommandBuffer[1]", [finished._internal])  # noqa: SLF001
         submission = native.libf.wgpuQueueSubmitForIndex(self._queue._internal, 1, commands)  # noqa: SLF001
         self._staged_bytes = 0
@@ -230,15 +229,15 @@ class Device:
         return mapping
 
     def fetch(self, mapping: _Mapping) -> list[NDArray[np.float32]]:
-        """Wait for a submission and copy what it brought; for `Readback`."""
+        """Wait for a submission and copy its results; for `Readback`."""
         index = ffi.new("WGPUSubmissionIndex*", mapping.submission)
         native.libf.wgpuDevicePoll(self._device._internal, True, index)  # noqa: SLF001
         if mapping.staging is None:
             return []
-        # Another thread's poll may be the one that runs our callback.
+        # Another thread's poll may run our callback.
         native.libf.wgpuDevicePoll(self._device._internal, True, ffi.NULL)  # noqa: SLF001
         if not mapping.done.wait(_CALLBACK_S):
-            raise DeviceError(self.adapter.name, "it finished without a result")
+            raise DeviceError(self.adapter.name, "a submission finished without a result")
         if mapping.failed:
             raise DeviceError(self.adapter.name, mapping.failed[0])
         handle = mapping.staging._internal  # noqa: SLF001
@@ -251,40 +250,41 @@ class Device:
         return np.split(whole, ends[:-1])
 
     def _take_staging(self, nbytes: int) -> Any:
-        """A buffer to map, of a power of two of bytes or of large parts: few sizes do for all."""
+        """Return a staging buffer; sizes are powers of two or multiples of a large part, for
+        reuse."""
         size = max(256, 1 << (nbytes - 1).bit_length())
-        if nbytes > _STAGING_PART_BYTES:  # a power of two might be more than a buffer may have
+        if nbytes > _STAGING_PART_BYTES:  # a power of two could exceed the limit
             size = -(-nbytes // _STAGING_PART_BYTES) * _STAGING_PART_BYTES
             size = max(nbytes, min(size, self.limits["max-buffer-size"]))
         free = self._staging[size]
         return free.pop() if free else self._device.create_buffer(size=size, usage=_STAGING)
 
     def _bind_group(self, layout: Any, bound: Sequence[Buffer]) -> Any:
-        """Wgpu's own `create_bind_group` takes several times as long, of which plans feel much."""
+        """Create a bind group directly: wgpu's `create_bind_group` is several times slower."""
         entries = [
             {"binding": i, "buffer": b.handle._internal, "offset": b.offset, "size": b.nbytes}  # noqa: SLF001
             for i, b in enumerate(bound)
         ]
-        held = ffi.new("WGPUBindGroupEntry[]", entries)
-        fields = {"layout": layout._internal, "entryCount": len(entries), "entries": held}  # noqa: SLF001
+        entry_array = ffi.new("WGPUBindGroupEntry[]", entries)
+        fields = {"layout": layout._internal, "entryCount": len(entries), "entries": entry_array}  # noqa: SLF001
         descriptor = ffi.new("WGPUBindGroupDescriptor *", fields)
-        made = native.libf.wgpuDeviceCreateBindGroup(self._device._internal, descriptor)  # noqa: SLF001
-        return native.GPUBindGroup("", made, self._device)
+        group = native.libf.wgpuDeviceCreateBindGroup(self._device._internal, descriptor)  # noqa: SLF001
+        return native.GPUBindGroup("", group, self._device)
 
     def _pipeline(self, shader: Shader, label: str) -> tuple[Any, Any]:
-        made = self._pipelines.get(shader.source)
-        if made is None:
+        pipeline_and_layout = self._pipelines.get(shader.source)
+        if pipeline_and_layout is None:
             module = self._module(shader, label)
             pipeline = self._device.create_compute_pipeline(
                 label=label, layout="auto", compute={"module": module, "entry_point": "main"}
             )
-            made = pipeline, pipeline.get_bind_group_layout(0)
-            self._pipelines[shader.source] = made
-        return made
+            pipeline_and_layout = pipeline, pipeline.get_bind_group_layout(0)
+            self._pipelines[shader.source] = pipeline_and_layout
+        return pipeline_and_layout
 
     def _module(self, shader: Shader, label: str) -> Any:
-        """Without clamped indices and counted loops where the text needs neither; wgpu's Python
-        layer does not offer that, its library does. The text is validated all the same."""
+        """Create a shader module, without runtime bounds checks if the shader needs none. Only
+        wgpu's native library offers that; the source is still validated."""
         if not shader.in_bounds:
             return self._device.create_shader_module(label=label, code=shader.module)
         code, name = (ffi.new("char []", each.encode()) for each in (shader.module, label))
@@ -294,8 +294,8 @@ class Device:
         fields = {"nextInChain": chained, "label": (name, lib.WGPU_STRLEN)}
         descriptor = ffi.new("WGPUShaderModuleDescriptor *", fields)
         create = native.libf.wgpuDeviceCreateShaderModuleTrusted
-        made = create(self._device._internal, descriptor, lib.WGPUShaderRuntimeChecks_None)  # noqa: SLF001
-        return native.GPUShaderModule(label, made, self._device)
+        handle = create(self._device._internal, descriptor, lib.WGPUShaderRuntimeChecks_None)  # noqa: SLF001
+        return native.GPUShaderModule(label, handle, self._device)
 
 
 def _encode(encoder: Any, calls: list[tuple[Any, Any, int, int, int]]) -> None:
@@ -315,7 +315,7 @@ def _encode(encoder: Any, calls: list[tuple[Any, Any, int, int, int]]) -> None:
 
 
 def _map(mapping: _Mapping) -> None:
-    """Ask for the staging buffer to be mapped once the submission before it is done."""
+    """Request the mapping of the staging buffer after its submission."""
 
     @ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")  # type: ignore[untyped-decorator]
     def mapped(status: int, message: Any, _first: Any, _second: Any) -> None:
@@ -333,23 +333,23 @@ def _map(mapping: _Mapping) -> None:
 
 @contextmanager
 def failures(name: str) -> Iterator[None]:
-    """Turn a lost device and spent memory into `DeviceError`; other errors are our own."""
+    """Turn a lost device or exhausted memory into `DeviceError`; other errors are bugs."""
     try:
         yield
     except wgpu.GPUError as error:
-        # wgpu-native calls both validation errors; its words are all that tells them apart.
-        words = _line(error)
-        if isinstance(error, wgpu.GPUOutOfMemoryError) or "not enough memory" in words.lower():
-            raise DeviceOutOfMemory(name, f"out of memory ({words})") from None
-        if "device is lost" in words.lower():
-            raise DeviceError(name, f"the device was lost ({words})") from None
+        # wgpu-native reports both as validation errors; only the message distinguishes them.
+        message = _line(error)
+        if isinstance(error, wgpu.GPUOutOfMemoryError) or "not enough memory" in message.lower():
+            raise DeviceOutOfMemory(name, f"out of memory ({message})") from None
+        if "device is lost" in message.lower():
+            raise DeviceError(name, f"the device was lost ({message})") from None
         raise
 
 
-def _is_told_nowhere_else(record: logging.LogRecord) -> bool:
-    """For wgpu's log, which goes to standard error: a loss is raised as `DeviceError`."""
-    words = record.getMessage()
-    return words != "DEVICE LOST!" and not words.startswith("The WGPU device was lost")
+def _is_not_raised(record: logging.LogRecord) -> bool:
+    """Filter wgpu's log messages about a lost device, which is raised as `DeviceError`."""
+    message = record.getMessage()
+    return message != "DEVICE LOST!" and not message.startswith("The WGPU device was lost")
 
 
 def _line(error: Exception) -> str:

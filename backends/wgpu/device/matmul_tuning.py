@@ -1,10 +1,9 @@
-"""Which kernel computes a product on this adapter: expected, or measured once and kept.
+"""Choose the kernel of a matrix product, by estimate or by a cached measurement.
 
-On a GPU the first few candidates are timed on the device, and the quickest is written to a file per
-adapter and driver, so that the next start knows it. On a software adapter the estimate alone
-decides: compiling the others would cost more than they could win. All candidates give the same
-bits (see `backends.wgpu.shaders.matmul`), so nothing but time depends on the file or on a
-measurement.
+On a GPU the first few candidates are timed, and the fastest is cached in a file per adapter and
+driver. On a software adapter the estimate decides: compiling the others would cost more than it
+saves. All candidates give the same bits (see `backends.wgpu.shaders.matmul`), so the cache and the
+measurement affect speed only.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from backends.wgpu.shaders.matmul.side import sides
 from protocol.base.errors import DeviceError, StorageFailed
 from protocol.machine.cache_directory import cache_directory
 
-_TRIED: Final = 4
+_CANDIDATES: Final = 4
 _WORTH_PRODUCTS: Final = 2**26
-"""Smaller products take less time than the measurement's noise."""
+"""Smaller products take less time than the measurement noise."""
 
 _MEASURED_BYTES: Final = 2**30
 _DISPATCHES: Final = 8
@@ -44,76 +43,77 @@ _REPEATS: Final = 3
 
 
 class MatmulTuner:
-    """The choices of one device, remembered for the process and, if measured, on disk."""
+    """The choices for one device, cached in memory and, if measured, on disk."""
 
     def __init__(self, device: Device, directory: Path | None = None) -> None:
-        """Take what an earlier process measured.
+        """Load earlier measurements.
 
         Args:
-            device: Where products are computed.
-            directory: Of the files; by default `vulkan` in the user's cache.
+            device: The device.
+            directory: Directory of the cache files; by default `vulkan` in the user's cache.
         """
         self._device = device
         self.traits = matmul_traits(device)
         self._measure = not device.adapter.software
-        self._chosen: dict[str, Choice] = {}
+        self._choices: dict[str, Choice] = {}
         self.measured = 0
         self._path: Path | None = None
         if self._measure:
             self._path = _path(device, directory)
-            self._chosen = _load(self._path)
+            self._choices = _load(self._path)
 
     def shader(self, problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]]:
-        """The chosen kernel and its grid: `matmul_shader` for this adapter."""
+        """Return the chosen kernel and its grid; see `matmul_shader`."""
         choice = self.choice(problem)
         if problem.finish is not None and isinstance(choice, Lanes):
             choice = candidates(problem, self.traits)[0]
         return matmul_shader(problem, choice)
 
     def choice(self, problem: MatmulProblem) -> Choice:
-        """The chosen kernel; measured now if it is worth it and was not yet."""
+        """Return the chosen kernel; measure large products on first use."""
         key = repr(problem.tuning_key)
-        if key not in self._chosen:
-            plain = replace(problem, finish=None)  # it takes no part in how long the sums take
-            best = candidates(plain, self.traits)[:_TRIED]
+        if key not in self._choices:
+            plain = replace(problem, finish=None)  # the epilogue hardly affects the time
+            best = candidates(plain, self.traits)[:_CANDIDATES]
             products = problem.batch * problem.m * problem.k * problem.n
             if self._measure and products >= _WORTH_PRODUCTS:
-                self._chosen[key] = self.quickest(plain, best)
+                self._choices[key] = self.quickest(plain, best)
                 self._save()
             else:
-                self._chosen[key] = best[0]
-        return self._chosen[key]
+                self._choices[key] = best[0]
+        return self._choices[key]
 
-    def quickest(self, problem: MatmulProblem, tried: tuple[Choice, ...]) -> Choice:
-        """Time these on the device, over zeros; the first where memory does not allow it."""
+    def quickest(self, problem: MatmulProblem, choices: tuple[Choice, ...]) -> Choice:
+        """Time candidates on the device, with zeros; return the first if memory does not
+        suffice."""
         sizes = _buffer_bytes(problem)
         if sum(sizes) > _MEASURED_BYTES:
-            return tried[0]
+            return choices[0]
         try:
             buffers = [self._device.buffer(size) for size in sizes]
         except DeviceError:
-            return tried[0]
+            return choices[0]
         seconds = []
-        for choice in tried:
+        for choice in choices:
             shader, grid = matmul_shader(problem, choice)
             dispatch = Dispatch(shader, tuple(range(len(sizes))), grid, "tuning")
             prepared = self._device.prepare([dispatch] * _DISPATCHES, buffers)
             self._device.run(prepared).result()
-            timed = []
+            durations = []
             for _ in range(_REPEATS):
                 start = time.perf_counter()
                 self._device.run(prepared).result()
-                timed.append(time.perf_counter() - start)
-            seconds.append(min(timed))
+                durations.append(time.perf_counter() - start)
+            seconds.append(min(durations))
         self.measured += 1
-        return tried[seconds.index(min(seconds))]
+        return choices[seconds.index(min(seconds))]
 
     def _save(self) -> None:
-        """Write what is known; a cache that cannot be written costs only time."""
+        """Write the cache file; a failure only costs time."""
         if self._path is None:
             return
         document = {
-            key: [type(choice).__name__, *_sizes(choice)] for key, choice in self._chosen.items()
+            key: [type(choice).__name__, *_sizes(choice)] for key, choice in self._choices.items()
         }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _path(device: Device, directory: Path | None) -> Path | None:
 
 
 def _load(path: Path | None) -> dict[str, Choice]:
-    """What a file holds; nothing if it is not there or not as it was written."""
+    """Load a cache file; empty if it is missing or malformed."""
     kinds: dict[str, type[Choice]] = {"Tiles": Tiles, "Lanes": Lanes}
     if path is None:
         return {}
@@ -158,7 +158,7 @@ def _sizes(choice: Choice) -> tuple[int, ...]:
 
 
 def _buffer_bytes(problem: MatmulProblem) -> list[int]:
-    """Of every binding."""
+    """Return the size of every binding."""
     left, right = sides(problem)
 
     def elements(batch: int, outer: int, inner: int, extent: int, offset: int) -> int:
@@ -167,8 +167,8 @@ def _buffer_bytes(problem: MatmulProblem) -> list[int]:
 
     a = elements(left.batch, left.outer, left.inner, left.extent, left.offset)
     b = elements(right.batch, right.outer, right.inner, right.extent, right.offset)
-    form, into = problem.b_form, problem.result
-    last = (problem.batch - 1) * problem.m * problem.n + (problem.m - 1) * into.row + problem.n
+    form, result = problem.b_form, problem.result
+    last = (problem.batch - 1) * problem.m * problem.n + (problem.m - 1) * result.row + problem.n
     # As if stored in rows of eight, which every form divides.
     stored = 4 * b if form is None else stored_bytes(-(-b // 64), 64, form.storage)
-    return [4 * a, stored, 4 * (into.offset + last)]
+    return [4 * a, stored, 4 * (result.offset + last)]

@@ -1,8 +1,8 @@
-"""How much memory each Vulkan device has: wgpu does not say, so the loader is asked directly.
+"""Query each Vulkan device's memory from the loader, since wgpu does not report it.
 
 A few calls of Vulkan 1.0 through ctypes, with structures as in the specification's chapters
-"Devices and Queues" and "Memory Allocation". Where anything is amiss nothing is known: memory is
-for showing and for estimates.
+"Devices and Queues" and "Memory Allocation". On any failure the memory is unknown; it is used for
+display and estimates only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _INSTANCE_CREATE_INFO: Final = 1
 _API_1_1: Final = (1 << 22) | (1 << 12)
 _DEVICE_LOCAL: Final = 1
 _LOADERS: Final = {"win32": "vulkan-1.dll", "darwin": "libvulkan.1.dylib"}
-"""By `sys.platform`; on Linux it is libvulkan.so.1."""
+"""Name of the loader by `sys.platform`; on Linux libvulkan.so.1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heaps:
-    """One physical device: who it is, and the size of its largest device-local heap."""
+    """A physical device's identity, and the size of its largest device-local heap."""
 
     name: str
     vendor_id: int
@@ -86,7 +86,7 @@ class _Memory(ctypes.Structure):
 
 
 def memory_heaps() -> tuple[Heaps, ...]:
-    """Every physical device; none where there is no loader or no instance."""
+    """Return all physical devices; none without a loader or instance."""
     try:
         vulkan = ctypes.CDLL(_LOADERS.get(sys.platform, "libvulkan.so.1"))
     except OSError:

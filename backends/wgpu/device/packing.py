@@ -1,4 +1,4 @@
-"""Host values as the device's words of 4 bytes, and back."""
+"""Convert host values to the device's 4-byte words, and back."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def pack(
     arrays: Mapping[str, NDArray[Any]],
     seeds: Words,
 ) -> Words:
-    """All arrays of a microbatch and its seeds in one upload.
+    """Pack a microbatch's arrays and seeds into one upload.
 
     Args:
-        names: Of the arrays, in the order of their offsets.
-        offsets: Where each begins, and last the seeds; None for what the device does not read.
-        count: Words in all.
-        arrays: By name.
-        seeds: Any shape.
+        names: Names of the arrays, in the order of offsets.
+        offsets: Offset of each array and, last, of the seeds; None for values that are not read.
+        count: Total number of words.
+        arrays: Arrays by name.
+        seeds: Seeds, any shape.
 
     Raises:
-        DataError: A whole number does not fit in 32 bits.
+        DataError: An integer does not fit in 32 bits.
     """
     words = np.zeros(count, np.uint32)
     values = [to_words(arrays[name], name) for name in names] + [seeds.reshape(-1)]
@@ -47,10 +47,10 @@ def pack(
 
 
 def to_words(array: NDArray[Any], name: str = "a tensor") -> Words:
-    """Flat; floats as float32, truth values and whole numbers as 32-bit integers.
+    """Flatten; floats become float32, booleans and integers 32-bit integers.
 
     Raises:
-        DataError: A whole number does not fit.
+        DataError: An integer does not fit.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind == "f":
@@ -59,14 +59,14 @@ def to_words(array: NDArray[Any], name: str = "a tensor") -> Words:
         low, high = int(flat.min()), int(flat.max())
         if low < _SMALLEST or high > _LARGEST:
             raise DataError(
-                f"expected whole numbers of at most 32 bits in {name}, got {low} to {high}: the "
-                "vulkan backend has no larger ones; make them smaller, or use a cpu or cuda worker"
+                f"expected integers of at most 32 bits in {name}, got {low} to {high}, which the "
+                "vulkan backend does not support; make them smaller, or use a cpu or cuda worker"
             )
     return flat.astype(np.int32).view(np.uint32)
 
 
 def tensor_words(tensor: torch.Tensor, *, halves: bool = False) -> Words:
-    """A tensor of a module or a constant of a graph; `halves`: float16 stays so."""
+    """Convert a module's tensor or a graph's constant; with `halves`, float16 stays float16."""
     value = tensor.detach()
     if halves and value.dtype == torch.float16:
         bits = np.ascontiguousarray(value.numpy()).reshape(-1).view(np.uint16)
@@ -75,14 +75,14 @@ def tensor_words(tensor: torch.Tensor, *, halves: bool = False) -> Words:
 
 
 def from_words(array: Array, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What was read back as float32 words, as the tensor that it is."""
+    """Convert words that were read back as float32 to a tensor."""
     if dtype.is_floating_point:
         return torch.from_numpy(array).reshape(shape).to(dtype)
     return torch.from_numpy(array.view(np.int32)).reshape(shape).to(dtype)
 
 
 def seed_words(seed: int, count: int) -> Words:
-    """`count` pairs of words, each a seed of its own: (count, 2)."""
+    """Derive `count` seeds of two words each: (count, 2)."""
     key = (seed % 2**64).to_bytes(8, "little")
     digest = blake3(b"samestep dropout" + key).digest(length=8 * count)
     return np.frombuffer(digest, "<u4").astype(np.uint32).reshape(count, 2)

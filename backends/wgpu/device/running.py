@@ -1,4 +1,4 @@
-"""A plan made ready on the device, and one run of it, submitted a few parts ahead."""
+"""A plan placed on the device, and a run of it, submitted a few parts ahead."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from backends.wgpu.lowering.plan import Plan
 from protocol.base.errors import DeviceError
 
 _DISPATCHES: Final = 128
-"""Of one submission: cards end programs that run for seconds, and an abandoned microbatch ends
-with the submission that runs."""
+"""Dispatches per submission, at most: drivers kill submissions that run for seconds, and an
+abandoned microbatch stops after the current submission."""
 _NOTHING: Final = np.empty(0, np.uint32)
 _AHEAD: Final = 3
-"""Submissions that wait for the device, so that it never waits for us."""
+"""Submissions in flight, so that the device never idles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A part of a plan that is submitted at once.
+    """A part of a plan that is one submission.
 
     Attributes:
-        copies: What it brings back.
+        copies: Buffers to read back.
         last: Whether it is the last of its segment.
     """
 
@@ -44,8 +44,8 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPlan:
-    """A plan on the device; its buffers; what its whole numbers can become; and what is submitted,
-    by how many microbatches are computed at once."""
+    """A plan on the device: its buffers, checks of its inputs, and its submissions by number of
+    microbatches at once."""
 
     plan: Plan
     capture: Capture
@@ -56,12 +56,12 @@ class PlacedPlan:
     submissions: dict[int, tuple[Submission, ...]]
 
     def output(self, number: int, microbatch: int) -> Buffer | None:
-        """Where a microbatch's output is; None for one that is zero."""
-        held = self.plan.outputs[number]
-        if held is None or not self.plan.strides:
-            return None if held is None else self.buffers[held]
-        stride = self.plan.strides[held]
-        return self.buffers[held].part(microbatch * stride, stride)
+        """Return the buffer of a microbatch's output; None if it is zero."""
+        buffer_number = self.plan.outputs[number]
+        if buffer_number is None or not self.plan.strides:
+            return None if buffer_number is None else self.buffers[buffer_number]
+        stride = self.plan.strides[buffer_number]
+        return self.buffers[buffer_number].part(microbatch * stride, stride)
 
 
 def submissions(
@@ -71,10 +71,10 @@ def submissions(
     microbatches: int = 1,
     of_each: Collection[int] = (),
 ) -> Iterator[Submission]:
-    """Cut a plan into what is submitted at once, and make pipelines and bind groups.
+    """Split a plan into submissions, and create pipelines and bind groups.
 
-    What is copied back is the first microbatch's; of the outputs in `of_each` every microbatch's,
-    one after the other.
+    Outputs are copied back for the first microbatch; those in `of_each` for every microbatch, in
+    order.
     """
     dispatches = [replace(each, microbatches=microbatches) for each in plan.dispatches]
     start = 0
@@ -85,20 +85,22 @@ def submissions(
             start += _DISPATCHES
         copies = []
         for output in segment.outputs:
-            held = plan.outputs[output]
-            if held is None:
+            buffer_number = plan.outputs[output]
+            if buffer_number is None:
                 continue
-            stride = plan.strides[held] if plan.strides else 0
-            many = microbatches if output in of_each else 1
+            stride = plan.strides[buffer_number] if plan.strides else 0
+            count = microbatches if output in of_each else 1
             nbytes = 4 * plan.elements[output]
-            copies += [Copy(buffers[held], nbytes, number * stride) for number in range(many)]
+            copies += [
+                Copy(buffers[buffer_number], nbytes, number * stride) for number in range(count)
+            ]
         part = dispatches[start : segment.end]
         yield Submission(device.prepare(part, buffers), tuple(copies), True)
         start = segment.end
 
 
 def nothing(segments: int) -> tuple[Submission, ...]:
-    """The submissions of a microbatch without samples."""
+    """Return the submissions of a microbatch without samples."""
     return tuple(Submission(Prepared([], []), (), True) for _ in range(segments))
 
 
@@ -113,8 +115,8 @@ class Running:
         words: NDArray[np.uint32] = _NOTHING,
     ) -> None:
         self._device = device
-        self._left = deque(parts)
-        self._flying: deque[tuple[Submission, Readback]] = deque()
+        self._pending = deque(parts)
+        self._in_flight: deque[tuple[Submission, Readback]] = deque()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         if upload is not None and words.size:
@@ -123,18 +125,18 @@ class Running:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was abandoned."""
+        """Whether it was stopped."""
         return self._stopped.is_set()
 
     def next(self) -> list[Array] | None:
-        """What the next segment brings; None once stopped.
+        """Return the results of the next segment; None once stopped.
 
         Raises:
             DeviceError: The device was lost or is out of memory.
         """
         with self._lock:
             while not self._stopped.is_set():
-                submission, readback = self._flying.popleft()
+                submission, readback = self._in_flight.popleft()
                 arrays = readback.result()
                 if not self._stopped.is_set():
                     self._submit()
@@ -143,15 +145,15 @@ class Running:
         return None
 
     def stop(self) -> None:
-        """Submit no more, and wait for what runs."""
+        """Submit nothing more, and wait for submissions in flight."""
         self._stopped.set()
         with self._lock:
-            self._left.clear()
-            while self._flying:
-                with suppress(DeviceError):  # whoever computes next meets it again
-                    self._flying.popleft()[1].result()
+            self._pending.clear()
+            while self._in_flight:
+                with suppress(DeviceError):  # the next computation raises it again
+                    self._in_flight.popleft()[1].result()
 
     def _submit(self) -> None:
-        while self._left and len(self._flying) < _AHEAD:
-            part = self._left.popleft()
-            self._flying.append((part, self._device.run(part.prepared, part.copies)))
+        while self._pending and len(self._in_flight) < _AHEAD:
+            part = self._pending.popleft()
+            self._in_flight.append((part, self._device.run(part.prepared, part.copies)))

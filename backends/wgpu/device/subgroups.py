@@ -1,7 +1,7 @@
-"""What of a device decides its matmul kernels: limits, and how a software adapter's lanes lie.
+"""Determine the device properties that decide its matmul kernels.
 
-A software adapter runs one invocation per lane of a vector register. How many there are, and that
-they are the invocations in order, is not something its limits say: a small shader shows it.
+A software adapter runs one invocation per lane of a vector register. The number of lanes, and
+whether they are consecutive invocations, is not among its limits, so a small shader measures it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ fn main(
 
 
 def matmul_traits(device: Device) -> MatmulTraits:
-    """See `MatmulTraits`."""
+    """Return the device's `MatmulTraits`."""
     return MatmulTraits(
         subgroup=_subgroup(device) if device.adapter.software else 0,
         workgroup_bytes=device.limits["max-compute-workgroup-storage-size"],
@@ -47,7 +47,7 @@ def matmul_traits(device: Device) -> MatmulTraits:
 
 
 def _subgroup(device: Device) -> int:
-    """Lanes of a subgroup if they are as the kernel needs them, else 0."""
+    """Return the subgroup size if its layout suits the kernel, else 0."""
     if not {"subgroup", "shader-int64"} <= device.features:
         return 0
     out = device.buffer(4 * 3 * _INVOCATIONS)

@@ -1,7 +1,7 @@
-"""Subtree sums in the device's memory: gradients are added there, and only the sums come back.
+"""Subtree sums in the device's memory: gradients are added there, and only sums are read back.
 
-For each trained tensor the device holds the sums over perfect subtrees of the microbatches so far,
-as a binary counter does: see `protocol.exact.tree_sum`, which does the same on the host.
+For each trained tensor the device stores the sums over complete subtrees of the microbatches so
+far, like the digits of a binary counter; `protocol.exact.tree_sum` does the same on the host.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from protocol.base.limits import MICROBATCHES_PER_STEP
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """What is done with a microbatch's gradient.
+    """The additions for a microbatch's gradient.
 
     Attributes:
         pending_sums: Pending sums before it.
-        merges: How often the newest two become one; the gradient counts as the newest.
-        last: Whether it is the subtree's last: then one sum is left, and is brought back.
+        merges: How often the two newest sums are added; the gradient is the newest.
+        last: Whether it is the subtree's last microbatch, after which one sum is left to read.
     """
 
     pending_sums: int
@@ -32,27 +32,26 @@ class Merge:
 
 
 def merge_of(leaf: int, leaves: int) -> Merge:
-    """For microbatch `leaf` (from 0) of a subtree of so many."""
-    held, last = leaf.bit_count(), leaf == leaves - 1
+    """Return the additions for microbatch `leaf` (from 0) of a subtree of `leaves`."""
+    pending, last = leaf.bit_count(), leaf == leaves - 1
     trailing_ones = (leaf + 1 & -(leaf + 1)).bit_length() - 1
-    return Merge(held, held if last else trailing_ones, last)
+    return Merge(pending, pending if last else trailing_ones, last)
 
 
 def levels_of(leaves: int) -> int:
-    """How many sums of each tensor are held at most."""
+    """Return the largest number of pending sums per tensor."""
     merges = [merge_of(leaf, leaves) for leaf in range(leaves - 1)]
     return max((merge.pending_sums + 1 for merge in merges if not merge.merges), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where microbatches that are computed at once leave their results.
+    """Buffers with the results of microbatches that are computed at once.
 
     Attributes:
-        gradients: For each microbatch, for each block, last block first, a buffer of each of its
-            tensors.
-        loss: One float32 of each microbatch.
-        stride: Bytes from one loss to the next.
+        gradients: Per microbatch, per block (last block first), a buffer per tensor.
+        loss: One float32 per microbatch.
+        stride: Distance between losses in bytes.
     """
 
     gradients: Sequence[Sequence[Sequence[Buffer]]]
@@ -61,12 +60,12 @@ class Sources:
 
 
 class SumStack:
-    """The memory in which subtrees are summed, one subtree after the other.
+    """The memory of subtree sums; subtrees are summed one at a time.
 
     Args:
-        device: Its additions are exact.
-        nbytes: For each block, last block first, the bytes of each of its tensors.
-        pairs: Of how many tensors a dispatch adds, a power of two.
+        device: A device with exact additions.
+        nbytes: Per block (last block first), the size of each of its tensors.
+        pairs: Tensors per dispatch, a power of two.
     """
 
     def __init__(
@@ -85,15 +84,15 @@ class SumStack:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that is held for sums."""
+        """Memory allocated for sums."""
         return len(self._levels) * self.level_bytes
 
     def release(self) -> None:
-        """Let go of it."""
+        """Free the memory."""
         self._levels.clear()
 
     def hold(self, levels: int) -> None:
-        """Make room for so many sums of each tensor."""
+        """Allocate memory for `levels` sums of each tensor."""
         while len(self._levels) < levels:
             self._levels.append([[self._device.buffer(n) for n in b] for b in self._nbytes])
 
@@ -105,20 +104,26 @@ class SumStack:
         leaves: int,
         segments_before: int = 0,
     ) -> Iterator[Submission]:
-        """The submissions of microbatches from `first` on, as many as there are sources, with what
-        adds their results to the subtree's sums, one after the other; so many segments before the
-        first block's stay as they are."""
-        many = len(sources.gradients)
-        merges = [merge_of(leaf, leaves) for leaf in range(first, first + many)]
+        """Append additions to the submissions of microbatches.
+
+        Args:
+            parts: Submissions that compute the microbatches.
+            sources: Buffers with their results.
+            first: Number of the first microbatch in its subtree.
+            leaves: Microbatches of the subtree.
+            segments_before: Segments before the first block's, which are unchanged.
+        """
+        count = len(sources.gradients)
+        merges = [merge_of(leaf, leaves) for leaf in range(first, first + count)]
         block = 0
         for part in parts:
             if segments_before or not part.last:
                 segments_before -= part.last
                 yield part
                 continue
-            buffers = _Numbered()
-            given = [microbatch[block] for microbatch in sources.gradients]
-            dispatches = [*self._of_block(block, given, merges, buffers)]
+            buffers = _BufferNumbers()
+            gradients = [microbatch[block] for microbatch in sources.gradients]
+            dispatches = [*self._of_block(block, gradients, merges, buffers)]
             copies = [
                 Copy(buffer, nbytes)
                 for buffer, nbytes in zip(self._levels[0][block], self._nbytes[block], strict=True)
@@ -126,7 +131,7 @@ class SumStack:
             block += 1
             if block == len(self._nbytes):
                 numbers = buffers[sources.loss], buffers[self._losses]
-                note = note_losses(*numbers, many, sources.stride, first=first == 0)
+                note = note_losses(*numbers, count, sources.stride, first=first == 0)
                 dispatches.append(note)
                 copies.append(Copy(self._losses, 4 * leaves, 4))
             prepared = self._device.prepare(dispatches, [*buffers])
@@ -136,16 +141,16 @@ class SumStack:
     def _of_block(
         self,
         block: int,
-        given: Sequence[Sequence[Buffer]],
+        gradients_of_microbatches: Sequence[Sequence[Buffer]],
         merges: Sequence[Merge],
-        buffers: _Numbered,
+        buffers: _BufferNumbers,
     ) -> Iterator[Dispatch]:
-        """Dispatches that add each microbatch's gradients of a block."""
-        held = [level[block] for level in self._levels]
-        for tensors in self._together(block):
+        """Yield dispatches that add each microbatch's gradients of a block."""
+        level_buffers = [level[block] for level in self._levels]
+        for tensors in self._tensor_groups(block):
             nbytes = max(self._nbytes[block][tensor] for tensor in tensors)
-            sums = [[buffers[level[tensor]] for tensor in tensors] for level in held]
-            for gradients, merge in zip(given, merges, strict=True):
+            sums = [[buffers[level[tensor]] for tensor in tensors] for level in level_buffers]
+            for gradients, merge in zip(gradients_of_microbatches, merges, strict=True):
                 newest = [buffers[gradients[tensor]] for tensor in tensors]
                 if not merge.merges:
                     yield keep(newest, sums[merge.pending_sums], nbytes)
@@ -153,19 +158,19 @@ class SumStack:
                     yield add(newest, sums[level], nbytes)
                     newest = sums[level]
 
-    def _together(self, block: int) -> Iterator[Sequence[int]]:
-        """A block's tensors, in groups of one dispatch: powers of two, so that shaders are few;
-        those of like sizes together."""
+    def _tensor_groups(self, block: int) -> Iterator[Sequence[int]]:
+        """Yield groups of a block's tensors for one dispatch each: of similar size, and a power of
+        two, to limit the number of shaders."""
         sizes = self._nbytes[block]
-        left = sorted(range(len(sizes)), key=lambda tensor: sizes[tensor])
-        while left:
-            many = min(self._pairs, 1 << len(left).bit_length() - 1)
-            yield left[:many]
-            left = left[many:]
+        remaining = sorted(range(len(sizes)), key=lambda tensor: sizes[tensor])
+        while remaining:
+            count = min(self._pairs, 1 << len(remaining).bit_length() - 1)
+            yield remaining[:count]
+            remaining = remaining[count:]
 
 
-class _Numbered(dict[Buffer, int]):
-    """Buffers in the order in which they were first asked for."""
+class _BufferNumbers(dict[Buffer, int]):
+    """Number buffers in order of first use."""
 
     def __missing__(self, buffer: Buffer) -> int:
         self[buffer] = len(self)

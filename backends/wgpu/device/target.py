@@ -1,7 +1,6 @@
-"""What runs a plan: buffers, and lists of dispatches that run in the order they were given.
+"""The interface of a compute target: buffers, and lists of dispatches that run in order.
 
-`device.Device` is a card, or what Vulkan makes of one in software; `canonical.host.CpuTarget` is
-this CPU.
+`device.Device` is a Vulkan device, in hardware or software; `canonical.host.CpuTarget` is the CPU.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ from backends.wgpu.shaders.dispatch import Dispatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """Memory on the device, of a whole number of 16 bytes; or a part of it, from `offset` on."""
+    """Memory on the device, a multiple of 16 bytes; or a part of a buffer that starts at
+    `offset`."""
 
     nbytes: int
     handle: Any
     offset: int = 0
 
     def part(self, offset: int, nbytes: int) -> Buffer:
-        """So many bytes of it; the offset is a multiple of `SLICE_ALIGNMENT_BYTES`."""
+        """Return a part of the buffer; the offset is a multiple of `SLICE_ALIGNMENT_BYTES`."""
         return Buffer(nbytes, self.handle, self.offset + offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A part of a buffer to bring back; offset and size are multiples of 4."""
+    """A part of a buffer to read back; offset and size are multiples of 4."""
 
     buffer: Buffer
     nbytes: int
@@ -40,23 +40,23 @@ class Copy:
 
 
 class Prepared:
-    """Dispatches that are ready to run, as their target holds them."""
+    """Dispatches that are ready to run on their target."""
 
-    __slots__ = ("_kept", "calls")
+    __slots__ = ("_references", "calls")
 
-    def __init__(self, calls: list[Any], kept: list[Any]) -> None:
+    def __init__(self, calls: list[Any], references: list[Any]) -> None:
         self.calls = calls
-        self._kept = kept
+        self._references = references
 
     def __add__(self, other: Prepared) -> Prepared:
-        return Prepared(self.calls + other.calls, self._kept + other._kept)
+        return Prepared(self.calls + other.calls, self._references + other._references)
 
 
 class Readback(Protocol):
-    """What a submission brings back, once it is done."""
+    """The results of a submission."""
 
     def result(self) -> list[NDArray[np.float32]]:
-        """Wait, and give one flat float32 array of its own per copy; `.view` for other types.
+        """Wait, and return one flat float32 array per copy; use `.view` for other types.
 
         Raises:
             DeviceError: The device was lost or is out of memory.
@@ -64,33 +64,33 @@ class Readback(Protocol):
 
 
 class ComputeTarget(Protocol):
-    """Where a program runs. All methods may be called from any thread."""
+    """A device that runs programs. All methods are thread-safe."""
 
     @property
     def adapter(self) -> Adapter:
-        """What it is."""
+        """Description of the device."""
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """Of one buffer that a kernel reads whole."""
+        """Largest size of a buffer that a kernel can bind."""
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Zeroed memory of at least so many bytes.
+        """Allocate zeroed memory of at least `nbytes` bytes.
 
         Raises:
-            DeviceError: There is no more.
+            DeviceError: Out of memory.
         """
 
     def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
-        """Fill the buffer from its start; done before whatever is run after this call."""
+        """Fill the buffer from its start, before any later submission runs."""
 
     def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> Prepared:
-        """Make these ready.
+        """Prepare dispatches.
 
         Args:
-            dispatches: In the order they shall run.
+            dispatches: Dispatches in order of execution.
             buffers: The plan's buffers by number.
         """
 
     def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> Readback:
-        """Begin the dispatches, then copy these buffers back; returns at once."""
+        """Start the dispatches and then copy buffers back; returns immediately."""

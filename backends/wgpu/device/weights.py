@@ -1,4 +1,4 @@
-"""A module's tensors on the device: uploaded once, each as it is stored, shared by all plans."""
+"""A module's tensors on the device: uploaded once in their storage format, shared by all plans."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from backends.wgpu.weights.narrow_base import NarrowBase
 
 
 class Weights:
-    """Every tensor goes by the first of its names.
+    """The module's tensors; a tensor with several names is identified by the first.
 
     Attributes:
-        module: On the host, with the values last loaded; those of a frozen parameter go when the
-            device has them, unless the module is given back.
-        base: What of it is stored in fewer bits.
-        tables: Of each table that is larger than one buffer its parts, which go by names of their
-            own.
+        module: The module on the host, with the values loaded last; frozen parameters are freed
+            after their upload unless the module is returned to the user.
+        base: Parameters in narrow storage.
+        tables: Parts of each table that is larger than one buffer; each part has its own name.
     """
 
     def __init__(self, device: ComputeTarget, trainable: Trainable, largest_bytes: int) -> None:
-        """Upload nothing yet.
+        """Prepare without uploading.
 
         Args:
-            device: Where the tensors are to be.
-            trainable: Whose they are.
-            largest_bytes: Of a buffer.
+            device: The device.
+            trainable: The task.
+            largest_bytes: Largest size of a buffer.
 
         Raises:
             SamestepError: Another program has taken the module's frozen weights.
@@ -44,19 +43,21 @@ class Weights:
         self.module: torch.nn.Module = trainable.module
         self._device = device
         self._blocks = trainable.blocks
-        self._held = named_tensors(self.module)
+        self._tensors = named_tensors(self.module)
         frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
         self._released = set() if trainable.given_back else frozen
         first: dict[int, str] = {}
-        self._first = {name: first.setdefault(id(t), name) for name, t in self._held.items()}
+        self._first_names = {
+            name: first.setdefault(id(t), name) for name, t in self._tensors.items()
+        }
         self.base = NarrowBase(self.module, trainable.base_dtype)
-        widen(self.module)  # what is not in it
-        self.tables: Tables = self._cut(largest_bytes)
+        widen(self.module)  # parameters without narrow storage
+        self.tables: Tables = self._split(largest_bytes)
         self._parts = {str(part): part for parts in self.tables.values() for part in parts}
-        self.base.cut(self.tables)
+        self.base.split(self.tables)
         self._buffers: dict[str, Buffer] = {}
 
-    def _cut(self, largest_bytes: int) -> Tables:
+    def _split(self, largest_bytes: int) -> Tables:
         tables: dict[str, list[RowPart]] = {}
         for name, parameter in self.module.named_parameters():
             if parameter.dim() != 2:
@@ -69,48 +70,52 @@ class Weights:
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
-        """The module's buffers, which never change."""
+        """The module's buffers, which are constant."""
         parameters = {id(parameter) for parameter in self.module.parameters()}
-        return {name: t for name, t in self._held.items() if id(t) not in parameters}
+        return {name: t for name, t in self._tensors.items() if id(t) not in parameters}
 
     def values(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Of these tensors, as long as the host has them; a tensor of several names is one. What is
-        stored in fewer bits is what these stand for."""
-        found: dict[int, torch.Tensor] = {}
-        wanted = {name: self._held[name] for name in names}
-        for name, held in wanted.items():
-            if id(held) not in found:
+        """Return values of tensors that the host still has; tied tensors stay shared, and narrow
+        storage is widened."""
+        values_by_id: dict[int, torch.Tensor] = {}
+        tensors = {name: self._tensors[name] for name in names}
+        for name, tensor in tensors.items():
+            if id(tensor) not in values_by_id:
                 parts = [str(part) for part in self.tables.get(name, ())] or [name]
                 stored = [x for part in parts if (x := self.base.value(part)) is not None]
-                value = torch.cat(stored) if stored else held.detach()
-                found[id(held)] = value.float() if value.is_floating_point() else value
-        return {name: found[id(held)] for name, held in wanted.items()}
+                value = torch.cat(stored) if stored else tensor.detach()
+                values_by_id[id(tensor)] = value.float() if value.is_floating_point() else value
+        return {name: values_by_id[id(tensor)] for name, tensor in tensors.items()}
 
     def nbytes(self) -> Mapping[str, int]:
-        """What each tensor, and each part of a table, takes on the device."""
-        elements = {name: self._held[name].numel() for name in self._first.values()}
+        """Return the size of each tensor, and of each part of a table, on the device."""
+        elements = {name: self._tensors[name].numel() for name in self._first_names.values()}
         for name, part in self._parts.items():
-            elements[name] = part.rows * self._held[part.table].shape[1]
+            elements[name] = part.rows * self._tensors[part.table].shape[1]
         return {name: self.base.nbytes(name) or 4 * count for name, count in elements.items()}
 
     def buffer(self, name: str) -> Buffer:
-        """The tensor, or part, on the device; uploaded now if it was not yet."""
+        """Return the buffer of a tensor or part; upload it on first use."""
         if name not in self._buffers:
             part = self._parts.get(name)
             words = self.base.take_words(name)
             if words is None:
-                held = self._held[part.table][part.first : part.end] if part else self._held[name]
-                words = tensor_words(held)
+                values = (
+                    self._tensors[part.table][part.first : part.end]
+                    if part
+                    else self._tensors[name]
+                )
+                words = tensor_words(values)
             self._buffers[name] = self._device.buffer(words.nbytes)
             self._device.upload(self._buffers[name], words)
             self._release(part.table if part else name)
         return self._buffers[name]
 
     def _release(self, name: str) -> None:
-        """Of a frozen parameter that is on the device as a whole, the host's copy."""
+        """Free the host's copy of a frozen parameter that is uploaded completely."""
         parts = [str(part) for part in self.tables.get(name, ())]
         if name in self._released and all(part in self._buffers for part in parts):
-            release(self._held[name])
+            release(self._tensors[name])
 
     def load(self, parameters: Sequence[Array]) -> None:
         """Take new values of the trainable tensors; see `Program.load`.
@@ -123,8 +128,8 @@ class Weights:
             for tensor, place in block.slices():
                 value = torch.from_numpy(values[place].reshape(tensor.shape))
                 with torch.no_grad():
-                    self._held[tensor.name].copy_(value)
-                self._upload(self._first[tensor.name], value)
+                    self._tensors[tensor.name].copy_(value)
+                self._upload(self._first_names[tensor.name], value)
 
     def _upload(self, name: str, value: torch.Tensor) -> None:
         """What is on the device of a tensor, whole or in parts."""

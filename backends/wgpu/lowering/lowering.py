@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.wgpu.capture.attention import pays
+from backends.wgpu.capture.attention import should_fuse
 from backends.wgpu.graph import passes
 from backends.wgpu.graph.halves import mark_halves
 from backends.wgpu.graph.opaque import LAYER_FORWARD
@@ -61,7 +61,7 @@ class Templates:
 
     def fuses(self, sizes: AttentionSizes) -> bool:
         """Whether a trace keeps attention of these sizes as one operator."""
-        return pays(sizes, cooperative=self.cooperative and not self.canonical)
+        return should_fuse(sizes, cooperative=self.cooperative and not self.canonical)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,8 @@ def lower(
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, form in zip(inputs, forms, strict=False):  # the others have plain storage
         mark(node, form)
-    values = {
-        node: value
-        for node, value in zip(inputs, constant_inputs, strict=True)
-        if value is not None
-    }
+    pairs = zip(inputs, constant_inputs, strict=True)
+    values = {node: value for node, value in pairs if value is not None}
     constant_values = passes.constants(graph, values, portable=template.canonical)
     outputs = _outputs(graph, constant_values)
     nodes = [node for node in graph.graph.nodes if node.op != "output"]

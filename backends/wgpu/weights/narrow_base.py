@@ -31,7 +31,7 @@ class BaseLayout:
                 for name, parameter in frozen_base(module).items()
             }
 
-    def cut(self, tables: Tables) -> None:
+    def split(self, tables: Tables) -> None:
         """Know the parts of these tables by their own names."""
         for name in tables.keys() & self._shapes.keys():
             columns = self._shapes[name][1]
@@ -71,18 +71,18 @@ class NarrowBase(BaseLayout):
 
     def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
         super().__init__(module, base_dtype)
-        held = dict(module.named_parameters())
+        parameters = dict(module.named_parameters())
         self._sources: dict[str, torch.Tensor] = {}
         for name in self._shapes:
-            self._sources[name] = held[name].detach()
-            release(held[name])
+            self._sources[name] = parameters[name].detach()
+            release(parameters[name])
 
-    def cut(self, tables: Tables) -> None:
+    def split(self, tables: Tables) -> None:
         """Know the parts of these tables by their own names."""
-        super().cut(tables)
+        super().split(tables)
         for name in tables.keys() & self._sources.keys():
-            whole = self._sources.pop(name)
-            self._sources |= {str(part): whole[part.first : part.end] for part in tables[name]}
+            table = self._sources.pop(name)
+            self._sources |= {str(part): table[part.first : part.end] for part in tables[name]}
 
     def value(self, name: str) -> torch.Tensor | None:
         """What a stored weight stands for; None for what stays float32 or is on the device."""

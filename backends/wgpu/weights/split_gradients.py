@@ -1,7 +1,7 @@
-"""The gradient of a trained table, computed in the parts in which the table lies.
+"""Split the gradient of a trained table into the table's parts.
 
-It is a sum of what each use of the table adds: a product for a head, a scatter of rows for an
-embedding. Each is computed for the rows of one part alone, in the same order as for the whole.
+The gradient is a sum over the table's uses: a product for a head, a scatter of rows for an
+embedding. Each term is computed per part, in the same order as for the whole table.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ _aten = torch.ops.aten
 _ROWS_AND_COLUMNS = [1, 0]
 
 
-def split_gradients(graph: fx.GraphModule, tables: Tables, trained: Sequence[str]) -> None:
-    """Put gradients of parts in place of those of the tables that are cut.
+def split_gradients(graph: fx.GraphModule, tables: Tables, trained_names: Sequence[str]) -> None:
+    """Replace the gradients of split tables by gradients of their parts.
 
     Args:
-        graph: Outputs: the loss, then the gradient of each of `trained`, or None; then others.
-        tables: Of each table that is cut its parts.
-        trained: Names of the trained tensors.
+        graph: Outputs: the loss, then the gradient of each of `trained_names`, or None; then
+            others.
+        tables: Parts of each split table.
+        trained_names: Names of the trained tensors.
 
     Raises:
-        SamestepError: Something else than a gather or a product adds to a gradient.
+        SamestepError: An operator other than a gather or a product adds to a gradient.
     """
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    loss, *rest = output.args[0]
-    gradients, others = rest[: len(trained)], rest[len(trained) :]
+    loss, *remaining = output.args[0]
+    gradients, further = remaining[: len(trained_names)], remaining[len(trained_names) :]
     outputs = [loss]
-    for name, gradient in zip(trained, gradients, strict=True):
+    for name, gradient in zip(trained_names, gradients, strict=True):
         parts = tables.get(name, ())
         if not parts or gradient is None:
             outputs += [gradient] * max(1, len(parts))
         else:
             outputs += [_Gradient(graph.graph, gradient, part).rows() for part in parts]
-    output.args = ([*outputs, *others],)
+    output.args = ([*outputs, *further],)
     graph.graph.eliminate_dead_code()
 
 
 class _Gradient:
-    """Of one part, from that of its table."""
+    """The gradient of one part, derived from the table's."""
 
     def __init__(self, graph: fx.Graph, whole: fx.Node, part: RowPart) -> None:
         self._graph = graph
@@ -55,40 +56,39 @@ class _Gradient:
         self._part = part
 
     def rows(self) -> fx.Node:
-        """The part's rows of it."""
+        """Return the part's rows of the gradient."""
         (output,) = (node for node in self._graph.nodes if node.op == "output")
         with self._graph.inserting_before(output):
             return self._rows_of(self._whole)
 
     def _rows_of(self, node: fx.Node) -> fx.Node:
-        given: Any = node.args
-        if node.target is _aten.add.Tensor and len(given) == 2 and not node.kwargs:
-            one, other = (self._rows_of(term) for term in given)
-            return self._add(_aten.add.Tensor, one, other)
-        if node.target is _aten.permute.default and [*given[1]] == _ROWS_AND_COLUMNS:
-            return self._columns_of(given[0])
+        arguments: Any = node.args
+        if node.target is _aten.add.Tensor and len(arguments) == 2 and not node.kwargs:
+            left, right = (self._rows_of(term) for term in arguments)
+            return self._add(_aten.add.Tensor, left, right)
+        if node.target is _aten.permute.default and [*arguments[1]] == _ROWS_AND_COLUMNS:
+            return self._columns_of(arguments[0])
         if node.target is _aten.mm.default:
-            return self._add(_aten.mm.default, self._slice(given[0], 0), given[1])
-        if node.target is _aten.index_put.default and len(given) == 4 and given[3] is True:
-            return self._scattered(node, *given[:3])
+            return self._add(_aten.mm.default, self._slice(arguments[0], 0), arguments[1])
+        if node.target is _aten.index_put.default and len(arguments) == 4 and arguments[3] is True:
+            return self._scattered(node, *arguments[:3])
         raise self._refusal(node)
 
     def _refusal(self, node: fx.Node) -> SamestepError:
         return SamestepError(
-            f"{self._part.table!r} does not fit in one buffer of the device; its gradient can be "
-            "computed in parts where an embedding or a product adds to it, but "
-            f"{node.meta.get('module') or 'the loss'} does by {node.target}; use a cpu or cuda "
-            "worker for this model"
+            f"expected embeddings and products to use {self._part.table!r}, which does not fit in "
+            f"one buffer of the device, got {node.target} in "
+            f"{node.meta.get('module') or 'the loss'}; use a cpu or cuda worker for this model"
         )
 
     def _columns_of(self, node: fx.Node) -> fx.Node:
-        """The part's columns of a matrix, turned."""
-        given: Any = node.args
-        if node.target is _aten.permute.default and [*given[1]] == _ROWS_AND_COLUMNS:
-            return self._rows_of(given[0])
+        """Return the part's columns of a matrix, transposed."""
+        arguments: Any = node.args
+        if node.target is _aten.permute.default and [*arguments[1]] == _ROWS_AND_COLUMNS:
+            return self._rows_of(arguments[0])
         if node.target is not _aten.mm.default:
             raise self._refusal(node)
-        product = self._add(_aten.mm.default, given[0], self._slice(given[1], 1))
+        product = self._add(_aten.mm.default, arguments[0], self._slice(arguments[1], 1))
         return self._add(_aten.permute.default, product, _ROWS_AND_COLUMNS)
 
     def _slice(self, node: fx.Node, dim: int) -> fx.Node:
@@ -97,23 +97,23 @@ class _Gradient:
     def _scattered(
         self, node: fx.Node, under: fx.Node, indices: Sequence[fx.Node | None], values: fx.Node
     ) -> fx.Node:
-        """Rows that belong to other parts are added as zeros, somewhere in this one."""
-        numbers, *others = indices
+        """Scatter a part's rows; rows of other parts are added as zeros at a clamped index."""
+        numbers, *other_indices = indices
         zeros = under.target is _aten.full.default and under.args[1] == 0
-        if others or numbers is None or not zeros:
+        if other_indices or numbers is None or not zeros:
             raise self._refusal(node)
         part = self._part
-        after = self._add(_aten.ge.Scalar, numbers, part.first)
-        before = self._add(_aten.lt.Scalar, numbers, part.end)
-        here = self._add(_aten.bitwise_and.Tensor, after, before)
+        at_or_after = self._add(_aten.ge.Scalar, numbers, part.first)
+        is_before = self._add(_aten.lt.Scalar, numbers, part.end)
+        in_part = self._add(_aten.bitwise_and.Tensor, at_or_after, is_before)
         for _ in range(len(shape_of(values)) - len(shape_of(numbers))):
-            here = self._add(_aten.unsqueeze.default, here, -1)
-        within = self._add(_aten.sub.Tensor, numbers, part.first)
-        within = self._add(_aten.clamp.default, within, 0, part.rows - 1)
-        nothing = self._add(_aten.full_like.default, values, 0.0)
-        kept = self._add(_aten.where.self, here, values, nothing)
+            in_part = self._add(_aten.unsqueeze.default, in_part, -1)
+        local_indices = self._add(_aten.sub.Tensor, numbers, part.first)
+        local_indices = self._add(_aten.clamp.default, local_indices, 0, part.rows - 1)
+        zero_values = self._add(_aten.full_like.default, values, 0.0)
+        selected = self._add(_aten.where.self, in_part, values, zero_values)
         rows = self._slice(under, 0)
-        return self._add(_aten.index_put.default, rows, [within], kept, True)
+        return self._add(_aten.index_put.default, rows, [local_indices], selected, True)
 
     def _add(self, target: Any, *args: Any) -> fx.Node:
         return add(self._graph, self._whole, target, *args)

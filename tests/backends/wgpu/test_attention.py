@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backends.base.interface import Batch
-from backends.wgpu.capture.attention import pays
+from backends.wgpu.capture.attention import should_fuse
 from backends.wgpu.capture.capture import Capture, capture_forward, capture_step
 from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
 from backends.wgpu.lowering.estimate import estimate
@@ -302,8 +302,8 @@ def test_memory_grows_with_the_length_but_for_one_mask(length):
 
 def test_where_it_pays():
     long = AttentionSizes(2, 16, 4, 2048, 2048, 64)
-    assert pays(AttentionSizes(1, 1, 1, 1, 1, 4), cooperative=True)
-    assert not pays(AttentionSizes(8, 16, 4, 512, 512, 64), cooperative=False)
-    assert pays(long, cooperative=False), "the scores of a layer are 512 MiB"
+    assert should_fuse(AttentionSizes(1, 1, 1, 1, 1, 4), cooperative=True)
+    assert not should_fuse(AttentionSizes(8, 16, 4, 512, 512, 64), cooperative=False)
+    assert should_fuse(long, cooperative=False), "the scores of a layer are 512 MiB"
     endless = AttentionSizes(1, 16, 1, 40_000, 40_000, 64)
-    assert not pays(endless, cooperative=False), "its loops would be cut short"
+    assert not should_fuse(endless, cooperative=False), "its loops would be cut short"

@@ -136,7 +136,7 @@ def test_layers_between_which_is_dropout_are_torchs_own(kind):
 
     class Rewritten(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            return (draws.known(func) or func)(*args, **(kwargs or {}))
+            return (draws.replacement(func) or func)(*args, **(kwargs or {}))
 
     expected, *states = module.eval()(x)
     module.train()
@@ -149,13 +149,13 @@ def test_layers_between_which_is_dropout_are_torchs_own(kind):
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "randperm": (lambda x: x[torch.randperm(4)], "cannot draw 'randperm'"),
-    "multinomial": (lambda x: x[torch.multinomial(x.abs(), 1)[:, 0]], "cannot draw 'multinomial'"),
-    "poisson": (lambda x: x * torch.poisson(x.detach()), "cannot draw 'poisson'"),
-    "numpy": (lambda x: x * float(np.random.uniform()), "cannot draw from numpy.random"),  # noqa: NPY002
-    "python": (lambda x: x * random.random(), "cannot draw from Python's random"),
+    "randperm": (lambda x: x[torch.randperm(4)], "got a draw 'randperm'"),
+    "multinomial": (lambda x: x[torch.multinomial(x.abs(), 1)[:, 0]], "got a draw 'multinomial'"),
+    "poisson": (lambda x: x * torch.poisson(x.detach()), "got a draw 'poisson'"),
+    "numpy": (lambda x: x * float(np.random.uniform()), "got a draw from numpy.random"),  # noqa: NPY002
+    "python": (lambda x: x * random.random(), "got a draw from Python's random"),
     "generator": (
-        lambda x: x * torch.rand(4, generator=torch.Generator()), "of the model's own",
+        lambda x: x * torch.rand(4, generator=torch.Generator()), "without generator=",
     ),
     "checkpoint": (
         lambda x: torch.utils.checkpoint.checkpoint(functional.dropout, x * x, use_reentrant=False),

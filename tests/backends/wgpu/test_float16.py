@@ -83,7 +83,7 @@ def expected(module: nn.Module, loss: Any, given: Batch) -> dict[str, torch.Tens
     """As torch computes it in float16 on this CPU."""
     arrays = {name: torch.from_numpy(array) for name, array in given.arrays.items()}
     module.zero_grad()
-    with half_products(wanted=True):
+    with half_products(enabled=True):
         value = loss(module, arrays).float() * SCALE
     value.backward()
     return {n: p.grad / SCALE for n, p in module.named_parameters() if p.grad is not None}

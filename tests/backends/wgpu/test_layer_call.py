@@ -93,5 +93,5 @@ def test_a_kind_for_each_course_of_forward_and_backward(rule, kinds):
 
 
 def test_a_layer_that_computes_something_else_at_each_call_is_refused():
-    with pytest.raises(SamestepError, match=r"layers\.0 computes something else each time"):
+    with pytest.raises(SamestepError, match=r"layers\.0 to compute the same function"):
         captured("counted")

@@ -18,6 +18,6 @@ def test_what_fails_is_reported_once_and_can_still_be_stopped(own_device):
     running = Running(own_device, (submission,) * 5)
     with pytest.raises(DeviceError, match="lost"):
         running.next()
-    assert running._flying, "more of it fails"
+    assert running._in_flight, "more of it fails"
     running.stop()
     assert running.next() is None

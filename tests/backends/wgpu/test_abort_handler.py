@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's"
 
 PROGRAM = """
 import ctypes, os, sys, threading
-from backends.wgpu.device.last_words import on_abort
+from backends.wgpu.device.abort_handler import on_abort
 on_abort(lambda: print("so it ends", file=sys.stderr, flush=True), 7)
 {end}
 """
