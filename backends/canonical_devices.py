@@ -5,7 +5,7 @@ from __future__ import annotations
 from backends.base.interface import DeviceInfo
 
 
-def canonical_words(info: DeviceInfo) -> list[str]:
+def canonical_lines(info: DeviceInfo) -> list[str]:
     """Describe what a device can do in a run with `arithmetic: canonical`, in lines.
 
     It takes a second or two per device.
@@ -25,5 +25,8 @@ def canonical_words(info: DeviceInfo) -> list[str]:
     follows, departs = followed(backend.device, backend.tuner.shader)
     return [
         *(f"arithmetic canonical: {convention}" for convention in follows),
-        *(f"not canonical: {convention}: {found}" for convention, found in departs.items()),
+        *(
+            f"not canonical: {convention}: {difference}"
+            for convention, difference in departs.items()
+        ),
     ]

@@ -44,12 +44,12 @@ class KernelFiles:
 
     def cards(self) -> dict[str, int]:
         """Count the display controllers by vendor."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for device in (self.sys / "bus/pci/devices").glob("*"):
             maker = _MAKERS.get(_text(device / "vendor"))
             if maker and _text(device / "class").startswith(_DISPLAYS):
-                found[maker] = found.get(maker, 0) + 1
-        return found
+                counts[maker] = counts.get(maker, 0) + 1
+        return counts
 
     def closed(self) -> list[str]:
         """List device files that this user may not open."""
@@ -86,23 +86,25 @@ def device_findings(
     cards = machine.cards()
     for row in rows:
         if row.usable:
-            yield _tried(row)
+            yield _trial_finding(row)
         elif kind != "auto":
             yield failure("device", f"{row.backend}: {row.reason}", _advice(row, cards, machine))
         elif advice := _advice(row, cards, machine):
             yield warning("device", f"{row.backend}: {row.reason}", advice)
     usable = [row for row in rows if row.usable]
-    named = ", ".join(map(str, wanted))
-    if kind == "auto" and named and all(row.backend == "cpu" for row in usable):
-        lacking = f"expected device {named}, found none but the CPU"
+    names = ", ".join(map(str, wanted))
+    if kind == "auto" and names and all(row.backend == "cpu" for row in usable):
+        lacking = f"expected device {names}, found none but the CPU"
         yield failure("device", lacking, "see: worker devices")
         return
     if not usable:
         if kind == "auto":
             yield failure("device", "none is usable", "see: worker devices")
         return
-    there = [row for row in usable if row.backend == usable[0].backend]
-    beyond = ", ".join(str(each) for each in wanted if not any(_is(row, each) for row in there))
+    same_backend = [row for row in usable if row.backend == usable[0].backend]
+    beyond = ", ".join(
+        str(each) for each in wanted if not any(_is(row, each) for row in same_backend)
+    )
     if beyond and usable[0].backend != "cpu":
         lacking = f"there is no {usable[0].backend} device {beyond}"
         yield failure("device", lacking, "see: worker devices")
@@ -112,21 +114,23 @@ def _is(row: DeviceInfo, wanted: int | str) -> bool:
     return row.index == wanted if isinstance(wanted, int) else wanted in row.name.lower()
 
 
-def _tried(row: DeviceInfo) -> Finding:
+def _trial_finding(row: DeviceInfo) -> Finding:
     """Compute a gradient on a device that the registry calls usable."""
     from backends.device_trial import gradient_is_right  # noqa: PLC0415 -- imports torch: seconds
 
     memory = f", {byte_size(row.memory_bytes)}" if row.memory_bytes else ""
-    found = f"{row.backend} {row.index}: {row.name}{memory}"
+    description = f"{row.backend} {row.index}: {row.name}{memory}"
     try:
         right = gradient_is_right(row.backend, row.index)
     except Exception as error:  # noqa: BLE001 -- whatever a driver raises is what was found
         reason = " ".join(str(error).split())[:300]
         advice = "is another program using all its memory? otherwise reinstall its driver"
-        return failure("device", f"{found} cannot compute: {reason}", advice)
+        return failure("device", f"{description} cannot compute: {reason}", advice)
     if not right:
-        return failure("device", f"{found} computes wrongly", "do not use it, or update its driver")
-    return ok("device", f"{found}, computes")
+        return failure(
+            "device", f"{description} computes wrongly", "do not use it, or update its driver"
+        )
+    return ok("device", f"{description}, computes")
 
 
 def _advice(row: DeviceInfo, cards: dict[str, int], machine: KernelFiles) -> str:
@@ -147,7 +151,7 @@ def _cuda_advice(cards: dict[str, int], machine: KernelFiles) -> str:
     if is_older(driver, least):
         needs = f"torch with CUDA {cuda} needs" if cuda else "torch's CUDA build needs"
         return f"NVIDIA's driver {driver} is loaded, {needs} {least} or later: install that {_HOW}"
-    return f"NVIDIA's driver {driver} is loaded; {_torch_says()}"
+    return f"NVIDIA's driver {driver} is loaded; {_torch_error()}"
 
 
 def _cuda_of_torch() -> str | None:
@@ -159,7 +163,7 @@ def _cuda_of_torch() -> str | None:
     return torch.version.cuda
 
 
-def _torch_says() -> str:
+def _torch_error() -> str:
     """Return torch's reason for not using a driver that is recent enough."""
     try:
         import torch  # noqa: PLC0415 -- seconds
@@ -170,8 +174,8 @@ def _torch_says() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:
-        said = " ".join(str(error).split())[:300]
-        return f"torch {torch.__version__} says: {said}; update the driver, then reboot"
+        message = " ".join(str(error).split())[:300]
+        return f"torch {torch.__version__} says: {message}; update the driver, then reboot"
     return "look at: nvidia-smi"
 
 

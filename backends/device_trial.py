@@ -33,7 +33,7 @@ def gradient_is_right(kind: str, index: int) -> bool:
     batch = Batch({"x": x, "y": np.full((_SAMPLES, _WIDTH), -1, np.float32)}, _SAMPLES)
     program = choose(kind, index).backend.compile(_trainable(), batch)
     try:
-        found = [
+        gradients = [
             each.values
             for each in program.gradients([(batch, 0)])
             if isinstance(each, BlockGradient)
@@ -41,7 +41,7 @@ def gradient_is_right(kind: str, index: int) -> bool:
     finally:
         program.close()
     expected = np.tile(2 * x.sum(axis=0), _WIDTH)
-    return len(found) == 1 and np.array_equal(found[0], expected)
+    return len(gradients) == 1 and np.array_equal(gradients[0], expected)
 
 
 def _trainable() -> Trainable:

@@ -27,13 +27,13 @@ _SINGLE: Final = frozenset({"cpu", "mps"})
 """Kinds of which a machine has a single device."""
 
 
-def choose(name: str, wanted: int | str | None = None) -> BackendChoice:
+def choose(name: str, device: int | str | None = None) -> BackendChoice:
     """Choose a backend.
 
     Args:
         name: auto, cuda, xpu, mps, accelerator, vulkan, cpu, scripted or scripted:MS
             (milliseconds per microbatch).
-        wanted: The device, by number or by part of its name, ignoring case; None for the first.
+        device: The device, by number or by part of its name, ignoring case; None for the first.
             It is ignored for cpu, mps and scripted, which have a single device.
 
     Raises:
@@ -46,20 +46,20 @@ def choose(name: str, wanted: int | str | None = None) -> BackendChoice:
 
         return BackendChoice(ScriptedBackend(microbatch_ms), "scripted was asked for by name")
     if kind != "auto":
-        info = _named(kind, wanted)
-        reason = f"{kind} was asked for by name{_among_others(kind, wanted)}"
+        info = _requested_device(kind, device)
+        reason = f"{kind} was asked for by name{_among_others(kind, device)}"
         if info.software:
             reason += "; it is software, for tests: --backend cpu is several times as quick"
         return BackendChoice(_make(kind, info.index), reason)
-    return _auto(wanted)
+    return _auto(device)
 
 
-def refuse_missing(name: str, wanted: int | str | None = None) -> None:
+def refuse_missing(name: str, device: int | str | None = None) -> None:
     """Refuse a named device that is missing, before anything else is done.
 
     Args:
         name: As in `choose`.
-        wanted: As in `choose`.
+        device: As in `choose`.
 
     Raises:
         UsageError: There is no such backend.
@@ -67,7 +67,7 @@ def refuse_missing(name: str, wanted: int | str | None = None) -> None:
     """
     kind, _ = parse_backend(name)
     if kind not in {"auto", "cpu", "scripted"}:
-        _named(kind, wanted)
+        _requested_device(kind, device)
 
 
 @contextmanager
@@ -92,8 +92,8 @@ def trial_device(name: str, wanted: int | str | None = None) -> Iterator[torch.d
     kind, _ = parse_backend(name)
     device = torch.device("cpu")
     for each in AUTO_ORDER if kind == "auto" else (kind,):
-        known = torch_devices.KINDS.get(each)
-        if known is None or not known.copies_asynchronously:
+        kind_of_backend = torch_devices.KINDS.get(each)
+        if kind_of_backend is None or not kind_of_backend.copies_asynchronously:
             continue
         if (info := _device(each, wanted)).usable:
             device = EagerBackend(each, info.index).device
@@ -123,18 +123,18 @@ def _is_common(kind: str) -> bool:
     return kind in {"cuda", "vulkan", "cpu"} or (kind == "mps" and sys.platform == "darwin")
 
 
-def _named(kind: str, wanted: int | str | None) -> DeviceInfo:
-    info = _device(kind, wanted)
+def _requested_device(kind: str, device: int | str | None) -> DeviceInfo:
+    info = _device(kind, device)
     if not info.usable:
         raise BackendUnavailable(kind, info.reason)
     return info
 
 
-def _auto(wanted: int | str | None) -> BackendChoice:
+def _auto(device: int | str | None) -> BackendChoice:
     passed_over: list[DeviceInfo] = []
-    kinds = AUTO_ORDER if wanted is None else [kind for kind in AUTO_ORDER if kind != "cpu"]
+    kinds = AUTO_ORDER if device is None else [kind for kind in AUTO_ORDER if kind != "cpu"]
     for kind in kinds:
-        info = _device(kind, wanted)
+        info = _device(kind, device)
         if info.usable and info.software:
             reason = f"{info.name} is software; ask for it with --backend {kind}"
             info = replace(info, usable=False, reason=reason)
@@ -143,11 +143,11 @@ def _auto(wanted: int | str | None) -> BackendChoice:
             reason = f"auto took {kind} ({why})" if why else f"auto took {kind}, the first choice"
             return BackendChoice(_make(kind, info.index), reason, tuple(passed_over))
         passed_over.append(info)
-        if isinstance(wanted, int) and _device(kind, None).usable:
+        if isinstance(device, int) and _device(kind, None).usable:
             break  # a number refers to the first kind of which there is a device
     reasons = "; ".join(f"{info.backend}: {info.reason}" for info in passed_over)
-    if wanted is not None:
-        reasons = f"device {wanted} was asked for, and is not there: {reasons}; see: worker devices"
+    if device is not None:
+        reasons = f"device {device} was asked for, and is not there: {reasons}; see: worker devices"
     raise BackendUnavailable("auto", reasons)
 
 
@@ -165,33 +165,33 @@ def _make(kind: str, index: int) -> Backend:
     return EagerBackend(kind, index)
 
 
-def _device(kind: str, wanted: int | str | None) -> DeviceInfo:
-    found = _devices_of(kind)
-    if kind in _SINGLE or wanted is None or not any(info.usable for info in found):
-        return found[0]
-    if isinstance(wanted, str):
-        for info in found:
-            if wanted.lower() in info.name.lower():
+def _device(kind: str, device: int | str | None) -> DeviceInfo:
+    devices = _devices_of(kind)
+    if kind in _SINGLE or device is None or not any(info.usable for info in devices):
+        return devices[0]
+    if isinstance(device, str):
+        for info in devices:
+            if device.lower() in info.name.lower():
                 return info
-        names = ", ".join(repr(info.name) for info in found)
-        reason = f"no device's name has {wanted!r} in it; this machine has {names}"
+        names = ", ".join(repr(info.name) for info in devices)
+        reason = f"no device's name has {device!r} in it; this machine has {names}"
         return DeviceInfo(kind, kind.upper(), False, reason)
-    if not 0 <= wanted < len(found):
-        reason = f"there is no device {wanted}; this machine has {len(found)}, counted from 0"
-        return DeviceInfo(kind, kind.upper(), False, reason, wanted)
-    return found[wanted]
+    if not 0 <= device < len(devices):
+        reason = f"there is no device {device}; this machine has {len(devices)}, counted from 0"
+        return DeviceInfo(kind, kind.upper(), False, reason, device)
+    return devices[device]
 
 
-def _among_others(kind: str, wanted: int | str | None) -> str:
+def _among_others(kind: str, device: int | str | None) -> str:
     """Say so if a part of a name matches several devices."""
-    if kind in _SINGLE or not isinstance(wanted, str):
+    if kind in _SINGLE or not isinstance(device, str):
         return ""
-    found = _devices_of(kind)
-    fitting = [info.name for info in found if wanted.lower() in info.name.lower()]
+    devices = _devices_of(kind)
+    fitting = [info.name for info in devices if device.lower() in info.name.lower()]
     if len(fitting) == 1:
         return ""
     names = ", ".join(map(repr, fitting))
-    return f", the first of {len(fitting)} whose names have {wanted!r} in them: {names}"
+    return f", the first of {len(fitting)} whose names have {device!r} in them: {names}"
 
 
 def _devices_of(kind: str) -> list[DeviceInfo]:
@@ -209,10 +209,10 @@ def _devices_of(kind: str) -> list[DeviceInfo]:
 def _vulkan_devices() -> list[DeviceInfo]:
     from backends.wgpu.device.adapters import adapters  # noqa: PLC0415  (looks for devices)
 
-    found = adapters()
-    if isinstance(found, str):
-        return [DeviceInfo("vulkan", "Vulkan", False, found)]
-    return [adapter.info(index) for index, adapter in enumerate(found)]
+    devices = adapters()
+    if isinstance(devices, str):
+        return [DeviceInfo("vulkan", "Vulkan", False, devices)]
+    return [adapter.info(index) for index, adapter in enumerate(devices)]
 
 
 def _torch() -> ModuleType | str:

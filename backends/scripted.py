@@ -84,8 +84,8 @@ class ScriptedProgram(HostSummedProgram):
 
     def _load(self, parameters: list[Array]) -> None:
         """Keep a copy; gradients do not depend on it."""
-        for mine, given in zip(self.parameters, parameters, strict=True):
-            np.copyto(mine, given)
+        for own, new in zip(self.parameters, parameters, strict=True):
+            np.copyto(own, new)
 
     def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
         del leaf
@@ -97,8 +97,8 @@ class ScriptedProgram(HostSummedProgram):
     ) -> Iterator[BlockGradient | Loss]:
         start_s = time.perf_counter()
         count = len(self._patterns)
-        for done, block in enumerate(reversed(range(count)), start=1):
-            share = FORWARD_SHARE + (1.0 - FORWARD_SHARE) * done / count
+        for completed, block in enumerate(reversed(range(count)), start=1):
+            share = FORWARD_SHARE + (1.0 - FORWARD_SHARE) * completed / count
             factor = 0.5 + draws.uniforms(draws.key_of(seed, block), 1)[0]
             values = self._patterns[block] * np.float32(factor)
             if not _wait_until(start_s + share * self._microbatch_s, closed):

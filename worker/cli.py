@@ -291,19 +291,19 @@ def devices(
     ] = False,
 ) -> None:
     """Show what is here, what fits, and why a device is not usable."""
-    from backends.canonical_devices import canonical_words
+    from backends.canonical_devices import canonical_lines
     from backends.registry import devices as all_devices
     from worker.device_table import device_document, device_lines
 
     devices = all_devices()
     if as_json:
-        document = device_document(devices, canonical_words if canonical else None)
+        document = device_document(devices, canonical_lines if canonical else None)
         typer.echo(json.dumps(document, indent=2))
         return
     if canonical:
         for info in (info for info in devices if info.usable):
             typer.echo(f"{info.backend} {info.index}: {info.name}")
-            for line in canonical_words(info):
+            for line in canonical_lines(info):
                 typer.echo(f"  {line}")
         return
     for line in device_lines(devices):

@@ -39,7 +39,7 @@ _NEEDS_GRADIENTS: Final = "does not require grad"
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class Evaluation:
     """The loss and gradients of a batch.
 
     Attributes:
@@ -83,7 +83,7 @@ class Parts:
         self.is_finite = True
         self.epsilon = 0.0
 
-    def add(self, part: Computed) -> None:
+    def add(self, part: Evaluation) -> None:
         """Add a part; the same part may be added several times."""
         self.losses.append(part.loss)
         self.drew |= part.drew
@@ -91,12 +91,12 @@ class Parts:
         self.is_finite &= part.is_finite
         self.epsilon = max(self.epsilon, part.epsilon)
         for name, gradient in part.gradients.items():
-            before = self.gradients.get(name)
-            self.gradients[name] = gradient if before is None else before + gradient
+            previous = self.gradients.get(name)
+            self.gradients[name] = gradient if previous is None else previous + gradient
             self.sizes[name] = self.sizes.get(name, 0.0) + part.sizes[name]
 
     @staticmethod
-    def of(*parts: Computed) -> Parts:
+    def of(*parts: Evaluation) -> Parts:
         """Return the sum of these parts."""
         made = Parts()
         for each in parts:
@@ -105,7 +105,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class Discrepancy:
     """A batch whose parts do not add up to it.
 
     Attributes:
@@ -160,7 +160,7 @@ class LossTrial:
         self._accumulates = accumulates
         self.given: Arrays = {}
 
-    def of(self, arrays: Arrays, jitter: int | None = None) -> Computed:
+    def of(self, arrays: Arrays, jitter: int | None = None) -> Evaluation:
         """Compute the loss and gradients of a batch.
 
         Raises:
@@ -182,7 +182,7 @@ class LossTrial:
         sizes = {name: _largest(gradient) for name, gradient in found.items()}
         reached = loss.requires_grad
         value = float(loss.detach())
-        return Computed(value, found, sizes, reached, drew, mode.undecided, mode.epsilon)
+        return Evaluation(value, found, sizes, reached, drew, mode.undecided, mode.epsilon)
 
     def _gradients(self, loss: torch.Tensor) -> Gradients:
         if not loss.requires_grad:
@@ -199,29 +199,29 @@ class LossTrial:
             if each is not None and each.numel()
         }
 
-    def apart(self, whole: Arrays, parts: Parts) -> Apart | None:
+    def apart(self, whole: Arrays, parts: Parts) -> Discrepancy | None:
         """Compare a batch with the sum of its parts; None if they agree or cannot be compared."""
         together = self.of(whole)
         if any((together.undecided, parts.undecided, not together.is_finite, not parts.is_finite)):
             return None
-        found, near = _differences(together, parts), _rounding(together, parts)
-        if all(off <= near[name] for name, off in found.items()):
+        differences, rounding = _differences(together, parts), _rounding(together, parts)
+        if all(off <= rounding[name] for name, off in differences.items()):
             return None
         for name, off in self._spread(whole, together).items():
-            near[name] += _TIMES_SPREAD * off
-        over = {name: off for name, off in found.items() if off > near[name]}
+            rounding[name] += _TIMES_SPREAD * off
+        over = {name: off for name, off in differences.items() if off > rounding[name]}
         if not over:
             return None
         name = None if None in over else max(over, key=lambda each: over[each])
-        return Apart(together.loss, tuple(parts.losses), name, over[name], near[name])
+        return Discrepancy(together.loss, tuple(parts.losses), name, over[name], rounding[name])
 
-    def _spread(self, batch: Arrays, as_it_is: Computed) -> dict[str | None, float]:
+    def _spread(self, batch: Arrays, reference: Evaluation) -> dict[str | None, float]:
         """Return how far the loss (key None) and gradients move with different rounding."""
-        most: dict[str | None, float] = {}
+        largest: dict[str | None, float] = {}
         for seed in _SPREADS:
-            for name, off in _differences(self.of(batch, seed), Parts.of(as_it_is)).items():
-                most[name] = max(most.get(name, 0.0), off)
-        return most
+            for name, off in _differences(self.of(batch, seed), Parts.of(reference)).items():
+                largest[name] = max(largest.get(name, 0.0), off)
+        return largest
 
 
 def _accumulated(
@@ -243,23 +243,23 @@ def _largest(values: torch.Tensor) -> float:
     return float(values.abs().max())
 
 
-def _differences(together: Computed, parts: Parts) -> dict[str | None, float]:
+def _differences(together: Evaluation, parts: Parts) -> dict[str | None, float]:
     """Return the largest difference in the loss (key None) and in each gradient."""
-    found: dict[str | None, float] = {
+    differences: dict[str | None, float] = {
         None: abs(math.fsum([together.loss, *(-each for each in parts.losses)]))
     }
     for name in {**together.gradients, **parts.gradients}:
-        mine, theirs = together.gradients.get(name), parts.gradients.get(name)
-        if mine is None or theirs is None:
-            one = mine if theirs is None else theirs
-            assert one is not None
-            found[name] = _largest(one)
+        whole_gradient, parts_gradient = together.gradients.get(name), parts.gradients.get(name)
+        if whole_gradient is None or parts_gradient is None:
+            present = whole_gradient if parts_gradient is None else parts_gradient
+            assert present is not None
+            differences[name] = _largest(present)
         else:
-            found[name] = _largest(mine - theirs)
-    return found
+            differences[name] = _largest(whole_gradient - parts_gradient)
+    return differences
 
 
-def _rounding(together: Computed, parts: Parts) -> dict[str | None, float]:
+def _rounding(together: Evaluation, parts: Parts) -> dict[str | None, float]:
     """Return the smallest tolerance for sums of these sizes."""
     spacing = _SPACINGS * max(together.epsilon, parts.epsilon)
     sizes = dict(parts.sizes)

@@ -84,7 +84,10 @@ def backward_loss(
             continue
         embeddings = fields[each.name]
         gradient = arrays.get(EMBEDDING_GRADIENT + each.name)
-        total = total + (_stand_in(embeddings) if gradient is None else embeddings * gradient).sum()
+        total = (
+            total
+            + (_placeholder_loss(embeddings) if gradient is None else embeddings * gradient).sum()
+        )
     of_loss = {
         n.removeprefix(PARAMETER_GRADIENT): a
         for n, a in arrays.items()
@@ -96,7 +99,7 @@ def backward_loss(
     return total
 
 
-def _stand_in(embeddings: torch.Tensor) -> torch.Tensor:
+def _placeholder_loss(embeddings: torch.Tensor) -> torch.Tensor:
     """Return what shows whether each row depends on its own sample alone, once summed.
 
     Squares: what a row takes from the others of its batch (a mean) may cancel in a plain sum.

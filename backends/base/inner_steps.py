@@ -100,11 +100,11 @@ class HostInnerSteps:
     def begin(self, state: InnerState) -> None:
         """See `InnerSteps`."""
         for values, part in zip([state.parameters, *state.moments], self._arrays(), strict=True):
-            for mine, given in zip(part, values, strict=True):
-                np.copyto(mine, given)
+            for own, given in zip(part, values, strict=True):
+                np.copyto(own, given)
         self._replica.clear_missed()
-        for mine, given in zip(self._replica.missed, state.missed, strict=bool(state.missed)):
-            np.copyto(mine, given)
+        for own, given in zip(self._replica.missed, state.missed, strict=bool(state.missed)):
+            np.copyto(own, given)
         self._program.load(self._replica.parameters)
 
     def step(

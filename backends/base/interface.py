@@ -63,11 +63,11 @@ class LossRaised(DataError):
 class UnlikeCounters(DataError):
     """Microbatches of one step have changed a counter by different amounts."""
 
-    def __init__(self, name: str, one: int, other: int) -> None:
+    def __init__(self, name: str, first_count: int, second_count: int) -> None:
         super().__init__(
             f"expected all microbatches of a step to change the counter {name!r} equally, got "
-            f"changes by {one} and by {other}; count microbatches, not samples, or keep it out of "
-            "the module"
+            f"changes by {first_count} and by {second_count}; count microbatches, not samples, or "
+            "keep it out of the module"
         )
 
 

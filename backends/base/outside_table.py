@@ -56,7 +56,7 @@ class TableLookups(TorchFunctionMode):
     def __init__(self, arrays: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._arrays = arrays
-        self.found: set[TableLookup] = set()
+        self.lookups: set[TableLookup] = set()
 
     def __torch_function__(
         self,
@@ -65,20 +65,20 @@ class TableLookups(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func in _LOOKUPS:
-            call = inspect.signature(func).bind(*args, **given)
+            call = inspect.signature(func).bind(*args, **keywords)
             call.apply_defaults()
             if looked_up := _lookup_of(func.__name__, call.arguments):
                 self._note(*looked_up)
-        return func(*args, **given)
+        return func(*args, **keywords)
 
     def _note(self, indices: torch.Tensor, rows: int, ignored: int | None) -> None:
-        if found := _outside(indices, rows, ignored, self._arrays):
-            raise IndexError(found.text)
+        if bad_index := _first_outside(indices, rows, ignored, self._arrays):
+            raise IndexError(bad_index.text)
         name = _name_of(indices, self._arrays)
         if name is not None and not indices.is_floating_point():
-            self.found.add(TableLookup(name, rows, ignored))
+            self.lookups.add(TableLookup(name, rows, ignored))
 
 
 _LOOKUPS: Final = frozenset({functional.embedding, functional.cross_entropy, functional.nll_loss})
@@ -89,8 +89,8 @@ def outside_any(
 ) -> Outside | None:
     """Return the first index of a batch, on the host, that is out of range."""
     for lookup in sorted(lookups):
-        if found := _outside(arrays[lookup.array], lookup.rows, lookup.ignored, arrays):
-            return found
+        if bad_index := _first_outside(arrays[lookup.array], lookup.rows, lookup.ignored, arrays):
+            return bad_index
     return None
 
 
@@ -101,13 +101,13 @@ def index_outside(error: BaseException, arrays: Mapping[str, torch.Tensor]) -> O
         error: The error, with its traceback.
         arrays: The batch's arrays, by the names that the user knows.
     """
-    found: Outside | None = None
+    bad_index: Outside | None = None
     trace = error.__traceback__
-    while trace is not None and found is None:
+    while trace is not None and bad_index is None:
         looked_up = _looked_up(trace.tb_frame)
-        found = looked_up and _outside(*looked_up, arrays)
+        bad_index = looked_up and _first_outside(*looked_up, arrays)
         trace = trace.tb_next
-    return found
+    return bad_index
 
 
 def _looked_up(frame: FrameType) -> tuple[torch.Tensor, int, int | None] | None:
@@ -130,7 +130,7 @@ def _lookup_of(
     return None
 
 
-def _outside(
+def _first_outside(
     indices: torch.Tensor, rows: int, ignored: int | None, arrays: Mapping[str, torch.Tensor]
 ) -> Outside | None:
     if indices.is_floating_point():  # probabilities of classes
@@ -141,14 +141,14 @@ def _outside(
     if not wrong.any():
         return None
     value, name = int(indices[wrong][0]), _name_of(indices, arrays)
-    place: list[int] = wrong.nonzero()[0].tolist()
+    position: list[int] = wrong.nonzero()[0].tolist()
     whole = name is not None and arrays[name].shape == indices.shape
-    at = f" at {place}" if whole and place else ""
+    at = f" at {position}" if whole and position else ""
     text = (
         f"{'an index is' if name is None else f'input {name!r} has'} {value}{at}, which the model, "
         f"or its loss, looks up in {rows} rows: expected 0 to {rows - 1}"
     )
-    return Outside(text, place[0] if whole and place else None)
+    return Outside(text, position[0] if whole and position else None)
 
 
 def _name_of(indices: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> str | None:

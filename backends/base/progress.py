@@ -42,17 +42,17 @@ class Meter:
         total: Their number.
     """
 
-    def __init__(self, done: str, total: int) -> None:
-        self._done, self._total, self._count = done, total, 0
-        self._start_s = self._said_s = time.monotonic()
+    def __init__(self, activity: str, total: int) -> None:
+        self._activity, self._total, self._count = activity, total, 0
+        self._start_s = self._reported_s = time.monotonic()
 
     def add(self, count: int) -> None:
         """Count further bytes."""
         self._count += count
         now_s = time.monotonic()
-        if now_s - self._said_s < _EVERY_S:
+        if now_s - self._reported_s < _EVERY_S:
             return
-        self._said_s = now_s
+        self._reported_s = now_s
         left_s = (now_s - self._start_s) / self._count * max(0, self._total - self._count)
         sizes = f"{byte_size(self._count)} of {byte_size(self._total)}"
-        say(f"{self._done} {sizes}, {left_s:.0f} s left")
+        say(f"{self._activity} {sizes}, {left_s:.0f} s left")

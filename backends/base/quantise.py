@@ -131,8 +131,8 @@ def quantise(values: Array, storage: Storage) -> Quantised:
     if BITS[storage] == 8:
         words = np.ascontiguousarray(whole).reshape(-1).view(np.uint32)
         return Quantised("int8", rows, columns, words, scales, group)
-    held: Storage = "nf4" if storage == "nf4" else "int4"
-    return Quantised(held, rows, columns, _nibbles(whole), scales, group)
+    storage_kind: Storage = "nf4" if storage == "nf4" else "int4"
+    return Quantised(storage_kind, rows, columns, _nibbles(whole), scales, group)
 
 
 _Numbers = tuple[NDArray[np.int8], Array]
@@ -150,16 +150,16 @@ def _as_nf4(grouped: Array) -> _Numbers:
     """Return codes minus 8, like the other 4-bit types."""
     scales = np.abs(grouped).max(axis=1)
     divisors = np.where(scales > 0, scales, np.float32(1))[:, None]
-    places = np.searchsorted(_BETWEEN_NF4, grouped / divisors)
-    return (places - 8).astype(np.int8), scales
+    codes = np.searchsorted(_BETWEEN_NF4, grouped / divisors)
+    return (codes - 8).astype(np.int8), scales
 
 
 def _as_q8_0(grouped: Array) -> _Numbers:
     """Round halves away from zero, like `gguf.quants`."""
     scales = np.abs(grouped).max(axis=1) / np.float32(127)
     scaled = grouped * _inverse(scales)
-    below = np.floor(np.abs(scaled))
-    away = below + np.floor(np.float32(2) * (np.abs(scaled) - below))
+    floored = np.floor(np.abs(scaled))
+    away = floored + np.floor(np.float32(2) * (np.abs(scaled) - floored))
     return (np.sign(scaled) * away).astype(np.int8), _half_scales(scales)
 
 
@@ -173,9 +173,9 @@ def _as_q4_0(grouped: Array) -> _Numbers:
 
 def _inverse(scales: Array) -> Array:
     """Return each group's inverse scale; 0 if the scale is zero in float16."""
-    there = np.abs(scales) >= _LEAST_FLOAT16
-    divisors = np.where(there, scales, np.float32(1))
-    return np.where(there, np.float32(1) / divisors, np.float32(0))[:, None]
+    is_normal = np.abs(scales) >= _LEAST_FLOAT16
+    divisors = np.where(is_normal, scales, np.float32(1))
+    return np.where(is_normal, np.float32(1) / divisors, np.float32(0))[:, None]
 
 
 def _half_scales(scales: Array) -> Array:
@@ -194,15 +194,15 @@ def dequantise(stored: Quantised) -> Array:
     """Return the float32 values of a stored matrix, shape (rows, columns)."""
     shape = stored.rows, stored.columns
     if stored.storage == "bf16":
-        wide = stored.words.view(np.uint16).astype(np.uint32) << np.uint32(16)
-        return wide.view(np.float32).reshape(shape)
+        shifted = stored.words.view(np.uint16).astype(np.uint32) << np.uint32(16)
+        return shifted.view(np.float32).reshape(shape)
     if stored.storage == "f16":
         return stored.words.view(np.float16).astype(np.float32).reshape(shape)
     if stored.storage == "int8":
         whole = stored.words.view(np.int8).astype(np.float32)
     else:
-        places = np.arange(8, dtype=np.uint32) * np.uint32(4)
-        nibbles = ((stored.words[:, None] >> places) & np.uint32(15)).reshape(-1)
+        shifts = np.arange(8, dtype=np.uint32) * np.uint32(4)
+        nibbles = ((stored.words[:, None] >> shifts) & np.uint32(15)).reshape(-1)
         nf4 = stored.storage == "nf4"
         whole = NF4[nibbles] if nf4 else nibbles.astype(np.float32) - np.float32(8)
     grouped = whole.reshape(-1, stored.group) * stored.scales[:, None]

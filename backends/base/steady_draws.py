@@ -80,7 +80,7 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._draws = 0
         self._jitter = jitter
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._before: tuple[Any, Any] = (None, None)
+        self._saved_states: tuple[Any, Any] = (None, None)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -89,62 +89,70 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def __enter__(self) -> Self:
         """See torch's."""
-        self._before = _foreign_generators()
+        self._saved_states = _foreign_generators()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *raised: object) -> None:
         """See torch's."""
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        if _foreign_generators() != self._before:
+        if _foreign_generators() != self._saved_states:
             self.undecided = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See torch's."""
         del types
-        given = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags or name in _NEVER_TAGGED:
-            given = self._steady(name, func, args, kwargs or {}, given)
-        results = given if isinstance(given, tuple | list) else (given,)
+            result = self._steady(name, func, args, kwargs or {}, result)
+        results = result if isinstance(result, tuple | list) else (result,)
         for each in results:
             if isinstance(each, torch.Tensor) and each.is_floating_point():
                 self.epsilon = max(self.epsilon, float(torch.finfo(each.dtype).eps))
         if self._jitter is None or name not in _ROUNDING or _schema(func).is_mutable:
-            return given
-        if isinstance(given, tuple):
-            return tuple(map(self._rounded_otherwise, given))
-        return self._rounded_otherwise(given)
+            return result
+        if isinstance(result, tuple):
+            return tuple(map(self._rounded_otherwise, result))
+        return self._rounded_otherwise(result)
 
     def _steady(
-        self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Any
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
         arguments = _schema(func).arguments
-        said = {each.name: each.default_value for each in arguments if each.has_default_value()}
-        said |= {each.name: value for each, value in zip(arguments, args, strict=False)}
-        said |= kwargs
+        arguments_by_name = {
+            each.name: each.default_value for each in arguments if each.has_default_value()
+        }
+        arguments_by_name |= {
+            each.name: value for each, value in zip(arguments, args, strict=False)
+        }
+        arguments_by_name |= kwargs
         name = name.removesuffix("_functional")
         steady = _STEADY.get(name.removesuffix("_") or name)
         if name == "native_dropout":
-            return self._dropout(said, given)
+            return self._dropout(arguments_by_name, result)
         if steady is None:
             # Fused attention and recurrent layers draw internally, if they have dropout.
-            drops = [said[each] for each in ("dropout_p", "dropout", "p") if each in said]
-            self.undecided |= any(drops) if drops else bool(said.get("training", True))
-            return given
+            drops = [
+                arguments_by_name[each]
+                for each in ("dropout_p", "dropout", "p")
+                if each in arguments_by_name
+            ]
+            self.undecided |= any(drops) if drops else bool(arguments_by_name.get("training", True))
+            return result
         self._count()
-        out = given[0] if isinstance(given, tuple) else given
-        value = steady(self._level, said, out)
+        out = result[0] if isinstance(result, tuple) else result
+        value = steady(self._level, arguments_by_name, out)
         out.copy_(value) if isinstance(value, torch.Tensor) else out.fill_(value)
-        return given
+        return result
 
-    def _dropout(self, said: Mapping[str, Any], given: Any) -> Any:
-        p = float(said["p"])
-        if said["train"] is False or not p:
-            return given
+    def _dropout(self, arguments_by_name: Mapping[str, Any], result: Any) -> Any:
+        p = float(arguments_by_name["p"])
+        if arguments_by_name["train"] is False or not p:
+            return result
         self._count()
-        kept = 1 - self._level < 1 - p
-        scale = 1 / (1 - p) if kept else 0.0
-        return said["input"] * scale, torch.full_like(given[1], kept)
+        mask = 1 - self._level < 1 - p
+        scale = 1 / (1 - p) if mask else 0.0
+        return arguments_by_name["input"] * scale, torch.full_like(result[1], mask)
 
     def _count(self) -> None:
         self.drew = True
@@ -157,8 +165,8 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             return value
         device = value.device
         if device not in self._generators:
-            made = torch.Generator(device)
-            self._generators[device] = made.manual_seed(self._jitter or 0)
+            generator = torch.Generator(device)
+            self._generators[device] = generator.manual_seed(self._jitter or 0)
         noise = torch.rand(
             value.shape, generator=self._generators[device], device=device, dtype=torch.float32
         )
@@ -171,49 +179,52 @@ def _schema(func: Any) -> Any:
 
 
 def _foreign_generators() -> tuple[Any, Any]:
-    kind, keys, place, has_gauss, cached = np.random.get_state()  # noqa: NPY002 -- the global one
-    return (kind, np.asarray(keys).tobytes(), place, has_gauss, cached), random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 -- the global one
+    return (kind, np.asarray(keys).tobytes(), position, has_gauss, cached), random.getstate()
 
 
 def _normal(level: float, mean: Any, deviation: Any) -> Any:
     return mean + NormalDist().inv_cdf(level) * deviation
 
 
-def _of_normal(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
+def _of_normal(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
     del out
-    return _normal(level, said.get("mean", 0.0), said.get("std", 1.0))
+    return _normal(level, arguments_by_name.get("mean", 0.0), arguments_by_name.get("std", 1.0))
 
 
-def _of_whole(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
-    low, high = said.get("low", said.get("from")) or 0, said.get("high", said.get("to"))
+def _of_whole(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
+    low, high = (
+        arguments_by_name.get("low", arguments_by_name.get("from")) or 0,
+        arguments_by_name.get("high", arguments_by_name.get("to")),
+    )
     if high is None:
         high = 2**24 if out.is_floating_point() else min(2**24, torch.iinfo(out.dtype).max)
     return low + (high - low) * level // 1
 
 
-def _of_bernoulli(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
-    p = said.get("p", said.get("self"))
+def _of_bernoulli(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
+    p = arguments_by_name.get("p", arguments_by_name.get("self"))
     return (1 - level < p).to(out.dtype) if isinstance(p, torch.Tensor) else float(1 - level < p)
 
 
-def _of_multinomial(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
-    weights: torch.Tensor = said["self"].detach().double()
+def _of_multinomial(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
+    weights: torch.Tensor = arguments_by_name["self"].detach().double()
     count = out.shape[-1]
-    if count > 1 and not said.get("replacement", False):
+    if count > 1 and not arguments_by_name.get("replacement", False):
         return weights.topk(count, dim=-1).indices
     reached = weights.cumsum(-1) > level * weights.sum(-1, keepdim=True)
     return reached.long().argmax(-1, keepdim=True).expand(out.shape)
 
 
-def _of_gamma(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
+def _of_gamma(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
     del out
-    shape: torch.Tensor = said["self"]
+    shape: torch.Tensor = arguments_by_name["self"]
     return shape * math.exp(NormalDist().inv_cdf(level) / 4)
 
 
-def _of_poisson(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
+def _of_poisson(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
     del out
-    rate: torch.Tensor = said["self"]
+    rate: torch.Tensor = arguments_by_name["self"]
     return _normal(level, rate, rate.sqrt()).clamp_min(0).floor()
 
 

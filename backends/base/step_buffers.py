@@ -57,8 +57,8 @@ class _Buffer:
         now: torch.Tensor = self.holder[self.key]
         if now.shape != self.committed.shape or now.dtype != self.committed.dtype:
             raise DataError(
-                f"expected the buffer {self.name!r} to stay {_described(self.committed)}, got "
-                f"{_described(now)}; give it its final shape and type when the module is built"
+                f"expected the buffer {self.name!r} to stay {_description(self.committed)}, got "
+                f"{_description(now)}; give it its final shape and type when the module is built"
             )
         if self.is_counter:
             return now.long() - self.committed.long()
@@ -106,9 +106,9 @@ class StepBuffers:
         }
         with torch.no_grad():
             for each in self._buffers:
-                given = by_name[each.name]
-                given = np.rint(given, out=given.copy()) if each.is_counter else given
-                each.committed.copy_(torch.from_numpy(given))
+                value = by_name[each.name]
+                value = np.rint(value, out=value.copy()) if each.is_counter else value
+                each.committed.copy_(torch.from_numpy(value))
         self._restore()
 
     @contextmanager
@@ -177,17 +177,17 @@ def changed_by(module: nn.Module, forward: Callable[[], object]) -> list[str]:
 
 @contextmanager
 def _perturbed(module: nn.Module) -> Iterator[None]:
-    trained = [each for each in module.parameters() if each.requires_grad]
-    before = [each.detach().clone() for each in trained]
+    trained_parameters = [each for each in module.parameters() if each.requires_grad]
+    saved_values = [each.detach().clone() for each in trained_parameters]
     factor, summand = _PERTURBATION
     with torch.no_grad():
-        for each in trained:
+        for each in trained_parameters:
             each.mul_(factor).add_(summand)
     try:
         yield
     finally:
         with torch.no_grad():
-            for each, values in zip(trained, before, strict=True):
+            for each, values in zip(trained_parameters, saved_values, strict=True):
                 each.copy_(values)
 
 
@@ -237,14 +237,14 @@ def _buffer(module: nn.Module, block: int, tensor: TensorSpec, *, on_host: bool 
     except AttributeError:
         owner = module
     holder = owner._buffers if key in owner._buffers else owner._parameters  # noqa: SLF001
-    found = holder.get(key)
-    if found is None or tuple(found.shape) != tensor.shape:
+    cached = holder.get(key)
+    if cached is None or tuple(cached.shape) != tensor.shape:
         raise DataError(
             f"expected a buffer {tensor.name!r} of shape {tensor.shape} in the module, found none"
         )
-    committed = found.detach().to("cpu" if on_host else found.device, copy=True)
-    return _Buffer(block, tensor.name, holder, key, found, committed)
+    committed = cached.detach().to("cpu" if on_host else cached.device, copy=True)
+    return _Buffer(block, tensor.name, holder, key, cached, committed)
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _description(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -82,13 +82,13 @@ class HostSums:
             The subtree's sum of the block after its last leaf, owned by the caller; else None.
         """
         if self._precision == "bfloat16":
-            values = rounded(_joined(values))
+            values = rounded(_concatenated(values))
         self._blocks[block].put(Subtree(leaf, leaf + 1), values)
         total = self._blocks[block].total
         if total is None:
             return None
         self._blocks[block] = self._nothing()  # the receiver owns the sum's memory
-        return _joined(total)
+        return _concatenated(total)
 
     def _nothing(self) -> TreeSum[Array | Parts]:
         return TreeSum(self._leaves, partial(_sum_of, ADDITIONS[self._precision]))
@@ -101,7 +101,7 @@ class HostSums:
         return None if loss is None or total is None else Loss(loss, total)
 
 
-def _joined(values: Array | Parts) -> Array:
+def _concatenated(values: Array | Parts) -> Array:
     """Return one flat array that the caller owns."""
     if isinstance(values, tuple):
         return np.concatenate(values)
@@ -115,14 +115,14 @@ def _sum_of(
 ) -> Array:
     """Add `right` to `left`, in place unless `left` is in parts."""
     if not isinstance(right, tuple):
-        return add(_joined(left), right)
+        return add(_concatenated(left), right)
     into = np.empty(sum(map(len, right)), np.float32) if isinstance(left, tuple) else left
     lo = 0
     with np.errstate(over="ignore", invalid="ignore"):  # non-finite sums are detected later
         for number, part in enumerate(right):
-            here = into[lo : lo + len(part)]
+            slice_ = into[lo : lo + len(part)]
             lo += len(part)
-            np.add(left[number] if isinstance(left, tuple) else here, part, out=here)
+            np.add(left[number] if isinstance(left, tuple) else slice_, part, out=slice_)
     return into
 
 
@@ -163,8 +163,8 @@ class SubtreeGradients:
             elif self.sums is None:
                 assert not isinstance(item, BlockParts), "who adds by itself gives whole blocks"
                 return item
-            elif (given := self._added(self.sums, item)) is not None:
-                return given
+            elif (item_of_sum := self._added(self.sums, item)) is not None:
+                return item_of_sum
 
     def close(self) -> None:
         """Abandon the rest of the subtree, and return once the device has stopped."""

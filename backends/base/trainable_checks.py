@@ -43,10 +43,10 @@ def trained_parameters(
             module is compiled.
     """
     refuse_scripted(module)
-    held = dict(module.named_parameters())
-    found = {}
+    parameters = dict(module.named_parameters())
+    trained = {}
     for tensor in (tensor for block in blocks for tensor in block.tensors):
-        parameter = held.get(tensor.name)
+        parameter = parameters.get(tensor.name)
         if parameter is None or tuple(parameter.shape) != tensor.shape:
             raise SamestepError(
                 f"expected a parameter {tensor.name!r} of shape {tensor.shape} in the module, "
@@ -61,9 +61,9 @@ def trained_parameters(
             raise SamestepError(
                 f"expected {tensor.name!r}, which is trained, with requires_grad, got it frozen"
             )
-        found[tensor.name] = parameter
-    refuse_shared_memory(module, found)
-    return found
+        trained[tensor.name] = parameter
+    refuse_shared_memory(module, trained)
+    return trained
 
 
 def refuse_shared_memory(
@@ -84,15 +84,15 @@ def refuse_shared_memory(
     Raises:
         SamestepError: A trained tensor shares memory with another, or its elements overlap.
     """
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    known = {id(each) for each in held.values()}
-    held |= {name: each for name, each in (others or {}).items() if id(each) not in known}
-    own = {id(parameter): name for name, parameter in trained.items()}
-    named = {own.get(id(each), name): each for name, each in held.items()}
-    for name, other in overlapping(named):
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    known_ids = {id(each) for each in tensors.values()}
+    tensors |= {name: each for name, each in (others or {}).items() if id(each) not in known_ids}
+    trained_names = {id(parameter): name for name, parameter in trained.items()}
+    tensors_by_name = {trained_names.get(id(each), name): each for name, each in tensors.items()}
+    for name, other in overlapping(tensors_by_name):
         if name in trained or other in trained:
             first, second = (name, other) if name in trained else (other, name)
-            _refuse_one_memory(first, second, named)
+            _refuse_one_memory(first, second, tensors_by_name)
     for name, parameter in trained.items():
         if torch._debug_has_internal_overlap(parameter) == 1:  # noqa: SLF001
             raise SamestepError(
@@ -123,9 +123,11 @@ def _span(name: str, tensor: torch.Tensor) -> tuple[int, int, str] | None:
     return start, start + (last + 1) * tensor.element_size(), name
 
 
-def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors share an element; disjoint rows or columns of a matrix do not."""
-    first, second = (each.detach().view(_WHOLE[each.element_size()]).numpy() for each in (one, two))
+    first, second = (
+        each.detach().view(_WHOLE[each.element_size()]).numpy() for each in (left, right)
+    )
     shares: Any = np.shares_memory  # its type stubs lack other bounds
     try:
         return bool(shares(first, second, max_work=_OVERLAP_WORK))
@@ -134,8 +136,8 @@ def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _refuse_one_memory(trained: str, other: str, named: Mapping[str, torch.Tensor]) -> None:
-    one, two = named[trained], named[other]
-    if two.requires_grad and isinstance(two, torch.nn.Parameter) and one.shape == two.shape:
+    left, right = named[trained], named[other]
+    if right.requires_grad and isinstance(right, torch.nn.Parameter) and left.shape == right.shape:
         raise SamestepError(
             f"expected {trained!r} and {other!r} to be one parameter, got two that share memory, "
             "which torch would update twice per step; tie them by assigning the parameter itself, "

@@ -38,20 +38,20 @@ class BlockOrder:
 
     def add(self, number: int, name: str, gradient: torch.Tensor) -> None:
         """The final gradient of one tensor of a block, any layout; it is kept, not copied."""
-        held = self._gradients[number]
-        if number > self._next or name in held:
+        gradients = self._gradients[number]
+        if number > self._next or name in gradients:
             raise SamestepError(
                 f"expected the gradient of {name!r} once in a backward, by the loss's own graph, "
                 "and got another, as a checkpoint that is reentrant gives: write "
                 "use_reentrant=False where checkpoint is called"
             )
-        held[name] = gradient
+        gradients[name] = gradient
         self._missing[number] -= name not in self._unused
         if number == self._next:
             self._give()
 
     @property
-    def has_given(self) -> bool:
+    def has_released(self) -> bool:
         """Whether a block was given away."""
         return self._next < len(self._blocks) - 1
 
@@ -67,8 +67,8 @@ class BlockOrder:
 
     def _finish(self) -> None:
         number, self._next = self._next, self._next - 1
-        held, self._gradients[number] = self._gradients[number], {}
-        self._emit(number, [_flat(held.get(t.name)) for t in self._blocks[number].tensors])
+        gradients, self._gradients[number] = self._gradients[number], {}
+        self._emit(number, [_flat(gradients.get(t.name)) for t in self._blocks[number].tensors])
 
 
 def _flat(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -91,5 +91,5 @@ def unused_parameters(
         seen.add(node)
         if hasattr(node, "variable"):
             reached.add(id(node.variable))
-        stack.extend(above for above, _ in node.next_functions)
+        stack.extend(source for source, _ in node.next_functions)
     return frozenset(name for name, value in parameters.items() if id(value) not in reached)

@@ -35,8 +35,8 @@ def joined(
         ]
     )
     starts = [
-        place.start
-        for (tensor, place), part in zip(block.slices(), parts, strict=True)
+        slice_.start
+        for (tensor, slice_), part in zip(block.slices(), parts, strict=True)
         if part is not None and tensor.elements
     ]
     for start in starts:  # +0.0 for -0.0 there, and any other value as it is
@@ -124,8 +124,8 @@ class StagingMemory:
     """
 
     def __init__(self, block_elements: Sequence[int]) -> None:
-        wanted = max(*block_elements, min(sum(block_elements), _LEAST_STAGING_ELEMENTS))
-        self._memory = torch.empty(1 << (wanted - 1).bit_length(), pin_memory=True)
+        staging_elements = max(*block_elements, min(sum(block_elements), _LEAST_STAGING_ELEMENTS))
+        self._memory = torch.empty(1 << (staging_elements - 1).bit_length(), pin_memory=True)
         self._in_use: deque[tuple[int, int]] = deque()
         self._changed = threading.Condition()
 

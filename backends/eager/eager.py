@@ -314,14 +314,14 @@ class EagerProgram(HostSummedProgram):
         try:
             loss = self._in_sum(self._loss_of(self._on_device(batch)), batch)
             if loss.requires_grad:  # not so for a microbatch without tokens
-                with self._each_microbatch_alone():
+                with self._shield_hooks():
                     loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         finally:
             self._keeps_gradients = False
 
     @contextmanager
-    def _each_microbatch_alone(self) -> Iterator[None]:
+    def _shield_hooks(self) -> Iterator[None]:
         """The user's own hooks on what is accumulated see one microbatch, as in `_microbatch`."""
         earlier = [parameter.grad for parameter in self._hooked]
         for parameter in self._hooked:
@@ -337,9 +337,9 @@ class EagerProgram(HostSummedProgram):
             all_keep = numerics.keeps_subnormals(self._device, in_every_thread=True)
             self._all_keep_subnormals = all_keep
         # A card's arithmetic does not change; to ask it in every step would make it wait.
-        here = torch.device("cpu")
-        alone = numerics.keeps_subnormals(here, in_every_thread=False)
-        return self._all_keep_subnormals and (alone or self._device.type != "cpu")
+        cpu = torch.device("cpu")
+        in_this_thread = numerics.keeps_subnormals(cpu, in_every_thread=False)
+        return self._all_keep_subnormals and (in_this_thread or self._device.type != "cpu")
 
     def _gradient_ready(self, number: int, name: str, parameter: torch.Tensor) -> None:
         self._stop_if_abandoned()
@@ -383,8 +383,8 @@ class EagerProgram(HostSummedProgram):
     def _pairs(self, parameters: list[Array]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each trainable tensor, and what is given for it."""
         for block, values in zip(self._blocks, parameters, strict=True):
-            for tensor, place in block.slices() if block.is_trained else ():
-                source = _tensor_of(values[place].reshape(tensor.shape))
+            for tensor, slice_ in block.slices() if block.is_trained else ():
+                source = _tensor_of(values[slice_].reshape(tensor.shape))
                 yield self._parameters[tensor.name], source
 
     def _microbatch(self, work: _Work) -> Loss | None:
@@ -396,8 +396,8 @@ class EagerProgram(HostSummedProgram):
                     with self._buffers.restored():
                         return self._forward_and_backward(work)
                 except RuntimeError as error:
-                    begun = self._order is not None and self._order.has_given
-                    if begun or not can_retry or not device_errors.is_out_of_memory(error):
+                    has_released = self._order is not None and self._order.has_released
+                    if has_released or not can_retry or not device_errors.is_out_of_memory(error):
                         raise
                 finally:
                     self._order = self._fields = None
@@ -503,8 +503,8 @@ class EagerProgram(HostSummedProgram):
                 ) from error
             if describe_error(error) == NO_MEMORY or device_errors.concerns_device(error):
                 raise  # the device's own
-            if outside := index_outside(error, arrays):
-                raise LossRaised(outside.text, batch, outside.row) from error
+            if bad_index := index_outside(error, arrays):
+                raise LossRaised(bad_index.text, batch, bad_index.row) from error
             raise LossRaised(
                 f"the model or its loss raised {describe_raised(error)}", batch
             ) from error
@@ -534,7 +534,7 @@ class EagerProgram(HostSummedProgram):
         self._module.eval()
         arrays = self._on_device(batch)
 
-        def once() -> T:
+        def attempt() -> T:
             numerics.seed_everything(self._seed, self._device)
             with self._computing():
                 return measure(self._module, arrays)
@@ -544,13 +544,13 @@ class EagerProgram(HostSummedProgram):
             self._buffers.restored(),
         ):
             try:
-                return measured(once)
+                return measured(attempt)
             except (IndexError, RuntimeError) as error:
                 if device_errors.concerns_device(error):
                     raise
-                if (outside := index_outside(error, arrays)) is None:
+                if (bad_index := index_outside(error, arrays)) is None:
                     raise
-                raise DataError(outside.text) from error
+                raise DataError(bad_index.text) from error
 
     def _loss_of(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss's sum in float32; backward computes in the types that forward used."""
@@ -582,8 +582,8 @@ class EagerProgram(HostSummedProgram):
         if self._copier is None:
             return {name: torch.tensor(a, device=self._device) for name, a in batch.arrays.items()}
         host = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-        if outside := outside_any(self._lookups, host):
-            raise LossRaised(outside.text, batch, outside.row)
+        if bad_index := outside_any(self._lookups, host):
+            raise LossRaised(bad_index.text, batch, bad_index.row)
         return {
             name: values.pin_memory().to(self._device, non_blocking=True)
             for name, values in host.items()

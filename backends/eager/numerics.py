@@ -189,8 +189,8 @@ def keeps_subnormals(device: torch.device, *, in_every_thread: bool) -> bool:
         in_every_thread: Of a CPU, in all that share a loop, not only in the calling one.
     """
     times = _LOOP_SHARE * torch.get_num_threads() if in_every_thread else 1
-    given = torch.tensor(GIVEN_BITS, dtype=torch.int32).view(torch.float32).repeat(times)
-    product = given.to(device) * torch.tensor(FACTORS).repeat(times).to(device)
+    inputs = torch.tensor(GIVEN_BITS, dtype=torch.int32).view(torch.float32).repeat(times)
+    product = inputs.to(device) * torch.tensor(FACTORS).repeat(times).to(device)
     expected = torch.tensor(EXPECTED_BITS, dtype=torch.int32).repeat(times)
     return bool(torch.equal(product.cpu().view(torch.int32), expected))
 
@@ -206,9 +206,9 @@ def _cuda_driver() -> str:
 
 def _cuda_libraries() -> str:
     """NVIDIA's libraries that compute, as installed beside torch, in one digest."""
-    found = {
+    settings = {
         f"{each.name} {each.version}"
         for each in importlib.metadata.distributions()
         if (each.name or "").startswith("nvidia-") and each.name != "nvidia-ml-py"
     }
-    return blake3("\n".join(sorted(found)).encode()).hexdigest(16)
+    return blake3("\n".join(sorted(settings)).encode()).hexdigest(16)

@@ -93,11 +93,11 @@ def _move(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def _layers(module: nn.Module) -> list[nn.Module]:
     """Return the units of gathering: the layers of each list of layers, innermost first."""
-    found = [
+    layers = [
         layer
         for stack in module.modules()
         if isinstance(stack, nn.ModuleList | nn.Sequential)
         for layer in stack
         if any(not parameter.requires_grad for parameter in layer.parameters())
     ]
-    return found[::-1]
+    return layers[::-1]

@@ -83,7 +83,7 @@ def devices_of(backend: str) -> list[DeviceInfo]:
     if why := _why_none(kind):
         return [DeviceInfo(backend, kind.title, False, why)]
     count = _module(torch_device(backend)).device_count() if kind.is_numbered else 1
-    return [_described(backend, index) for index in range(count)]
+    return [_device_info(backend, index) for index in range(count)]
 
 
 def _why_none(kind: DeviceKind) -> str:
@@ -103,7 +103,7 @@ def _why_none(kind: DeviceKind) -> str:
     return f"torch's accelerator is {found.type}; ask for that" if found.type in KINDS else ""
 
 
-def _described(backend: str, index: int) -> DeviceInfo:
+def _device_info(backend: str, index: int) -> DeviceInfo:
     device = torch_device(backend, index)
     reason = _why_too_old(device) if backend == "cuda" else ""
     name = device_name(device)
@@ -176,8 +176,8 @@ def grow_without_holes(device: torch.device) -> None:
 
     Of the whole process, before its first tensor there; nothing where the user has chosen.
     """
-    chosen = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    if device.type != "cuda" or torch.version.hip is not None or chosen:
+    variables = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if device.type != "cuda" or torch.version.hip is not None or variables:
         return
     # Since torch 2.9; the earlier name warns.
     choose = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001

@@ -90,7 +90,7 @@ def test_for_scripts_it_is_one_document(monkeypatch):
 def test_with_what_was_tried_it_is_one_document_too(monkeypatch):
     rows = [DeviceInfo("cpu", "CPU", True, ""), DeviceInfo("cuda", "CUDA", False, "no driver")]
     monkeypatch.setattr("backends.registry.devices", lambda: rows)
-    monkeypatch.setattr("backends.canonical_devices.canonical_words", lambda info: [info.name])
+    monkeypatch.setattr("backends.canonical_devices.canonical_lines", lambda info: [info.name])
     said = CliRunner().invoke(app, ["devices", "--canonical", "--json"]).stdout
     assert [row["canonical"] for row in json.loads(said)["devices"]] == [["CPU"], []]
     said = CliRunner().invoke(app, ["devices", "--canonical"]).stdout

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.additivity import Apart, Arrays, Computed, LossTrial, Parts
+from backends.base.additivity import Arrays, Discrepancy, Evaluation, LossTrial, Parts
 from backends.base.device_errors import concerns_device
 from backends.base.interface import Array, Batch
 from backends.base.outside_table import TableLookups, index_outside
@@ -230,8 +230,8 @@ class SumTrial:
     def _choose(self, samples: _Samples, way: _Way) -> Parts:
         """Choose samples with gradients, as far as there are any; return what each gives alone."""
         trial, silent, parts = self._trial(way), [], Parts()
-        last: Computed | None = None
-        first: Computed | None = None
+        last: Evaluation | None = None
+        first: Evaluation | None = None
         for number in samples.candidates():
             last = self._alone(trial, samples, number)
             if not last.is_finite:
@@ -275,7 +275,7 @@ class SumTrial:
             self._refuse(apart, samples, way)
         return parts.drew
 
-    def _refuse(self, apart: Apart, samples: _Samples, way: _Way) -> None:
+    def _refuse(self, apart: Discrepancy, samples: _Samples, way: _Way) -> None:
         kind = _Kind.of(self._trial(way), samples)
         in_mode = ""
         if way.training and self._adds_up_in_evaluation(samples, way):
@@ -289,7 +289,7 @@ class SumTrial:
             return False
         return True
 
-    def _alone(self, trial: LossTrial, samples: _Samples, number: int) -> Computed:
+    def _alone(self, trial: LossTrial, samples: _Samples, number: int) -> Evaluation:
         with _raised_for(trial, [number]):
             return trial.of(samples.batch([number]))
 
@@ -547,7 +547,7 @@ class _Kind:
         return _Kind(is_mean and not is_once, once if is_once else None)
 
 
-def _words(apart: Apart, kind: _Kind, in_mode: str) -> str:
+def _words(apart: Discrepancy, kind: _Kind, in_mode: str) -> str:
     shown = (
         f"{apart.whole:.9g} of {len(apart.parts) - 1} samples and the first once more together and "
         f"{sum(apart.parts):.9g} as the sum of each alone{in_mode}"
