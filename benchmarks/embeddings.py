@@ -7,9 +7,10 @@ code that it describes. The same encoder is trained twice on the same steps of 5
 microbatches of 8: with task embed, and with the same loss over each microbatch. Retrieval on
 held-out pairs is compared.
 
-With `--cost` two workers do that without evaluation, and what a step costs is measured: seconds,
-processor time, and the bytes that workers send to the coordinator and receive from it. Each figure
-is the difference of a run of one step and a longer one, so what a run costs once cancels out.
+With `--cost` two workers do that without evaluation, and the bytes that a step moves to and from
+the coordinator are measured, and its seconds: each figure is the difference of a run of one step
+and a longer one, so what a run costs once cancels out. Then one thread computes the parts of a
+step alone, and its processor time is measured, which other processes do not change much.
 """
 
 from __future__ import annotations
@@ -17,26 +18,34 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 import transformers
 
+from backends.eager.eager import EagerBackend
 from benchmarks.cluster import Cluster, run_to_end
 from benchmarks.machine import print_heading
+from protocol.exact.tree import Subtree
 from protocol.spec.files.sources import model_source
-from protocol.spec.run_spec import OwnRun, parse_run_spec
+from protocol.spec.run_spec import EmbedRun, OwnRun, parse_run_spec
+from worker.logic.events import StepId
+from worker.shell.coupled_step import CoupledStep
 from worker.tasks.language.embed import Embed
 
 _LEFT_OUT: Final = {"test", "tests", "site-packages", "idlelib", "turtledemo", "lib2to3"}
 _CODE_CHARACTERS: Final = 400
 _SAMPLES: Final = 512
 _MICROBATCH: Final = 8
+_PARTS: Final = ("embeddings", "loss over all pairs", "gradients")
 
 
 class MicrobatchNegatives(Embed):
@@ -118,21 +127,18 @@ class Cost:
 
     Attributes:
         wall_s: From the first step's begin to the last one's end.
-        cpu_s: Processor time of coordinator and workers.
         received: Bytes from the workers.
         sent: Bytes to the workers.
     """
 
     wall_s: float
-    cpu_s: float
     received: int
     sent: int
 
     def per_step(self, other: Cost, steps: int) -> str:
         """What one of the steps costs that this run has more than the other."""
         return (
-            f"{(self.wall_s - other.wall_s) / steps:.2f} s, processors "
-            f"{(self.cpu_s - other.cpu_s) / steps:.2f} s, up "
+            f"{(self.wall_s - other.wall_s) / steps:.2f} s, up "
             f"{(self.received - other.received) / steps / 1e6:.2f} MB, down "
             f"{(self.sent - other.sent) / steps / 1e6:.2f} MB"
         )
@@ -140,13 +146,12 @@ class Cost:
 
 def cost(cluster: Cluster, document: dict[str, Any]) -> Cost:
     """Train, and measure it."""
-    before, cpu_before = cluster.through_coordinator(), sum(cluster.cpu_s())
+    before = cluster.through_coordinator()
     wall_s = float(cluster.result(cluster.submit(document))["wall_s"])
-    cpu_s = sum(cluster.cpu_s()) - cpu_before
     received, sent = (
         now - then for now, then in zip(cluster.through_coordinator(), before, strict=True)
     )
-    return Cost(wall_s, cpu_s, received, sent)
+    return Cost(wall_s, received, sent)
 
 
 def print_costs(run: dict[str, Any], directory: Path, steps: int) -> None:
@@ -163,6 +168,37 @@ def print_costs(run: dict[str, Any], directory: Path, steps: int) -> None:
     print_heading("What a step costs, in microbatches of 8, by two workers")
     for title, (one, more) in found.items():
         print(f"{title}: a step takes {more.per_step(one, steps)}", flush=True)
+
+
+def print_parts(run: dict[str, Any], rounds: int) -> None:
+    """Measure the parts of one step: processor time of one thread, the least of some rounds."""
+    spec = parse_run_spec({**run, "threads": 1})
+    assert isinstance(spec, EmbedRun)
+    task = Embed(spec)
+    size, samples = spec.batch.microbatch, spec.batch.samples
+    batches = [task.batch(range(lo, lo + size)) for lo in range(0, samples, size)]
+    leaves = [(batch, number) for number, batch in enumerate(batches)]
+    program: Any = EagerBackend("cpu").compile(task.trainable, batches[0])
+    program.load(task.initial_parameters())
+    least: dict[str, float] = {}
+    for _ in range(rounds):
+        begun = [time.process_time()]
+        rows = np.concatenate([*program.embed(leaves)])
+        begun.append(time.process_time())
+        step = CoupledStep(program, StepId(0, 1), rows.reshape(-1), [size] * len(batches), 0)
+        whole = Subtree(0, len(batches))
+        carried = step.leaves(whole, leaves)
+        begun.append(time.process_time())
+        for _ in program.gradients(carried):
+            pass
+        begun.append(time.process_time())
+        for part, start, end in zip(_PARTS, begun, begun[1:], strict=False):
+            least[part] = min(least.get(part, math.inf), end - start)
+    program.close()
+    rest = least[_PARTS[2]]
+    for part, seconds in least.items():
+        print(f"{part}: {seconds:.2f} s of one thread, {seconds / rest:.0%} of the gradients")
+    print(f"rows of {rows.shape[1]} bytes per pair", flush=True)
 
 
 def main() -> None:
@@ -183,6 +219,7 @@ def main() -> None:
         run["data"]["max_tokens"] = given.tokens
         if given.cost:
             print_costs(run, place / "cost", given.steps)
+            print_parts(run, given.steps)
             return
         before = {**run_of(model, train, 1, 1e-12), "data": run["data"]}
         for title, spec in (
