@@ -34,7 +34,7 @@ def trained(directory: Path, workers: int, optimizer: dict[str, Any]) -> dict[st
         return cluster.result()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [pytest.param("lion", marks=pytest.mark.slow), "schedule-free"])
 def test_two_epochs_are_every_sample_twice_and_one_model(tmp_path, name):
     alone = trained(tmp_path / "alone", 1, OPTIMIZERS[name])
     together = trained(tmp_path / "together", 2, OPTIMIZERS[name])
