@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -169,10 +170,17 @@ def classify(
             pairs = zip(found.text, found.labels, strict=True)
             typer.echo(" ".join(word if tag == "O" else f"{word}/{tag}" for word, tag in pairs))
         elif found.is_value:
-            typer.echo(f"{found.value:.4g}  {' | '.join(found.text)}")
+            typer.echo(f"{plain_number(found.value)}  {' | '.join(found.text)}")
         else:
             labels = ", ".join(f"{name} {found.scores[name]:.3f}" for name in found.labels)
             typer.echo(f"{labels or '-'}  {' | '.join(found.text)}")
+
+
+def plain_number(value: float) -> str:
+    """Write a number with six digits, and without an exponent where people read none."""
+    short = f"{value:.6g}"
+    readable = 1e-4 <= abs(value) < 1e12
+    return f"{Decimal(short):f}" if readable else short
 
 
 def _document(found: Prediction) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
                 "data.standardize=true"
             )
         yield (
-            f"training values: least {values.min():.4g}, mean {values.mean():.4g}, most "
-            f"{values.max():.4g}"
+            f"training values: least {values.min():.6g}, mean {values.mean():.6g}, most "
+            f"{values.max():.6g}"
         )
     yield from _class_table(encoded.targets, data)
     yield from _told(data.notes)

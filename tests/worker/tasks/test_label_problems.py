@@ -16,6 +16,7 @@ from protocol.spec.manifest import Metric, pair_sums
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import called
 from tests.worker.tasks.test_classify import export, moved
+from worker.results_cli import plain_number
 from worker.tasks.labels.class_counts import label_metrics, label_sums
 from worker.tasks.registry import build, view
 
@@ -183,6 +184,9 @@ def test_standardized_numbers_are_measured_and_shown_as_in_the_data(tiny, tmp_pa
     metrics = {metric.name: metric.value(sums) for metric in task.manifest.metrics}
     assert metrics["mse"] == pytest.approx(((said - right) ** 2).mean(), rel=1e-4)
     assert metrics["mae"] == pytest.approx(np.abs(said - right).mean(), rel=1e-4)
+    assert [plain_number(each) for each in (1234567.8, 0.25, -41000.5, 0, 1e-9)] == [
+        "1234570", "0.25", "-41000.5", "0", "1e-09",
+    ]  # fmt: skip
     shown = "\n".join(view(spec_of(tiny, large, **NUMBER), 1))
     assert "set data.standardize=true" in shown
     assert "set data.standardize" not in "\n".join(view(spec_of(tiny, large, **data), 1))
