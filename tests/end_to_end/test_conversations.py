@@ -34,10 +34,10 @@ RUNS = {
     "chat": chat_run, "dpo": dpo_run, "int4": int4_run, "float16": float16_run,
     "packed": packed_run, "tools": tool_run,
 }  # fmt: skip
-KINDS = [
-    pytest.param(kind, marks=pytest.mark.slow if kind in {"float16", "packed", "tools"} else ())
-    for kind in RUNS
-]  # quick tests of those: test_float16.py, tests/worker/data/{test_packing,test_tools_and_masks}.py
+SLOW = {"float16", "int4", "packed", "tools"}
+"""Quick tests of those: test_float16.py, tests/worker/models/test_stored_dtypes.py,
+tests/worker/data/{test_packing,test_tools_and_masks}.py."""
+KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in RUNS]
 
 
 def train(run: Path, out: Path, workers: int) -> dict[str, Any]:

@@ -149,7 +149,7 @@ WAYS = {
     "resumed": resumed,
     "submitted": submitted,
 }
-QUICK = {("distil", "two devices"), ("dpo", "submitted"), ("teacher-logits", "resumed")}
+QUICK = {("distil", "two devices"), ("replicas", "submitted"), ("teacher-logits", "resumed")}
 
 
 def table() -> list[Any]:
