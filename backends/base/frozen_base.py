@@ -1,11 +1,14 @@
 """The frozen base of a module, and its weights in fewer bits.
 
 `model.base_dtype` stores the frozen base in fewer bits: the weights of frozen `nn.Linear` layers,
-which only matrix products read. Embeddings, norms and biases stay float32, and so does a head that
-shares its weight with an embedding. The values are the same on every backend.
+and the stacks of a mixture's experts, which only matrix products read. Embeddings, norms and biases
+stay float32, and so does a head that shares its weight with an embedding. The values are the same
+on every backend.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -23,13 +26,33 @@ def frozen_base(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         for parameter in layer.parameters(recurse=False)
     }
     linear = {id(layer.weight) for layer in module.modules() if isinstance(layer, torch.nn.Linear)}
+    stacks = {id(each) for layer in expert_layers(module) for each in layer.parameters()}
     return {
         name: parameter
         for name, parameter in module.named_parameters()
-        if id(parameter) in linear - elsewhere
+        if id(parameter) in (linear - elsewhere) | stacks
         and not parameter.requires_grad
-        and group_of(parameter.shape[1])
+        and group_of(parameter.shape[-1])
     }
+
+
+def expert_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers of frozen experts: stacks of matrices, (experts, outputs, inputs), which
+    transformers computes one expert at a time, without biases or norms of their own."""
+    return [layer for layer in module.modules() if _has_stacks(layer)]
+
+
+def _has_stacks(layer: Any) -> bool:
+    if getattr(layer, "is_transposed", True) or getattr(layer, "has_bias", True):
+        return False
+    if getattr(layer, "has_post_expert_norm", True) or not hasattr(layer, "_apply_gate"):
+        return False
+    first = "gate_up_proj" if layer.has_gate else "up_proj"
+    stacks = dict(layer.named_parameters())
+    return stacks.keys() == {first, "down_proj"} and all(
+        each.dim() == 3 and not each.requires_grad and group_of(each.shape[-1])
+        for each in stacks.values()
+    )
 
 
 def widen(module: torch.nn.Module) -> None:
@@ -48,6 +71,7 @@ def round_frozen_base(module: torch.nn.Module, base_dtype: BaseDtype) -> None:
         return
     widen(module)
     for parameter in frozen_base(module).values():
-        narrow = quantise(parameter.detach().cpu().float().numpy(), storage)
+        matrix = parameter.detach().flatten(0, -2)
+        narrow = quantise(matrix.cpu().float().numpy(), storage)
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(dequantise(narrow)))
+            parameter.copy_(torch.from_numpy(dequantise(narrow)).view_as(parameter))

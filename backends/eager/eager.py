@@ -59,7 +59,8 @@ from backends.eager import numerics, torch_devices
 from backends.eager.block_order import BlockOrder, unused_parameters
 from backends.eager.device_sums import BlockCopier, BlockCopy, SubtreeSums, joined
 from backends.eager.inner_steps import EagerInnerSteps
-from backends.eager.narrow_linear import convert_again_in_backward, narrow_frozen_base
+from backends.eager.narrow_base import narrow_frozen_base
+from backends.eager.narrow_linear import convert_again_in_backward
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,

@@ -15,12 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.frozen_base import frozen_base, widen
-from backends.base.narrowing import PART_ELEMENTS, quantise_tensor
-from backends.base.progress import Meter
-from backends.base.quantise import NF4, STORAGE, Quantised, dequantise
-from protocol.machine.allocator import give_back_freed_memory
-from protocol.spec.sections.model import BaseDtype
+from backends.base.narrowing import PART_ELEMENTS
+from backends.base.quantise import NF4, Quantised
 
 _PART_ELEMENTS_OF_CPU: Final = 1 << 18
 """As `PART_ELEMENTS`: few enough for its cache."""
@@ -136,7 +132,7 @@ class Bench:
 
 
 class NarrowLinear(nn.Linear):
-    """A frozen `nn.Linear` whose weight has become narrow; see `narrow_frozen_base`."""
+    """A frozen `nn.Linear` whose weight has become narrow; see `backends.eager.narrow_base`."""
 
     narrow: NarrowWeight
     bench: Bench
@@ -148,7 +144,7 @@ class NarrowLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name
         """As `nn.Linear`'s; the weight is widened again in backward."""
-        return _product(input, self.narrow, self.bias, self.bench)
+        return product(input, self.narrow, self.bias, self.bench)
 
 
 class ConvertedLinear(nn.Linear):
@@ -160,16 +156,16 @@ class ConvertedLinear(nn.Linear):
         """As `nn.Linear`'s; the weight is converted again in backward."""
         if _computed_in(input) == self.weight.dtype:
             return super().forward(input)
-        return _product(input, self.weight.detach(), self.bias, self.bench)
+        return product(input, self.weight.detach(), self.bias, self.bench)
 
 
-def _product(
+def product(
     given: torch.Tensor,
     weight: NarrowWeight | torch.Tensor,
     bias: torch.Tensor | None,
     bench: Bench,
 ) -> torch.Tensor:
-    """The linear layer's output; autograd keeps no copy of the weight."""
+    """Return a linear layer's output; autograd keeps no copy of the weight."""
     kind = _computed_in(given)
     operand = bench.operand(weight, kind)
     place = operand.untyped_storage().data_ptr()
@@ -193,7 +189,7 @@ def convert_again_in_backward(module: nn.Module, device: torch.device) -> None:
     layers = [
         layer
         for layer in module.modules()
-        if isinstance(layer, nn.Linear) and _is_plain(layer) and not layer.weight.requires_grad
+        if isinstance(layer, nn.Linear) and is_plain(layer) and not layer.weight.requires_grad
     ]
     bench = Bench(max((layer.weight.numel() for layer in layers), default=0), device)
     for layer in layers:
@@ -201,39 +197,8 @@ def convert_again_in_backward(module: nn.Module, device: torch.device) -> None:
         layer.bench = bench  # type: ignore[assignment]
 
 
-def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.device) -> None:
-    """Store every weight of the frozen base in few bits, where its layer can widen it.
-
-    A layer that computes in a way of its own keeps the rounded weight in float32.
-    """
-    storage = STORAGE[base_dtype]
-    if storage == "f32":
-        return
-    base = [*frozen_base(module).values()]
-    bench = Bench(max((parameter.numel() for parameter in base), default=0), device)
-    meter = Meter(f"stored in {base_dtype}", sum(each.nbytes for each in base))
-    while base:
-        parameter = base.pop()  # the last reference to it, once its layers have let go
-        layers = [layer for layer in module.modules() if _reads(layer, parameter)]
-        stored = quantise_tensor(parameter.detach(), storage)
-        meter.add(parameter.nbytes)
-        if not all(_is_plain(layer) for layer in layers):
-            parameter.data = torch.from_numpy(dequantise(stored)).to(parameter.device)
-            continue
-        weight = NarrowWeight(stored, device)
-        for layer in layers:
-            del layer._parameters["weight"]  # noqa: SLF001 -- a property stands in its place
-            layer.__class__ = NarrowLinear
-            layer.narrow, layer.bench = weight, bench  # type: ignore[assignment]
-    widen(module)
-    give_back_freed_memory()
-
-
-def _reads(layer: nn.Module, parameter: nn.Parameter) -> bool:
-    return isinstance(layer, nn.Linear) and layer._parameters.get("weight") is parameter  # noqa: SLF001
-
-
-def _is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer computes as `nn.Linear` does."""
     return type(layer) is nn.Linear and "forward" not in vars(layer)
 
 

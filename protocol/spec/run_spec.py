@@ -365,12 +365,6 @@ class ModelRun(RunSpec):
                 "base"
             )
             raise KeyFault(text, "model.base_dtype")
-        if self.lora is not None and self.lora.target_parameters and model.base_dtype != "float32":
-            text = (
-                "lora.target_parameters needs the base's weights as numbers at every step: set "
-                "model.base_dtype to float32"
-            )
-            raise KeyFault(text, "lora.target_parameters", "model.base_dtype")
         if model.base_dtype == "nf4" and self.arithmetic.is_canonical:
             text = "canonical arithmetic does not support nf4: use model.base_dtype int4, or native"
             raise KeyFault(text, "model.base_dtype", "arithmetic")

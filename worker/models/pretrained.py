@@ -29,6 +29,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from backends.base import draws, progress
+from backends.base.frozen_base import expert_layers
 from backends.base.interface import Array
 from protocol.base.errors import (
     NO_MEMORY,
@@ -403,6 +404,8 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
     progress.say(f"reading the model {spec.source!r}")
     model, report = _read(kind, spec, place, dtype, {**extra, **keywords})
     drawn = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
+    if narrow and expert_layers(model):
+        model.set_experts_implementation("eager")  # others compute with a whole stack
     if dtype != torch.float32 and not stored_dtypes.widen_but_the_base(model, drawn):
         model, report = _read(kind, spec, place, torch.float32, {**extra, **keywords})
     if "gguf_file" in keywords:

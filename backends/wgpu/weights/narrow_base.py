@@ -29,6 +29,7 @@ class BaseLayout:
             self._shapes = {
                 name: (parameter.shape[0], parameter.shape[1])
                 for name, parameter in frozen_base(module).items()
+                if parameter.dim() == 2  # experts are refused here
             }
 
     def split(self, tables: Tables) -> None:

@@ -14,7 +14,8 @@ from backends.base.frozen_base import round_frozen_base
 from backends.base.interface import Batch, BlockGradient, Trainable
 from backends.base.quantise import dequantise, quantise
 from backends.eager import eager
-from backends.eager.narrow_linear import Bench, NarrowLinear, NarrowWeight, narrow_frozen_base
+from backends.eager.narrow_base import narrow_frozen_base
+from backends.eager.narrow_linear import Bench, NarrowLinear, NarrowWeight
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.manifest import Block, TensorSpec
 from tests.resident_memory import MIB, Growth, measured_growth

@@ -72,8 +72,8 @@ def test_every_field_of_the_model_is_taken_over_or_said_not_to_be():
     groups = [*replaced, *OF_BASE, *COMPUTING, *IN_FLOAT16, *of_machines]
     assert sorted(groups) == sorted(ModelSpec.model_fields)
     assert sorted(COMPUTED) == sorted(COMPUTING + IN_FLOAT16)
-    with_float32_alone = {"dora", "target_parameters"}  # in tests/worker/models/test_lora_options
-    assert {*LORA} | with_float32_alone == {*LoraSpec.model_fields}
+    seldom = {"dora", "target_parameters"}  # in tests/worker/models/test_lora_options
+    assert {*LORA} | seldom == {*LoraSpec.model_fields}
     taken = {"model", "lora", "tokenizer", "data"}
     of_training = {
         "name", "task", "seed", "data_seed", "exactness", "arithmetic", "init_from", "capture",

@@ -11,6 +11,7 @@ import pytest
 from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.files.adapter import adapter_config, check_lora
 from protocol.spec.run_spec import parse_run_spec
+from protocol.spec.sections.model import BaseDtype
 from tests.small_chat import conversation, jsonl, save_chat_model
 from tests.worker.tasks.test_classify import export, moved
 from worker.results.merge import merge
@@ -105,9 +106,20 @@ def trained_in_peft(task: Any, model: Any, saved: Path, batch: Any) -> tuple[flo
     }
 
 
-@pytest.mark.parametrize("base", ["bfloat16", "int4", "nf4"])
-def test_dora_on_a_narrow_base_is_that_of_peft_on_the_values_it_stands_for(
-    directory, tmp_path, base
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+NARROW: dict[str, tuple[str, BaseDtype, dict[str, Any]]] = {
+    "DoRA, bfloat16": ("model", "bfloat16", {"dora": True, "targets": "all-linear"}),
+    "DoRA, int4": ("model", "int4", {"dora": True, "targets": "all-linear"}),
+    "DoRA, nf4": ("model", "nf4", {"dora": True, "targets": "all-linear"}),
+    "experts, int4": ("experts", "int4", {"target_parameters": EXPERTS}),
+    "experts in 16 bits, nf4": ("half", "nf4", {"target_parameters": EXPERTS}),
+    "attention beside experts, int8": ("experts", "int8", {}),
+}
+
+
+@pytest.mark.parametrize("case", NARROW)
+def test_what_trains_beside_a_narrow_base_is_as_in_peft_on_the_values_it_stands_for(
+    directory, mixture, tmp_path, case
 ):
     import torch
     import transformers
@@ -117,15 +129,17 @@ def test_dora_on_a_narrow_base_is_that_of_peft_on_the_values_it_stands_for(
     from backends.eager.eager import EagerBackend
     from worker.models.lora import adapter_name
 
-    task = build(spec_of(directory, base=base, dora=True, targets="all-linear"))
+    name, base, options = NARROW[case]
+    of = directory if name == "model" else mixture
+    task = build(spec_of(of, name, base=base, **options))
     values, batch = moved(task), task.batch([0, 1])
     saved = export(task, values, tmp_path)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        directory / "model", attn_implementation="eager"
+        of / name, attn_implementation="eager", dtype=torch.float32
     )
     model.requires_grad_(requires_grad=False)
     round_frozen_base(model, base)
-    # Begun with: what DoRA computes with its own magnitudes is what the base computes.
+    # Begun with: what the adapter adds at first is nothing, with DoRA's magnitudes too.
     program = EagerBackend("cpu").compile(task.trainable, batch)
     program.load(task.initial_parameters())
     *_, start = program.gradients([(batch, 0)])
@@ -139,6 +153,8 @@ def test_dora_on_a_narrow_base_is_that_of_peft_on_the_values_it_stands_for(
     assert start.loss_sum == pytest.approx(float(plain), rel=1e-5)
     program.load(values)
     items = [*program.gradients([(batch, 0)])]
+    module: Any = task.trainable.module
+    assert not [n for n, p in module.named_parameters() if "mlp.experts." in n and p.dim() == 3]
     program.close()
     expected_loss, expected = trained_in_peft(task, model, saved, batch)
     assert items[-1].loss_sum == pytest.approx(expected_loss, rel=1e-5)
@@ -154,7 +170,7 @@ def test_dora_on_a_narrow_base_is_that_of_peft_on_the_values_it_stands_for(
 def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypatch):
     import torch
 
-    from backends.eager.narrow_linear import narrow_frozen_base
+    from backends.eager.narrow_base import narrow_frozen_base
     from worker.models import lora
 
     def step() -> tuple[int, Any]:
@@ -209,10 +225,13 @@ def test_dora_begins_with_the_norms_of_the_rows(directory):
     np.testing.assert_allclose(values[place], norms, rtol=1e-6)
 
 
-def test_experts_are_adapted_as_parameters(directory, tmp_path):
+@pytest.fixture(scope="module")
+def mixture(directory, tmp_path_factory) -> Path:
+    """A directory with a small mixture of experts and its data."""
     import torch
     import transformers
 
+    path: Path = tmp_path_factory.mktemp("mixture")
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "model")
     made: Any = transformers.Qwen3MoeConfig
@@ -222,15 +241,20 @@ def test_experts_are_adapted_as_parameters(directory, tmp_path):
         num_experts_per_tok=2, moe_intermediate_size=8, max_position_embeddings=128,
         pad_token_id=0, bos_token_id=2, eos_token_id=2,
     )  # fmt: skip
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
-    tokenizer.save_pretrained(tmp_path / "experts")
-    jsonl(tmp_path / "chat.jsonl", [{"messages": conversation(n)} for n in range(12)])
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    task = build(spec_of(tmp_path, "experts", target_parameters=names))
+    model: Any = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(path / "experts")
+    model.to(torch.bfloat16).save_pretrained(path / "half")
+    for name in ("experts", "half"):
+        tokenizer.save_pretrained(path / name)
+    jsonl(path / "chat.jsonl", [{"messages": conversation(n)} for n in range(12)])
+    return path
+
+
+def test_experts_are_adapted_as_parameters(mixture, tmp_path):
+    task = build(spec_of(mixture, "experts", target_parameters=EXPERTS))
     assert any("experts" in t.name for block in task.manifest.blocks for t in block.tensors)
-    (tmp_path / "out").mkdir()
-    saved = export(task, moved(task), tmp_path / "out")
-    same_in_peft(task, tmp_path / "experts", saved, task.batch([0, 1]))
+    saved = export(task, moved(task), tmp_path)
+    same_in_peft(task, mixture / "experts", saved, task.batch([0, 1]))
     merge(find(saved), None, tmp_path / "merged")
 
 

@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 
 from backends.base.frozen_base import frozen_base
-from backends.eager.narrow_linear import NarrowLinear, narrow_frozen_base
+from backends.eager.narrow_base import narrow_frozen_base
+from backends.eager.narrow_linear import NarrowLinear
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.model_card import Measured, card_text, read_card
 from protocol.spec.sections.model import ModelSpec

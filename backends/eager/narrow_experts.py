@@ -1,0 +1,100 @@
+"""Frozen experts of a mixture in few bits: the weights of one expert are widened at a time.
+
+transformers keeps the experts of a layer as stacks of matrices, (experts, outputs, inputs), which
+peft adapts as parameters: it adds the low-rank products of all experts to a whole stack. Here each
+expert that tokens were sent to is computed alone, its low-rank matrices beside it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from backends.base.narrowing import quantise_tensor
+from backends.base.quantise import Storage
+from backends.eager.narrow_linear import Bench, NarrowWeight, product
+
+
+class NarrowExperts(nn.Module):
+    """A layer of frozen experts; see `narrow_experts`.
+
+    Attributes:
+        stacks: The matrices of each expert, by the name of the parameter that they were.
+        adapters: peft's wrapper of each parameter that is adapted, by name.
+        bench: Where a matrix is widened.
+    """
+
+    stacks: dict[str, list[NarrowWeight]]
+    adapters: dict[str, Any]
+    bench: Bench
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, (tokens, hidden)."""
+        given: Any = self
+        first = "gate_up_proj" if given.has_gate else "up_proj"
+        combine = given._apply_gate if given.has_gate else given.act_fn  # noqa: SLF001
+        total = torch.zeros_like(hidden_states)
+        for expert in range(len(self.stacks["down_proj"])):
+            token, place = torch.where(top_k_index == expert)
+            if not len(token):
+                continue
+            states = combine(self._linear(first, expert, hidden_states[token]))
+            states = self._linear("down_proj", expert, states)
+            states = states * top_k_weights[token, place, None]
+            total = total.index_add(0, token, states.to(total.dtype))
+        return total
+
+    def _linear(self, name: str, expert: int, states: torch.Tensor) -> torch.Tensor:
+        out = product(states, self.stacks[name][expert], None, self.bench)
+        wrapper = self.adapters.get(name)
+        if wrapper is None or wrapper.disable_adapters:
+            return out
+        for active in wrapper.active_adapters:
+            a, b = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
+            a = a.reshape(wrapper.num_experts, -1, a.shape[-1])[expert]  # (rank, inputs)
+            b = b.reshape(b.shape[0], -1, wrapper.num_experts)[:, :, expert]  # (outputs, rank)
+            low = nn.functional.linear(nn.functional.linear(states, a), b)
+            out = out + low * wrapper.scaling[active]
+        return out
+
+
+def narrow_experts(
+    module: nn.Module, layer: nn.Module, storage: Storage, device: torch.device
+) -> None:
+    """Store the stacks of a layer of experts in few bits.
+
+    Args:
+        module: What holds the layer, adapted by peft or not.
+        layer: See `backends.base.frozen_base.expert_stacks`.
+        storage: Any storage type except f32.
+        device: Where they are kept and widened.
+    """
+    stacks: dict[str, list[NarrowWeight]] = {}
+    largest = 0
+    for name, stack in [*layer.named_parameters(recurse=False)]:
+        largest = max(largest, stack[0].numel())
+        stacks[name] = [
+            NarrowWeight(quantise_tensor(matrix, storage), device) for matrix in stack.detach()
+        ]
+        del layer._parameters[name], stack  # noqa: SLF001 -- its stack stands in its place
+    kind = type(layer)
+    layer.__class__ = type(f"Narrow{kind.__name__}", (NarrowExperts, kind), {})
+    given: Any = layer
+    given.stacks, given.adapters, given.bench = stacks, {}, Bench(largest, device)
+    for wrapper in module.modules():
+        if hasattr(wrapper, "parameter_name") and _base_of(wrapper) is layer:
+            given.adapters[wrapper.parameter_name] = wrapper
+            wrapper.forward = partial(_inner, wrapper)
+
+
+def _base_of(wrapper: Any) -> Any:
+    return wrapper.get_base_layer()
+
+
+def _inner(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    return wrapper.base_layer(*args, **kwargs)
