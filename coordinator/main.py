@@ -90,7 +90,7 @@ async def _serve(
         _restore(options, options.from_copies)
     directory = _directory(options)
     alone = options.resume and RunDirectory(directory).read_run_file() is not None
-    # Before anything is created: a mistake in the data leaves nothing behind.
+    # Before anything is created: an error in the data leaves no files.
     blobs = index_blobs(options.spec) if options.spec is not None and not alone else None
     once = options.spec is not None or alone
     service = Service(_settings(options, directory, once=once))

@@ -87,7 +87,7 @@ class AppendFile:
         return start_of_tail
 
     def _not_read_soon(self, start: int, end: int) -> None:
-        """Make Linux write this range, and free what is written already."""
+        """Make Linux write this range, and free the pages already written."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
 

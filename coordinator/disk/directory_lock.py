@@ -3,7 +3,7 @@
 The lock (flock on DIR/lock) ends with the process, however it ends. The term in DIR/term.json is
 raised and synced before anything is read. A coordinator can lose its directory all the same: the
 lock file was replaced, or another directory was moved there. `check` finds that out; it is called
-after each sync and before any worker hears of the result. So either the record was durable before
+after each sync and before any worker receives the result. So either the record was durable before
 the successor looked, or this coordinator learns of its successor and reports nothing.
 """
 

@@ -150,7 +150,7 @@ def make_directory(path: Path) -> None:
 def make_below(base: Path, path: Path) -> None:
     """Make a directory, and those between it and `base`, which must exist.
 
-    A run's directory that vanishes while the run goes on is not made again: then it could not be
+    A run's directory that vanishes during the run is not created again: then it could not be
     restored to its place.
 
     Raises:

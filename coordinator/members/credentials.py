@@ -317,7 +317,7 @@ def _is_there(directory: Path) -> bool:
 
 
 def _written_again(path: Path, text: str) -> Iterator[str]:
-    """Restore a missing file, and yield a line that says so.
+    """Restore a missing file, and yield a line about it.
 
     Raises:
         UsageError: The file cannot be written.

@@ -211,7 +211,7 @@ class ProgressConsole:
         return over and self._service.settings.once
 
     def _print_resume_command(self, run_id: str) -> None:
-        """Say how to resume a failed run. With one run, the last line says so."""
+        """Say how to resume a failed run. With one run, the last line does."""
         finished = self._service.finished
         if (
             self._service.settings.once

@@ -61,7 +61,7 @@ class EventPipe:
             self.write("", {"event": "record", "record": event.model_dump(mode="json")})
 
     def close(self) -> None:
-        """Wait until everything is written, or nobody has read for a while."""
+        """Wait until everything is written, or the reader has not read for a while."""
         self._waiting.put(None)
         self._thread.join(_FLUSH_TIMEOUT_S)
 

@@ -22,7 +22,7 @@ KEPT_EVENTS: Final = 4096
 class EventStream:
     """Numbers events and passes them to every reader at its own pace.
 
-    A reader that falls behind by more than is kept has its stream ended; it can reconnect.
+    The stream of a reader that lags by more than is stored ends; it can reconnect.
 
     Args:
         first_id: Number of the first event. If it is higher than that of any earlier process, a
@@ -68,7 +68,7 @@ class EventStream:
         return min(max(following, self._oldest), self._next)
 
     async def follow(self, start: int, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Write events from `start` on until the stream ends or the reader falls too far behind."""
+        """Write events from `start` on until the stream ends or the reader lags too far."""
         position = start
         published = asyncio.Event()
         self._readers.add(published)

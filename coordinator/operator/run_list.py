@@ -66,7 +66,7 @@ class RunList:
     def read(self) -> list[tuple[ListedRun, float]]:
         """Return the runs, newest first, each with when its journal last grew. Blocks on files.
 
-        Runs that cannot be read are left out: the audit says what is wrong with them.
+        Runs that cannot be read are left out: the audit names their faults.
         """
         paths = {self._top} if self._once else {p.parent for p in self._top.glob("*/run.json")}
         # Several threads may do this: each reads the known runs, and replaces them.
@@ -90,7 +90,7 @@ def _changed(path: Path) -> int:
 
 
 def _listed(directory: RunDirectory) -> ListedRun:
-    """Read a run written by any release: only what is listed is parsed."""
+    """Read a run written by any release: only the listed fields are parsed."""
     run = read_json(directory.run_file)
     result_file = directory.result_file
     result = read_json(result_file) if result_file.exists() else {}

@@ -303,7 +303,7 @@ class Evaluators:
 
     An evaluator receives every broadcast, so it has every committed state. When an evaluation is
     due it gets parts of the newest state, and no broadcasts until it has sent their sums; then it
-    gets what it missed from the log. Nothing waits for it: no step, no commit, and not the end of
+    gets the missed steps from the log. Nothing waits for it: no step, no commit, and not the end of
     the run. An evaluation that becomes due meanwhile is pending until the evaluator is back, and
     is then of the newest state. The training workers evaluate before any evaluator has had the
     run's state, and after the last one has left. A step that was due and gets no metrics is

@@ -655,7 +655,7 @@ class Progress:
 
     def persist(self, round_: Round, *, skip: bool) -> list[Action]:
         """The round is complete and everyone agrees on the step before, or it is skipped, and
-        nothing is to be applied: make the commit durable before anyone hears of it."""
+        nothing is to be applied: make the commit durable before any worker receives it."""
         scalars, norm, loss, digest = None, None, float("nan"), _NO_AVERAGES
         updates = self.optimizer_step
         if not skip:

@@ -23,7 +23,7 @@ may send, with a handler for each phase. The handler acts, ignores the input, or
 because the sender breaks the protocol. mypy checks that a handler accepts its row's type; a test
 checks that no row is missing. `_NEXT` says which phase may follow which. Inputs that may complete
 something (a payload, an answer, a durable write) end in `_advance`, which commits the step or ends
-evaluation or run once everything is there; so the order of these inputs does not matter.
+evaluation or run once everything has arrived, so the order of these inputs does not matter.
 """
 
 from __future__ import annotations

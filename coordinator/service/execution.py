@@ -539,7 +539,7 @@ class Execution:
     # Workers that lack the run's state.
 
     def _send_missing(self, worker: str, missed: Replay | None) -> None:
-        """Send a worker what it missed, or everything; this replaces a transfer in progress."""
+        """Send a worker missed steps or the whole state; this replaces a running transfer."""
         self._stop_transfer(worker)
         if (session := self._sessions.get(worker)) is not None:
             self._transfers[worker] = self._spawn(self._transfer(session, missed))
@@ -556,7 +556,7 @@ class Execution:
             self._step(inputs.WorkerFellBehind(worker, detached))
 
     async def _transfer(self, session: MemberSession, missed: Replay | None) -> None:
-        """Send a worker what it lacks; a failed read halts the run, and is repeated afterwards."""
+        """Send a worker the state it lacks; a failed read halts the run and is retried later."""
         while not self._is_gone(session):
             try:
                 await self._transfer_once(session, missed)
@@ -567,7 +567,7 @@ class Execution:
                 return
 
     async def _transfer_once(self, session: MemberSession, missed: Replay | None) -> None:
-        """Send a worker what it lacks, then subscribe it."""
+        """Send a worker the state it lacks, then subscribe it."""
         tried: Checkpoint | None = None
         async with self._storage.joining() as hold:
             reached = None
@@ -650,7 +650,7 @@ class Execution:
     async def _digest_replica(self, upload: int) -> None:
         """Report a complete upload of state 0, whose sender may have left.
 
-        The run hears of it once its log has begun: without a log nothing starts.
+        The run receives it once its log is open: without a log nothing starts.
         """
         initial_digest, applied = await self._replica.state_0()
         try:
@@ -663,7 +663,7 @@ class Execution:
         self._do(actions)
 
     async def _finish(self, action: Finish) -> None:
-        """Write what the run leaves behind, then release the workers."""
+        """Write the result of the run, then release the workers."""
         self.outcome = action
         ended_s = self._machine.now_s()
         try:

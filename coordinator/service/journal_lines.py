@@ -46,7 +46,7 @@ _RESPONSES: Final[dict[type[Event], tuple[str, str]]] = {
     LogUnreadable: ("log_unreadable", "the worker gets the whole state"),
     SubtreesSpeculated: (
         "speculated",
-        "idle workers compute the same subtrees; whoever is first counts",
+        "idle workers compute the same subtrees; the first result counts",
     ),
     CopyFailed: ("copy_failed", "the run continues; the next checkpoint is copied"),
     StepRestarted: ("restarted", "the step starts over"),

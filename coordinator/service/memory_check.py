@@ -14,7 +14,7 @@ A run with K replicas needs more, because an inner phase must not be computed tw
 
 P is four bytes for each trained parameter. So AdamW needs 5.5 P, whatever the number of workers,
 joiners and slow readers. Nothing else is as large as P: a checkpoint is written from the replica,
-and a joiner is sent what is on disk.
+and a joiner is sent the state on disk.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def _lines_after_restart(recovery: Recovery, journal: JournalEnd, term: int) -> 
 
     Args:
         recovery: What was found on disk.
-        journal: What the journal says so far.
+        journal: The end of the journal so far.
         term: Of the new coordinator.
     """
     info = recovery.checkpoint.info

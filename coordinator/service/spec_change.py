@@ -1,4 +1,4 @@
-"""A run goes on with another run spec: checked, written to `run.json`, told in the journal.
+"""Continue a run with a changed run spec: checked, written to `run.json` and the journal.
 
 The journal announces the new content of `run.json` before it is written, so that a crash may leave
 either one; its `SpecChanged` follows when the run continues.

@@ -7,12 +7,12 @@ Each copy is a run directory in small: what a restart needs to continue from tha
 complete under its name or absent. The list of the run's files is left out: on another machine they
 are elsewhere, so they are hashed again.
 
-A copy's journal is the run's as it was then, complete: so a copy knows its history. Of two copies,
+A copy has the complete journal of its time, so a copy knows its history. Of two copies,
 the one with the newer term is newer, then the one with more steps. If the run's journal continues
 a copy's with a rollback (--from-step) before the copy's checkpoint, the copy is obsolete and is
 removed.
 
-A restored run has a line that says so in its journal, and in no other. A coordinator that finds a
+A restored run records that in its journal, and nowhere else. A coordinator that finds a
 copy with such a line that its own journal lacks copies nothing there, and removes nothing.
 """
 

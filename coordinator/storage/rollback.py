@@ -92,7 +92,7 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
 
 
 def set_result_aside(directory: RunDirectory, term: int) -> str:
-    """Set aside the result of a finished run that goes on.
+    """Set aside the result of a finished run that continues.
 
     Returns:
         What was done, for people and for the journal.

@@ -85,7 +85,7 @@ class LogHold:
 
     Attributes:
         step: The next step that the worker needs; None if not known yet.
-        is_dropped: The run went on faster than the worker reads: the log no longer has that step.
+        is_dropped: Whether the run outpaced the worker: the log no longer has that step.
     """
 
     step: int | None = None

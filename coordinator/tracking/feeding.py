@@ -26,7 +26,7 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
         name: Of the tracker.
         run: The run's directory.
         news: Waits until the journal may have more; its result contains `END` when the run has
-            ended, and is empty if nobody will say so. None to send what there is and end.
+            ended, and is empty if the end is never reported. None: send the existing rows and end.
 
     Returns:
         How many steps were sent, and up to which step the tracker has the run.

@@ -50,7 +50,7 @@ class RunStarted(Record):
 
 
 class SpecChanged(Record):
-    """The run goes on with another run spec: steps from `step` on are those of the new one."""
+    """The run continues with a changed run spec: it applies to the steps from `step` on."""
 
     articles = (10, 12, 13)
     serves = "which settings were changed, when, and what the steps before were computed with"

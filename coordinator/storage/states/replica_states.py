@@ -2,7 +2,7 @@
 
 In `replicas/` of the run's directory:
 
-    own-STEP            of all replicas at the start of that round, in order, each behind its BLAKE3
+    own-STEP            of all replicas at the start of that round, in order, each after its BLAKE3
                         digest; written and synced before the commit that leads to the round
     boundary-K          the inner checkpoint of replica K in the round in progress; not synced, for
                         it saves work and decides no bit: a restart can do without
