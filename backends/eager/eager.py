@@ -604,10 +604,11 @@ class EagerProgram(HostSummedProgram):
         self._module.train()
         numerics.seed_everything(self._seed, self._device)
         arrays = self._on_device(example)
-        with TableLookups(arrays) if self._copier is not None else nullcontext() as lookups:
+        lookups = None if self._copier is None else TableLookups(arrays)
+        with nullcontext() if lookups is None else lookups:
             loss = self._loss_of(arrays)
         if lookups is not None:
-            self._lookups = frozenset(lookups.found)
+            self._lookups = frozenset(lookups.lookups)
         unused = unused_parameters(loss, self._parameters)
         self._find_unused = bool(unused)
         if len(unused) == len(self._parameters) and example.weight:
