@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from protocol.base import fields
+from protocol.base import fields, limits
 from protocol.base.errors import MessageError
 from protocol.wire import messages
 from protocol.wire.messages import MESSAGES, decode_message
@@ -180,7 +180,7 @@ def test_what_is_merely_like_the_type_is_not_taken(kind, field, value):
         (messages.BlockGradientPayload, "weight", -1.0),
         (messages.SubtreeLoss, "elapsed_ms", float("inf")),
         (messages.StepApplied, "state_digest", "0" * 63),
-        (messages.EvalResult, "sums", {str(n): 0.0 for n in range(25)}),
+        (messages.EvalResult, "sums", {str(n): 0.0 for n in range(limits.EVALUATION_SUMS + 1)}),
         (messages.Goodbye, "exit_code", 126),
         (messages.Halt, "reason", "x" * 401),
         (messages.Hello, "name", "ann\nbob"),
