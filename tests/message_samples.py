@@ -159,8 +159,13 @@ _of_chunk = {**_in_step, "block": _number, "chunk": _number, "owners": _number}
 _payload = {**_of_chunk, "lo": _number, "hi": _number, "weight": _weight, "worker": _small}
 _scalars = st.builds(
     StepScalars,
-    **{name: _float32 for name in StepScalars.model_fields if name != "epsilon"},
+    **{
+        name: _float32
+        for name in StepScalars.model_fields
+        if name not in {"epsilon", "group_clips"}
+    },
     epsilon=st.floats(2.0**-20, 1, width=32),
+    group_clips=st.lists(_float32, max_size=2).map(tuple),
 )
 _devices = st.integers(1, limits.DEVICES_PER_WORKER)
 _bytes32 = st.binary(min_size=32, max_size=32)
