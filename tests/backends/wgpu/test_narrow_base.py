@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from backends.base.interface import Batch, Loss, Trainable
-from backends.base.quantise import GROUP, stored_bytes
+from backends.base.quantise import GROUP, quantise, stored_bytes
 from backends.eager.eager import EagerBackend
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import Estimate, refuse_insufficient_memory
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
+from backends.wgpu.weights.narrow_base import NarrowBase
 from protocol.base.errors import SamestepError
 from worker.models.blocks import cut_into_blocks
 
@@ -91,6 +92,23 @@ def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype
     saved = 3 * (WIDTH * WIDTH * 4 - stored_bytes(WIDTH, WIDTH, storage))
     assert GROUP == WIDTH
     assert needed.weights == whole - saved
+
+
+def test_a_base_that_was_read_in_16_bits_is_narrowed_at_upload_and_never_widened():
+    frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
+    module = nn.Sequential(frozen, nn.Linear(WIDTH, 1))
+    values = frozen.weight.detach().bfloat16()
+    frozen.weight.data = values
+    base = NarrowBase(module, "int4")
+    source = base._sources["0.weight"]
+    assert source.data_ptr() == values.data_ptr(), "no copy is made before the upload"
+    assert frozen.weight.dtype == torch.float32
+    assert frozen.weight.untyped_storage().nbytes() == 4, "a trace needs shape and dtype alone"
+    expected = quantise(values.float().numpy(), "int4").packed()
+    words = base.take_words("0.weight")
+    assert words is not None
+    assert words.tobytes() == expected.tobytes()
+    assert base.take_words("0.weight") is None
 
 
 GIB = 2**30
