@@ -20,12 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from protocol.base.errors import DataError
 from samestep.schedulers import (
+    GroupSchedule,
     Interval,
     Rates,
+    by_step,
     check_scheduler,
+    group_schedules,
     plateau_of,
-    rates_of,
-    scale_between,
+    scales_between,
     schedule_of,
 )
 from samestep.torch_kinds import KINDS, Settings, section_of_settings
@@ -91,6 +93,13 @@ class OptimizerArguments:
             _refuse_untranslatable(self.optimizer)
             if not callable(self.scheduler) and self.scheduler is not None:
                 check_scheduler(self.scheduler, self.optimizer)
+        elif isinstance(self.optimizer, tuple | list):
+            raise DataError(
+                f"expected one optimizer, got {len(self.optimizer)}: a run has one loss and one "
+                "update per step, so optimizers that take turns (GANs) are not supported; if each "
+                "has parameters of its own and one loss reaches all, give one optimizer with a "
+                "group of parameters for each"
+            )
         elif not callable(self.optimizer):
             raise DataError(
                 f"expected an optimizer such as {{'name': 'adamw', 'lr': 1e-3}} or one of torch's, "
@@ -117,10 +126,8 @@ class OptimizerArguments:
                 scheduler = _called(scheduler, optimizer, "scheduler")
             check_scheduler(scheduler, optimizer)
         interval_steps = epoch_steps if self.interval == "epoch" else 1
-        kept = [name for name in optimizer.param_groups[0] if name not in _GROUPED]
-        kept = [*kept, "weight_decay"]
-        rates = rates_of(optimizer, scheduler, -(-steps // interval_steps), kept)
-        section = _section(optimizer, rates, module, interval_steps, steps)
+        schedules = group_schedules(optimizer, scheduler, -(-steps // interval_steps))
+        section = _section(optimizer, schedules, module, interval_steps, steps)
         extra = dict(self.extra or {})
         if isinstance(scheduler, ReduceLROnPlateau):
             section |= plateau_of(scheduler, section["lr"])
@@ -169,7 +176,7 @@ def _refuse_untranslatable(optimizer: Optimizer) -> None:
         shown = f"{owner}'s {name}" if owner in {"torch", "transformers"} else name
         raise DataError(
             f"optimizer: {shown} has no exact equivalent here: write optimizer="
-            f'{{"name": "adamw", "lr": {_usual_rate(first)}}}, or another rule: {_RULES}'
+            f'{{"name": "adamw", "lr": {_adamw_rate(kind, first)}}}, or another rule: {_RULES}'
         )
     unsupported = translated[1]
     for group in optimizer.param_groups[1:]:
@@ -191,9 +198,10 @@ def _refuse_untranslatable(optimizer: Optimizer) -> None:
         )
 
 
-def _usual_rate(group: Settings) -> float:
-    """The rate before a scheduler changed it; 1e-3 if the optimizer finds its own."""
-    return float(group.get("initial_lr") or group.get("lr") or 1e-3)
+def _adamw_rate(kind: type, group: Settings) -> float:
+    """The rate to suggest for AdamW: that of a relative of Adam, else its own default."""
+    rate = group.get("initial_lr") or group.get("lr")
+    return float(rate) if rate and "adam" in kind.__name__.lower() else 1e-3
 
 
 def _has_stepped(state: Settings) -> bool:
@@ -205,42 +213,63 @@ def _has_stepped(state: Settings) -> bool:
 
 
 def _section(
-    optimizer: Optimizer, rates: Sequence[Rates], module: nn.Module, interval_steps: int, steps: int
+    optimizer: Optimizer,
+    schedules: Sequence[GroupSchedule],
+    module: nn.Module,
+    interval_steps: int,
+    steps: int,
 ) -> dict[str, Any]:
-    groups = optimizer.param_groups
-    base = next((n for n, each in enumerate(rates) if max(each) > 0), None)
-    if base is None:
-        raise DataError("optimizer: expected a learning rate above 0, got 0 in every group")
+    groups, rates = optimizer.param_groups, [each.rates for each in schedules]
+    base = _base_of(rates)
     translated = section_of_settings(type(optimizer), groups[base])
     assert translated is not None, "checked by _refuse_untranslatable"
     section = {**translated[0], **schedule_of(rates[base], interval_steps, steps)}
+    if momenta := schedules[base].momenta:
+        section["momenta"] = by_step(momenta, interval_steps, steps)
+    if any(each.momenta != momenta for each in schedules):
+        raise DataError(
+            "scheduler: expected one momentum for all groups of parameters, got several"
+        )
     decay = float(groups[base]["weight_decay"])
     if decay:
         section |= {"weight_decay": decay, "no_decay": []}
     names = _names_by_group(optimizer, module)
-    found: dict[tuple[float, float], list[str]] = {}
+    found: dict[tuple[tuple[float, ...], float], list[str]] = {}
     for group, own, tensors in zip(groups, rates, names, strict=True):
-        scale = scale_between(own, rates[base])
-        if scale is None:
-            raise DataError(
-                "scheduler: expected the rates of all groups of parameters to keep their ratios, "
-                "got a group whose ratio changes: give one schedule, and other rates per group"
-            )
-        found.setdefault((scale, float(group["weight_decay"])), []).extend(tensors)
-    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        scales = scales_between(own, rates[base])
+        if len(scales) > 1:
+            scales = by_step(scales, interval_steps, steps)
+        found.setdefault((tuple(scales), float(group["weight_decay"])), []).extend(tensors)
     listed = {name for each in names for name in each}
-    if outside := [name for name in trained if name not in listed]:
-        found.setdefault((0.0, 0.0), []).extend(outside)
-    found.pop((1.0, decay), None)
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    outside = [name for name in trained if name not in listed]
+    found.setdefault(((0.0,), 0.0), []).extend(outside)
+    found.pop(((1.0,), decay), None)
     if rules := [_rule(*rule, tensors, decay) for rule, tensors in found.items() if tensors]:
         section["groups"] = rules
     return section
 
 
-def _rule(scale: float, decay: float, tensors: list[str], usual_decay: float) -> dict[str, Any]:
+def _base_of(rates: Sequence[Rates]) -> int:
+    """Return the group whose rates are the section's: the first that is seldom 0.
+
+    Raises:
+        DataError: All are 0.
+    """
+    base = max(range(len(rates)), key=lambda group: sum(rate > 0 for rate in rates[group]))
+    if not max(rates[base]):
+        raise DataError("optimizer: expected a learning rate above 0, got 0 in every group")
+    return base
+
+
+def _rule(
+    scales: tuple[float, ...], decay: float, tensors: list[str], usual_decay: float
+) -> dict[str, Any]:
     rule: dict[str, Any] = {"match": [escape(name) for name in tensors]}
-    if scale != 1.0:
-        rule["lr_scale"] = scale
+    if len(scales) > 1:
+        rule["lr_scales"] = [*scales]
+    elif scales != (1.0,):
+        rule["lr_scale"] = scales[0]
     if decay != usual_decay:
         rule["weight_decay"] = decay
     return rule

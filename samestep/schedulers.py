@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -24,42 +24,71 @@ Rates = list[float]
 
 _SAME: Final = 1e-9
 """Rates are equal if they differ by at most this share of the highest one: float32 has 1e-7."""
+_SCHEDULED: Final = {
+    "params", "param_names", "lr", "momentum", "initial_lr", "max_lr", "min_lr", "base_momentum",
+    "max_momentum",
+}  # fmt: skip
+"""Entries of a group that a scheduler may change, or that are not settings."""
 _USUAL_EPS: Final = 1e-8
 """Of ReduceLROnPlateau: the smallest change of the rate, as in `protocol.exact.plateau`."""
 _MOST_RATES: Final = 8_000
 """Rates that a run spec lists; it may have 256 KiB."""
 
 
-def rates_of(
-    optimizer: torch.optim.Optimizer, scheduler: object, count: int, values: Sequence[str] = ()
-) -> list[Rates]:
-    """Return the rates of each group of parameters, in steps of the scheduler.
+class GroupSchedule(NamedTuple):
+    """What a scheduler makes of a group of parameters, in each of its steps.
+
+    Attributes:
+        rates: The learning rate.
+        momenta: Momentum, or the first of Adam's betas; empty if it does not change.
+    """
+
+    rates: list[float]
+    momenta: list[float]
+
+
+def group_schedules(
+    optimizer: torch.optim.Optimizer, scheduler: object, count: int
+) -> list[GroupSchedule]:
+    """Return what a scheduler makes of each group of parameters.
 
     Args:
         optimizer: The optimizer; not changed.
         scheduler: A scheduler of this optimizer, not changed, or None.
-        count: Number of rates to read.
-        values: Other settings of a group, which must stay as they are.
+        count: Number of its steps to read.
 
     Raises:
-        DataError: The scheduler changes one of `values`, fails, or needs an evaluation.
+        DataError: The scheduler changes something else, or fails.
     """
     if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
-        return [[rate_of(group)] for group in optimizer.param_groups]
+        return [GroupSchedule([rate_of(group)], []) for group in optimizer.param_groups]
     own = _copied(optimizer, scheduler)
     groups = own.optimizer.param_groups
-    before = [{name: group.get(name) for name in values} for group in groups]
-    rates: list[Rates] = [[] for _ in groups]
+    before = [_other_settings(group) for group in groups]
+    found: list[GroupSchedule] = [GroupSchedule([], []) for _ in groups]
     for _ in _stepped(own, count):
-        for group, found, unchanged in zip(groups, rates, before, strict=True):
-            found.append(rate_of(group))
-            if changed := [name for name, value in unchanged.items() if group.get(name) != value]:
-                remedy = ": write cycle_momentum=False" if hasattr(own, "cycle_momentum") else ""
+        for group, schedule, unchanged in zip(groups, found, before, strict=True):
+            schedule.rates.append(rate_of(group))
+            schedule.momenta.append(_momentum(group))
+            now = _other_settings(group)
+            if changed := [name for name in unchanged if now[name] != unchanged[name]]:
                 raise DataError(
-                    f"scheduler: expected one that changes only lr, got {type(own).__name__}, "
-                    f"which changes {changed[0]} too{remedy}"
+                    f"scheduler: expected one that changes lr and momentum, got "
+                    f"{type(own).__name__}, which changes {changed[0]} too: leave it out"
                 )
-    return rates
+    return [each if len(set(each.momenta)) > 1 else GroupSchedule(each.rates, []) for each in found]
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+
+
+def _other_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that a scheduler may not change."""
+    settings = {name: value for name, value in group.items() if name not in _SCHEDULED}
+    if "betas" in settings:
+        settings["betas"] = settings["betas"][1:]
+    return settings
 
 
 def check_scheduler(scheduler: object, optimizer: object) -> None:
@@ -141,14 +170,45 @@ def _stepped(scheduler: Any, count: int) -> Iterator[int]:
             ) from error
 
 
-def scale_between(rates: Rates, base: Rates) -> float | None:
-    """Return the factor between two groups' rates; None if it changes from step to step."""
+def scales_between(rates: Rates, base: Rates) -> list[float]:
+    """Return the factor between two groups' rates: one, or if it changes, one for each rate.
+
+    Raises:
+        DataError: The base is 0 where the other group is not.
+    """
     top = max(range(len(base)), key=base.__getitem__)
     scale = rates[top] / base[top]
     most = _SAME * max(*rates, *base)
     if all(abs(one - scale * other) <= most for one, other in zip(rates, base, strict=True)):
-        return float(f"{scale:.12g}")  # 0.1, not 0.09999999999999999
-    return None
+        return [float(f"{scale:.12g}")]  # 0.1, not 0.09999999999999999
+    if any(one and not other for one, other in zip(rates, base, strict=True)):
+        raise DataError(
+            "scheduler: expected a group of parameters whose rate is 0 only where all others are, "
+            "got none: let the rates begin above 0"
+        )
+    return [one / other if other else 1.0 for one, other in zip(rates, base, strict=True)]
+
+
+def by_step(values: Sequence[float], interval_steps: int, steps: int) -> list[float]:
+    """Return a list with an entry for each step, without repetitions at the end.
+
+    Args:
+        values: An entry for each interval.
+        interval_steps: Steps of an interval.
+        steps: Steps of the run.
+
+    Raises:
+        DataError: There are too many to list.
+    """
+    listed = [values[step // interval_steps] for step in range(steps)]
+    while len(listed) > 1 and listed[-1] == listed[-2]:
+        listed.pop()
+    if len(listed) > _MOST_RATES:
+        raise DataError(
+            f"scheduler: expected at most {_MOST_RATES} different steps for momentum or for groups "
+            f"whose ratio changes, got {len(listed)}: keep them constant, or train for fewer steps"
+        )
+    return listed
 
 
 def schedule_of(rates: Rates, interval_steps: int, steps: int) -> dict[str, Any]:
@@ -165,8 +225,7 @@ def schedule_of(rates: Rates, interval_steps: int, steps: int) -> dict[str, Any]
     highest = max(rates)
     if min(rates) == highest:
         return {"lr": highest}
-    by_step = [rates[step // interval_steps] for step in range(steps)]
-    if (named := _named(by_step)) is not None:
+    if (named := _named([rates[step // interval_steps] for step in range(steps)])) is not None:
         return named
     listed = [*rates]
     while listed[-1] == listed[-2]:

@@ -117,6 +117,8 @@ BLOCKS: Final = 4_096
 TENSORS: Final = 65_536
 CLIPPED_GROUPS: Final = 16
 """Parameter groups with a clip_norm: a commit's header has the factor of each."""
+SCHEDULED_GROUPS: Final = 32
+"""Different lists of lr_scales: a commit's header has the factor of each."""
 TRAINABLE_ELEMENTS: Final = 2**36
 """256 GiB of float32: no manifest of a real model has more."""
 SAMPLES: Final = 2**40

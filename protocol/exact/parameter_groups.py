@@ -25,11 +25,13 @@ class TensorRule(NamedTuple):
         lr_scale: Factor of the learning rate.
         weight_decay: Weight decay; 0 for none.
         clip_group: Index of its group in `OptimizerSpec.clipped_groups`; None for the others.
+        scales: Index of its factors in `OptimizerSpec.scheduled_scales`; None if `lr_scale` holds.
     """
 
     lr_scale: float
     weight_decay: float
     clip_group: int | None = None
+    scales: int | None = None
 
     @property
     def decays(self) -> bool:
@@ -45,12 +47,13 @@ class TensorRule(NamedTuple):
             clip = step.group_clips[self.clip_group]
             step = step if clip == step.clip else step.model_copy(update={"clip": clip})
         usual_decay = not self.decays or nearest_float32(self.weight_decay) == step.weight_decay
-        if self.lr_scale == 1.0 and usual_decay:
+        scale = self.lr_scale if self.scales is None else step.group_scales[self.scales]
+        if scale == 1.0 and usual_decay:
             return step  # without decay, `apply_update` ignores its scalars
-        rate = nearest_float32(step.learning_rate * self.lr_scale)
+        rate = nearest_float32(step.learning_rate * scale)
         exact = {
-            "step_size": step.step_size * self.lr_scale,
-            "drift": step.drift * self.lr_scale,
+            "step_size": step.step_size * scale,
+            "drift": step.drift * scale,
             "weight_decay": self.weight_decay,
             "decay_factor": 1.0 - rate * self.weight_decay,
         }
@@ -65,7 +68,8 @@ def tensor_rule(name: str, spec: OptimizerSpec) -> TensorRule:
         if any(fnmatchcase(name, pattern) for pattern in group.match):
             own = group.weight_decay
             clipped = spec.clipped_groups.index(group) if group.clip_norm is not None else None
-            return TensorRule(group.lr_scale, usual if own is None else own, clipped)
+            scales = spec.scheduled_scales.index(group.lr_scales) if group.lr_scales else None
+            return TensorRule(group.lr_scale, usual if own is None else own, clipped, scales)
     return TensorRule(1.0, usual)
 
 

@@ -123,6 +123,8 @@ class StepScalars(BaseModel):
     """Magnitude that each element is clipped to; None for none."""
     group_clips: tuple[_Float32, ...] = Field((), max_length=limits.CLIPPED_GROUPS)
     """`clip` for each of `OptimizerSpec.clipped_groups`."""
+    group_scales: tuple[_Float32, ...] = Field((), max_length=limits.SCHEDULED_GROUPS)
+    """Factor of the learning rate for each of `OptimizerSpec.scheduled_scales`."""
     average_keep: _Float32 | None = None
     """Share of its distance from the new weights that their average keeps; None without one."""
 
@@ -138,8 +140,9 @@ class StepScalars(BaseModel):
         for name in ("clip_value", "average_keep"):
             if document[name] is None:
                 del document[name]
-        if not self.group_clips:
-            del document["group_clips"]
+        for name in ("group_clips", "group_scales"):
+            if not document[name]:
+                del document[name]
         return document
 
 
@@ -194,14 +197,15 @@ def step_scalars(
     rate = learning_rate(spec, optimizer_step - 1 if free else step, steps) * rate_factor
     if spec.relative_step:
         rate = min(rate, 1.0 / math.sqrt(optimizer_step))
-    beta1, (beta2, one_minus_beta2) = spec.betas[0], _of_squares(spec, optimizer_step)
+    beta1 = _entry(spec.momenta or spec.betas[:1], step)
+    beta2, one_minus_beta2 = _of_squares(spec, optimizer_step)
     share = averaging_share(optimizer_step, spec.warmup_steps) if free else 0.0
     exact = {
         "learning_rate": rate,
         "clip": clip_factor(spec.clip_norm, norms.others),
         "weight_decay": spec.weight_decay,
         "decay_factor": 1.0 - rate * spec.weight_decay,
-        "momentum": spec.momentum,
+        "momentum": beta1 if spec.momenta else spec.momentum,
         "beta1": beta1,
         "one_minus_beta1": 1.0 - beta1,
         "beta2": beta2,
@@ -220,7 +224,16 @@ def step_scalars(
     groups = zip(spec.clipped_groups, norms.groups, strict=True)
     clips = tuple(nearest_float32(clip_factor(g.clip_norm, norm)) for g, norm in groups)
     rounded = {name: nearest_float32(value) for name, value in exact.items()}
-    return StepScalars(**rounded, group_clips=clips)
+    return StepScalars(**rounded, group_clips=clips, group_scales=_group_scales(spec, step))
+
+
+def _group_scales(spec: OptimizerSpec, step: int) -> tuple[float, ...]:
+    return tuple(nearest_float32(_entry(each, step)) for each in spec.scheduled_scales)
+
+
+def _entry(values: tuple[float, ...], step: int) -> float:
+    """Return a step's entry of a list, whose last one holds from then on."""
+    return values[min(step, len(values) - 1)]
 
 
 def _if_used(spec: OptimizerSpec, optimizer_step: int) -> dict[str, float]:
@@ -278,7 +291,7 @@ def scalars_after(spec: OptimizerSpec, scalars: StepScalars, updates: int) -> St
     """
     assert counts_updates(spec)
     assert updates >= 1, f"expected fewer missed updates than the replica's, got {updates} left"
-    beta1, beta2 = spec.betas
+    beta1, beta2 = scalars.beta1 if spec.momenta else spec.betas[0], spec.betas[1]
     exact = {
         "step_size": scalars.learning_rate / (1.0 - _power(beta1, updates)),
         "root_correction": 1.0 / math.sqrt(1.0 - _power(beta2, updates)),

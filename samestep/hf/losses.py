@@ -8,7 +8,8 @@ others return a mean over samples, or over the labels that are not -100.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -23,12 +24,24 @@ SAMPLES: Final = "samestep.samples"
 _TOLERANCE: Final = 1e-4
 
 
+@contextmanager
+def _buffers_kept(model: Any) -> Iterator[None]:
+    """Context after which the model's buffers, such as running statistics, are as before."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, values in before:
+            buffer.copy_(values)
+
+
 class SummedLoss:
     """A trainer's `compute_loss` as a sum, and the weight to divide it by.
 
     Args:
         trainer: The trainer.
-        samples: Batches of one sample each; the first with a loss shows which kind it is.
+        samples: Batches of one sample each, or with `is_mean` of several; the first with a loss
+            shows which kind it is.
         is_mean: Whether `loss` is the mean of a microbatch instead.
 
     Raises:
@@ -93,7 +106,7 @@ class SummedLoss:
         it."""
         model = self._trainer.model
         sample: Mapping[str, Any] = {}
-        with modes_kept(model):
+        with modes_kept(model), _buffers_kept(model):
             model.train()
             for sample in samples:
                 one, two = (self._value(sample, torch.tensor(n)) for n in (1, 2))

@@ -416,9 +416,10 @@ def _task(trainer: Any, unit: Any = "sample") -> UserTask:
     held_out = trainer.eval_dataset if evaluates else None
     # transformers has moved the model to the card that it found; a worker moves it to its own.
     device = _device_of(trainer.model)
-    singles = (send_to_device(each, device) for each in _single_samples(train, collate))
     if trainer.neftune_noise_alpha is not None:
         unit = "microbatch"  # its noise depends on the width of the batch
+    size = trainer.args.per_device_train_batch_size if unit == "microbatch" else 1
+    singles = (send_to_device(each, device) for each in _small_batches(train, collate, size))
     losses = SummedLoss(trainer, singles, is_mean=unit == "microbatch")
     trainer.model.cpu()
     if losses.stock_loop_adds_means:
@@ -451,11 +452,12 @@ def _device_of(model: Any) -> torch.device:
     return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
 
 
-def _single_samples(data: Any, collate: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield batches of one sample each, evenly spread over the data."""
+def _small_batches(data: Any, collate: Any, size: int) -> Iterator[Mapping[str, Any]]:
+    """Yield batches of `size` samples, evenly spread over the data."""
     count = min(len(data), _PROBED_SAMPLES)
     for index in range(count):
-        yield collate([data[index * len(data) // count]])
+        first = index * len(data) // count
+        yield collate([data[(first + number) % len(data)] for number in range(size)])
 
 
 def fields_of(arguments: type, base: type) -> frozenset[str]:

@@ -47,14 +47,16 @@ def trained_by_torch(build: Any, arguments: Mapping[str, Any]) -> tuple[nn.Modul
     steps = arguments.get("steps") or math.ceil(arguments["epochs"] * order.steps_per_epoch)
     optimizer = _optimizer(arguments["optimizer"], module)
     scheduler = arguments["scheduler"](optimizer) if arguments.get("scheduler") else None
-    clip = arguments.get("settings", {}).get("optimizer", {}).get("clip_norm")
+    extra = arguments.get("settings", {}).get("optimizer", {})
     every = order.steps_per_epoch if arguments.get("scheduler_interval") == "epoch" else 1
     losses = []
     for step in range(steps):
         module.zero_grad()
         losses.append(_accumulated(task, order, step, seed))
-        if clip:
-            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        if "clip_norm" in extra:
+            nn.utils.clip_grad_norm_(module.parameters(), extra["clip_norm"])
+        if "clip_value" in extra:
+            nn.utils.clip_grad_value_(module.parameters(), extra["clip_value"])
         optimizer.step()
         if scheduler is not None and (step + 1) % every == 0:
             scheduler.step()

@@ -151,3 +151,34 @@ def test_several_held_out_sets_have_the_log_of_the_stock_trainer(tmp_path):
     )
     # transformers averages the means of its batches; these have one batch each
     assert [v for *_, v in logs[0]] == pytest.approx([v for *_, v in logs[1]], rel=1e-5)
+
+
+def test_a_layer_across_the_batch_trains_with_the_microbatch_as_the_unit(tmp_path):
+    class Normed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.norm = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)
+            self.outer = torch.nn.Linear(4, 2)
+
+        def forward(self, x, labels=None):
+            logits = self.outer(self.norm(self.inner(x)))
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    x = torch.linspace(-1, 1, 48).reshape(16, 3).sin()
+    data = [{"x": row, "labels": int(row.sum() > 0)} for row in x]
+    how: dict[str, Any] = {
+        **SET, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 4,
+    }  # fmt: skip
+    found = []
+    unit = {"unit": "microbatch"}
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (samestep.hf.Trainer, {"samestep": unit}), (InOurOrder, {}),
+    ]  # fmt: skip
+    for kind, more in kinds:
+        torch.manual_seed(0)
+        arguments = TrainingArguments(output_dir=str(tmp_path / kind.__name__), **how)
+        trainer = kind(model=Normed(), args=arguments, train_dataset=data, **more)
+        trainer.train()
+        found.append((losses(trainer), trainer.model.norm.running_var.clone()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)

@@ -125,10 +125,21 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "warmup": (lambda o: lr_scheduler.LambdaLR(o, lambda s: min(1.0, s / 5)), "step"),
     "step, by epoch": (lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5), "epoch"),
     "exponential, by epoch": (lambda o: lr_scheduler.ExponentialLR(o, 0.8), "epoch"),
-    "cosine": (lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS), "step"),
+    "cosine": (lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS, eta_min=1e-4), "step"),
     "warm restarts": (lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5, 2), "step"),
     "one cycle": (
         lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS, cycle_momentum=False), "step",
+    ),
+    "one cycle, with momentum": (
+        lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.01, 0.1], total_steps=STEPS), "step",
+    ),
+    "groups apart": (
+        lambda o: lr_scheduler.LambdaLR(
+            o, [lambda s: 0.9**s, lambda s: s // 3, lambda _: 1.0]
+        ), "step",
+    ),
+    "groups apart, by epoch": (
+        lambda o: lr_scheduler.LambdaLR(o, [lambda s: 0.5**s, lambda s: s, lambda _: 1]), "epoch",
     ),
     "one after the other": (
         lambda o: lr_scheduler.SequentialLR(
@@ -236,23 +247,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "first moments of Adafactor": (
         lambda: section_of(lambda m: Adafactor(m.parameters(), beta1=0.9)), "beta1=0.9"
     ),
-    "cycled momentum": (
-        lambda: section_of(AdamW, lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS)),
-        "changes betas too: write cycle_momentum=False",
-    ),
     "too short": (
         lambda: section_of(
             AdamW, lambda o: lr_scheduler.OneCycleLR(o, 1, total_steps=9, cycle_momentum=False)
         ),
         "OneCycleLR raised ValueError at step 11 of 24",
     ),
-    "rates that part": (
+    "no base": (
         lambda: section_of(
             lambda m: SGD(groups(m)),
-            lambda o: lr_scheduler.LambdaLR(o, [lambda s: 0.9**s, lambda s: 0.8**s, lambda _: 1]),
+            lambda o: lr_scheduler.LambdaLR(o, [lambda s: s % 2, lambda s: (s + 1) % 2, float]),
         ),
-        "a group whose ratio changes",
+        "let the rates begin above 0",
     ),
+    "two optimizers": (lambda: section_of((SGD, SGD)), "expected one optimizer, got 2"),
     "what the object says": (
         lambda: section_of(AdamW, extra={"betas": [0.9, 0.9]}), "does not set, got 'betas'",
     ),
@@ -272,7 +280,8 @@ def test_a_script_trains_with_its_own_optimizer_and_scheduler(tmp_path, monkeypa
     data = TensorDataset(x, x[:, :2].sin())
     modules = [net(), net()]
     optimizers = [AdamW(groups(each), lr=0.01, weight_decay=0.1) for each in modules]
-    schedulers = [lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
+    halved = [lambda epoch: 0.5**epoch, lambda _: 1.0, lambda epoch: 0.5**epoch]
+    schedulers = [lr_scheduler.LambdaLR(each, halved) for each in optimizers]
     result = samestep.fit(
         lambda: samestep.Task(
             module=modules[0], train=data,

@@ -63,6 +63,11 @@ class ParameterGroup(Section):
     lr_scale: float = Field(
         1.0, ge=0, le=1e3, description="factor of lr; 0 leaves the tensors as they are"
     )
+    lr_scales: Annotated[tuple[_Rate, ...], OmittedByDefault()] = Field(
+        (), max_length=100_000,
+        description="factor of lr in each step, in place of lr_scale; the last one holds from then "
+        "on",
+    )  # fmt: skip
     weight_decay: float | None = Field(
         None, ge=0, le=1e3, description="weight decay of all these tensors, whatever no_decay says"
     )
@@ -229,6 +234,11 @@ class OptimizerSpec(Section):
         (), max_length=100_000,
         description="rates: lr of each step as a share of lr; the last one holds from then on",
     )  # fmt: skip
+    momenta: Annotated[tuple[Fraction, ...], OmittedByDefault()] = Field(
+        (), max_length=100_000,
+        description="momentum, or betas[0] of adam, in each step, as OneCycleLR cycles it; the "
+        "last one holds from then on",
+    )  # fmt: skip
     rates_every: Annotated[Count, Needs("schedule", ("rates",)), OmittedByDefault()] = Field(
         1, description="rates: steps that each entry of rates holds for, such as those of an epoch"
     )
@@ -241,6 +251,11 @@ class OptimizerSpec(Section):
     plateau: Annotated[PlateauSpec | None, Needs("schedule", ("plateau",)), OmittedByDefault()] = (
         None
     )
+
+    @property
+    def scheduled_scales(self) -> tuple[tuple[float, ...], ...]:
+        """The different lists of `lr_scales` of the groups."""
+        return tuple(dict.fromkeys(group.lr_scales for group in self.groups if group.lr_scales))
 
     @property
     def average(self) -> EmaSpec | SwaSpec | None:
@@ -263,6 +278,12 @@ class OptimizerSpec(Section):
             raise KeyFault(
                 f"expected at most {limits.CLIPPED_GROUPS} groups with clip_norm, got "
                 f"{len(self.clipped_groups)}: join groups that are clipped alike",
+                "groups",
+            )
+        if len(self.scheduled_scales) > limits.SCHEDULED_GROUPS:
+            raise KeyFault(
+                f"expected at most {limits.SCHEDULED_GROUPS} different lists of lr_scales, got "
+                f"{len(self.scheduled_scales)}: use lr_scale where the factor does not change",
                 "groups",
             )
         if self.ema is not None and self.swa is not None:
@@ -300,7 +321,7 @@ _OF_ADAFACTOR: Final = frozenset({
 _VARIANTS: Final = _OF_ADAFACTOR | {"amsgrad", "centered"}
 
 
-class Sgd(OptimizerSpec, lacks={"momentum", "betas", "eps", "alpha"} | _VARIANTS):
+class Sgd(OptimizerSpec, lacks={"momentum", "momenta", "betas", "eps", "alpha"} | _VARIANTS):
     """Plain gradient descent."""
 
     name: Literal["sgd"]
@@ -324,7 +345,7 @@ class Adam(OptimizerSpec, lacks={"momentum", "alpha", "centered"} | _OF_ADAFACTO
     name: Literal["adam"]
 
 
-class Rmsprop(OptimizerSpec, lacks={"betas", "amsgrad"} | _OF_ADAFACTOR):
+class Rmsprop(OptimizerSpec, lacks={"momenta", "betas", "amsgrad"} | _OF_ADAFACTOR):
     """RMSprop (Hinton 2012), as in torch."""
 
     name: Literal["rmsprop"]
@@ -333,27 +354,29 @@ class Rmsprop(OptimizerSpec, lacks={"betas", "amsgrad"} | _OF_ADAFACTOR):
     )
 
 
-class Adagrad(OptimizerSpec, lacks={"momentum", "betas", "alpha"} | _VARIANTS):
+class Adagrad(OptimizerSpec, lacks={"momenta", "momentum", "betas", "alpha"} | _VARIANTS):
     """Adagrad (Duchi et al. 2011), as in torch without a decay of its own."""
 
     name: Literal["adagrad"]
     eps: float = Field(1e-10, ge=1e-30, le=1e3, description="added to the denominator")
 
 
-class Adafactor(OptimizerSpec, lacks={"momentum", "betas", "alpha", "amsgrad", "centered"}):
+class Adafactor(
+    OptimizerSpec, lacks={"momenta", "momentum", "betas", "alpha", "amsgrad", "centered"}
+):
     """Adafactor without a first moment (Shazeer and Stern 2018, arXiv:1804.04235)."""
 
     name: Literal["adafactor"]
     eps: float = Field(1e-30, ge=1e-38, le=1e3, description="added to the squared gradients")
 
 
-class Lion(OptimizerSpec, lacks={"momentum", "eps", "alpha"} | _VARIANTS):
+class Lion(OptimizerSpec, lacks={"momenta", "momentum", "eps", "alpha"} | _VARIANTS):
     """Lion (Chen et al. 2023, arXiv:2302.06675)."""
 
     name: Literal["lion"]
 
 
-class ScheduleFree(OptimizerSpec, lacks={"momentum", "alpha"} | _VARIANTS):
+class ScheduleFree(OptimizerSpec, lacks={"momenta", "momentum", "alpha"} | _VARIANTS):
     """Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682).
 
     The average of its iterates is evaluated and saved.

@@ -163,7 +163,7 @@ def test_a_key_that_another_makes_idle_is_refused_even_with_its_default(key):
         ),
         (
             {"momentum": 0.9},
-            "adamw has no 'momentum'; expected one of betas, eps, amsgrad; remove it",
+            "adamw has no 'momentum'; expected one of betas, eps, amsgrad, momenta; remove it",
         ),
         ({"name": "sgd", "betas": [0.8, 0.9], "eps": 1e-7}, "; optimizer.eps: sgd has no 'eps'"),
         (
