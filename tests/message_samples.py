@@ -162,10 +162,11 @@ _scalars = st.builds(
     **{
         name: _float32
         for name in StepScalars.model_fields
-        if name not in {"epsilon", "group_clips"}
+        if name not in {"epsilon", "group_clips", "group_scales"}
     },
     epsilon=st.floats(2.0**-20, 1, width=32),
     group_clips=st.lists(_float32, max_size=2).map(tuple),
+    group_scales=st.lists(_float32, max_size=2).map(tuple),
 )
 _devices = st.integers(1, limits.DEVICES_PER_WORKER)
 _bytes32 = st.binary(min_size=32, max_size=32)

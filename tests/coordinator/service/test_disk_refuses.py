@@ -117,7 +117,7 @@ async def test_a_result_that_cannot_be_written_waits_for_the_operator(tmp_path, 
         for halts in range(2):  # not mended at first: it halts again
             assert await halt_or_end(live, halts)
             reason = live.every("halted")[-1]["reason"]
-            assert "all steps are committed, but not the result" in reason
+            assert "all steps are committed, but the result could not be written" in reason
             if halts:
                 hindrance.rmdir()
             go_on(live)
