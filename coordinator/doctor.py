@@ -41,7 +41,7 @@ from protocol.cli import doctor as machine_checks
 from protocol.cli.doctor import Finding, failure, ok, warning
 from protocol.machine.secret_file import join_token_file, read_secret
 from protocol.wire import dial, tls
-from protocol.wire.dial import described
+from protocol.wire.dial import as_dial_error
 from protocol.wire.join_token import JoinToken
 
 _PATIENCE_S: Final = 5.0
@@ -295,7 +295,7 @@ def _reached(check: str, host: str, port: int, listener: socket.socket) -> Itera
         except OSError as error:
             yield failure(
                 check, f"{format_address(host, port)} is free, but cannot be reached at {at} even "
-                f"from here ({described(error, at).found})",
+                f"from here ({as_dial_error(error, at).observation})",
                 "check the addresses (ip addr) and the firewall",
             )  # fmt: skip
             return

@@ -43,7 +43,9 @@ def _describe(error: Exception, timeout_s: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer for {timeout_s:g} s"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return dial.described(error.os_error, format_address(error.host, error.port or 0)).found
+        return dial.as_dial_error(
+            error.os_error, format_address(error.host, error.port or 0)
+        ).observation
     if isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
         return "it closed the connection"
     return "something else answers there"

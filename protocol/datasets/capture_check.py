@@ -52,17 +52,17 @@ def check_alike(trained_on: CaptureIndex, measured_on: CaptureIndex, place: str)
     Raises:
         DataError: It is of another teacher, or has another layout.
     """
-    for name, own in trained_on.facts:
-        other = getattr(measured_on.facts, name)
-        if other != own:
+    for name, value_trained in trained_on.facts:
+        measured = getattr(measured_on.facts, name)
+        if measured != value_trained:
             raise DataError(
-                f"the capture in {place!r}, data.validation, differs from the one that is trained "
-                f"on: its {name} is {_shown(other)} instead of {_shown(own)}; capture both in the "
-                "same way"
+                f"expected the same {name} in the captures of data.train and data.validation, got "
+                f"{_value_text(value_trained)} and, in {place!r}, {_value_text(measured)}; capture "
+                "both in the same way"
             )
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -131,10 +131,11 @@ def check_temperature(spec: DistilSpec, layout: CaptureLayout) -> None:
             f"distil.temperature={layout.temperature:g}"
         )
     if spec.alpha > 0 and spec.temperature not in {1.0, layout.temperature}:
-        known = " or ".join(f"{t:g}" for t in sorted({1.0, layout.temperature}))
+        temperatures = " or ".join(f"{t:g}" for t in sorted({1.0, layout.temperature}))
         raise DataError(
-            f"expected distil.temperature {known}, of which this capture keeps the log-sum-exp, "
-            f"got {spec.temperature:g}; or capture with capture.temperature={spec.temperature:g}"
+            f"expected distil.temperature {temperatures}, for which this capture has the "
+            f"log-sum-exp, got {spec.temperature:g}; change it, or capture with "
+            f"capture.temperature={spec.temperature:g}"
         )
 
 
@@ -151,8 +152,8 @@ def _check_tokenizers(spec: DistilRun, index: CaptureIndex) -> None:
     """Compare the vocabularies, without tokenizer libraries."""
     if spec.model.source is None:
         return
-    own = digest_of_file(Path(sources.model_source(spec.model.source)) / TOKENIZER)
-    if own is not None and own != index.facts.tokenizer:
+    value_trained = digest_of_file(Path(sources.model_source(spec.model.source)) / TOKENIZER)
+    if value_trained is not None and value_trained != index.facts.tokenizer:
         raise tokenizers_differ(spec.model.source)
 
 

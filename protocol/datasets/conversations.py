@@ -21,7 +21,7 @@ from protocol.datasets.messages import (
     Tool,
     check_calls,
     check_turns,
-    is_said,
+    has_value,
     read_message,
     read_tools,
     read_words,
@@ -56,10 +56,10 @@ class Conversation:
     @property
     def document(self) -> str:
         """Return all of it as text: equal for equal conversations."""
-        said: Any = [message.record() for message in self.messages]
+        record_messages: Any = [message.record() for message in self.messages]
         if self.tools:
-            said = {"messages": said, "tools": self.tools}
-        return json.dumps(said, ensure_ascii=False)
+            record_messages = {"messages": record_messages, "tools": self.tools}
+        return json.dumps(record_messages, ensure_ascii=False)
 
 
 Row = TypeVar("Row")
@@ -113,11 +113,11 @@ class DistinctRows(Generic[Row]):
 
 def conversation_of(document: str, location: str) -> Conversation:
     """Return the conversation with this `document`."""
-    said = json.loads(document)
+    record_messages = json.loads(document)
     tools: Sequence[Tool] = ()
-    if isinstance(said, dict):
-        said, tools = said["messages"], said["tools"]
-    return Conversation(tuple(map(ChatMessage.of, said)), location, tuple(tools))
+    if isinstance(record_messages, dict):
+        record_messages, tools = record_messages["messages"], record_messages["tools"]
+    return Conversation(tuple(map(ChatMessage.of, record_messages)), location, tuple(tools))
 
 
 def read_conversations(spec: DataSpec) -> DistinctRows[Conversation]:
@@ -167,7 +167,7 @@ def read_documents(
 
     def parse_row(location: Location, record: Record) -> str:
         for key in sorted(unread & record.keys()):
-            if is_said(record[key]) and (key != "label" or isinstance(record[key], bool)):
+            if has_value(record[key]) and (key != "label" or isinstance(record[key], bool)):
                 raise DataError(
                     f"{location}: expected {' and '.join(names)} alone to say what is learned, got "
                     f"{key!r} too, which training would ignore; leave it out"
@@ -229,7 +229,7 @@ def _of_alpaca(where: str, record: Record) -> tuple[ChatMessage, ...]:
 
 def _history(where: str, given: object) -> Iterator[ChatMessage]:
     """Read earlier turns: a list of pairs, instruction and answer, or its JSON text."""
-    if not is_said(given):
+    if not has_value(given):
         return
     if isinstance(given, str):
         try:
@@ -253,7 +253,7 @@ def with_system(
     Raises:
         DataError: It is no text, or the messages begin with another system message.
     """
-    if not is_said(given) or (isinstance(given, str) and not given.strip()):
+    if not has_value(given) or (isinstance(given, str) and not given.strip()):
         return messages
     system = ChatMessage("system", read_words(where, given, "system"))
     if messages[0].role != "system":

@@ -124,41 +124,43 @@ def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
     return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
 
 
-def is_said(value: object) -> bool:
+def has_value(value: object) -> bool:
     """Return whether a key says something: zero and false do, null and empty values do not."""
     return value is not None and value not in ("", [], {}, "[]", "{}", "null")
 
 
-def read_message(where: str, given: object) -> ChatMessage:
+def read_message(location: str, given: object) -> ChatMessage:
     """Read one message.
 
     Args:
-        where: File, row and number of the message.
+        location: File, row and number of the message.
         given: The message.
 
     Raises:
         DataError: It is no message, or says something that training would ignore.
     """
     if not isinstance(given, dict):
-        raise DataError(f"{where}: expected role and content, got {shown(given)}")
+        raise DataError(f"{location}: expected role and content, got {shown(given)}")
     role_key = "from" if "from" in given and "role" not in given else "role"
     text_key = "value" if "value" in given and "content" not in given else "content"
     if role_key not in given:
-        raise DataError(f"{where}: expected role and content, found no role")
-    others = [key for key, value in given.items() if is_said(value) and key not in _READ]
-    if others:
+        raise DataError(f"{location}: expected role and content, found no role")
+    unknown_keys = [key for key, value in given.items() if has_value(value) and key not in _READ]
+    if unknown_keys:
         raise DataError(
-            f"{where}: expected role and content, got {others[0]!r} too, which training would "
-            "ignore; leave it out"
+            f"{location}: expected role and content, got {unknown_keys[0]!r} too, which training "
+            "would ignore; leave it out"
         )
     said = given[role_key]
     role = _ROLE_OF.get(said) if isinstance(said, str) else None
     if role is None:
-        raise DataError(f"{where}: expected one of the roles {', '.join(ROLES)}, got {shown(said)}")
+        raise DataError(
+            f"{location}: expected one of the roles {', '.join(ROLES)}, got {shown(said)}"
+        )
     if role == "assistant":
-        return _assistant(where, given, text_key, calling=said in _CALLING)
-    _refuse_assistants_keys(where, role, given)
-    content = read_words(where, _joined_parts(given.get(text_key)), "content")
+        return _assistant(location, given, text_key, calling=said in _CALLING)
+    _refuse_assistants_keys(location, role, given)
+    content = read_words(location, _joined_parts(given.get(text_key)), "content")
     if role != "tool":
         return ChatMessage(role, content)
     call_id, name = (given.get(key) or "" for key in ("tool_call_id", "name"))
@@ -166,61 +168,61 @@ def read_message(where: str, given: object) -> ChatMessage:
 
 
 def _assistant(
-    where: str, given: Mapping[str, Any], text_key: str, *, calling: bool
+    location: str, given: Mapping[str, Any], text_key: str, *, calling: bool
 ) -> ChatMessage:
     content = _joined_parts(given.get(text_key))
     calls: list[object] = []
     if calling:
-        calls, content = _listed(where, content, "calls"), None
-    if is_said(given.get("tool_calls")):
-        calls += _listed(where, given["tool_calls"], "tool_calls")
-    if is_said(given.get("function_call")):
+        calls, content = _list_of(location, content, "calls"), None
+    if has_value(given.get("tool_calls")):
+        calls += _list_of(location, given["tool_calls"], "tool_calls")
+    if has_value(given.get("function_call")):
         calls.append(given["function_call"])
-    tool_calls = tuple(_tool_call(where, call) for call in calls)
+    tool_calls = tuple(_tool_call(location, call) for call in calls)
     if tool_calls and (content is None or (isinstance(content, str) and not content.strip())):
         content = ""
     else:
         if text_key not in given:
-            raise DataError(f"{where}: expected role and content, found no content")
-        content = read_words(where, content, "content")
-    reasoning = next((given[key] for key in _REASONING if is_said(given.get(key))), "")
+            raise DataError(f"{location}: expected role and content, found no content")
+        content = read_words(location, content, "content")
+    reasoning = next((given[key] for key in _REASONING if has_value(given.get(key))), "")
     if not isinstance(reasoning, str):
-        raise DataError(f"{where}: expected text as reasoning, got {shown(reasoning)}")
+        raise DataError(f"{location}: expected text as reasoning, got {shown(reasoning)}")
     return ChatMessage(
         "assistant",
         content,
         reasoning=reasoning,
         tool_calls=tool_calls,
-        trained=_is_trained(where, given),
+        trained=_is_trained(location, given),
     )
 
 
-def _is_trained(where: str, given: Mapping[str, Any]) -> bool:
+def _is_trained(location: str, given: Mapping[str, Any]) -> bool:
     """Return what `weight` (0 or 1) and `train` (true or false) say; true without them."""
     weight, train = given.get("weight"), given.get("train")
     if weight is not None and weight not in (0, 1):
         raise DataError(
-            f"{where}: expected weight 0 or 1, got {shown(weight)}; a message is learned or not"
+            f"{location}: expected weight 0 or 1, got {shown(weight)}; a message is learned or not"
         )
     if train is not None and not isinstance(train, bool):
-        raise DataError(f"{where}: expected true or false as train, got {shown(train)}")
+        raise DataError(f"{location}: expected true or false as train, got {shown(train)}")
     return weight != 0 and train is not False
 
 
-def _refuse_assistants_keys(where: str, role: str, given: Mapping[str, Any]) -> None:
+def _refuse_assistants_keys(location: str, role: str, given: Mapping[str, Any]) -> None:
     for key in ("weight", "train"):
         if given.get(key):
             raise DataError(
-                f"{where}: expected {key} on the assistant's messages alone, which are what is "
+                f"{location}: expected {key} on the assistant's messages alone, which are what is "
                 f"learned, got it on the {role}'s; leave it out"
             )
     for key in ("tool_calls", "function_call", *_REASONING):
-        if is_said(given.get(key)):
-            raise DataError(f"{where}: expected {key} from the assistant alone, got the {role}")
-    unread = [key for key in ("tool_call_id", "name") if is_said(given.get(key))]
+        if has_value(given.get(key)):
+            raise DataError(f"{location}: expected {key} from the assistant alone, got the {role}")
+    unread = [key for key in ("tool_call_id", "name") if has_value(given.get(key))]
     if role != "tool" and unread:
         raise DataError(
-            f"{where}: expected role and content, got {unread[0]!r} too, which training would "
+            f"{location}: expected role and content, got {unread[0]!r} too, which training would "
             "ignore; leave it out"
         )
 
@@ -236,13 +238,13 @@ def _joined_parts(content: object) -> object:
     return content if None in texts else "".join(map(str, texts))
 
 
-def _tool_call(where: str, given: object) -> ToolCall:
+def _tool_call(location: str, given: object) -> ToolCall:
     """Read a call: `{"name", "arguments"}`, alone or as `{"type": "function", "function": ...}`."""
     outer: Mapping[str, Any] = given if isinstance(given, dict) else {}
     inner = outer.get("function", outer)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(
-            f"{where}: expected a call with the name of a function and its arguments, got "
+            f"{location}: expected a call with the name of a function and its arguments, got "
             f"{shown(given)}"
         )
     arguments = inner.get("arguments", inner.get("parameters"))
@@ -255,66 +257,66 @@ def _tool_call(where: str, given: object) -> ToolCall:
             arguments = None
     if not isinstance(arguments, dict):
         raise DataError(
-            f"{where}: expected an object as arguments of {inner['name']!r}, or its JSON text, got "
-            f"{shown(inner.get('arguments'))}"
+            f"{location}: expected an object as arguments of {inner['name']!r}, or its JSON text, "
+            f"got {shown(inner.get('arguments'))}"
         )
     return ToolCall(inner["name"], arguments, str(outer.get("id") or ""))
 
 
-def read_tools(where: str, given: object) -> tuple[Tool, ...]:
+def read_tools(location: str, given: object) -> tuple[Tool, ...]:
     """Read the tools of a conversation: a list, or its JSON text.
 
     Raises:
         DataError: They are no list of functions.
     """
-    if not is_said(given) or (isinstance(given, str) and not given.strip()):
+    if not has_value(given) or (isinstance(given, str) and not given.strip()):
         return ()
-    tools = _listed(where, given, "tools")
-    return tuple(_tool(f"{where} tool {number}", tool) for number, tool in enumerate(tools, 1))
+    tools = _list_of(location, given, "tools")
+    return tuple(_tool(f"{location} tool {number}", tool) for number, tool in enumerate(tools, 1))
 
 
-def _tool(where: str, given: object) -> Tool:
+def _tool(location: str, given: object) -> Tool:
     outer: Mapping[str, Any] = given if isinstance(given, dict) else {}
     inner = outer.get("function", outer)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(
-            f"{where}: expected a function with its name, description and parameters, got "
+            f"{location}: expected a function with its name, description and parameters, got "
             f"{shown(given)}"
         )
     return outer if "function" in outer else {"type": "function", "function": inner}
 
 
-def _listed(where: str, given: object, what: str) -> list[object]:
+def _list_of(location: str, given: object, what: str) -> list[object]:
     """Return a list; of its JSON text, and of a lone object, too."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except (ValueError, RecursionError):
-            raise DataError(f"{where}: expected {what} as JSON, got {shown(given)}") from None
+            raise DataError(f"{location}: expected {what} as JSON, got {shown(given)}") from None
     if isinstance(given, dict):
         return [given]
     if not isinstance(given, list):
-        raise DataError(f"{where}: expected {what} as a list, got {shown(given)}")
+        raise DataError(f"{location}: expected {what} as a list, got {shown(given)}")
     return given
 
 
-def read_words(where: str, value: object, key: str) -> str:
+def read_words(location: str, value: object, key: str) -> str:
     """Return a text with its spaces.
 
     Raises:
         DataError: It is no text, or blank.
     """
     if value is None:
-        raise DataError(f"{where}: expected text as {key}, found no {key}")
+        raise DataError(f"{location}: expected text as {key}, found no {key}")
     if not isinstance(value, str):
-        raise DataError(f"{where}: expected text as {key}, got {shown(value)}")
+        raise DataError(f"{location}: expected text as {key}, got {shown(value)}")
     if not value.strip():
-        raise DataError(f"{where}: expected text as {key}, found none; leave the row out")
+        raise DataError(f"{location}: expected text as {key}, found none; leave the row out")
     return value
 
 
 def check_calls(
-    where: str, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...]
+    location: str, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...]
 ) -> tuple[Tool, ...]:
     """Check that calls name tools, where there is a list of them.
 
@@ -329,7 +331,7 @@ def check_calls(
         for call in message.tool_calls:
             if names and call.name not in names:
                 raise DataError(
-                    f"{where} message {number}: expected a call of a function in tools "
+                    f"{location} message {number}: expected a call of a function in tools "
                     f"({', '.join(names[:_SHOWN_TOOLS])}), got {call.name!r}"
                 )
     return tools
@@ -338,7 +340,7 @@ def check_calls(
 _SHOWN_TOOLS: Final = 10
 
 
-def check_turns(where: str, messages: tuple[ChatMessage, ...]) -> None:
+def check_turns(location: str, messages: tuple[ChatMessage, ...]) -> None:
     """Check the order: perhaps system, then user and assistant in turn; tools answer calls.
 
     Raises:
@@ -347,7 +349,7 @@ def check_turns(where: str, messages: tuple[ChatMessage, ...]) -> None:
     open_calls = 0
     last = ""
     for number, message in enumerate(messages, start=1):
-        at = f"{where} message {number}"
+        at = f"{location} message {number}"
         if message.role == "system":
             if number > 1:
                 raise DataError(f"{at}: expected the system to speak first or never, got it here")
@@ -369,6 +371,6 @@ def check_turns(where: str, messages: tuple[ChatMessage, ...]) -> None:
         last = message.role
     if messages[-1].role != "assistant":
         raise DataError(
-            f"{where}: expected the assistant to speak last, got {messages[-1].role}; leave out "
+            f"{location}: expected the assistant to speak last, got {messages[-1].role}; leave out "
             "what is not answered"
         )

@@ -102,10 +102,10 @@ def _conversation(
     return Conversation(messages, where, tools)
 
 
-def _messages(where: str, given: object, role: str) -> tuple[ChatMessage, ...]:
+def _messages(where: str, value: object, role: str) -> tuple[ChatMessage, ...]:
     """Read messages; a text is what the role says, and nothing is no message."""
-    if given is None:
+    if value is None:
         return ()
-    if is_message_list(given):
-        return read_messages(where, given)
-    return (ChatMessage(role, read_words(where, given, "prompt" if role == "user" else "answer")),)
+    if is_message_list(value):
+        return read_messages(where, value)
+    return (ChatMessage(role, read_words(where, value, "prompt" if role == "user" else "answer")),)

@@ -126,12 +126,12 @@ class BadRows:
         """
         for row in rows:
             try:
-                made = use(row)
+                result = use(row)
             except DataError as error:
                 self.add(error)
                 continue
             self._good += 1
-            yield row, made
+            yield row, result
 
     def report(self) -> None:
         """Raise what was found, unless bad rows are skipped.
@@ -155,7 +155,7 @@ _LINES: Final = ("jsonl", "csv", "tsv")
 
 def read_rows(
     files: Sequence[Path],
-    wanted: Mapping[str, str],
+    columns_wanted: Mapping[str, str],
     names: Sequence[str],
     bad_rows: BadRows,
     look: Callable[[Location, Sequence[str]], None] = lambda _location, _columns: None,
@@ -164,7 +164,8 @@ def read_rows(
 
     Args:
         files: In order.
-        wanted: Columns that have to be there, by the key of the section `data` that names each.
+        columns_wanted: Columns that have to be there, by the key of the section `data` that names
+            each.
         names: All columns that are read.
         bad_rows: Where rows that are damaged or lack a column are reported.
         look: Is called with a row's location and its columns before any is missed.
@@ -176,11 +177,15 @@ def read_rows(
 
         def check(number: int, columns: Sequence[str], path: Path = path) -> None:
             look(Location(path, number), columns)
-            check_columns(str(Location(path, number)), columns, wanted)
+            check_columns(str(Location(path, number)), columns, columns_wanted)
 
         kind = sources.kind_of(path)
         if kind in ("jsonl", "json"):
-            lines = json_lines(path) if kind == "jsonl" else _json_rows(path, {*wanted.values()})
+            lines = (
+                json_lines(path)
+                if kind == "jsonl"
+                else _json_rows(path, {*columns_wanted.values()})
+            )
             for number, record in lines:
                 try:
                     if isinstance(record, DataError):
@@ -191,7 +196,7 @@ def read_rows(
                     continue
                 yield Location(path, number), record
         elif kind in ("csv", "tsv"):
-            yield from _table_rows(path, {*wanted.values()}, check, bad_rows)
+            yield from _table_rows(path, {*columns_wanted.values()}, check, bad_rows)
         elif kind in ("parquet", "arrow"):
             rows = _parquet_rows if kind == "parquet" else _arrow_rows
             for number, record in enumerate(rows(path, check, names), start=1):
@@ -203,7 +208,9 @@ def read_rows(
             )
 
 
-def _json_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, Record | DataError]]:
+def _json_rows(
+    path: Path, columns_wanted: Collection[str]
+) -> Iterator[tuple[int, Record | DataError]]:
     """Read a JSON list of objects, a lone list inside an object, or JSON lines by another name."""
     lines = (line for line in stream_lines(path) if line.strip())
     first, more = next(lines, "").lstrip(), next(lines, "")
@@ -215,7 +222,9 @@ def _json_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, Recor
         lone = json.loads(first)
     except (ValueError, RecursionError):
         lone = None
-    if lone is not None and (more or not isinstance(lone, dict) or {*wanted} <= lone.keys()):
+    if lone is not None and (
+        more or not isinstance(lone, dict) or {*columns_wanted} <= lone.keys()
+    ):
         yield from json_lines(path)
         return
     try:
@@ -234,11 +243,11 @@ def _json_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, Recor
 
 def _table_rows(
     path: Path,
-    wanted: Collection[str],
+    columns_wanted: Collection[str],
     check: Callable[[int, Sequence[str]], None],
     bad_rows: BadRows,
 ) -> Iterator[tuple[Location, Record]]:
-    rows = read_table(path, wanted)
+    rows = read_table(path, columns_wanted)
     line, first = next(rows, (0, []))
     if not first:
         return
@@ -272,9 +281,9 @@ def _parquet_rows(
         with pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             columns = list(file.schema_arrow.names)
             check(1, columns)
-            used = [name for name in names if name in columns]
+            present = [name for name in names if name in columns]
             classes = _class_names(file.schema_arrow.metadata)
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=used):
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=present):
                 yield from (_readable(record, classes) for record in batch.to_pylist())
 
 
@@ -298,11 +307,11 @@ def _arrow_rows(
                 batches = map(reader.get_batch, range(reader.num_record_batches))
             columns = list(reader.schema.names)
             check(1, columns)
-            used = [name for name in dict.fromkeys(names) if name in columns]
+            present = [name for name in dict.fromkeys(names) if name in columns]
             classes = _class_names(reader.schema.metadata)
             for batch in batches:
                 for lo in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    some = batch.slice(lo, _ROWS_AT_ONCE).select(used)
+                    some = batch.slice(lo, _ROWS_AT_ONCE).select(present)
                     yield from (_readable(record, classes) for record in some.to_pylist())
 
 
@@ -316,14 +325,14 @@ def _class_names(metadata: Mapping[bytes, bytes] | None) -> Mapping[str, Sequenc
         columns = dict(features.items())
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}
-    found = {}
+    values = {}
     for column, feature in columns.items():
         each = feature[0] if isinstance(feature, list) and feature else feature
         each = each.get("feature", each) if isinstance(each, dict) else {}
         names = each.get("names") if isinstance(each, dict) else None
         if isinstance(names, list) and each.get("_type") == "ClassLabel":
-            found[str(column)] = [*map(str, names)]
-    return found
+            values[str(column)] = [*map(str, names)]
+    return values
 
 
 def _readable(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
@@ -360,31 +369,31 @@ TableRow = tuple[int, list[str] | DataError]
 """The number of a row's last line, and its cells, or what is wrong with it."""
 
 
-def read_table(path: Path, wanted: Collection[str]) -> Iterator[TableRow]:
+def read_table(path: Path, columns_wanted: Collection[str]) -> Iterator[TableRow]:
     """Read every row of a table that is not empty, the header first.
 
     Args:
         path: The file.
-        wanted: Columns asked for: what separates the header into them separates the cells.
+        columns_wanted: Columns asked for: what separates the header into them separates the cells.
 
     Raises:
         DataError: It is not UTF-8, or quotes are wrong somewhere.
     """
-    delimiter = _delimiter(path, wanted)
+    delimiter = _delimiter(path, columns_wanted)
     quoting = csv.QUOTE_MINIMAL
     if delimiter == _TAB and _quotes_are_text(path):
         quoting = csv.QUOTE_NONE
     yield from _cells(path, delimiter, quoting)
 
 
-def _delimiter(path: Path, wanted: Collection[str]) -> str:
+def _delimiter(path: Path, columns_wanted: Collection[str]) -> str:
     """Return what separates the header into the columns asked for; else what the name says."""
     usual = _TAB if sources.kind_of(path) == "tsv" else ","
     first = next((line for line in stream_lines(path) if line.strip()), "")
     by_cells = {
         each: column_names(next(csv.reader([first], delimiter=each))) for each in _DELIMITERS
     }
-    fitting = [each for each, cells in by_cells.items() if {*wanted} <= {*cells}]
+    fitting = [each for each, cells in by_cells.items() if {*columns_wanted} <= {*cells}]
     if fitting:
         return fitting[0]
     if all(_TAB in line for line in stream_lines(path) if line.strip()):

@@ -94,22 +94,22 @@ def _tagged(location: Location, words: object, tags: object) -> list[object]:
     return [*both]
 
 
-def _listed(location: Location, given: object, what: str) -> list[str]:
+def _listed(location: Location, value: object, name: str) -> list[str]:
     """Read a list of texts, its JSON text, or words with spaces between them."""
-    if isinstance(given, str):
-        if given.lstrip().startswith("["):
+    if isinstance(value, str):
+        if value.lstrip().startswith("["):
             try:
-                given = json.loads(given)
+                value = json.loads(value)
             except (ValueError, RecursionError):
                 raise DataError(
-                    f"{location}: expected a list of {what} as JSON, got {shown(given)}"
+                    f"{location}: expected a list of {name} as JSON, got {shown(value)}"
                 ) from None
         else:
-            given = given.split()
-    if not isinstance(given, list) or not given:
-        raise DataError(f"{location}: expected a list of {what}, got {shown(given)}")
-    listed = [str(each).strip() if isinstance(each, str | int) else "" for each in given]
-    if not all(listed):
-        at = listed.index("")
-        raise DataError(f"{location}: expected text as each of the {what}, got {shown(given[at])}")
-    return listed
+            value = value.split()
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{location}: expected a list of {name}, got {shown(value)}")
+    texts = [str(each).strip() if isinstance(each, str | int) else "" for each in value]
+    if not all(texts):
+        at = texts.index("")
+        raise DataError(f"{location}: expected text as each of the {name}, got {shown(value[at])}")
+    return texts

@@ -142,16 +142,16 @@ def _beginning(path: Path) -> bytes:
 
 def _bad_byte(path: Path) -> int:
     """Return where a file stops to be UTF-8."""
-    decoder, begun = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with open_decompressed(path) as file:
         while True:
-            kept = len(decoder.getstate()[0])
+            pending_bytes = len(decoder.getstate()[0])
             content = file.read(_PIECE_CHARACTERS)
             try:
                 decoder.decode(content, final=not content)
             except UnicodeDecodeError as error:
-                return begun - kept + error.start
-            begun += len(content)
+                return position - pending_bytes + error.start
+            position += len(content)
 
 
 _SPACES: Final = re.compile(r"\s+")
@@ -165,8 +165,8 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _KeyTwice(f"the key {twice!r} comes twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise _KeyTwice(f"the key {duplicate!r} comes twice")
     return record
 
 
@@ -187,33 +187,33 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
     for number, line in enumerate(stream_lines(path), start=1):
         if not line.strip():
             continue
-        where = f"{str(path)!r} line {number}"
+        location = f"{str(path)!r} line {number}"
         try:
             record = json.loads(line, object_pairs_hook=_distinct)
         except (ValueError, RecursionError) as error:
             reason = error if isinstance(error, _KeyTwice) else "expected one object on each line"
-            yield number, DataError(f"{where} is not JSON: {reason}")
+            yield number, DataError(f"{location} is not JSON: {reason}")
             continue
-        yield number, checked_object(where, record, may_hold_half="\\ud" in line.lower())
+        yield number, checked_object(location, record, may_hold_half="\\ud" in line.lower())
 
 
 def checked_object(
-    where: str, value: object, *, may_hold_half: bool = True
+    location: str, value: object, *, may_hold_half: bool = True
 ) -> dict[str, Any] | DataError:
     """Return an object of a file, or what is wrong with it.
 
     Args:
-        where: File and row.
+        location: File and row.
         value: What stands there.
         may_hold_half: Whether it may hold half a character, which JSON can escape and no other
             text can hold.
     """
     if may_hold_half and _holds_surrogates(value):
         return DataError(
-            f"{where}: expected Unicode text, got half a surrogate pair (\\ud800 to \\udfff); "
+            f"{location}: expected Unicode text, got half a surrogate pair (\\ud800 to \\udfff); "
             "correct or remove that character"
         )
-    return value if isinstance(value, dict) else DataError(f"{where}: expected a JSON object")
+    return value if isinstance(value, dict) else DataError(f"{location}: expected a JSON object")
 
 
 def json_values(path: Path, pieces: Iterator[str]) -> Iterator[Any]:
@@ -262,38 +262,40 @@ def shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)[:40]
 
 
-def check_columns(where: str, there: Sequence[str], wanted: Mapping[str, str]) -> None:
+def check_columns(
+    location: str, columns_found: Sequence[str], columns_wanted: Mapping[str, str]
+) -> None:
     """Check that the columns asked for are there, each once.
 
     Args:
-        where: File and row that `there` was found in.
-        there: Columns or keys.
-        wanted: By the key of the run spec's section `data` that names it.
+        location: File and row that `columns_found` was found in.
+        columns_found: Columns or keys.
+        columns_wanted: By the key of the run spec's section `data` that names it.
 
     Raises:
         DataError: What is missing, and what to set.
     """
-    for name in wanted.values():
-        if there.count(name) > 1:
+    for name in columns_wanted.values():
+        if columns_found.count(name) > 1:
             raise DataError(
-                f"{where}: expected one column {name!r}, found "
-                f"{there.count(name)} of that name; rename all but one"
+                f"{location}: expected one column {name!r}, found "
+                f"{columns_found.count(name)} of that name; rename all but one"
             )
-    missing = {key: name for key, name in wanted.items() if name not in there}
+    missing = {key: name for key, name in columns_wanted.items() if name not in columns_found}
     if not missing:
         return
-    others = [name for name in there if name not in wanted.values()]
-    found = ", ".join(repr(str(name)[:40]) for name in there[:10]) or "nothing"
+    unused = [name for name in columns_found if name not in columns_wanted.values()]
+    found = ", ".join(repr(str(name)[:40]) for name in columns_found[:10]) or "nothing"
     settings = []
     for key, name in missing.items():
-        near = difflib.get_close_matches(name, others, n=1) or others
-        lone = len(near) == 1 and len(missing) <= len(others)
+        near = difflib.get_close_matches(name, unused, n=1) or unused
+        lone = len(near) == 1 and len(missing) <= len(unused)
         settings.append(f"--set data.{key}={near[0] if lone else 'COLUMN'}")
     names = " and ".join(map(repr, missing.values()))
     advice = f"say which it is: {' '.join(settings)}"
-    if (other := _format_with(there)) and {*missing} & _CONVERSATION_KEYS:
+    if (other := _format_with(columns_found)) and {*missing} & _CONVERSATION_KEYS:
         advice = f"these are columns of another format: --set data.format={other}"
-    raise DataError(f"expected a column {names} in {where}, found {found}; {advice}")
+    raise DataError(f"expected a column {names} in {location}, found {found}; {advice}")
 
 
 _CONVERSATION_KEYS: Final = frozenset(
@@ -303,8 +305,8 @@ _CONVERSATION_KEYS: Final = frozenset(
 
 def _format_with(columns: Sequence[str]) -> str | None:
     """Return the format of conversations that has these columns; None if there is none."""
-    for name, wanted in COLUMNS_OF_FORMAT.items():
-        required = {*wanted} - OPTIONAL_COLUMNS
+    for name, columns_wanted in COLUMNS_OF_FORMAT.items():
+        required = {*columns_wanted} - OPTIONAL_COLUMNS
         if required and required <= {*columns}:
             return name
     return None

@@ -103,8 +103,8 @@ def _clipped(scalars: StepScalars, gradient: Array) -> Array:
     if scalars.clip != 1.0:
         gradient = gradient * np.float32(scalars.clip)
     if scalars.clip_value is not None:
-        most = np.float32(scalars.clip_value)
-        gradient = np.clip(gradient, -most, most)
+        clip_value = np.float32(scalars.clip_value)
+        gradient = np.clip(gradient, -clip_value, clip_value)
     return gradient
 
 
@@ -130,9 +130,9 @@ def _normalized(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
         _move(scalars, row_means[part], of_rows / columns)
         _move(scalars, column_means[part], of_columns / rows)
     out = update.reshape(stack.shape)
-    wide = row_means.astype(np.float64)
-    mean = _sum_in_halves(wide.copy())[:, None] / rows
-    by_row = (1.0 / np.sqrt(wide / mean)).astype(np.float32)
+    float64_means = row_means.astype(np.float64)
+    mean = _sum_in_halves(float64_means.copy())[:, None] / rows
+    by_row = (1.0 / np.sqrt(float64_means / mean)).astype(np.float32)
     by_column = (1.0 / np.sqrt(column_means.astype(np.float64))).astype(np.float32)
     np.multiply(stack, by_row[:, :, None], out=out)
     np.multiply(out, by_column[:, None, :], out=out)
@@ -147,10 +147,10 @@ def _squares(scalars: StepScalars, gradient: Array) -> Wide:
 
 def _move(scalars: StepScalars, means: Array, new: Wide) -> None:
     """Move means towards the new ones, in float64, and round once."""
-    wide = means.astype(np.float64)
-    np.subtract(new, wide, out=new)
+    float64_means = means.astype(np.float64)
+    np.subtract(new, float64_means, out=new)
     np.multiply(new, scalars.one_minus_beta2, out=new)
-    np.copyto(means, np.add(wide, new, out=wide), casting="same_kind")
+    np.copyto(means, np.add(float64_means, new, out=float64_means), casting="same_kind")
 
 
 def _sums(scalars: StepScalars, matrices: Array) -> tuple[Wide, Wide]:

@@ -94,15 +94,18 @@ def divide_chunks(shares: Sequence[float], grid: ChunkGrid) -> list[int]:
         One index per chunk. In every run of consecutive chunks each owner has about its share.
     """
     total = sum(shares)
-    given = [0.0] * len(shares)
-    owners, done = [], 0.0
+    assigned = [0.0] * len(shares)
+    owners, total_assigned = [], 0.0
     for number in range(grid.count):
         elements = max(grid.elements(number), 1)
-        done += elements
+        total_assigned += elements
         # Whoever lacks the most of what it should have by now.
-        lacking = [share / total * done - had for share, had in zip(shares, given, strict=True)]
+        lacking = [
+            share / total * total_assigned - assigned_share
+            for share, assigned_share in zip(shares, assigned, strict=True)
+        ]
         able = [index for index, share in enumerate(shares) if share > 0]
         owner = max(able, key=lambda index: (lacking[index], -index))
-        given[owner] += elements
+        assigned[owner] += elements
         owners.append(owner)
     return owners

@@ -77,7 +77,7 @@ def packed(values: Array, codec: Codec) -> NDArray[Any]:
             head = _head_bytes(codec, len(values))
             return library.pack(codec, values, head, body_bytes(codec, len(values)) - head)
         case "topk":
-            return _chosen(values)
+            return _encode_largest(values)
         case _:
             return _quantised(values, codec)
 
@@ -153,19 +153,19 @@ def _regions(elements: int) -> list[tuple[slice, int]]:
     ]
 
 
-def _chosen(values: Array) -> Bytes:
+def _encode_largest(values: Array) -> Bytes:
     """Encode the indices within each region, ascending, as uint16, then the values as bfloat16."""
-    indices, kept = [], []
+    indices, values_kept = [], []
     for part, count in _regions(len(values)):
         # As integers NaN is above infinity, and both are above all finite values.
         region = values[part]
         size = (region.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(np.int64)
-        chosen = np.sort(np.argsort(-size, kind="stable")[:count])
-        indices.append(chosen.astype("<u2"))
-        kept.append(bfloat16.packed(bfloat16.rounded(region[chosen]), "bfloat16"))
+        selected = np.sort(np.argsort(-size, kind="stable")[:count])
+        indices.append(selected.astype("<u2"))
+        values_kept.append(bfloat16.packed(bfloat16.rounded(region[selected]), "bfloat16"))
     if not indices:
         return np.zeros(0, np.uint8)
-    return np.concatenate([*indices, *kept]).view(np.uint8)
+    return np.concatenate([*indices, *values_kept]).view(np.uint8)
 
 
 def _scattered(raw: Bytes, elements: int) -> Array:
@@ -173,12 +173,12 @@ def _scattered(raw: Bytes, elements: int) -> Array:
     regions = _regions(elements)
     total = sum(count for _, count in regions)
     indices = raw[: 2 * total].view("<u2")
-    kept = bfloat16.unpacked(raw[2 * total :], "bfloat16")
+    values_kept = bfloat16.unpacked(raw[2 * total :], "bfloat16")
     at = 0
     for part, count in regions:
         region = values[part]
         # An index outside the region is forged: clamp it to the last one.
-        inside = np.minimum(indices[at : at + count], len(region) - 1)
-        region[inside] = kept[at : at + count]
+        clamped = np.minimum(indices[at : at + count], len(region) - 1)
+        region[clamped] = values_kept[at : at + count]
         at += count
     return values

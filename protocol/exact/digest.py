@@ -48,9 +48,9 @@ _STATE_LABEL: Final = b"samestep state 2\n"
 _STATE_1_LABEL: Final = b"samestep state 1\n"
 
 
-def weights_digest(named: Named) -> str:
+def weights_digest(tensors: Named) -> str:
     """Digest named float32 tensors of any shape, in 64 hex digits."""
-    return _tensors(named).hex()
+    return _tensors(tensors).hex()
 
 
 def state_digest(
@@ -145,8 +145,8 @@ def digest_arrays(arrays: Mapping[str, NDArray[Any] | Streamed]) -> str:
     """
     hasher = blake3()
     for name in sorted(arrays):
-        given = arrays[name]
-        array = given if isinstance(given, Streamed) else np.ascontiguousarray(given)
+        source = arrays[name]
+        array = source if isinstance(source, Streamed) else np.ascontiguousarray(source)
         dtype = array.dtype.newbyteorder("<")
         hasher.update(f"{name}\0{dtype.str}\0{array.shape}\0".encode())
         for part in array.parts if isinstance(array, Streamed) else (array,):
@@ -155,12 +155,12 @@ def digest_arrays(arrays: Mapping[str, NDArray[Any] | Streamed]) -> str:
     return hasher.hexdigest()
 
 
-def _tensors(named: Named) -> bytes:
-    elements = sum(array.size for array in named.values())
+def _tensors(tensors: Named) -> bytes:
+    elements = sum(array.size for array in tensors.values())
     hasher = blake3(_TENSORS_LABEL, max_threads=threads_for(elements))
-    hasher.update(struct.pack("<Q", len(named)))
-    for name in sorted(named):
-        array = named[name]
+    hasher.update(struct.pack("<Q", len(tensors)))
+    for name in sorted(tensors):
+        array = tensors[name]
         assert array.dtype == np.float32
         text = name.encode()
         hasher.update(struct.pack("<I", len(text)) + text)

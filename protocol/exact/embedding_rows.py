@@ -40,10 +40,10 @@ def join_fields(layout: EmbeddingLayout, fields: Mapping[str, NDArray[Any]]) -> 
         values = fields.get(each.name)
         expected = (samples, *each.shape)
         if values is None or values.shape != expected or values.dtype != each.dtype:
-            found = "none" if values is None else f"{values.dtype} {values.shape}"
+            actual = "none" if values is None else f"{values.dtype} {values.shape}"
             raise DataError(
-                f"embed: expected {each.name!r} as {each.dtype} {expected}, got {found}; its shape "
-                "without the samples must be the same for every microbatch"
+                f"embed: expected {each.name!r} as {each.dtype} {expected}, got {actual}; its "
+                "shape without the samples must be the same for every microbatch"
             )
         rows[each.name] = values
     return rows.view(np.uint8).reshape(samples, dtype.itemsize)

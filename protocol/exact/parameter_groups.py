@@ -134,21 +134,21 @@ _NAMES_SHOWN = 8
 def unmatched_pattern(spec: OptimizerSpec, blocks: Sequence[Block]) -> str:
     """Describe a pattern of `optimizer.groups` that no tensor is left for; empty if none."""
     names = [t.name for block in blocks if block.is_trained for t in block.tensors]
-    left = dict.fromkeys(names)
+    remaining = dict.fromkeys(names)
     for number, group in enumerate(spec.groups):
         matched = set()
         for pattern in group.match:
-            found = [name for name in left if fnmatchcase(name, pattern)]
-            if not found:
-                taken = any(fnmatchcase(name, pattern) for name in names)
-                why = "all that match are in earlier groups" if taken else "none matches"
-                more = ", ..." if len(names) > _NAMES_SHOWN else ""
+            matches = [name for name in remaining if fnmatchcase(name, pattern)]
+            if not matches:
+                is_matched = any(fnmatchcase(name, pattern) for name in names)
+                why = "all that match are in earlier groups" if is_matched else "none matches"
+                ellipsis = ", ..." if len(names) > _NAMES_SHOWN else ""
                 return (
                     f"optimizer.groups[{number}].match: expected the name of a trained tensor, got "
                     f"{pattern!r}; {why} (* stands for any characters); the "
-                    f"{len(names)} names are {', '.join(names[:_NAMES_SHOWN])}{more}"
+                    f"{len(names)} names are {', '.join(names[:_NAMES_SHOWN])}{ellipsis}"
                 )
-            matched.update(found)
+            matched.update(matches)
         for name in matched:
-            del left[name]
+            del remaining[name]
     return ""

@@ -74,16 +74,18 @@ class NonFinite:
     def describe(self, blocks: Sequence[Block], *, has_replicas: bool) -> str:
         """Say what is not finite. A leaf is a whole replica in a run that `has_replicas`."""
         gradient = "difference" if has_replicas else "gradient"
-        what = "embedding" if self.is_embedding else "loss"
+        quantity = "embedding" if self.is_embedding else "loss"
         if self.block is not None:
-            what = f"{gradient} in block {blocks[self.block].name!r}"
+            quantity = f"{gradient} in block {blocks[self.block].name!r}"
         device = f", device {self.device!r}" if self.device else ""
         worker = f", from worker {self.worker!r}{device}" if self.worker is not None else ""
         if has_replicas:
-            whose = f"replica {self.subtree.lo}" if self.subtree.leaves == 1 else "all replicas"
-            return f"non-finite {what} of {whose}{worker}"
+            contributor = (
+                f"replica {self.subtree.lo}" if self.subtree.leaves == 1 else "all replicas"
+            )
+            return f"non-finite {quantity} of {contributor}{worker}"
         overflow = ", when summed over workers, each of which sent finite ones"
-        return f"non-finite {what}, microbatches {self.subtree}{worker or overflow}"
+        return f"non-finite {quantity}, microbatches {self.subtree}{worker or overflow}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,10 @@ class Reducer(Generic[Piece]):
         sums = self._partials[piece].sums
         return sums is None or sums.covers(subtree)
 
-    def missing(self, subtree: Subtree, known: Collection[int] = ()) -> set[int]:
-        """The microbatches of `subtree` of which any piece is missing, with those `known` to be."""
-        missing = set(known)
+    def missing(self, subtree: Subtree, known_missing: Collection[int] = ()) -> set[int]:
+        """The microbatches of `subtree` of which any piece is missing, with those `known_missing`
+        to be."""
+        missing = set(known_missing)
         for partial in self._partials.values():
             if len(missing) == subtree.leaves:
                 break
@@ -197,8 +200,8 @@ class Reducer(Generic[Piece]):
             return None
         # Once added, nobody can tell whose NaN it was. A sum over all microbatches shows it in the
         # average, unless its weight is zero.
-        alone = weight > 0 and subtree == root(self._microbatches)
-        if self._average_into is not None and not (alone or is_finite(values)):
+        is_whole_step = weight > 0 and subtree == root(self._microbatches)
+        if self._average_into is not None and not (is_whole_step or is_finite(values)):
             return NonFinite(subtree, worker)
         partial.weights.put(subtree, weight)
         partial.origins.put(subtree, ((worker, subtree),))
@@ -210,8 +213,8 @@ class Reducer(Generic[Piece]):
         if self._average_into is not None:
             out = self._average_into(piece)
             if not self._average(total, total_weight, out):
-                whose = worker if alone and not is_finite(values) else None
-                return NonFinite(root(self._microbatches), whose)
+                contributor = worker if is_whole_step and not is_finite(values) else None
+                return NonFinite(root(self._microbatches), contributor)
             total = out
         partial.sums = None  # frees the memory now: all pieces are as large as the model
         return Reduced(total, total_weight, partial.origins.total or ())

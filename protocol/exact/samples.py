@@ -119,8 +119,8 @@ class SampleOrder:
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
             # Keep two epochs: looking ahead at the end of one alternates between them.
-            kept = list(self._permutations.items())[-1:]
-            self._permutations = dict([*kept, (epoch, self._permuted(epoch))])
+            latest = list(self._permutations.items())[-1:]
+            self._permutations = dict([*latest, (epoch, self._permuted(epoch))])
         return self._permutations[epoch]
 
     def _permuted(self, epoch: int) -> NDArray[np.int64]:
@@ -132,17 +132,17 @@ class SampleOrder:
             return permutation(self._seed, epoch, self._samples)
         size = self._batch.microbatch
         starts = np.cumsum([0, *(sum(groups) for groups in self._row_groups)])
-        found = []
+        numbers = []
         for file in permutation(_hash(_FILE_DOMAIN, self._seed), epoch, len(self._row_groups)):
             groups = self._row_groups[file]
             firsts = starts[file] + np.cumsum([0, *groups])
             for group in permutation(_hash(_GROUP_DOMAIN, self._seed, file), epoch, len(groups)):
                 pieces = -(-groups[group] // size)
-                inside = _hash(_PIECE_DOMAIN, self._seed, file, group)
-                for piece in permutation(inside, epoch, pieces):
+                group_seed = _hash(_PIECE_DOMAIN, self._seed, file, group)
+                for piece in permutation(group_seed, epoch, pieces):
                     first = firsts[group] + piece * size
-                    found.append(np.arange(first, min(first + size, firsts[group + 1])))
-        return np.concatenate(found).astype(np.int64, copy=False)
+                    numbers.append(np.arange(first, min(first + size, firsts[group + 1])))
+        return np.concatenate(numbers).astype(np.int64, copy=False)
 
     def _by_length(self, epoch: int) -> NDArray[np.int64]:
         """Permute the samples, sort some microbatches at a time by length, then permute whole
@@ -156,12 +156,14 @@ class SampleOrder:
             for lo in range(0, self._samples, self._batch.samples)
         ])  # fmt: skip
         sizes = np.diff(np.append(firsts, self._samples))
-        places = permutation(_hash(_LENGTH_DOMAIN, self._seed), epoch, len(firsts))
-        taken = sizes[places]
-        offsets = np.arange(self._samples) - np.repeat(np.cumsum(taken) - taken, taken)
-        found = np.empty_like(order)
-        found[np.repeat(firsts[places], taken) + offsets] = order
-        return found
+        batch_numbers = permutation(_hash(_LENGTH_DOMAIN, self._seed), epoch, len(firsts))
+        batch_sizes = sizes[batch_numbers]
+        offsets = np.arange(self._samples) - np.repeat(
+            np.cumsum(batch_sizes) - batch_sizes, batch_sizes
+        )
+        numbers = np.empty_like(order)
+        numbers[np.repeat(firsts[batch_numbers], batch_sizes) + offsets] = order
+        return numbers
 
 
 def permutation(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:
@@ -176,20 +178,20 @@ def draw(seed: int, epoch: int, samples: int, sampling: Sampling) -> NDArray[np.
     weights, draws = sampling.weights, sampling.draws
     if weights is None and not sampling.replacement:
         return permutation(seed, epoch, samples)[:draws]
-    left = np.ones(samples, np.uint64) if weights is None else weights.astype(np.uint64)
+    remaining = np.ones(samples, np.uint64) if weights is None else weights.astype(np.uint64)
     if sampling.replacement:
-        return _draw_by_weight(_hash(_DRAW_DOMAIN, seed, epoch), left, draws)
+        return _draw_by_weight(_hash(_DRAW_DOMAIN, seed, epoch), remaining, draws)
     # Each draw is in proportion to the weights that are left: later draws of a sample are skipped.
-    found = np.empty(0, np.int64)
+    numbers = np.empty(0, np.int64)
     turn = 0
-    while len(found) < draws:
+    while len(numbers) < draws:
         state = _hash(_DRAW_DOMAIN, seed, epoch, turn)
-        repeated = _draw_by_weight(state, left, draws - len(found))
+        repeated = _draw_by_weight(state, remaining, draws - len(numbers))
         first = np.sort(np.unique(repeated, return_index=True)[1])
-        found = np.concatenate([found, repeated[first]])
-        left[repeated] = 0
+        numbers = np.concatenate([numbers, repeated[first]])
+        remaining[repeated] = 0
         turn += 1
-    return found
+    return numbers
 
 
 def _draw_by_weight(state: int, weights: NDArray[np.uint64], count: int) -> NDArray[np.int64]:
@@ -216,11 +218,11 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
     return _hash(_SEED_DOMAIN, seed, step, microbatch) >> 1
 
 
-def _hash(*words: int) -> int:
+def _hash(*values: int) -> int:
     """Hash a key of words below 2^64 to 64 bits."""
     state = 0
-    for word in map(int, words):
-        z = ((word ^ state) + _GOLDEN) & _WORD
+    for value in map(int, values):
+        z = ((value ^ state) + _GOLDEN) & _WORD
         z = ((z ^ (z >> 30)) * _FIRST) & _WORD
         z = ((z ^ (z >> 27)) * _SECOND) & _WORD
         state = z ^ (z >> 31)

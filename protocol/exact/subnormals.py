@@ -18,24 +18,24 @@ GIVEN_BITS: Final = (0x00800000, 0x00000001)
 FACTORS: Final = (0.5, 2.0)
 EXPECTED_BITS: Final = (0x00400000, 0x00000002)
 
-_GIVEN: Final = np.array(GIVEN_BITS, np.uint32).view(np.float32)
+_INPUTS: Final = np.array(GIVEN_BITS, np.uint32).view(np.float32)
 _FACTORS: Final = np.array(FACTORS, np.float32)
 _EXPECTED: Final = np.array(EXPECTED_BITS, np.uint32)
 
 
 def subnormals_are_kept() -> bool:
     """Whether this thread keeps subnormal numbers both as operands and as results."""
-    return bool(np.array_equal((_GIVEN * _FACTORS).view(np.uint32), _EXPECTED))
+    return bool(np.array_equal((_INPUTS * _FACTORS).view(np.uint32), _EXPECTED))
 
 
-def check_subnormals(where: str) -> None:
+def check_subnormals(purpose: str) -> None:
     """Refuse to compute in a thread that flushes subnormal numbers.
 
     Args:
-        where: What the thread is for, for the error.
+        purpose: What the thread is for, for the error.
 
     Raises:
         SubnormalsFlushed: The thread flushes them.
     """
     if not subnormals_are_kept():
-        raise SubnormalsFlushed(where)
+        raise SubnormalsFlushed(purpose)

@@ -82,16 +82,16 @@ def is_subtree(subtree: Subtree, microbatches: int) -> bool:
 
 def parent(subtree: Subtree, microbatches: int) -> Subtree | None:
     """Return the subtree above; None for the root."""
-    above = path(subtree, microbatches)
-    return above[-2] if len(above) > 1 else None
+    ancestors = path(subtree, microbatches)
+    return ancestors[-2] if len(ancestors) > 1 else None
 
 
 def sibling(subtree: Subtree, microbatches: int) -> Subtree | None:
     """Return the other child of the parent; None for the root."""
-    above = parent(subtree, microbatches)
-    if above is None:
+    ancestor = parent(subtree, microbatches)
+    if ancestor is None:
         return None
-    left, right = children(above)
+    left, right = children(ancestor)
     return right if subtree == left else left
 
 
@@ -102,17 +102,17 @@ def cover(leaves: Iterator[int] | list[int] | range, microbatches: int) -> tuple
         leaves: Microbatch numbers of the step.
         microbatches: Number of microbatches of the step.
     """
-    wanted = frozenset(leaves)
+    selected = frozenset(leaves)
     subtrees: list[Subtree] = []
 
     def descend(subtree: Subtree) -> None:
-        inside = sum(1 for leaf in range(subtree.lo, subtree.hi) if leaf in wanted)
-        if inside == subtree.leaves:
+        count = sum(1 for leaf in range(subtree.lo, subtree.hi) if leaf in selected)
+        if count == subtree.leaves:
             subtrees.append(subtree)
-        elif inside:
+        elif count:
             for child in children(subtree):
                 descend(child)
 
-    if wanted:
+    if selected:
         descend(root(microbatches))
     return tuple(subtrees)

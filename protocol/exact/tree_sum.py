@@ -31,16 +31,16 @@ class TreeSum(Generic[T]):
     def __init__(self, microbatches: int, add: Callable[[T, T], T]) -> None:
         self._microbatches = microbatches
         self._add = add
-        self._held: dict[Subtree, T] = {}
+        self._pending: dict[Subtree, T] = {}
 
     @property
-    def held(self) -> tuple[Subtree, ...]:
+    def pending(self) -> tuple[Subtree, ...]:
         """The subtrees whose sums are here, in order."""
-        return tuple(sorted(self._held))
+        return tuple(sorted(self._pending))
 
     def covers(self, subtree: Subtree) -> bool:
         """Whether a sum that is here includes the subtree."""
-        return any(lo <= subtree.lo and subtree.hi <= hi for lo, hi in self._held)
+        return any(lo <= subtree.lo and subtree.hi <= hi for lo, hi in self._pending)
 
     def put(self, subtree: Subtree, value: T) -> bool:
         """Add a subtree's value and merge upward; return False if it is dropped.
@@ -49,26 +49,27 @@ class TreeSum(Generic[T]):
         """
         if self.covers(subtree):
             return False
-        for held in [held for held in self._held if subtree.covers(held)]:
-            del self._held[held]
-        while (other := sibling(subtree, self._microbatches)) is not None and other in self._held:
-            there = self._held.pop(other)
-            value = self._add(value, there) if subtree < other else self._add(there, value)
-            above = parent(subtree, self._microbatches)
-            assert above is not None
-            subtree = above
-        self._held[subtree] = value
+        for part in [part for part in self._pending if subtree.covers(part)]:
+            del self._pending[part]
+        while (other := sibling(subtree, self._microbatches)) in self._pending:
+            assert other is not None
+            partner = self._pending.pop(other)
+            value = self._add(value, partner) if subtree < other else self._add(partner, value)
+            enclosing = parent(subtree, self._microbatches)
+            assert enclosing is not None
+            subtree = enclosing
+        self._pending[subtree] = value
         return True
 
     @property
     def total(self) -> T | None:
         """The root's value; None while any subtree is missing."""
-        return self._held.get(root(self._microbatches))
+        return self._pending.get(root(self._microbatches))
 
     def missing(self, subtree: Subtree) -> Iterator[int]:
         """Yield the microbatches of `subtree` that are missing."""
         for leaf in range(subtree.lo, subtree.hi):
-            if not any(held.lo <= leaf < held.hi for held in self._held):
+            if not any(part.lo <= leaf < part.hi for part in self._pending):
                 yield leaf
 
 

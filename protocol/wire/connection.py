@@ -400,8 +400,8 @@ class Connection:
             message = self._check(prefix, header)
             at += prefix.head_bytes
             if prefix.is_shared:
-                place = bytes(view[at - frames.PLACE_BYTES : at])
-                self._accept_shared(prefix, header, message, place, received)
+                offset_bytes = bytes(view[at - frames.OFFSET_BYTES : at])
+                self._accept_shared(prefix, header, message, offset_bytes, received)
                 continue
             if message.body == "none" or not prefix.body_bytes:
                 self._accept(prefix, header, message, None, received)
@@ -444,16 +444,16 @@ class Connection:
         prefix: frames.Prefix,
         header: bytes,
         message: Message,
-        place: bytes,
+        offset_bytes: bytes,
         received: list[Received],
     ) -> None:
         """A message whose body lies in memory that the peer shares."""
         kind = type(message).__name__
         if self.memory is None or not isinstance(message, _SHARED) or not prefix.body_bytes:
             raise FrameError(f"{kind}: its body is said to lie in memory that is not shared")
-        if frames.checksum_of(header, place) != prefix.checksum:
+        if frames.checksum_of(header, offset_bytes) != prefix.checksum:
             raise FrameError(f"{kind}: the checksum does not fit its bytes")
-        body = self.memory.borrow(frames.decode_place(place), prefix.body_bytes)
+        body = self.memory.borrow(frames.decode_offset(offset_bytes), prefix.body_bytes)
         self.shared_bytes += prefix.body_bytes
         received.append(Received(message, body))
 
@@ -501,7 +501,7 @@ class Connection:
             return None
         if self.blocks is None:
             raise OutOfOrder(f"{type(message).__name__} before the manifest is known")
-        block, chunk = _place(message)
+        block, chunk = _offset(message)
         state = message.kind if isinstance(message, StateChunk) else "parameters"
         pieces = part_slices(state, self.blocks[block]) if block < len(self.blocks) else []
         if chunk >= len(pieces):
@@ -525,7 +525,7 @@ def codec_of(message: Message, exchange: Codecs) -> Codec:
     return exchange.averages if isinstance(message, AveragedGradient) else "float32"
 
 
-def _place(message: Message) -> tuple[int, int]:
+def _offset(message: Message) -> tuple[int, int]:
     assert isinstance(
         message,
         BlockGradientPayload

@@ -46,15 +46,15 @@ class DialError(OSError):
 
     Attributes:
         cause: The kind of failure.
-        found: What was tried, and its result.
+        observation: What was tried, and its result.
         advice: What to do.
     """
 
-    def __init__(self, cause: Cause, found: str, advice: str = "") -> None:
+    def __init__(self, cause: Cause, observation: str, advice: str = "") -> None:
         self.cause: Cause = cause
-        self.found = found
+        self.observation = observation
         self.advice = advice or _ADVICE[cause]
-        super().__init__(f"{found}; {self.advice}" if self.advice else found)
+        super().__init__(f"{observation}; {self.advice}" if self.advice else observation)
 
 
 class Address(NamedTuple):
@@ -170,18 +170,18 @@ async def connect_first(
                     address = running.pop(task)
                     if (error := task.exception()) is None:
                         return task.result(), address
-                    errors.append(described(error, str(address)))
+                    errors.append(as_dial_error(error, str(address)))
     except TimeoutError:
         silent = DialError("no answer", _unanswered(running.values(), timeout_s))
-        raise _together([*errors, silent]) from None
+        raise _combined([*errors, silent]) from None
     finally:
         for task in running:
             task.cancel()
             task.add_done_callback(_close_if_connected)
-    raise _together(errors)
+    raise _combined(errors)
 
 
-def described(error: BaseException, at: str) -> DialError:
+def as_dial_error(error: BaseException, at: str) -> DialError:
     """Why a connection was not made, in the words of `DialError`.
 
     Args:
@@ -248,10 +248,10 @@ def _unanswered(addresses: Iterable[Address], timeout_s: float) -> str:
     return f"no answer from {', '.join(map(str, addresses))} within {timeout_s:.0f} s"
 
 
-def _together(errors: list[DialError]) -> DialError:
+def _combined(errors: list[DialError]) -> DialError:
     """One error for those at all addresses; what to do is said for the first kind."""
     first = errors[0]
-    return DialError(first.cause, ", ".join(each.found for each in errors), first.advice)
+    return DialError(first.cause, ", ".join(each.observation for each in errors), first.advice)
 
 
 async def _in_abandoned_thread(work: Callable[[], list[Address]]) -> list[Address]:

@@ -38,13 +38,13 @@ Buffer = bytes | bytearray | memoryview
 _PREFIX = struct.Struct(">2sBBHIQ")
 _BODY_MARKER = struct.Struct(">BI")
 _BIN32 = 0xC6
-_PLACE = struct.Struct(">Q")
+_OFFSET = struct.Struct(">Q")
 MAGIC = b"ss"
 MAGIC_SHARED = b"sm"
 
 PREFIX_BYTES = _PREFIX.size
 MARKER_BYTES = _BODY_MARKER.size
-PLACE_BYTES = _PLACE.size
+OFFSET_BYTES = _OFFSET.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Prefix:
     @property
     def head_bytes(self) -> int:
         """Bytes of the frame before its body starts."""
-        after = PLACE_BYTES if self.is_shared else MARKER_BYTES if self.body_bytes else 0
+        after = OFFSET_BYTES if self.is_shared else MARKER_BYTES if self.body_bytes else 0
         return PREFIX_BYTES + self.header_bytes + after
 
 
@@ -91,15 +91,15 @@ def encode_head(tag: int, header: bytes, body: Buffer | None) -> bytes:
 
 def encode_shared(tag: int, header: bytes, body_bytes: int, offset: int) -> bytes:
     """A whole frame whose body lies in shared memory."""
-    place = _PLACE.pack(offset)
-    checksum = checksum_of(header, place)
+    offset_bytes = _OFFSET.pack(offset)
+    checksum = checksum_of(header, offset_bytes)
     prefix = _PREFIX.pack(MAGIC_SHARED, PROTOCOL_VERSION, tag, len(header), body_bytes, checksum)
-    return prefix + header + place
+    return prefix + header + offset_bytes
 
 
-def decode_place(data: Buffer) -> int:
+def decode_offset(data: Buffer) -> int:
     """Where a body lies in shared memory."""
-    offset: int = _PLACE.unpack_from(data)[0]
+    offset: int = _OFFSET.unpack_from(data)[0]
     return offset
 
 

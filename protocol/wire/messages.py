@@ -696,8 +696,8 @@ def decode_message(tag: int, header: bytes | bytearray | memoryview) -> Message:
         message = kind.model_validate(fields, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the message"
-        raise MessageError(f"{kind.__name__}: {where}: {first['msg']}") from None
+        location = ".".join(str(part) for part in first["loc"]) or "the message"
+        raise MessageError(f"{kind.__name__}: {location}: {first['msg']}") from None
     # Defaults are for those who make a message: on the wire every field is told.
     for missing in kind.model_fields.keys() - message.model_fields_set:
         raise MessageError(f"{kind.__name__}: {missing}: Field required")

@@ -120,8 +120,8 @@ def parse(kind: type[_Kind], document: bytes) -> _Kind:
         message = kind.model_validate_json(document)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise MessageError(f"{kind.__name__}: {where}: {first['msg']}") from None
+        location = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise MessageError(f"{kind.__name__}: {location}: {first['msg']}") from None
     if isinstance(message, OwnerTable) and not all(
         0 <= owner < len(message.members) for owner in message.owners
     ):
@@ -131,14 +131,14 @@ def parse(kind: type[_Kind], document: bytes) -> _Kind:
     return message
 
 
-def pair_key(secret: bytes, one: str, other: str) -> bytes:
+def pair_key(secret: bytes, first_name: str, second_name: str) -> bytes:
     """The key of two members.
 
     Args:
         secret: The run's; it never leaves the coordinator.
-        one: A name.
-        other: Another's.
+        first_name: A name.
+        second_name: Another's.
     """
-    first, second = sorted((one.encode(), other.encode()))
+    first, second = sorted((first_name.encode(), second_name.encode()))
     framed = len(first).to_bytes(4, "big") + first + second
     return hmac.digest(secret, b"samestep pair" + framed, "sha256")

@@ -40,12 +40,12 @@ class PendingConnections(Generic[P]):
 
     def __init__(
         self,
-        most: int = limits.UNAUTHENTICATED_CONNECTIONS,
+        limit: int = limits.UNAUTHENTICATED_CONNECTIONS,
         most_per_host: int = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_room = on_room
-        self._most = most
+        self._limit = limit
         self._most_per_host = most_per_host
         self._started_s: dict[P, float] = {}
         self._closed_by_address: Counter[str] = Counter()
@@ -63,7 +63,7 @@ class PendingConnections(Generic[P]):
         of_host = (
             sum(pending.host == host for pending in self._started_s) + self._closed_by_address[host]
         )
-        return total < self._most and of_host < self._most_per_host
+        return total < self._limit and of_host < self._most_per_host
 
     def add(self, pending: P) -> None:
         """Count a connection that starts."""

@@ -106,7 +106,7 @@ class TlsTransport(asyncio.Transport):
         self._endpoint = endpoint
         self._tls_lock = threading.Lock()
         self._channel = channel
-        self._closing = self._lost = False
+        self._closing = self._is_lost = False
         self._reader = _Thread("bulk in")
         self._reading = False
         """Whether the reader thread reads a body, and so uses the parser."""
@@ -117,7 +117,7 @@ class TlsTransport(asyncio.Transport):
         self._unhandled_bytes = 0
         self._selectors: dict[int, Any] = {}
         """One selector per thread, by event; none needs a descriptor."""
-        self._broken: OSError | None = None
+        self._socket_error: OSError | None = None
         """A TLS error. Deferred: data received before it must be delivered first."""
         self._at_eof = False
         """Whether the peer closed the connection within a body."""
@@ -133,7 +133,7 @@ class TlsTransport(asyncio.Transport):
         self._full = False
         self._error: OSError | None = None
         """Why writing failed. Reading continues: the peer may have sent its reason before."""
-        self._finished = False
+        self._is_finished = False
         self._timer: asyncio.TimerHandle | None = None
         """Ends the connection even if the peer does nothing."""
         self.set_write_buffer_limits()
@@ -158,7 +158,7 @@ class TlsTransport(asyncio.Transport):
             self._loop.call_soon(self._go_on)
 
     def _watch(self, should_watch: bool) -> None:  # noqa: FBT001
-        if should_watch == self._watched or self._lost:
+        if should_watch == self._watched or self._is_lost:
             return
         self._watched = should_watch
         if should_watch:
@@ -173,7 +173,7 @@ class TlsTransport(asyncio.Transport):
         """Handle messages parsed meanwhile, and continue reading."""
         if not self._may_read():
             return
-        with self._ending_if_it_fails():
+        with self._fail_on_error():
             self._hear()
             if self._at_eof and self._may_read():
                 self._eof()
@@ -186,11 +186,11 @@ class TlsTransport(asyncio.Transport):
             self._channel.hear(parsed)
 
     def _readable(self) -> None:
-        with self._ending_if_it_fails():
+        with self._fail_on_error():
             self._read_on()
 
     @contextlib.contextmanager
-    def _ending_if_it_fails(self) -> Iterator[None]:
+    def _fail_on_error(self) -> Iterator[None]:
         """End the connection if the block raises: otherwise it would stay open, unread."""
         try:
             yield
@@ -228,8 +228,8 @@ class TlsTransport(asyncio.Transport):
     def _decrypt(self, into: memoryview) -> int | None:
         """Decrypt into a buffer; return the byte count, 0 at the end, None if no data is there."""
         filled = 0
-        if self._broken is not None:
-            raise self._broken
+        if self._socket_error is not None:
+            raise self._socket_error
         read, lock = self._endpoint.read, self._tls_lock
         while filled < len(into):
             try:
@@ -240,13 +240,13 @@ class TlsTransport(asyncio.Transport):
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 return filled  # if data was read, the next call finds the end
             except OSError as error:
-                self._broken = error
+                self._socket_error = error
                 break
             if not count:
                 return filled
             filled += int(count)  # typeshed: bytes without a buffer
-        if self._broken is not None and not filled:
-            raise self._broken
+        if self._socket_error is not None and not filled:
+            raise self._socket_error
         return filled or None
 
     def _read_bulk(self) -> None:
@@ -259,25 +259,25 @@ class TlsTransport(asyncio.Transport):
                 parsed = self._read_body()
                 if not parsed.is_empty:
                     self._unhandled_bytes += size
-                    self._tell(partial(self._parsed_in_thread, parsed, size))
+                    self._call_later(partial(self._parsed_in_thread, parsed, size))
                 if not self._reads_on_in_thread(parsed):
                     break
         except Exception as wrong:  # noqa: BLE001 -- the event loop raises it
             error = wrong
-        self._tell(lambda: self._bulk_read(error))
+        self._call_later(lambda: self._bulk_read(error))
 
     def _read_body(self) -> Parsed:
         """Read the rest of a body; return the messages that it completes."""
         filled = 0
         buffer = self._channel.get_buffer(-1)
-        while filled < len(buffer) and not self._lost:
+        while filled < len(buffer) and not self._is_lost:
             count = self._decrypt(buffer[filled:])
             if count == 0:
                 self._at_eof = True
                 break
             if count is not None:
                 filled += count
-                self._channel.came(count)
+                self._channel.received(count)
                 continue
             self._wait(selectors.EVENT_READ)
         return self._channel.parse(filled) if filled else Parsed([])
@@ -304,10 +304,10 @@ class TlsTransport(asyncio.Transport):
         if not count:
             self._at_eof = count == 0
             return False
-        self._channel.came(count)
+        self._channel.received(count)
         parsed = self._channel.parse(count)
         if not parsed.is_empty:
-            self._tell(partial(self._parsed_in_thread, parsed, 0))
+            self._call_later(partial(self._parsed_in_thread, parsed, 0))
             return False
         return self._channel.connection.rest_of_body >= limits.BULK_BYTES
 
@@ -320,15 +320,15 @@ class TlsTransport(asyncio.Transport):
 
     def _parsed_in_thread(self, parsed: Parsed, size: int) -> None:
         self._unhandled_bytes -= size
-        if self._lost:
+        if self._is_lost:
             return
         self._parsed.append(parsed)
-        with self._ending_if_it_fails():
+        with self._fail_on_error():
             self._hear()
 
     def _bulk_read(self, error: Exception | None) -> None:
         self._reading = False
-        if self._lost:
+        if self._is_lost:
             self._release()
             return
         if isinstance(error, OSError):
@@ -337,14 +337,14 @@ class TlsTransport(asyncio.Transport):
             self._end(None)
             raise error
         elif self._closing:
-            self._drop_what_comes()
+            self._discard_input()
         elif not self._paused:
             self._go_on()
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _call_later(self, callback: Callable[[], None]) -> None:
         """Schedule a call from a thread; close everything if the event loop has ended."""
         try:
-            self._loop.call_soon_threadsafe(what)
+            self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
             self._reader.end()
             self._writer.end()
@@ -408,12 +408,12 @@ class TlsTransport(asyncio.Transport):
     def _writable(self) -> None:
         self._loop.remove_writer(self._endpoint)
         self._write_small()
-        if not self._unsent and not self._lost:
-            self._written()
+        if not self._unsent and not self._is_lost:
+            self._buffer_drained()
 
-    def _written(self) -> None:
+    def _buffer_drained(self) -> None:
         """Resume after writing: pending data is below the limit, or gone."""
-        if self._lost:
+        if self._is_lost:
             return
         if self._full and self._out_bytes <= self._low_bytes:
             self._full = False
@@ -435,7 +435,7 @@ class TlsTransport(asyncio.Transport):
                     self._write_piece(view[at : at + _PIECE_BYTES])
         except Exception as wrong:  # noqa: BLE001 -- the event loop handles it
             error = wrong
-        self._tell(lambda: self._bulk_written(error))
+        self._call_later(lambda: self._bulk_written(error))
 
     def _next(self) -> frames.Buffer | None:
         with self._out_lock:
@@ -446,7 +446,7 @@ class TlsTransport(asyncio.Transport):
     def _write_piece(self, piece: memoryview) -> None:
         size = len(piece)
         while piece:
-            if self._lost:
+            if self._is_lost:
                 raise ConnectionAbortedError
             try:
                 with self._tls_lock:
@@ -457,12 +457,12 @@ class TlsTransport(asyncio.Transport):
             self._out_bytes -= size
             room = self._full and self._out_bytes <= self._low_bytes
         if room:
-            self._tell(self._written)
+            self._call_later(self._buffer_drained)
 
     def _bulk_written(self, error: Exception | None) -> None:
         if error is not None:
             self._writing = False
-        if self._lost:
+        if self._is_lost:
             self._release()
         elif isinstance(error, OSError):
             self._unwritable(error)
@@ -470,7 +470,7 @@ class TlsTransport(asyncio.Transport):
             self._end(None)
             raise error
         else:
-            self._written()
+            self._buffer_drained()
 
     def _unwritable(self, error: OSError) -> None:
         """Stop writing; keep reading for a while, as the peer's last data may still be unread."""
@@ -493,8 +493,8 @@ class TlsTransport(asyncio.Transport):
         self._closing = True
         self._watch(False)
         self._end_after(_FLUSH_S)
-        self._written()
-        self._drop_what_comes()
+        self._buffer_drained()
+        self._discard_input()
 
     def _end_after(self, seconds: float) -> None:
         if self._timer is not None:
@@ -513,18 +513,18 @@ class TlsTransport(asyncio.Transport):
         if self._error is not None:
             self._end(None)
             return
-        if self._finished:
+        if self._is_finished:
             return
-        self._finished = True
+        self._is_finished = True
         with contextlib.suppress(OSError):
             with self._tls_lock, contextlib.suppress(ssl.SSLError):
                 self._endpoint.unwrap()
             socket.socket.shutdown(self._endpoint, socket.SHUT_WR)
         self._end_after(_LINGER_S)
-        self._drop_what_comes()
+        self._discard_input()
 
-    def _drop_what_comes(self) -> None:
-        if self._closing and not (self._lost or self._reading):
+    def _discard_input(self) -> None:
+        if self._closing and not (self._is_lost or self._reading):
             self._loop.add_reader(self._endpoint, self._drop)
 
     def _drop(self) -> None:
@@ -537,15 +537,15 @@ class TlsTransport(asyncio.Transport):
         except OSError:
             self._end(None)
             return
-        if self._finished:
+        if self._is_finished:
             self._end(None)
         else:  # the peer closed its side, but may still read
             self._loop.remove_reader(self._endpoint)
 
     def _end(self, error: OSError | None) -> None:
-        if self._lost:
+        if self._is_lost:
             return
-        self._closing = self._lost = True
+        self._closing = self._is_lost = True
         if self._timer is not None:
             self._timer.cancel()
         self._loop.remove_reader(self._endpoint)

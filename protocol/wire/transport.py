@@ -39,7 +39,7 @@ from protocol.wire.messages import (
 _LAST_ANSWER: Final = struct.Struct("56xI")
 """Of `struct tcp_info`: tcpi_last_ack_recv, in milliseconds."""
 URGENT: Final[tuple[type[Message], ...]] = (Halt, Cancel, Heartbeat, Goodbye)
-_MANY_PLACES: Final = 16
+_MANY_OFFSETS: Final = 16
 """That are returned without waiting for something else to be sent."""
 _COMPUTED = (Boundary, CapturedRows, StepEmbeddings)
 """Pieces of one array as large as a state: all of it is there anyway, as of gradients."""
@@ -125,8 +125,8 @@ class Channel(asyncio.BufferedProtocol):
         endpoint = self._transport.get_extra_info("socket")
         if endpoint is not None and _is_unix(endpoint):
             return True
-        own, other = (self._transport.get_extra_info(n) for n in ("sockname", "peername"))
-        return bool(own and other and own[0] == other[0])
+        local, remote = (self._transport.get_extra_info(n) for n in ("sockname", "peername"))
+        return bool(local and remote and local[0] == remote[0])
 
     @property
     def unanswered_s(self) -> float | None:
@@ -274,11 +274,11 @@ class Channel(asyncio.BufferedProtocol):
         return self.connection.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.came(nbytes)
+        self.received(nbytes)
         if not self._closing:
             self.hear(self.parse(nbytes))
 
-    def came(self, nbytes: int) -> None:
+    def received(self, nbytes: int) -> None:
         """So many bytes have come; from the thread that reads."""
         self.last_received_s = self._clock()
         self._bytes_received += nbytes
@@ -317,8 +317,8 @@ class Channel(asyncio.BufferedProtocol):
             return
         self._owner.on_message(self, received)
         del received  # what is needed no more after that is returned with what is sent next
-        if memory is not None and (places := memory.unneeded(_MANY_PLACES)):
-            self._return(places)
+        if memory is not None and (offsets := memory.unneeded(_MANY_OFFSETS)):
+            self._return(offsets)
 
     def _left(self) -> bool:
         """Whether the peer has closed its end: to write to it would end the connection before what
@@ -332,10 +332,10 @@ class Channel(asyncio.BufferedProtocol):
         poll.register(endpoint.fileno(), select.POLLHUP | select.POLLRDHUP)
         return bool(poll.poll(0))
 
-    def _return(self, places: tuple[int, ...]) -> None:
+    def _return(self, offsets: tuple[int, ...]) -> None:
         """The peer may use this memory again."""
         if self._transport is not None and not self._closing and not self._left():
-            returned = self.connection.send(MemoryReturned(places=places))
+            returned = self.connection.send(MemoryReturned(places=offsets))
             self._transport.writelines(returned.buffers)
 
     def eof_received(self) -> bool:
@@ -409,8 +409,8 @@ class Channel(asyncio.BufferedProtocol):
             return encoded.buffers
         shared = encoded.shared(memory)
         buffers = encoded.buffers if shared is None else (shared,)
-        if places := memory.unneeded():
-            return (*encode(MemoryReturned(places=places)).buffers, *buffers)
+        if offsets := memory.unneeded():
+            return (*encode(MemoryReturned(places=offsets)).buffers, *buffers)
         return buffers
 
 

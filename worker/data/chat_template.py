@@ -87,7 +87,9 @@ class ChatTemplate:
         self._or_all = ", or learn everything: --set data.loss=all" if else_all else ""
         fixed = _FIXED_DATE if "strftime_now" in text else ""
         self._plain = fixed + text
-        self._marked = fixed + _MARK.sub(_stand_in, text) if _MARK.search(text) else None
+        self._template_with_marks = (
+            fixed + _MARK.sub(_with_marks, text) if _MARK.search(text) else None
+        )
         self._arguments_as_text = False
 
     def render(self, conversation: Conversation) -> Rendered:
@@ -108,7 +110,7 @@ class ChatTemplate:
                     "data.loss=all, got one with weight 0 or train false; leave out data.loss"
                 )
             return Rendered(full, ((0, len(full)),))
-        if self._marked is not None:
+        if self._template_with_marks is not None:
             spans = self._by_marks(conversation, full, len(answers))
         else:
             spans = [*self._by_beginnings(conversation, full, answers)]
@@ -177,17 +179,17 @@ class ChatTemplate:
                 for one in some
             ]
             ids = iter(self._ids([one.text for one in some]))
-            beginnings = iter(self._ids([text for texts in parts for text in texts]))
+            prefixes = iter(self._ids([text for texts in parts for text in texts]))
             for one, texts in zip(some, parts, strict=True):
                 tokens = next(ids)
                 ends = {
-                    len(text): self._tokens_before(one.text, len(text), tokens, next(beginnings))
+                    len(text): self._tokens_before(one.text, len(text), tokens, next(prefixes))
                     for text in texts
                 }
-                counted = np.zeros(len(tokens), np.bool_)
+                loss_mask = np.zeros(len(tokens), np.bool_)
                 for start, end in one.spans:
-                    counted[ends[start] : ends[end]] = True
-                yield tokens, counted
+                    loss_mask[ends[start] : ends[end]] = True
+                yield tokens, loss_mask
 
     def _tokens_before(self, text: str, cut: int, tokens: Tokens, beginning: Tokens) -> int:
         """Return how many tokens of a text end before or at a character.
@@ -219,8 +221,8 @@ class ChatTemplate:
     def _by_marks(
         self, conversation: Conversation, full: str, answers: int
     ) -> list[tuple[int, int]]:
-        assert self._marked is not None
-        marked = self._text(conversation, conversation.messages, template=self._marked)
+        assert self._template_with_marks is not None
+        marked = self._text(conversation, conversation.messages, template=self._template_with_marks)
         spans, at = [], 0
         before, *pieces = marked.split(_BEGIN)
         at = len(before)
@@ -278,17 +280,19 @@ class ChatTemplate:
         messages = conversation.messages
         other = ChatMessage("assistant", _UNLIKELY)
         try:
-            asked = self._text(conversation, messages[:number])
+            history = self._text(conversation, messages[:number])
             prompt = self._text(conversation, messages[:number], prompt=True)
-            alone = self._text(conversation, [*messages[:number], other])
-            changed = self._text(conversation, [*messages[:number], other, *messages[number + 1 :]])
+            rendered_alone = self._text(conversation, [*messages[:number], other])
+            rendered_among = self._text(
+                conversation, [*messages[:number], other, *messages[number + 1 :]]
+            )
         except DataError:
             return None
-        if changed.count(_UNLIKELY) != 1 or alone.count(_UNLIKELY) != 1:
+        if rendered_among.count(_UNLIKELY) != 1 or rendered_alone.count(_UNLIKELY) != 1:
             return None
-        before, after = changed.split(_UNLIKELY)
-        closing = alone.partition(_UNLIKELY)[2]
-        opening = prompt.removeprefix(asked) if prompt.startswith(asked) else ""
+        before, after = rendered_among.split(_UNLIKELY)
+        closing = rendered_alone.partition(_UNLIKELY)[2]
+        opening = prompt.removeprefix(history) if prompt.startswith(history) else ""
         if opening not in before:  # some prompts open the reasoning that earlier turns have lost
             opening = opening.partition(_REASONING_BEGINS)[0]
         start = before.rfind(opening) + len(opening)
@@ -340,8 +344,8 @@ def _refuse_absent(conversation: Conversation, full: str) -> None:
     rest = rendered
     for number, message in enumerate(conversation.messages, start=1):
         # Some templates write the system's words with the last question, others no old reasoning.
-        within = rendered if message.role == "system" else rest
-        end = _end_of(message, within)
+        search_text = rendered if message.role == "system" else rest
+        end = _end_of(message, search_text)
         if end < 0:
             raise DataError(
                 f"{conversation.location} message {number}: the chat template leaves out what the "
@@ -359,7 +363,7 @@ def _end_of(message: ChatMessage, rendered: str) -> int:
         content = message.content.rpartition(_REASONING_ENDS)[2] or message.content
         end = where_said(rendered, content)
     for call in message.tool_calls:
-        for said in (call.name, *map(_written, call.arguments.values())):
+        for said in (call.name, *map(_value_text, call.arguments.values())):
             at = where_said(rendered, said)
             if at < 0:
                 return -1
@@ -367,12 +371,12 @@ def _end_of(message: ChatMessage, rendered: str) -> int:
     return end
 
 
-def _written(value: object) -> str:
+def _value_text(value: object) -> str:
     """Return a value as a call shows it: a text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _stand_in(mark: re.Match[str]) -> str:
+def _with_marks(mark: re.Match[str]) -> str:
     """Return a block of its own, so that the template's rules for spaces around blocks hold."""
     left, end, right = mark.groups()
     return f"{{%{left} if true %}}{{{{ {(_END if end else _BEGIN)!r} }}}}{{% endif {right}%}}"

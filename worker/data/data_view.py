@@ -40,7 +40,7 @@ _CLASSES_SHOWN: Final = 20
 """The commonest and the rarest."""
 _NAME_WIDTH: Final = 40
 _LARGE: Final = 10
-_KEPT: Final = {"\n", "\t"}
+_UNESCAPED: Final = {"\n", "\t"}
 
 Sample = tuple[Tokens, Counted]
 """Tokens, and which of them are predicted with loss."""
@@ -71,7 +71,7 @@ def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
     data = read_labeled_texts(spec)
     check_samples(len(data.train), spec)
     encoded = data.samples
-    for number in _drawn(len(data.train), samples, spec.seed):
+    for number in _sample_numbers(len(data.train), samples, spec.seed):
         row = int(data.train[number])
         tokens = encoded.tokens[row]
         target = encoded.targets[row]
@@ -79,7 +79,7 @@ def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
             target = target * data.scale.deviation + data.scale.mean
         label = ", ".join(_labels_of(target, data.names)) or "none"
         yield f"sample {number}: {len(tokens)} tokens, label: {label}"
-        yield from marked(data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)).splitlines()
+        yield from bracketed(data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)).splitlines()
         yield ""
     for part, rows in (("training", data.train), ("held-out", data.held_out)):
         yield from _token_counts(f"{part} samples", encoded.tokens.lengths[rows])
@@ -95,19 +95,19 @@ def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
             f"{values.max():.6g}"
         )
     yield from _class_table(encoded.targets, data)
-    yield from _told(data.notes)
+    yield from _note_lines(data.notes)
 
 
 def _sequences(data: SequenceData, spec: ModelRun, samples: int) -> Iterator[str]:
     check_samples(len(data.train), spec)
-    for number in _drawn(len(data.train), samples, spec.seed):
+    for number in _sample_numbers(len(data.train), samples, spec.seed):
         row = int(data.train[number])
         tokens, labels = data.inputs[row], data.labels[row]
         yield f"sample {number}: {_counts_of(tokens, labels != NOTHING)}"
         if not data.names:
             for each, counted in ((tokens, False), (labels, True)):
                 marks = np.full(len(each), counted)
-                yield from marked(data.tokenizer, each, marks).splitlines()
+                yield from bracketed(data.tokenizer, each, marks).splitlines()
         else:
             for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
                 shown = data.tokenizer.decode([token])
@@ -122,7 +122,7 @@ def _sequences(data: SequenceData, spec: ModelRun, samples: int) -> Iterator[str
     for number, name in enumerate(data.names):
         count = sum(int((data.labels[row] == number).sum()) for row in data.train.tolist())
         yield f"tag {name}: {count} training words"
-    yield from _told(data.notes)
+    yield from _note_lines(data.notes)
 
 
 def _labels_of(target: Any, names: Sequence[str]) -> list[str]:
@@ -154,64 +154,66 @@ def _class_table(targets: NDArray[Any], data: LabeledTexts) -> Iterator[str]:
 def _language(spec: ModelRun, samples: int) -> Iterator[str]:
     data = read_language_data(spec, 0.0 if spec.captures else spec.data.holdout)
     check_samples(len(data.train), spec)
-    for number in _drawn(len(data.train), samples, spec.seed):
+    for number in _sample_numbers(len(data.train), samples, spec.seed):
         tokens, counted = data.train.sample(number)
         yield f"sample {number}: {_counts_of(tokens, counted)}"
-        yield from marked(data.tokenizer, tokens, counted).splitlines()
+        yield from bracketed(data.tokenizer, tokens, counted).splitlines()
         yield ""
     if isinstance(spec, MaskedLmRun):
         yield f"of these a share of {spec.data.mask_share:g} is masked again in each step"
     yield from _legend(samples)
     yield from _lengths("training samples", _all(data.train))
     yield from _lengths("held-out samples", _all(data.held_out))
-    yield from _told(data.notes)
+    yield from _note_lines(data.notes)
 
 
 def _pairs(spec: DpoRun, samples: int) -> Iterator[str]:
     data = read_preference_data(spec)
     check_samples(len(data.train), spec)
-    for number in _drawn(len(data.train), samples, spec.seed):
+    for number in _sample_numbers(len(data.train), samples, spec.seed):
         pair = data.pairs.pair(int(data.train[number]))
         for answer, sample in zip(("chosen", "rejected"), pair, strict=True):
             yield f"pair {number}, {answer}: {_counts_of(*sample)}"
-            yield from marked(data.tokenizer, *sample).splitlines()
+            yield from bracketed(data.tokenizer, *sample).splitlines()
             yield ""
     yield from _legend(samples)
     for part, numbers in (("training", data.train), ("held-out", data.held_out)):
         for side, answer in enumerate(("chosen", "rejected")):
             those = (data.pairs.pair(number)[side] for number in numbers.tolist())
             yield from _lengths(f"{part} pairs, {answer}", those)
-    yield from _told(data.notes)
+    yield from _note_lines(data.notes)
 
 
 def _text_groups(spec: EmbedRun, samples: int) -> Iterator[str]:
     data = read_embedding_data(spec)
     check_samples(len(data.train), spec)
     names = ["anchor", "positive", *["negative"] * (data.rows.shape[1] - 2)]
-    for number in _drawn(len(data.train), samples, spec.seed):
+    for number in _sample_numbers(len(data.train), samples, spec.seed):
         for name, text in zip(names, data.rows[data.train[number]].tolist(), strict=True):
             tokens = data.texts[text]
             yield f"sample {number}, {name}: {len(tokens)} tokens"
-            yield from marked(data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)).splitlines()
+            yield from bracketed(
+                data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)
+            ).splitlines()
         yield ""
     for part, rows in (("training", data.train), ("held-out", data.held_out)):
         yield from _token_counts(f"{part} anchors", data.texts.lengths[data.rows[rows, 0]])
         yield from _token_counts(
             f"{part} passages", data.texts.lengths[data.rows[rows, 1:].reshape(-1)]
         )
-    yield from _told(data.notes)
+    yield from _note_lines(data.notes)
 
 
-def marked(tokenizer: Any, tokens: Tokens, counted: Counted) -> str:
+def bracketed(tokenizer: Any, tokens: Tokens, loss_mask: Counted) -> str:
     """Return the text of a sample, loss in brackets; control characters are escaped."""
     pieces = []
-    for counts, run in groupby(zip(tokens.tolist(), counted.tolist(), strict=True), _counts):
+    for counts, run in groupby(zip(tokens.tolist(), loss_mask.tolist(), strict=True), _counts):
         text = tokenizer.decode(
             [token for token, _ in run],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
-        shown = "".join(c if c.isprintable() or c in _KEPT else repr(c)[1:-1] for c in text)
+        shown = "".join(c if c.isprintable() or c in _UNESCAPED else repr(c)[1:-1] for c in text)
         pieces.append(f"{OPEN}{shown}{CLOSE}" if counts else shown)
     return "".join(pieces)
 
@@ -220,11 +222,11 @@ def _counts(one: tuple[int, bool]) -> bool:
     return one[1]
 
 
-def _counts_of(tokens: Tokens, counted: Counted) -> str:
-    return f"{len(tokens)} tokens, {int(counted.sum())} of them with loss"
+def _counts_of(tokens: Tokens, loss_mask: Counted) -> str:
+    return f"{len(tokens)} tokens, {int(loss_mask.sum())} of them with loss"
 
 
-def _drawn(training_samples: int, samples: int, seed: int) -> list[int]:
+def _sample_numbers(training_samples: int, samples: int, seed: int) -> list[int]:
     return holdout.measured(training_samples, samples, seed).tolist() if samples else []
 
 
@@ -237,27 +239,27 @@ def _legend(samples: int) -> Iterator[str]:
         yield f"{OPEN} {CLOSE}: tokens with loss"
 
 
-def _lengths(what: str, samples: Iterable[Sample]) -> Iterator[str]:
+def _lengths(name: str, samples: Iterable[Sample]) -> Iterator[str]:
     counts = [(len(tokens), int(marks.sum())) for tokens, marks in samples]
     if not counts:
         return
     lengths = np.array([tokens for tokens, _ in counts])
     total, counted = int(lengths.sum()), sum(with_loss for _, with_loss in counts)
-    yield from _token_counts(what, lengths)
-    yield f"{what}: {total} tokens, {counted} with loss ({100 * counted / total:.1f} %)"
+    yield from _token_counts(name, lengths)
+    yield f"{name}: {total} tokens, {counted} with loss ({100 * counted / total:.1f} %)"
 
 
-def _token_counts(what: str, lengths: NDArray[np.int64]) -> Iterator[str]:
+def _token_counts(name: str, lengths: NDArray[np.int64]) -> Iterator[str]:
     if not len(lengths):
         return
     ranked = np.sort(lengths)
     points = [int(ranked[round(share * (len(ranked) - 1))]) for share in (0.0, 0.5, 0.9, 1.0)]
     yield (
-        f"{what}: {len(ranked)}; tokens of each: least {points[0]}, half {points[1]}, nine tenths "
+        f"{name}: {len(ranked)}; tokens of each: least {points[0]}, half {points[1]}, nine tenths "
         f"{points[2]}, most {points[3]}"
     )
 
 
-def _told(notes: Mapping[str, int]) -> Iterator[str]:
+def _note_lines(notes: Mapping[str, int]) -> Iterator[str]:
     for name, count in notes.items():
         yield f"{name.replace('_', ' ')}: {count}"

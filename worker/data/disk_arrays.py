@@ -21,20 +21,20 @@ class DiskArrays(Sequence[NDArray[Any]]):
         given: The dtype that reads return.
     """
 
-    def __init__(self, kept: DTypeLike, given: DTypeLike) -> None:
-        self._kept = np.dtype(kept)
-        self._given = np.dtype(given)
+    def __init__(self, stored_dtype: DTypeLike, read_dtype: DTypeLike) -> None:
+        self._stored_dtype = np.dtype(stored_dtype)
+        self._read_dtype = np.dtype(read_dtype)
         self._file = DiskFile()
         self._ends = array("q", [0])
 
     def append(self, values: NDArray[Any]) -> None:
         """Append an array; the dtype on disk must hold its values."""
-        self._file.append(values.astype(self._kept).tobytes())
+        self._file.append(values.astype(self._stored_dtype).tobytes())
         self._ends.append(self._ends[-1] + len(values))
 
     def extend(self, values: NDArray[Any]) -> None:
         """Extend the last array by these values."""
-        self._file.append(values.astype(self._kept).tobytes())
+        self._file.append(values.astype(self._stored_dtype).tobytes())
         self._ends[-1] += len(values)
 
     def __len__(self) -> int:
@@ -63,8 +63,10 @@ class DiskArrays(Sequence[NDArray[Any]]):
 
     def read(self, lo: int, hi: int) -> NDArray[Any]:
         """Return a copy of the elements [lo, hi) of the concatenation."""
-        size = self._kept.itemsize
-        return np.frombuffer(self._file.read(lo * size, hi * size), self._kept).astype(self._given)
+        size = self._stored_dtype.itemsize
+        return np.frombuffer(self._file.read(lo * size, hi * size), self._stored_dtype).astype(
+            self._read_dtype
+        )
 
     def pieces(self) -> Iterator[NDArray[Any]]:
         """Yield all elements in pieces."""

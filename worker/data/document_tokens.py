@@ -58,11 +58,11 @@ class _Window(NamedTuple):
 
     def equals(self, other: _Window) -> bool:
         """Return whether both have the same tokens at the same offsets."""
-        return all(np.array_equal(ours, theirs) for ours, theirs in zip(self, other, strict=True))
+        return all(np.array_equal(own, others) for own, others in zip(self, other, strict=True))
 
 
 def encode_documents(
-    tokenizer: Any, corpus: TextCorpus, wanted: NDArray[np.bool_]
+    tokenizer: Any, corpus: TextCorpus, selected: NDArray[np.bool_]
 ) -> Iterator[tuple[int, Tokens]]:
     """Yield the number of each document, or part of one, and its tokens without special tokens.
 
@@ -72,7 +72,7 @@ def encode_documents(
     Args:
         tokenizer: Of the model.
         corpus: Documents, or parts of them.
-        wanted: Which of them to yield; a document without any is not encoded.
+        selected: Which of them to yield; a document without any is not encoded.
 
     Raises:
         DataError: Tokens depend on text that is thousands of characters away.
@@ -86,14 +86,16 @@ def encode_documents(
     ends = (np.flatnonzero(corpus.ends) + 1).tolist()
     for short, documents in groupby(pairwise([0, *ends]), is_short):
         if short:
-            numbers = [lo for lo, _ in documents if wanted[lo]]
+            numbers = [lo for lo, _ in documents if selected[lo]]
             texts = Chosen(corpus.documents, numbers)
             yield from zip(numbers, encode_each(tokenizer, texts), strict=True)
             continue
         for lo, hi in documents:
-            if wanted[lo:hi].any():
-                found = _parts(tokenizer, _Document(corpus.documents, lo, hi))
-                yield from ((lo + part, ids) for part, ids in enumerate(found) if wanted[lo + part])
+            if selected[lo:hi].any():
+                parts = _parts(tokenizer, _Document(corpus.documents, lo, hi))
+                yield from (
+                    (lo + part, ids) for part, ids in enumerate(parts) if selected[lo + part]
+                )
 
 
 class _Document:
@@ -122,18 +124,18 @@ class _Document:
 def _parts(tokenizer: Any, document: _Document) -> Iterator[Tokens]:
     """Yield the tokens that begin in each part of a document."""
     bounds = document.bounds[1:-1].tolist()
-    kept: list[Tokens] = []
-    done = 0
+    pending: list[Tokens] = []
+    boundary = 0
     for ids, starts in encode_text(tokenizer, int(document.bounds[-1]), document.read):
         at = 0
-        while done < len(bounds) and len(starts) and bounds[done] <= starts[-1]:
-            cut = int(np.searchsorted(starts, bounds[done]))
-            yield np.concatenate([*kept, ids[at:cut]])
-            kept, at, done = [], cut, done + 1
-        kept.append(ids[at:])
-    for _ in range(len(bounds) + 1 - done):
-        yield np.concatenate([*kept, np.zeros(0, np.int64)])
-        kept = []
+        while boundary < len(bounds) and len(starts) and bounds[boundary] <= starts[-1]:
+            split = int(np.searchsorted(starts, bounds[boundary]))
+            yield np.concatenate([*pending, ids[at:split]])
+            pending, at, boundary = [], split, boundary + 1
+        pending.append(ids[at:])
+    for _ in range(len(bounds) + 1 - boundary):
+        yield np.concatenate([*pending, np.zeros(0, np.int64)])
+        pending = []
 
 
 def encode_text(
@@ -166,51 +168,53 @@ def encode_text(
 
     anywhere = isinstance(getattr(backend, "model", None), models.BPE)
     lo, hi, first = 0, min(window, characters), 0
-    here = encoded(lo, hi)
+    current = encoded(lo, hi)
     while hi < characters:
         overlap = (hi - lo) // _OVERLAP_SHARE
-        behind = hi - overlap
-        end = min(behind + max(window, 2 * overlap), characters)
-        following = encoded(behind, end)
-        zone = behind + overlap // 4, hi - overlap // 4
-        joint = _joint(here, following, *zone, anywhere=anywhere)
+        next_start = hi - overlap
+        end = min(next_start + max(window, 2 * overlap), characters)
+        following = encoded(next_start, end)
+        zone = next_start + overlap // 4, hi - overlap // 4
+        joint = _joint(current, following, *zone, anywhere=anywhere)
         if joint is None:
-            known, hi = here.cut(0, first + 1), min(2 * hi - lo, characters)
-            here = encoded(lo, hi)
-            if first and not here.cut(0, first + 1).equals(known):
+            verified, hi = current.cut(0, first + 1), min(2 * hi - lo, characters)
+            current = encoded(lo, hi)
+            if first and not current.cut(0, first + 1).equals(verified):
                 raise DataError(
                     "expected tokens that depend only on nearby text, got tokens at character "
-                    f"{known.starts[-1]} of a document that change with text thousands of "
+                    f"{verified.starts[-1]} of a document that change with text thousands of "
                     f"characters later; divide the document into several of at most {window} "
                     "characters"
                 )
             continue
-        yield here.ids[first : joint[0]], here.starts[first : joint[0]]
-        lo, hi, here, first = behind, end, following, joint[1]
-    yield here.ids[first:], here.starts[first:]
+        yield current.ids[first : joint[0]], current.starts[first : joint[0]]
+        lo, hi, current, first = next_start, end, following, joint[1]
+    yield current.ids[first:], current.starts[first:]
 
 
 def _encode(tokenizer: Any, text: str, at: int) -> _Window:
     """Encode a text that begins at a character of the document."""
     encoding = tokenizer([text], add_special_tokens=False, verbose=False).encodings[0]
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + at
-    words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
+    word_numbers = np.array(
+        [-1 if number is None else number for number in encoding.word_ids], np.int64
+    )
     return _Window(
         np.array(encoding.ids, np.int64),
         np.maximum.accumulate(offsets[:, 0]),
         offsets[:, 1],
-        np.diff(words, prepend=-2) != 0,
+        np.diff(word_numbers, prepend=-2) != 0,
     )
 
 
 def _joint(
-    ours: _Window, theirs: _Window, lo: int, hi: int, *, anywhere: bool
+    first: _Window, second: _Window, lo: int, hi: int, *, anywhere: bool
 ) -> tuple[int, int] | None:
     """Find the token at which the second of two windows can continue the first.
 
     Args:
-        ours: The first window.
-        theirs: The second, which begins in it.
+        first: The first window.
+        second: The second, which begins in it.
         lo: The first character that the ends of neither window affect.
         hi: The character after the last such.
         anywhere: Whether the token may be inside a word.
@@ -218,15 +222,15 @@ def _joint(
     Returns:
         Its number in each window; None if the windows differ between `lo` and `hi`.
     """
-    (at, our_end), (there, their_end) = (
-        np.searchsorted(each.starts, (lo, hi)).tolist() for each in (ours, theirs)
+    (at, our_end), (second_start, their_end) = (
+        np.searchsorted(each.starts, (lo, hi)).tolist() for each in (first, second)
     )
-    both = ours.cut(at, our_end)
-    if not both.equals(theirs.cut(there, their_end)):
+    common = first.cut(at, our_end)
+    if not common.equals(second.cut(second_start, their_end)):
         return None
-    apart = (both.starts[1:] > both.starts[:-1]) & (both.starts[1:] >= both.ends[:-1])
-    places = np.flatnonzero(apart & (both.begins_word[1:] | anywhere)) + 1
-    if not len(places):
+    is_boundary = (common.starts[1:] > common.starts[:-1]) & (common.starts[1:] >= common.ends[:-1])
+    candidates = np.flatnonzero(is_boundary & (common.begins_word[1:] | anywhere)) + 1
+    if not len(candidates):
         return None
-    middle = int(places[len(places) // 2])
-    return at + middle, there + middle
+    middle = int(candidates[len(candidates) // 2])
+    return at + middle, second_start + middle

@@ -62,8 +62,8 @@ class EmbeddingData:
         (samples, 1 + negatives): the numbers of texts, equal for equal texts. All int64.
         """
         rows = self.rows[numbers]
-        anchors, anchor_mask = self._padded(rows[:, 0])
-        passages, passage_mask = self._padded(rows[:, 1:].reshape(-1))
+        anchors, anchor_mask = self._pad(rows[:, 0])
+        passages, passage_mask = self._pad(rows[:, 1:].reshape(-1))
         shape = (*rows[:, 1:].shape, passages.shape[-1])
         arrays = {
             "anchor_ids": anchors,
@@ -75,7 +75,7 @@ class EmbeddingData:
         }
         return Batch(arrays, float(len(rows)))
 
-    def _padded(self, numbers: Rows) -> tuple[Rows, Rows]:
+    def _pad(self, numbers: Rows) -> tuple[Rows, Rows]:
         """Return tokens of texts, padded on the right, and their mask; (texts, tokens)."""
         texts: list[Tokens] = [self.texts[number] for number in numbers.tolist()]
         longest = max((len(each) for each in texts), default=1)

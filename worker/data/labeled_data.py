@@ -182,8 +182,8 @@ def _targets(problem: Problem, labels: Sequence[Any], classes: int) -> NDArray[A
     if problem == "regression":
         return np.array(labels, np.float64)
     targets = np.zeros((len(labels), classes), np.float32)
-    for row, several in enumerate(labels):
-        targets[row, [*several]] = 1.0
+    for row, classes_of_sample in enumerate(labels):
+        targets[row, [*classes_of_sample]] = 1.0
     return targets
 
 
@@ -214,18 +214,18 @@ def encode_pairs(
         for number, (first, second) in enumerate(some, start=lo):
             if not first or not second:
                 raise DataError(f"{where(number)}: expected two texts, got an empty one")
-        made = tokenizer(
+        encodings_of_pairs = tokenizer(
             [first for first, _ in some],
             [second for _, second in some],
             truncation="longest_first",
             max_length=max_tokens,
         )
-        has_types = "token_type_ids" in made
-        for number, ids in enumerate(made["input_ids"]):
+        has_types = "token_type_ids" in encodings_of_pairs
+        for number, ids in enumerate(encodings_of_pairs["input_ids"]):
             tokens.append(np.array(ids, np.int64))
             if has_types:
-                types.append(np.array(made["token_type_ids"][number], np.int64))
-            encodings = made.encodings
+                types.append(np.array(encodings_of_pairs["token_type_ids"][number], np.int64))
+            encodings = encodings_of_pairs.encodings
             truncated += encodings is not None and bool(encodings[number].overflowing)
     return tokens, types if has_types else None, truncated
 
@@ -290,37 +290,41 @@ def class_weights(
 
 def _location(data: LabeledText, valid: LabeledText, number: int) -> str:
     """Return file and row of a text."""
-    trained = len(data.texts)
-    return data.locations[number] if number < trained else valid.locations[number - trained]
+    training_samples = len(data.texts)
+    return (
+        data.locations[number]
+        if number < training_samples
+        else valid.locations[number - training_samples]
+    )
 
 
 def _label_notes(
-    data: LabeledText, trained: NDArray[np.int64], held: NDArray[np.int64]
+    data: LabeledText, training_labels: NDArray[np.int64], evaluation_labels: NDArray[np.int64]
 ) -> dict[str, int]:
     """Count samples with labels that look like mistakes, for the manifest."""
     counts = np.bincount([*data.labels], minlength=len(data.names))
-    seen = {int(label) for label in trained}
-    missed = Counter(int(label) for label in held if int(label) not in seen)
+    trained_classes = {int(label) for label in training_labels}
+    missed = Counter(int(label) for label in evaluation_labels if int(label) not in trained_classes)
     numbers = {name: number for number, name in enumerate(data.names)}
     notes = {"conflicting_labels_left_out": data.conflicts} if data.conflicts else {}
     for names in data.alike:
-        shown = cut_text(f"labels_alike[{'|'.join(names)}]", limits.NAME_CHARACTERS)
-        notes[shown] = int(sum(counts[numbers[name]] for name in names))
+        note = cut_text(f"labels_alike[{'|'.join(names)}]", limits.NAME_CHARACTERS)
+        notes[note] = int(sum(counts[numbers[name]] for name in names))
     for label, count in sorted(missed.items()):
-        shown = f"held_out_class_without_training_sample[{data.names[label]}]"
-        notes[cut_text(shown, limits.NAME_CHARACTERS)] = count
+        note = f"held_out_class_without_training_sample[{data.names[label]}]"
+        notes[cut_text(note, limits.NAME_CHARACTERS)] = count
     return notes
 
 
 def encoded(
-    tokenizer: Any, texts: Iterable[str], max_tokens: int, place: Callable[[int], str]
+    tokenizer: Any, texts: Iterable[str], max_tokens: int, location_of: Callable[[int], str]
 ) -> tuple[DiskArrays, int]:
     """Return the tokens of each text, on disk, and how many texts were truncated."""
-    tokens, cut = DiskArrays("<u4", np.int64), 0
-    for ids, was_cut in encode_cut(tokenizer, texts, max_tokens, place):
+    tokens, truncated = DiskArrays("<u4", np.int64), 0
+    for ids, was_cut in encode_cut(tokenizer, texts, max_tokens, location_of):
         tokens.append(ids)
-        cut += was_cut
-    return tokens, cut
+        truncated += was_cut
+    return tokens, truncated
 
 
 def data_digest(data: LabeledText) -> str:

@@ -53,8 +53,8 @@ def packed(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[in
         capacity: Tokens of a sample.
         seed: The run's.
     """
-    drawn = permutation(seed, 0, len(lengths))
-    ranked = drawn[np.argsort(-lengths[drawn], kind="stable")]
+    order = permutation(seed, 0, len(lengths))
+    ranked = order[np.argsort(-lengths[order], kind="stable")]
     packs: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms: list[int] = []  # rising; those that some pack has left
@@ -70,11 +70,11 @@ def packed(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[in
             if not with_room[room]:
                 del rooms[at]
         packs[pack].append(number)
-        left = room - length
-        if left:
-            if not with_room[left]:
-                insort(rooms, left)
-            with_room[left].append(pack)
+        free = room - length
+        if free:
+            if not with_room[free]:
+                insort(rooms, free)
+            with_room[free].append(pack)
     return packs
 
 
@@ -102,17 +102,17 @@ class PackedSamples:
 
     def batch(self, rows: NDArray[np.int64] | slice) -> Batch:
         """Make a batch of input_ids, labels and position_ids, (samples, tokens): see `Samples`."""
-        chosen = np.arange(len(self))[rows].tolist()
-        inputs = np.zeros((len(chosen), self.length), np.int64)
-        labels = np.full((len(chosen), self.length), NOTHING, np.int64)
-        positions = np.zeros((len(chosen), self.length), np.int64)
-        for row, number in enumerate(chosen):
+        numbers = np.arange(len(self))[rows].tolist()
+        inputs = np.zeros((len(numbers), self.length), np.int64)
+        labels = np.full((len(numbers), self.length), NOTHING, np.int64)
+        positions = np.zeros((len(numbers), self.length), np.int64)
+        for row, number in enumerate(numbers):
             at = 0
             for each in self.packs[number]:
                 read, predicted = self.pieces.piece(each)
-                here = slice(at, at + len(read))
-                inputs[row, here], labels[row, here] = read, predicted
-                positions[row, here] = np.arange(len(read))
+                span = slice(at, at + len(read))
+                inputs[row, span], labels[row, span] = read, predicted
+                positions[row, span] = np.arange(len(read))
                 at += len(read)
         weight = float(np.count_nonzero(labels != NOTHING))
         arrays = {"input_ids": inputs, "labels": labels, "position_ids": positions}
@@ -120,8 +120,8 @@ class PackedSamples:
 
     def sample(self, number: int) -> tuple[Tokens, Counted]:
         """See `Samples`: the pieces are concatenated."""
-        both = [self.pieces.sample(each) for each in self.packs[number]]
-        return np.concatenate([a for a, _ in both]), np.concatenate([b for _, b in both])
+        parts = [self.pieces.sample(each) for each in self.packs[number]]
+        return np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts])
 
 
 def check_packing(module: nn.Module, vocabulary: int, options: Mapping[str, Any]) -> None:

@@ -126,24 +126,24 @@ class EncodedPairs:
             DataError: The template refuses a conversation or makes both of a pair the same, or no
                 pair is left.
         """
-        kept, longest, bad_rows = list[int](), 0, BadRows(skip=data.skip_bad_rows)
+        numbers, longest, bad_rows = list[int](), 0, BadRows(skip=data.skip_bad_rows)
         for number, answers in _encoded(template, found, bad_rows):
             longest = max(longest, *(len(ids) for ids, _ in answers))
             if all(marks[1 : self.length].any() for _, marks in answers):
-                kept.append(number)
+                numbers.append(number)
                 for ids, marks in answers:
                     self._tokens.append(ids)
                     self._counted.append(marks)
         bad_rows.report()
         self.refused += bad_rows.count
-        if not kept:
+        if not numbers:
             raise DataError(
                 f"expected pairs in {data.train!r} whose first data.max_tokens = {self.length} "
                 "tokens reach both answers, found none; raise it: --set "
                 f"data.max_tokens={longest}"
             )
-        self.left_out += len(found) - len(kept) - bad_rows.count
-        return Chosen(found.documents, kept)
+        self.left_out += len(found) - len(numbers) - bad_rows.count
+        return Chosen(found.documents, numbers)
 
     def __len__(self) -> int:
         return len(self._tokens) // 2
@@ -200,11 +200,11 @@ def _encoded(
     rendered = bad_rows.usable(enumerate(found), render)
     while some := [*islice(rendered, _ENCODED_AT_ONCE)]:
         sides = (template.encode([both[side] for _, both in some]) for side in (0, 1))
-        for ((number, pair), _), liked, other in zip(some, *sides, strict=True):
-            if np.array_equal(liked[0], other[0]):
+        for ((number, pair), _), chosen_text, rejected_text in zip(some, *sides, strict=True):
+            if np.array_equal(chosen_text[0], rejected_text[0]):
                 bad_rows.add(_the_same(pair))
             else:
-                yield number, (liked, other)
+                yield number, (chosen_text, rejected_text)
 
 
 def _the_same(pair: Pair) -> DataError:

@@ -60,7 +60,7 @@ def trial_join(
         addresses = asyncio.run(dial.resolve(host, port, _PATIENCE_S))
     except DialError as error:
         yield failure(
-            "address", error.found,
+            "address", error.observation,
             f"use the coordinator's IP address; see also: getent hosts {host}",
         )  # fmt: skip
         return
@@ -93,7 +93,7 @@ def _attempt(
         connected, address = asyncio.run(dial.connect_first(addresses, _PATIENCE_S))
     except DialError as error:
         advice = {"refused": _LISTENS, "no answer": _SILENCE}.get(error.cause, error.advice)
-        yield failure("connection", error.found, advice)
+        yield failure("connection", error.observation, advice)
         return
     at, took_ms = str(address), (time.perf_counter() - began_s) * 1000
     yield ok("connection", f"{at} answers after {took_ms:.1f} ms")

@@ -211,13 +211,13 @@ class _Work:
         self.slowest_ms = 0.0
         self.unlike: set[int] = set()
 
-    def _within(self, part: Subtree) -> Subtree:
+    def _clipped(self, part: Subtree) -> Subtree:
         """Shift a part to the subtree's origin: it has the shape of a tree over its own leaves."""
         return Subtree(part.lo - self.subtree.lo, part.hi - self.subtree.lo)
 
     def add_block(self, event: events.BlockSum) -> events.BlockSum | None:
         """Merge a part's sum of a block; returns the subtree's sum when it is complete."""
-        part = self._within(event.subtree)
+        part = self._clipped(event.subtree)
         total = self._reducer.put(event.block, "", part, event.weight, event.values)
         if total is None:
             return None
@@ -226,7 +226,7 @@ class _Work:
 
     def add_loss(self, event: events.SubtreeDone) -> Loss | None:
         """Merge a part's loss; returns the subtree's loss when it is complete."""
-        part = self._within(event.subtree)
+        part = self._clipped(event.subtree)
         self._weights.put(part, event.loss.weight)
         self._losses.put(part, event.loss.loss_sum)
         self.slowest_ms = max(self.slowest_ms, event.elapsed_ms)
@@ -718,13 +718,13 @@ class DeviceGroup:
         device = self._devices[name]
         if not device.is_present:
             return []
-        what = f"the process of device {name!r} {reason}"
+        description = f"the process of device {name!r} {reason}"
         if device.restarts >= MOST_RESTARTS:
-            outputs: list[Output] = [LogLine(name, f"{what}; it is left out")]
+            outputs: list[Output] = [LogLine(name, f"{description}; it is left out")]
             return [*outputs, *self._remove(device, DeviceError(name, f"its process {reason}"))]
         device.restarts += 1
-        again = f"restarted, {device.restarts} of at most {MOST_RESTARTS} times"
-        outputs = [LogLine(name, f"{what}; {again}"), Start(name)]
+        restart = f"restarted, {device.restarts} of at most {MOST_RESTARTS} times"
+        outputs = [LogLine(name, f"{description}; {restart}"), Start(name)]
         was_active = device.state is DeviceState.ACTIVE
         orphans = self._take_back_work(device)
         device.state, device.builds = DeviceState.PREPARING, 0
@@ -735,7 +735,7 @@ class DeviceGroup:
         if self._build is not None:
             device.builds = 1
             outputs.append(ToDevice(name, replace(self._build, keep=False)))
-        return [*outputs, *self._reassign(orphans, f"{what}", was_active=was_active)]
+        return [*outputs, *self._reassign(orphans, f"{description}", was_active=was_active)]
 
     def _remove(self, device: _Device, error: Exception) -> list[Output]:
         was_active = device.state is DeviceState.ACTIVE
@@ -791,13 +791,17 @@ def is_finite_loss(loss: Loss) -> bool:
 
 def _unlike_tasks(built: Sequence[events.Built]) -> str:
     """Why the devices built different tasks from one run spec; empty if all are the same."""
-    one = built[0]
-    for other in built[1:]:
-        ours, theirs = one.manifest.digests, other.manifest.digests
-        unlike = [key for key in sorted(ours.keys() | theirs) if ours.get(key) != theirs.get(key)]
-        if not unlike and one.manifest.digest() != other.manifest.digest():
+    first = built[0]
+    for second in built[1:]:
+        first_digests, second_digests = first.manifest.digests, second.manifest.digests
+        unlike = [
+            key
+            for key in sorted(first_digests.keys() | second_digests)
+            if first_digests.get(key) != second_digests.get(key)
+        ]
+        if not unlike and first.manifest.digest() != second.manifest.digest():
             unlike = ["model shape, sample counts or metrics"]
-        if one.initial_digest != other.initial_digest:
+        if first.initial_digest != second.initial_digest:
             unlike.append("initial weights")
         if unlike:
             return (

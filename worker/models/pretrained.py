@@ -366,7 +366,7 @@ def _hub_answers(name: str) -> bool:
             with dial.connect_blocking(address.hostname or "", port, _HUB_TIMEOUT_S):
                 return True
         except DialError as error:
-            reason = error.found
+            reason = error.observation
     if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
         raise DataError(
             f"cannot fetch the model {name!r}: the hub at {address.hostname} does not answer "

@@ -258,7 +258,7 @@ class PeerLinks:
                 await self._dial(link)
             except (OSError, SamestepError) as error:
                 # The advice of a DialError is for who connects to a coordinator.
-                reason = error.found if isinstance(error, DialError) else reason_of(error)
+                reason = error.observation if isinstance(error, DialError) else reason_of(error)
                 if link.is_down.is_set() and not self._crossing(link.peer):
                     self.owner.on_unlinked(link.peer.name, reason)
                 delay_s = next(delays)

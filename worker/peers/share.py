@@ -120,7 +120,7 @@ class _Attempt:
         id: Term, step and attempt, as messages carry them.
         owners: The number of the plan's table; 0: only the coordinator averages.
         table: The table in force.
-        allowed: How many chunks of each subtree the coordinator may be sent by now.
+        credit: How many chunks of each subtree the coordinator may be sent by now.
         held_back: Payloads for the coordinator that are not allowed yet, by chunk and subtree.
         reducer: Of the chunks that are this worker's.
         sums: By subtree and block what this worker has computed, to be sent again.
@@ -135,9 +135,9 @@ class _Attempt:
     table: OwnerTable
     microbatches: int
     averages: Averages
-    allowed: int
+    credit: int
     reducer: Reducer[int]
-    mine: set[int] = field(default_factory=set)
+    owned: set[int] = field(default_factory=set)
     held_back: list[tuple[int, Subtree, Transmit]] = field(default_factory=list)
     sums: dict[tuple[Subtree, int], tuple[float, Array]] = field(default_factory=dict)
     arrived: dict[tuple[str, Subtree], set[int]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class _Attempt:
     digests: dict[int, bytes] = field(default_factory=dict)
     expected: bytes | None = None
     committed: bool = False
-    asked: bool = False
+    is_requested: bool = False
 
     def is_at(self, message: Cancel | Credit | Commit | AverageDigests) -> bool:
         """Whether a message is about this attempt."""
@@ -217,7 +217,7 @@ class GradientExchange:
         self._number, self._table = number, table
         now = self._now
         if now is None or not now.owners:
-            return self._again()
+            return self._receive_early()
         before, now.table = now.table, table
         now.announced.clear()
         now.former.update((each, before.owner(each)) for each in range(self._grid.count))
@@ -228,12 +228,12 @@ class GradientExchange:
             for each in self._grid.of_block(block):
                 if has_changed or before.owner(each) != table.owner(each):
                     actions += self._deliver(now, each, subtree, weight, values)
-        return [*actions, *self._announce(now), *self._tell_again(now, before), *self._again()]
+        return [*actions, *self._announce(now), *self._resend(now, before), *self._receive_early()]
 
-    def _tell_again(self, now: _Attempt, before: OwnerTable) -> list[Action]:
+    def _resend(self, now: _Attempt, previous: OwnerTable) -> list[Action]:
         """The coordinator gets averages from another one than before: give it what is here."""
         scribe = now.table.scribe
-        if before.scribe == scribe or scribe not in (None, self.me):
+        if previous.scribe == scribe or scribe not in (None, self.me):
             return []
         here = [n for n in now.averages.senders if scribe == self.me or n in now.reducer]
         return [self._average_for_the_coordinator(now, number) for number in here]
@@ -257,12 +257,12 @@ class GradientExchange:
         )  # fmt: skip
         self._newest = (plan.term, *key)
         self._take_up(now)
-        return self._again()
+        return self._receive_early()
 
     def _take_up(self, now: _Attempt) -> None:
         """Reduce the chunks that are this worker's; drop partial sums of what is another's now."""
-        now.mine = now.table.owned_by(self.me)
-        dropped = now.reducer.own(now.mine)
+        now.owned = now.table.owned_by(self.me)
+        dropped = now.reducer.own(now.owned)
         for there in now.arrived.values():  # a later table may give them back, without their sums
             there.difference_update(dropped)
 
@@ -275,9 +275,9 @@ class GradientExchange:
         now = self._now
         if now is None or not now.is_at(credit):
             return []
-        now.allowed = max(credit.uploads, now.allowed)
-        ready = [action for number, _, action in now.held_back if number < now.allowed]
-        now.held_back = [entry for entry in now.held_back if entry[0] >= now.allowed]
+        now.credit = max(credit.uploads, now.credit)
+        ready = [action for number, _, action in now.held_back if number < now.credit]
+        now.held_back = [entry for entry in now.held_back if entry[0] >= now.credit]
         return [*ready]
 
     def cancel(self, message: Cancel) -> list[Action]:
@@ -372,7 +372,7 @@ class GradientExchange:
         if owner != COORDINATOR and self.me in now.table.members:
             return [ToPeer(owner, message, body)]
         action = Transmit(message, body)
-        if owner == COORDINATOR and number >= now.allowed:
+        if owner == COORDINATOR and number >= now.credit:
             now.held_back.append((number, subtree, action))
             return []
         return [action]
@@ -388,10 +388,10 @@ class GradientExchange:
         if sender == COORDINATOR and isinstance(message, AveragedGradient):
             return self._averaged(message, body)
         now = self._now
-        theirs = (message.term, message.step, message.attempt)
-        if theirs > self._newest or message.owners > self._number:
+        message_id = (message.term, message.step, message.attempt)
+        if message_id > self._newest or message.owners > self._number:
             return self._keep_early(sender, message, body)
-        if now is None or theirs < self._newest:
+        if now is None or message_id < self._newest:
             return []
         self.arrivals += 1
         if isinstance(message, GradientPayload):
@@ -430,8 +430,8 @@ class GradientExchange:
         self._early_bytes += body.nbytes
         return []
 
-    def _again(self) -> list[Action]:
-        """What came early may be in place by now."""
+    def _receive_early(self) -> list[Action]:
+        """Process messages that arrived before this attempt."""
         early, self._early, self._early_bytes = self._early, [], 0
         actions: list[Action] = []
         for sender, message, body in early:
@@ -473,12 +473,12 @@ class GradientExchange:
 
     def _announce(self, now: _Attempt, only: tuple[str, Subtree] | None = None) -> list[Action]:
         """Tell the coordinator of which subtrees all that is this worker's is here."""
-        if not now.mine:
+        if not now.owned:
             return []
         actions: list[Action] = []
         for worker, subtree in [only] if only is not None else list(now.arrived):
             there = now.arrived[worker, subtree]
-            whole = len(there) >= len(now.mine) and now.mine <= there
+            whole = len(there) >= len(now.owned) and now.owned <= there
             if whole and (worker, subtree) not in now.announced:
                 now.announced.add((worker, subtree))
                 message = SumsArrived(
@@ -497,19 +497,19 @@ class GradientExchange:
         reduced = ChunkReduced(
             **now.id, owners=self._number, block=block, chunk=chunk, digest=digest
         )
-        actions: list[Action] = [ToPeer(peer, message, body) for peer in self._others(now)]
+        actions: list[Action] = [ToPeer(peer, message, body) for peer in self._other_members(now)]
         actions.append(Transmit(reduced, origin_document(origin)))
         if now.table.scribe in (None, self.me):
             actions.append(Transmit(message, body))
         return actions
 
-    def _others(self, now: _Attempt) -> list[str]:
+    def _other_members(self, now: _Attempt) -> list[str]:
         """The other members, those after this one first: not all owners begin with the same."""
         members = now.table.members
         if self.me not in members:
             return []  # it was an owner when the sums came: the coordinator passes this on
-        mine = members.index(self.me)
-        return [*members[mine + 1 :], *members[:mine]]
+        own_index = members.index(self.me)
+        return [*members[own_index + 1 :], *members[:own_index]]
 
     def _average_for_the_coordinator(self, now: _Attempt, number: int) -> Transmit:
         return Transmit(*self._average_message(now, number))
@@ -581,7 +581,7 @@ class GradientExchange:
         return self._ask(now) if is_outside or now.former else []
 
     def _ask(self, now: _Attempt) -> list[Action]:
-        if now.asked or now.averages.complete:
+        if now.is_requested or now.averages.complete:
             return []
-        now.asked = True
+        now.is_requested = True
         return [Transmit(AveragesRequest(**now.id))]

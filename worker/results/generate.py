@@ -69,8 +69,8 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
             raise DataError(
                 f"the tokenizer's chat template refuses it: {describe_error(error)}"
             ) from None
-        for said, option in ((system, "--system"), (prompt, "the prompt")):
-            if said and where_said(without_spaces(text), said) < 0:
+        for value, option in ((system, "--system"), (prompt, "the prompt")):
+            if value and where_said(without_spaces(text), value) < 0:
                 raise DataError(f"{option}: the tokenizer's chat template leaves it out")
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     elif system is not None:
@@ -115,14 +115,14 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
             prompt has tokens that the model does not know.
     """
     check_tokens(max(prompt), vocabulary_of(model))
-    most = positions(model)
+    limit = positions(model)
     if is_seq2seq(model):
         ends = end_tokens(model, tokenizer)
         return _pieces(tokenizer, _target_tokens(model, prompt, sampling, ends))
-    if len(prompt) + sampling.max_tokens > most:
+    if len(prompt) + sampling.max_tokens > limit:
         raise DataError(
-            f"expected a prompt and --max-tokens of {most} tokens together, the model's positions, "
-            f"got {len(prompt)} and {sampling.max_tokens}; lower --max-tokens"
+            f"expected a prompt and --max-tokens of {limit} tokens together, the model's "
+            f"positions, got {len(prompt)} and {sampling.max_tokens}; lower --max-tokens"
         )
     return _pieces(tokenizer, _tokens(model, prompt, sampling, end_tokens(model, tokenizer)))
 
@@ -152,23 +152,23 @@ def _target_tokens(
 ) -> Iterator[int]:
     """The tokens that an encoder-decoder makes of a source."""
     read = torch.tensor([source], device=model.device)
-    written = torch.tensor([[model.config.decoder_start_token_id]], device=model.device)
+    output = torch.tensor([[model.config.decoder_start_token_id]], device=model.device)
     uniforms = draws.uniforms(draws.key_of(sampling.seed, "generate"), sampling.max_tokens)
     with torch.no_grad():
         encoded = _undecorated(model).get_encoder()(input_ids=read)
         for number in range(sampling.max_tokens):
-            out = model(encoder_outputs=encoded, decoder_input_ids=written, use_cache=False)
+            out = model(encoder_outputs=encoded, decoder_input_ids=output, use_cache=False)
             token = choose(out.logits[0, -1].float().cpu(), sampling, float(uniforms[number]))
             if token in ends:
                 return
             yield token
-            written = torch.cat([written, torch.tensor([[token]], device=model.device)], 1)
+            output = torch.cat([output, torch.tensor([[token]], device=model.device)], 1)
 
 
 def _options(model: Any, cache: str | None) -> dict[str, Any]:
     """Keywords of the first forward pass."""
-    known = inspect.signature(_undecorated(model).forward).parameters
-    return {"use_cache": cache is not None} if "use_cache" in known else {}
+    parameters = inspect.signature(_undecorated(model).forward).parameters
+    return {"use_cache": cache is not None} if "use_cache" in parameters else {}
 
 
 def _undecorated(model: Any) -> Any:
@@ -181,10 +181,10 @@ def _cache(model: Any) -> str | None:
     None where there is none, or where it does not lead to the logits of the whole text: some
     families keep their state elsewhere, or count positions by keywords of their own.
     """
-    known = inspect.signature(_undecorated(model).forward).parameters
+    parameters = inspect.signature(_undecorated(model).forward).parameters
     ids = probe_tokens(vocabulary_of(model)).to(model.device)
     for cache in _CACHES:
-        if cache in known and "use_cache" in known:
+        if cache in parameters and "use_cache" in parameters:
             with torch.no_grad():
                 whole = model(input_ids=ids, use_cache=False).logits
                 out = model(input_ids=ids[:, :-_CACHED_TOKENS], use_cache=True)
@@ -210,29 +210,29 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: float) -> int:
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
-    likely, tokens = (
+    probabilities, tokens = (
         (logits.double() / sampling.temperature).softmax(0).sort(descending=True, stable=True)
     )
-    sums = likely.cumsum(0)
+    sums = probabilities.cumsum(0)
     # The token that reaches the share is the last one in.
-    kept = min(int((sums < sampling.top_p).sum()) + 1, len(sums))
-    at = int((sums[:kept] <= uniform * float(sums[kept - 1])).sum())
-    return int(tokens[min(at, kept - 1)])
+    count = min(int((sums < sampling.top_p).sum()) + 1, len(sums))
+    at = int((sums[:count] <= uniform * float(sums[count - 1])).sum())
+    return int(tokens[min(at, count - 1)])
 
 
 def _pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
     """Yield text as characters are complete: a token may be part of one."""
     ids: list[int] = []
-    emitted = ""
+    printed = ""
     for token in tokens:
         ids.append(token)
         text = _text(tokenizer, ids)
-        if text.startswith(emitted) and not text.endswith(_HALF_A_CHARACTER):
-            yield text[len(emitted) :]
-            emitted = text
+        if text.startswith(printed) and not text.endswith(_HALF_A_CHARACTER):
+            yield text[len(printed) :]
+            printed = text
     text = _text(tokenizer, ids)
-    if text != emitted:
-        yield text[len(emitted) :]
+    if text != printed:
+        yield text[len(printed) :]
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

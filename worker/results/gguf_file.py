@@ -147,12 +147,12 @@ def _describe(writer: Any, gguf: Any, model: Any, name: str, storage: Storage) -
         getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     )
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    given = {
+    metadata = {
         add: getattr(config, key)
         for key, add in _KEYS.items()
         if key in FAMILIES[config.model_type].written and getattr(config, key, None) is not None
     }
-    for add, value in given.items():
+    for add, value in metadata.items():
         getattr(writer, add)(value)
     _describe_rope(writer, gguf, config)
     writer.add_rope_dimension_count(_head_width(config))
@@ -165,14 +165,14 @@ def _describe(writer: Any, gguf: Any, model: Any, name: str, storage: Storage) -
 
 def _describe_rope(writer: Any, gguf: Any, config: Any) -> None:
     """Rotary positions; those of Llama 3 are a tensor besides."""
-    found = rope(config)
-    writer.add_rope_freq_base(found["rope_theta"])
+    scaling = rope(config)
+    writer.add_rope_freq_base(scaling["rope_theta"])
     longest = config.max_position_embeddings
-    original = found.get("original_max_position_embeddings") or longest
-    if found["rope_type"] in {"linear", "yarn"}:
-        writer.add_rope_scaling_type(gguf.RopeScalingType[found["rope_type"].upper()])
-        writer.add_rope_scaling_factor(found.get("factor") or longest / original)
-    if found["rope_type"] == "yarn":
+    original = scaling.get("original_max_position_embeddings") or longest
+    if scaling["rope_type"] in {"linear", "yarn"}:
+        writer.add_rope_scaling_type(gguf.RopeScalingType[scaling["rope_type"].upper()])
+        writer.add_rope_scaling_factor(scaling.get("factor") or longest / original)
+    if scaling["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(original)
 
 
@@ -203,22 +203,24 @@ def _tensors(gguf: Any, family: Family, model: Any, storage: Storage) -> Iterato
         if name in shared:
             continue
         for part, values in _parts(name, tensor.float().numpy()):
-            there = names.get_name(part, try_suffixes=(".weight", ".bias"))
-            if there is None:
+            tensor_name = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            if tensor_name is None:
                 raise DataError(
                     f"llama.cpp does not support the tensor {name!r}; use the model's directory as "
                     "it is"
                 )
-            there += "" if there.endswith((".weight", ".bias")) else ".weight"
-            yield _stored(gguf, there, _as_computed(family, part, values, model.config), storage)
+            tensor_name += "" if tensor_name.endswith((".weight", ".bias")) else ".weight"
+            yield _stored(
+                gguf, tensor_name, _as_computed(family, part, values, model.config), storage
+            )
     if rope(model.config)["rope_type"] == "llama3":
         yield _stored(gguf, "rope_freqs.weight", _frequencies(model), "f32")
 
 
 def _parts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
     """Yield a tensor by the name that llama.cpp knows; experts' gates and the rest apart."""
-    experts, found, _ = name.partition("experts.gate_up_proj")
-    if not found:
+    experts, separator, _ = name.partition("experts.gate_up_proj")
+    if not separator:
         yield name, values
         return
     for part, half in zip(("gate_proj", "up_proj"), np.split(values, 2, axis=1), strict=True):
@@ -272,20 +274,20 @@ def _frequencies(model: Any) -> Array:
 
 
 def _stored(gguf: Any, name: str, values: Array, storage: Storage) -> _Tensor:
-    fits = storage != "q8_0" or values.shape[-1] % _Q8_GROUP == 0
+    is_divisible = storage != "q8_0" or values.shape[-1] % _Q8_GROUP == 0
     is_plain = values.ndim < 2 or name.endswith(_PLAIN_NUMBERS)
-    asked = "f32" if is_plain else storage if fits else "f16"
-    kind = gguf.GGMLQuantizationType[asked.upper()]
+    requested = "f32" if is_plain else storage if is_divisible else "f16"
+    kind = gguf.GGMLQuantizationType[requested.upper()]
     values = np.ascontiguousarray(values, np.float32)
     with np.errstate(over="ignore"):
         stored = gguf.quants.quantize(values, kind)
-    meant = np.asarray(gguf.quants.dequantize(stored, kind), np.float32).reshape(values.shape)
-    if not np.isfinite(meant).all():
+    decoded = np.asarray(gguf.quants.dequantize(stored, kind), np.float32).reshape(values.shape)
+    if not np.isfinite(decoded).all():
         raise DataError(
-            f"expected values of {name!r} within {asked}, got larger ones; store them otherwise: "
+            f"expected values of {name!r} within {requested}, got larger ones; use another type: "
             "--gguf bf16"
         )
-    return _Tensor(name, stored, kind, meant, not fits and not is_plain)
+    return _Tensor(name, stored, kind, decoded, not is_divisible and not is_plain)
 
 
 def _compare(gguf: Any, path: Path, tensors: Mapping[str, _Tensor], vocabulary: Vocabulary) -> None:
@@ -307,8 +309,8 @@ def _compare(gguf: Any, path: Path, tensors: Mapping[str, _Tensor], vocabulary: 
     if reader.get_field("tokenizer.ggml.tokens").contents() != vocabulary.tokens:
         raise StorageDamaged(str(path), "tokens", "entries other than those written")
     if vocabulary.scores:
-        same = reader.get_field("tokenizer.ggml.scores").contents() == vocabulary.scores
+        is_equal = reader.get_field("tokenizer.ggml.scores").contents() == vocabulary.scores
     else:
-        same = reader.get_field("tokenizer.ggml.merges").contents() == vocabulary.merges
-    if not same:
+        is_equal = reader.get_field("tokenizer.ggml.merges").contents() == vocabulary.merges
+    if not is_equal:
         raise StorageDamaged(str(path), "scores or merges", "entries other than those written")

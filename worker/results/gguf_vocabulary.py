@@ -107,9 +107,9 @@ class Vocabulary:
         ):
             if number is not None and number < len(self.tokens):
                 add(number)
-        marked = tokenizer("a", verbose=False)["input_ids"]
-        writer.add_add_bos_token(marked[:1] == [tokenizer.bos_token_id])
-        writer.add_add_eos_token(marked[-1:] == [tokenizer.eos_token_id])
+        encoded = tokenizer("a", verbose=False)["input_ids"]
+        writer.add_add_bos_token(encoded[:1] == [tokenizer.bos_token_id])
+        writer.add_add_eos_token(encoded[-1:] == [tokenizer.eos_token_id])
         if isinstance(tokenizer.chat_template, str):
             writer.add_chat_template(tokenizer.chat_template)
 
@@ -141,18 +141,18 @@ def _with_bytes(tokens: Sequence[str], kinds: Sequence[int], model: Mapping[str,
         DataError: A byte has no token.
     """
     types = importlib.import_module("gguf").TokenType
-    there = {token: number for number, token in enumerate(tokens)}
-    made = [*kinds]
+    token_numbers = {token: number for number, token in enumerate(tokens)}
+    token_kinds = [*kinds]
     for byte in range(256):
-        number = there.get(f"<0x{byte:02X}>")
+        number = token_numbers.get(f"<0x{byte:02X}>")
         if number is None:
             raise DataError(
                 f"expected a token for each byte for GGUF, got none for 0x{byte:02X}; {_INSTEAD}"
             )
-        made[number] = int(types.BYTE)
-    if model.get("unk_token") in there:
-        made[there[model["unk_token"]]] = int(types.UNKNOWN)
-    return made
+        token_kinds[number] = int(types.BYTE)
+    if model.get("unk_token") in token_numbers:
+        token_kinds[token_numbers[model["unk_token"]]] = int(types.UNKNOWN)
+    return token_kinds
 
 
 def _puts_space_before(document: Mapping[str, Any]) -> bool:
@@ -164,15 +164,20 @@ def _puts_space_before(document: Mapping[str, Any]) -> bool:
     normalizer = document.get("normalizer") or {}
     splits = document.get("pre_tokenizer")
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    before = {"type": "Prepend", "prepend": _SPACE}
+    prepend = {"type": "Prepend", "prepend": _SPACE}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     no_spaces_left = {"type": "Split", "pattern": {"String": " "}, "invert": False}
-    if steps in ([spaces], [before, spaces]) and (
+    if steps in ([spaces], [prepend, spaces]) and (
         splits is None or no_spaces_left.items() <= splits.items()
     ):
-        return before in steps
-    never = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "never", "split": False}
-    if not steps and splits == never:
+        return prepend in steps
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": _SPACE,
+        "prepend_scheme": "never",
+        "split": False,
+    }
+    if not steps and splits == metaspace:
         return False
     raise DataError(
         "expected a SentencePiece tokenizer that puts a space before every text or none for GGUF, "
@@ -216,26 +221,26 @@ def _scores(
     Raises:
         DataError: No scores do.
     """
-    made = [first + second for first, second in merges]
-    order = [token for token, _ in groupby(made)]
+    merged = [first + second for first, second in merges]
+    order = [token for token, _ in groupby(merged)]
     rank = {token: number for number, token in enumerate(order)}
-    listed = {*merges}
+    merge_set = {*merges}
     parts = {*plain.values()}
     unlisted = (
         token
         for token in plain.values()
         if not _is_byte(token)
         for at in range(1, len(token))
-        if (token[:at], token[at:]) not in listed
+        if (token[:at], token[at:]) not in merge_set
         and all(len(part) == 1 or part in parts for part in (token[:at], token[at:]))
     )
     odd = next(unlisted, None)
     if len(rank) != len(order) or odd is not None:
-        what = (
+        problem = (
             f"{odd!r} is made of more pairs" if odd is not None else "pairs of equal tokens apart"
         )
         raise DataError(
-            f"expected the merges of a SentencePiece model for GGUF, got others ({what}); "
+            f"expected the merges of a SentencePiece model for GGUF, got others ({problem}); "
             f"llama.cpp would produce different tokens; {_INSTEAD}"
         )
     scores = [_OF_MARKS] * vocabulary

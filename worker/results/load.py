@@ -72,9 +72,9 @@ def load(saved: SavedModel, base: str | None) -> LoadedModel:
         pretrained.refuse_drawn_weights(loaded, source, "take a model with its head")
     model: Any = loaded.model
     model.requires_grad_(requires_grad=False)
-    own = (saved.directory / "tokenizer.json").is_file()
-    tokenizer = tokenizer_in(saved.directory) if own else load_tokenizer(source)
-    if saved.adapter is not None and own:
+    has_tokenizer = (saved.directory / "tokenizer.json").is_file()
+    tokenizer = tokenizer_in(saved.directory) if has_tokenizer else load_tokenizer(source)
+    if saved.adapter is not None and has_tokenizer:
         fill_rows(model, len(tokenizer), ())  # the adapter has their values
     if saved.adapter is not None:
         if saved.facts is not None:
@@ -138,8 +138,8 @@ def _saved(saved: SavedModel) -> set[str]:
 
 
 def _refuse_another_base(saved: SavedModel, source: str, digest: str) -> None:
-    known = saved.facts.digests.get("base_weights") if saved.facts is not None else None
-    if saved.adapter is not None and known is not None and digest != known:
+    base_digest = saved.facts.digests.get("base_weights") if saved.facts is not None else None
+    if saved.adapter is not None and base_digest is not None and digest != base_digest:
         raise DataError(
             f"the model {source!r} is not the one that {str(saved.directory)!r} was trained on: "
             "its weights have another digest; get that model's files again, or name them: "
@@ -155,24 +155,25 @@ def _with_adapter(model: Any, saved: SavedModel) -> Any:
     """
     import peft  # noqa: PLC0415 -- a whole model does without
 
-    place = str(saved.directory)
+    directory = str(saved.directory)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            adapted = peft.PeftModel.from_pretrained(model, place)
+            adapted = peft.PeftModel.from_pretrained(model, directory)
         expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
         with safe_open(saved.directory / ADAPTER_WEIGHTS, "np") as tensors:
             names = tensors.keys()
             stored = {adapter_name(name) for name in names} - {LOG_SCALE}
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise DataError(
-            f"cannot add the adapter {place!r} to its base: {describe_error(error)}"
+            f"cannot add the adapter {directory!r} to its base: {describe_error(error)}"
         ) from None
     if expected != stored:
         odd = min(expected ^ stored)
         raise DataError(
-            f"expected the {len(expected)} tensors of the adapter's configuration in {place!r}, "
-            f"got {len(stored)}, which differ in {odd!r}; is it the adapter of another model?"
+            f"expected the {len(expected)} tensors of the adapter's configuration in "
+            f"{directory!r}, got {len(stored)}, which differ in {odd!r}; is it the adapter of "
+            "another model?"
         )
     return adapted
 

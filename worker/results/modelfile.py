@@ -110,8 +110,8 @@ def _around(tokenizer: Any) -> Around | None:
         """What the last message adds to those before it: before and behind its words."""
         earlier = _rendered(tokenizer, messages[:-1])
         whole = _rendered(tokenizer, messages)
-        before, found, behind = whole.removeprefix(earlier).partition(messages[-1]["content"])
-        return (before, behind) if found and whole.startswith(earlier) else None
+        prefix, matched, suffix = whole.removeprefix(earlier).partition(messages[-1]["content"])
+        return (prefix, suffix) if matched and whole.startswith(earlier) else None
 
     asked = [_SYSTEM, _QUESTION]
     answer, question = added([*asked, _ANSWER]), added([*asked, _ANSWER, _QUESTION])

@@ -50,10 +50,10 @@ def read_texts(path: Path, columns: Sequence[str]) -> list[str]:
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    def check(location: Location, there: Sequence[str]) -> None:
+    def check(location: Location, columns_found: Sequence[str]) -> None:
         for column in columns:
-            if there.count(column) != 1:
-                found = ", ".join(repr(str(name)[:40]) for name in there[:10]) or "nothing"
+            if columns_found.count(column) != 1:
+                found = ", ".join(repr(str(name)[:40]) for name in columns_found[:10]) or "nothing"
                 raise DataError(
                     f"{location}: expected one column {column!r}, found {found}; name the text's: "
                     "--column NAME"

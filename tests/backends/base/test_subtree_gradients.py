@@ -86,7 +86,7 @@ def test_few_arrays_are_held(leaves):
     sums = HostSums(leaves, 1)
     for leaf in range(leaves):
         sums.add(leaf, 0, np.ones(1, np.float32))
-        assert len(sums._blocks[0].held) <= leaves.bit_length()
+        assert len(sums._blocks[0].pending) <= leaves.bit_length()
 
 
 def test_another_order_would_have_other_bits():

@@ -221,8 +221,8 @@ def summed_loss(module, arrays):
 
 
 REFUSED: dict[str, Any] = {
-    r"'table.weight' .*the loss reads it by": (Penalised, token_loss, tokens(), 8000),
-    r"layers.0 reads it": (InLayers, summed_loss, tokens(), 8000),
+    r"'table.weight' .*in the loss": (Penalised, token_loss, tokens(), 8000),
+    r"in layers.0": (InLayers, summed_loss, tokens(), 8000),
     r"'an intermediate result'.*fewer tokens": (Tied, token_loss, tokens(1, 6), 8000),
 }
 

@@ -60,7 +60,7 @@ def test_any_order_duplicates_and_overlaps_give_the_bits_of_the_recursive_sum(ca
     total = sums.total
     assert total is not None
     assert total.tobytes() == naive(leaves, 0, microbatches).tobytes()
-    assert sums.held == (root(microbatches),)
+    assert sums.pending == (root(microbatches),)
 
 
 @given(arrivals())
@@ -70,11 +70,11 @@ def test_every_leaf_counts_exactly_once(case):
     come: set[int] = set()
     for subtree in subtrees:
         before = come.issuperset(range(*subtree))
-        assert sums.covers(subtree) is any(held.covers(subtree) for held in sums.held)
+        assert sums.covers(subtree) is any(held.covers(subtree) for held in sums.pending)
         taken = sums.put(subtree, list(range(*subtree)))
         come |= set(range(*subtree))
         assert taken or before
-        assert sorted(leaf for value in sums._held.values() for leaf in value) == sorted(come)
+        assert sorted(leaf for value in sums._pending.values() for leaf in value) == sorted(come)
         assert set(sums.missing(root(microbatches))) == set(range(microbatches)) - come
     assert sums.total == list(range(microbatches))
 
@@ -86,7 +86,7 @@ def test_what_is_held_is_merged_as_far_as_can_be(microbatches, data):
     sums = TreeSum(microbatches, add)
     for leaf in leaves[:come]:
         assert sums.put(Subtree(leaf, leaf + 1), 1.0)
-    assert sums.held == cover(sorted(leaves[:come]), microbatches)
+    assert sums.pending == cover(sorted(leaves[:come]), microbatches)
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=40))
@@ -108,7 +108,7 @@ def test_an_ancestor_takes_the_place_of_what_is_below_it():
     assert sums.put(Subtree(1, 2), 100.0)
     assert sums.put(Subtree(2, 3), 5.0)
     assert sums.put(Subtree(0, 2), 3.0)
-    assert sums.held == (Subtree(0, 2), Subtree(2, 3))
+    assert sums.pending == (Subtree(0, 2), Subtree(2, 3))
     assert sums.total is None
 
 

@@ -111,19 +111,19 @@ def test_what_is_refused():
     port = refusing_port()
     error = failure("127.0.0.1", port)
     assert error.cause == "refused"
-    assert error.found == f"127.0.0.1:{port} refused the connection"
+    assert error.observation == f"127.0.0.1:{port} refused the connection"
     assert "--bind 0.0.0.0:PORT" in error.advice
 
 
 @pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL])
 def test_what_has_no_route(number):
-    error = dial.described(OSError(number, "No such way"), "192.0.2.1:9000")
+    error = dial.as_dial_error(OSError(number, "No such way"), "192.0.2.1:9000")
     assert error.cause == "no route"
     assert str(error).startswith("no route to 192.0.2.1:9000 (No such way); check the address")
 
 
 def test_a_link_local_address_without_its_zone_is_told_what_it_lacks():
-    error = dial.described(OSError(errno.EINVAL, "Invalid argument"), "[fe80::7]:9000")
+    error = dial.as_dial_error(OSError(errno.EINVAL, "Invalid argument"), "[fe80::7]:9000")
     assert error.advice == "give the interface of a link-local address: [fe80::1%eth0]:PORT"
 
 
@@ -141,7 +141,7 @@ def test_a_name_without_address(monkeypatch, number, cause, found):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     error = failure("nowhere.invalid", 9000)
     assert error.cause == cause
-    assert error.found.startswith(found)
+    assert error.observation.startswith(found)
     assert "IP address" in error.advice
 
 
@@ -163,7 +163,7 @@ def test_a_dead_name_server_holds_nobody(monkeypatch):
     error = failure("coordinator.example", 9000, 0.05)
     assert time.monotonic() - began_s < PATIENCE_S
     assert error.cause == "no name server"
-    assert "within 0 s" in error.found
+    assert "within 0 s" in error.observation
     held = [each for each in threading.enumerate() if each.name == "name resolution"]
     assert held
     assert all(each.daemon for each in held)

@@ -82,8 +82,8 @@ def tokenizer_of(name: str) -> Any:
         case "unigram of one word":
             made, trainer = Tokenizer(models.Unigram()), unigram
         case "llama 2":
-            marked = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-            made.normalizer = normalizers.Sequence(marked)
+            bracketed = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            made.normalizer = normalizers.Sequence(bracketed)
             words = [text.replace(" ", "▁") for text in "".join(corpus()).split("\n")]
             made.train_from_iterator(words, trainer)
             return fast(made)

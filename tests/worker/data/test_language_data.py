@@ -154,13 +154,13 @@ def test_what_is_cut_is_counted_and_what_keeps_no_answer_is_left_out(tokenizers,
 
 def test_what_counts_is_bound_by_the_digests(tokenizers, tmp_path):
     path = str(jsonl(tmp_path / "a.jsonl", ROWS))
-    one, marked, everything = (
+    one, bracketed, everything = (
         read(tokenizers, {"train": path, **keys}).digests
         for keys in ({}, {"chat_template": MARKED}, {"loss": "all"})
     )
-    assert one["data"] == marked["data"] == everything["data"]
-    assert one["tokenizer"] == marked["tokenizer"] == everything["tokenizer"]
-    assert len({each["counted_tokens"] for each in (one, marked, everything)}) == 3
+    assert one["data"] == bracketed["data"] == everything["data"]
+    assert one["tokenizer"] == bracketed["tokenizer"] == everything["tokenizer"]
+    assert len({each["counted_tokens"] for each in (one, bracketed, everything)}) == 3
 
 
 def test_the_held_out_part_is_apart_and_the_same_again(tokenizers, tmp_path):

@@ -28,11 +28,11 @@ def tokenizers(tmp_path_factory) -> Path:
     """One that begins texts with a mark, and one that does not."""
     directory: Path = tmp_path_factory.mktemp("tokenizers")
     save_chat_tokenizer(directory / "plain", template=None)
-    tokenizer = save_chat_tokenizer(directory / "marked", template=None)
+    tokenizer = save_chat_tokenizer(directory / "bracketed", template=None)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", BEGIN)]
     )
-    tokenizer.save_pretrained(directory / "marked")
+    tokenizer.save_pretrained(directory / "bracketed")
     return directory
 
 
@@ -61,14 +61,14 @@ def predicted(spec: RunSpec) -> list[tuple[list[int], list[int]]]:
 
 
 def test_marks_are_those_of_the_tokenizer(tokenizers):
-    assert marks_around_text(load_tokenizer(str(tokenizers / "marked"))) == ([BEGIN], [END])
+    assert marks_around_text(load_tokenizer(str(tokenizers / "bracketed"))) == ([BEGIN], [END])
     assert marks_around_text(load_tokenizer(str(tokenizers / "plain"))) == ([], [END])
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_document_is_read_from_its_mark_on_which_nobody_predicts(tokenizers, tmp_path, packing):
     train = documents(tmp_path)
-    found = predicted(spec_of(tokenizers / "marked", train, packing=packing))
+    found = predicted(spec_of(tokenizers / "bracketed", train, packing=packing))
     plain = predicted(spec_of(tokenizers / "plain", train, packing=packing))
     assert sum(read.count(BEGIN) for read, _ in found) == 8
     assert not any(BEGIN in labels for _, labels in found)
@@ -82,18 +82,18 @@ def test_a_document_is_read_from_its_mark_on_which_nobody_predicts(tokenizers, t
 def test_a_prompt_begins_as_a_document_does(tokenizers, tmp_path):
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"text": "What is 1 plus 2?"}) + "\n")
-    for name in ("marked", "plain"):
+    for name in ("bracketed", "plain"):
         read, _ = predicted(spec_of(tokenizers / name, path))[0]
         prompt = prompt_tokens(load_tokenizer(str(tokenizers / name)), "What is 1 plus 2?", None)
         assert read[: len(prompt)] == prompt
-        assert (prompt[0] == BEGIN) == (name == "marked")
+        assert (prompt[0] == BEGIN) == (name == "bracketed")
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_lone_file_ends_where_it_ends(tokenizers, tmp_path, packing):
     path = tmp_path / "book.txt"
     path.write_text("".join(f"What is {n} plus {n}?\n" for n in range(900)))
-    found = predicted(spec_of(tokenizers / "marked", path, packing=packing))
+    found = predicted(spec_of(tokenizers / "bracketed", path, packing=packing))
     assert sum(labels.count(END) for _, labels in found) == 1
     assert sum(read.count(BEGIN) for read, _ in found) == 1
     assert found[0][0][0] == BEGIN or packing
