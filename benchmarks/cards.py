@@ -127,7 +127,7 @@ PARTS: Final = (
     Part("model families against the CPU, twice", (*_ONE_PROCESS, "tests/backends/eager/models.py"),
          ("card",), 120, ("-k", "Llama and (full or int4)")),
     Part("fit and the HF trainer", (*_ONE_PROCESS, "tests/standin/library.py"), ("card",), 60,
-         ("-k", "torch_as_it_was or two_cards")),
+         ("-k", "torch_unchanged or two_cards")),
     Part(
         "eager suite",
         (*_ONE_PROCESS, "tests/backends/eager", "tests/backends/test_conformance.py",

@@ -58,6 +58,7 @@ def make_deterministic() -> None:
     torch.set_deterministic_debug_mode("error")
     for module, name, value in _settings():
         setattr(module, name, value)
+    torch.backends.cudnn.allow_tf32 = False  # else `cudnn.flags`, which reads it, raises
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no fixed order
 
 
@@ -92,6 +93,7 @@ def _settings() -> Iterator[tuple[Any, str, object]]:
 def settings_restored() -> Iterator[None]:
     """Restore afterwards every setting that `make_deterministic` and `use_threads` change."""
     before = [(module, name, getattr(module, name)) for module, name, _ in _settings()]
+    legacy_tf32 = _legacy_tf32()
     mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
     sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     try:
@@ -102,6 +104,16 @@ def settings_restored() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(sdp)
         for module, name, value in before:
             setattr(module, name, value)
+        if legacy_tf32 is not None:
+            torch.backends.cudnn.allow_tf32 = legacy_tf32
+
+
+def _legacy_tf32() -> bool | None:
+    """Return cuDNN's one switch for TF32; None where the user has set its parts apart."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:
+        return None
 
 
 def use_threads(threads: int) -> None:

@@ -114,6 +114,8 @@ class VulkanProgram:
         self._loss = trainable.loss
         self._largest_bytes = largest_bytes or device.largest_buffer_bytes
         cut_bytes = CANONICAL_TABLE_BYTES if template.canonical else self._largest_bytes
+        if trainable.rows is None:
+            trained_parameters(trainable.module, trainable.blocks)  # the device's are float32
         self._weights = Weights(device, trainable, cut_bytes)
         self._slots: list[Buffer] = []
         self._results = [self._results_of(block) for block in self._blocks]

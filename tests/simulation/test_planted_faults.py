@@ -51,31 +51,31 @@ _ABSENT = np.uint32(0x80000000)
 
 def counts_what_is_covered(self, subtree, value):
     """A duplicate is added once more."""
-    for held in self._held:
+    for held in self._pending:
         if held.covers(subtree):
-            self._held[held] = self._add(self._held[held], value)
+            self._pending[held] = self._add(self._pending[held], value)
             return True
-    self._held[subtree] = value
+    self._pending[subtree] = value
     _merge(self, subtree)
     return True
 
 
 def keeps_ancestor_and_descendant(self, subtree, value):
     """A subtree is added beside those below it, which are held already."""
-    if any(held.covers(subtree) for held in self._held):
+    if any(held.covers(subtree) for held in self._pending):
         return False
-    for held in [held for held in self._held if subtree.covers(held)]:
-        value = self._add(value, self._held.pop(held))
-    self._held[subtree] = value
+    for held in [held for held in self._pending if subtree.covers(held)]:
+        value = self._add(value, self._pending.pop(held))
+    self._pending[subtree] = value
     _merge(self, subtree)
     return True
 
 
 def drops_what_overlaps(self, subtree, value):
     """A subtree is dropped when only a part of it is there."""
-    if any(held.lo < subtree.hi and subtree.lo < held.hi for held in self._held):
+    if any(held.lo < subtree.hi and subtree.lo < held.hi for held in self._pending):
         return False
-    self._held[subtree] = value
+    self._pending[subtree] = value
     _merge(self, subtree)
     return True
 
@@ -88,16 +88,16 @@ def sums_as_they_arrive(self, subtree, value):
     come |= set(range(subtree.lo, subtree.hi))
     self.running = value if len(come) == subtree.leaves else self._add(self.running, value)
     if len(come) == self._microbatches:
-        self._held[root(self._microbatches)] = self.running
+        self._pending[root(self._microbatches)] = self.running
     return True
 
 
 def _merge(self, subtree):
-    while (other := sibling(subtree, self._microbatches)) is not None and other in self._held:
+    while (other := sibling(subtree, self._microbatches)) is not None and other in self._pending:
         left, right = sorted((subtree, other))
-        value = self._add(self._held.pop(left), self._held.pop(right))
+        value = self._add(self._pending.pop(left), self._pending.pop(right))
         subtree = parent(subtree, self._microbatches)
-        self._held[subtree] = value
+        self._pending[subtree] = value
 
 
 def never_covered(self, subtree):

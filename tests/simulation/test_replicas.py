@@ -87,8 +87,8 @@ def one_off_after_recovery(self, place, replica, inner, content, *, carried):
 def counts_twice(self, subtree, value):
     """A stretch that comes again is added once more."""
     if subtree in self.__dict__.setdefault("come", set()):
-        for held in [held for held in self._held if held.covers(subtree)]:
-            self._held[held] = self._add(self._held[held], value)
+        for held in [held for held in self._pending if held.covers(subtree)]:
+            self._pending[held] = self._add(self._pending[held], value)
         return True
     self.come.add(subtree)
     return PUT(self, subtree, value)

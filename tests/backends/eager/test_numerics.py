@@ -66,3 +66,13 @@ def test_a_run_computes_in_float32_whatever_was_set_and_leaves_that_set(change: 
             assert precisions() == ["ieee"] * len(set_by_user[0])
             assert flags() == [2, 1, *[False] * 6]
         assert (precisions(), flags()) == set_by_user
+
+
+def test_code_that_switches_cudnn_off_for_a_while_runs_in_and_after_a_run():
+    """As transformers does around CTC: it reads torch's older switch as well."""
+    with numerics.settings_restored():
+        numerics.make_deterministic()
+        with torch.backends.cudnn.flags(enabled=False):
+            pass
+    with torch.backends.cudnn.flags(enabled=False):
+        pass

@@ -159,7 +159,7 @@ def test_what_an_evaluation_would_be_refused_for_is_found_before_training():
     if isinstance(why := adapters(), str):
         pytest.skip(why)
     backend = VulkanBackend()
-    with pytest.raises(SamestepError, match="reads 'lm_head' of the model"):
+    with pytest.raises(SamestepError, match="got one that reads its 'lm_head'"):
         backend.compile(
             trainable(llama(), next_token_loss, evaluate=evaluate), text(), (), [text(length=8)]
         )
@@ -171,7 +171,7 @@ def test_an_evaluation_that_computes_with_parts_of_the_model_is_refused(compiled
         return {"norm": float(module.lm_head(arrays["input_ids"].float()).norm())}
 
     program = compiled(trainable(llama(), next_token_loss, evaluate=evaluate), text())
-    with pytest.raises(SamestepError, match="reads 'lm_head' of the model"):
+    with pytest.raises(SamestepError, match="got one that reads its 'lm_head'"):
         program.evaluate(text())
 
 
@@ -615,7 +615,7 @@ def _packed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     [
         (lambda layer, x: layer(x) * float(x.mean()), r"reads a tensor's value, as \.item\(\)"),
         (lambda layer, x: layer(x)[x > 0], "a shape depends on a tensor's values"),
-        (_packed, "it packs sequences; give them padded instead"),
+        (_packed, "it packs sequences; pad them instead"),
     ],
 )
 def test_what_cannot_be_captured_is_reported_in_the_user_s_words(function, told):

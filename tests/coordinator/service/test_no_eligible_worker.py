@@ -15,7 +15,7 @@ from tests.live_service import live_service, scripted_spec
     ("served", "exit_code", "told"),
     [
         (True, ExitCode.USAGE, "has changed at the coordinator since the run was submitted"),
-        (False, ExitCode.MISMATCH, "expected the data that the run began with"),
+        (False, ExitCode.MISMATCH, "expected the data that the run started with"),
     ],
 )
 async def test_data_changed_before_a_resume_end_the_run(

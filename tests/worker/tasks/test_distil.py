@@ -186,7 +186,7 @@ def test_a_capture_that_differs_from_the_other_measures_nothing(logits, tmp_path
     other = capture_of(tmp_path, shorter, 2, steps_of_a_file=4)
     spec = spec_of(logits, data={"train": str(logits), "validation": str(other)})
     for check in (check_data, build):
-        with pytest.raises(DataError, match=r"data.validation, differs from .*: its layout is"):
+        with pytest.raises(DataError, match=r"expected the same layout .* data.validation"):
             check(spec)
     both = {"train": str(logits), "validation": str(other), "holdout": 0.5}
     with pytest.raises(SamestepError, match=r"data.holdout: has no effect with validation"):

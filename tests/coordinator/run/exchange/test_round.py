@@ -149,7 +149,7 @@ def cut(draw, subtree):
 def held_bytes(round_):
     """Of sums that are not whole."""
     partial = (piece.sums for piece in round_._reducer._partials.values() if piece.sums is not None)
-    return sum(values.nbytes for sums in partial for values in sums._held.values())
+    return sum(values.nbytes for sums in partial for values in sums._pending.values())
 
 
 @given(st.data())
