@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from worker.scripts.launch import JoinOptions
 _FIND_FOR_S: Final = 600.0
 """Task 0 builds its task first, which may load a large model."""
 _LOOK_FOR_S: Final = 1.0
+_REPORT_EVERY_S: Final = 30.0
 _RETRY_FOR_S: Final = 300.0
 
 
@@ -145,19 +147,28 @@ class SrunStep:
             RunFailed: Task 0 has failed.
             Unreachable: There is no address in time.
         """
-        until_s = time.monotonic() + _FIND_FOR_S
+        began_s = reported_s = time.monotonic()
         while True:
+            now_s = time.monotonic()
+            if now_s - reported_s >= _REPORT_EVERY_S:
+                reported_s = now_s
+                _say(
+                    f"task {self.task}: waiting {now_s - began_s:.0f} s for task 0 to call "
+                    "samestep.fit; if it has failed, srun's output says why "
+                    "(srun --kill-on-bad-exit=1 ends all tasks then)"
+                )
             if reason := read_secret(self._failure_file):
                 raise RunFailed(f"task 0 of this srun step failed: {reason}")
             try:
                 return await find_in_file(self.address_file, _LOOK_FOR_S, _say_nothing)
             except Unreachable:
-                if time.monotonic() >= until_s:
+                if now_s - began_s >= _FIND_FOR_S:
                     raise Unreachable(
                         "expected the address of task 0's coordinator in "
-                        f"{str(self.address_file)!r} within {_FIND_FOR_S:.0f} s; the nodes of a "
-                        "step must share that directory: set SAMESTEP_HOME to one on a shared "
-                        "file system"
+                        f"{str(self.address_file)!r} within {_FIND_FOR_S:.0f} s, found none: "
+                        "task 0 may have failed before samestep.fit (see its output), or the nodes "
+                        "do not share that directory: set SAMESTEP_HOME to one on a shared file "
+                        "system"
                     ) from None
 
     # All of them.
@@ -179,6 +190,11 @@ def _cards(backend: str) -> int:
     found = [each.backend for each in devices() if each.usable and not each.software]
     kinds = [kind for kind in AUTO_ORDER if kind != "cpu"] if backend == "auto" else [backend]
     return next((found.count(kind) for kind in kinds if kind in found and kind != "cpu"), 0)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _say_nothing(text: str) -> None:

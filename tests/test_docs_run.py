@@ -117,6 +117,11 @@ def run_and_resume(commands: PageCommands) -> None:
     assert "has finished" in commands.run(r"coordinator --out DIR --resume", *FREE)
     again = commands.run(r"coordinator --out DIR --resume --from-step \S+", *LOCAL)
     assert "60 of 60 steps" in again
+    commands.values |= {"steps=N": "steps=62", "steps=400": "steps=64"}
+    assert "62 of 62 steps" in commands.run(r"coordinator --out DIR --resume --set steps=N", *LOCAL)
+    commands.run(r"coordinator --out DIR --resume --set steps=400", *LOCAL)
+    commands.values["steps=400"] = "steps=66"
+    commands.run(r"coordinator --out DIR --resume --set steps=400 --set .*", *LOCAL)
     assert "sound" in commands.run(r"coordinator audit DIR")
     commands.run(r"coordinator report DIR.*")
     assert "<h1>Run" in (commands.directory / "report.html").read_text()
@@ -172,6 +177,12 @@ def give_up_and_resume(commands: PageCommands, cluster: Cluster, first: str, sec
     cluster.wait_for("run_resumed", run_id=first)
     assert ended("coordinator", "give-up").returncode == 0
     cluster.wait_for("run_ended", nth=2, run_id=first)
+    since = cluster.mark()
+    commands.values["KEY=VALUE"] = "steps=200000"
+    commands.run(r"coordinator resume RUN --set KEY=VALUE")
+    cluster.wait_for("run_resumed", since=since, run_id=first)
+    assert ended("coordinator", "give-up").returncode == 0
+    cluster.wait_for("run_ended", nth=3, run_id=first)
     since = cluster.mark()
     commands.run(r"coordinator resume RUN --from-step N")
     assert cluster.wait_for("run_resumed", since=since, run_id=first)["step"] == 0

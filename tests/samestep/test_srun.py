@@ -73,12 +73,15 @@ def test_the_others_end_with_the_reason_of_task_0():
         step.join_options("cpu", None).find()
 
 
-def test_where_no_file_is_shared_it_says_what_must_be(home, monkeypatch):
+def test_where_no_file_is_shared_it_says_what_must_be(home, monkeypatch, capsys):
+    """And while it waits, for whom: task 0 may have failed before it called `fit`."""
     monkeypatch.setattr(srun, "_FIND_FOR_S", 0.0)
     monkeypatch.setattr(srun, "_LOOK_FOR_S", 0.0)
+    monkeypatch.setattr(srun, "_REPORT_EVERY_S", 0.0)
     write_secret(home / "srun" / "other.json", "{}")
-    with pytest.raises(Unreachable, match="set SAMESTEP_HOME to one on a shared file system"):
+    with pytest.raises(Unreachable, match="set SAMESTEP_HOME to one on a shared"):
         step_of().join_options("cpu", None).find()
+    assert "waiting 0 s for task 0 to call samestep.fit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
