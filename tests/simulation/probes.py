@@ -325,7 +325,7 @@ class Probes:
     # On both sides.
 
     def _refused(self, channel: Channel, error: Exception) -> None:
-        if "an older coordinator must not go on" not in str(error):
+        if "an older coordinator must not continue it" not in str(error):
             raise AssertionError(f"{channel.connection.role} refuses: {error}")
 
     def _sent(self, _: None, channel: Channel, _message: Any) -> None:
