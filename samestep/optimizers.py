@@ -37,7 +37,9 @@ _GROUPED: Final = {
     "base_momentum", "max_momentum", "foreach", "fused", "capturable", "differentiable",
 }  # fmt: skip
 """Entries of torch's groups that groups here have, or that change no number."""
-_RULES: Final = "sgd, momentum, nesterov, adam, adamw, rmsprop, adagrad, lion or schedule-free"
+_RULES: Final = (
+    "sgd, momentum, nesterov, adam, adamw, rmsprop, adagrad, adafactor, lion or schedule-free"
+)
 
 
 @dataclass(frozen=True, slots=True)

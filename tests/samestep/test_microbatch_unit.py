@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import samestep
+from protocol.base.errors import DataError
 from protocol.exact.samples import SampleOrder
 from protocol.spec.sections.tasks import BatchSpec
 
@@ -169,3 +170,33 @@ def evaluated_loss(module: nn.Module, loss: Any, microbatch: int) -> float:
             part = [each[lo : lo + microbatch] for each in data().tensors]
             total += float(loss(copy.deepcopy(module), part)) * len(part[0])
     return total / SAMPLES
+
+
+def pairs(batch: Any) -> torch.Tensor:
+    """The number of ordered pairs of a microbatch: 0 for a single sample."""
+    return (batch[1][:, None] > batch[1][None]).sum()
+
+
+def test_a_weight_may_count_pairs_of_a_microbatch():
+    weights = []
+
+    def weight(batch: Any) -> torch.Tensor:
+        weights.append(len(batch[1]))
+        return pairs(batch)
+
+    result = samestep.fit(
+        lambda: samestep.Task(
+            module=nn.Linear(6, 3), train=data(), loss=ranking, weight=weight, unit="microbatch"
+        ),
+        steps=2, batch=16, microbatch=4, device="cpu",
+    )  # fmt: skip
+    assert result.steps == 2
+    assert min(weights) > 1
+    with pytest.raises(DataError, match=r"got 0 for each of \d+ microbatches"):
+        samestep.fit(
+            lambda: samestep.Task(
+                module=nn.Linear(6, 3), train=data(), loss=ranking, weight=lambda _: 0,
+                unit="microbatch",
+            ),
+            steps=2, batch=16, microbatch=4, device="cpu",
+        )  # fmt: skip

@@ -563,16 +563,19 @@ class ScriptTask:
         return tuple(sorted(found))
 
     def _check_weight_of_data(self) -> None:
-        """See that some of the checked samples have a weight above 0."""
+        """See that some of the checked samples (or microbatches, if that is the unit) have a weight
+        above 0."""
         data = self.user.train
         count = min(len(data), _CHECKED_SAMPLES) if self.user.weight is not None else 0
         for index in range(count):
-            sample = index * len(data) // count
-            if self._weight(self._collate(data, [sample], 1), 1):
+            start = index * len(data) // count
+            samples = self._samples_from(start) if self._takes_whole else [start]
+            if self._weight(self._collate(data, samples, 1), len(samples)):
                 return
         if count:
+            what = "microbatches" if self._takes_whole else "samples"
             raise DataError(
-                f"expected weight to give a number above 0, got 0 for each of {count} samples: "
+                f"expected weight to give a number above 0, got 0 for each of {count} {what}: "
                 "nothing would be trained; give the number of samples or tokens that count"
             )
 
