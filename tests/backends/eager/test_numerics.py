@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,16 @@ def by_the_earlier_names() -> None:
     torch.set_float32_matmul_precision("medium")
     BACKENDS.cudnn.allow_tf32 = BACKENDS.cudnn.benchmark = True
     BACKENDS.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+
+
+@contextlib.contextmanager
+def earlier_name_restored() -> Iterator[None]:
+    """A run never changes it, so it is no matter of the run's to restore."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def precisions() -> list[str]:
@@ -57,7 +68,7 @@ def flags() -> list[object]:
     "change", [every_product_in_tf32, each_library_by_its_own_name, by_the_earlier_names]
 )
 def test_a_run_computes_in_float32_whatever_was_set_and_leaves_that_set(change: Callable[[], None]):
-    with numerics.settings_restored():
+    with numerics.settings_restored(), earlier_name_restored():
         change()
         set_by_user = precisions(), flags()
         with numerics.settings_restored():
