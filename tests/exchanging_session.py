@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protocol.wire.connection import Body
-from protocol.wire.messages import Message, OpenDoor, Peers
+from protocol.wire.messages import ListenForPeers, Message, Peers
 from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.session import WorkerSession
@@ -28,7 +28,7 @@ class ExchangingSession(WorkerSession):
         played: list[act.Action] = []
         for action in actions:
             match action:
-                case act.ForwardToExchange(message) if isinstance(message, OpenDoor | Peers):
+                case act.ForwardToExchange(message) if isinstance(message, ListenForPeers | Peers):
                     played.append(action)
                 case act.ForwardToExchange(message, body):
                     played += self._decided(self._exchanging.hear(message, body))

@@ -79,8 +79,8 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Cancel(**PLACE, subtrees=((4, 6),)),
         messages.EvalPlan(term=1, step=2, lo=0, hi=3),
         messages.EvalResult(term=1, step=2, part=0, sums={"correct": 3.0}),
-        messages.OpenDoor(run_id="r"),
-        messages.DoorOpen(run_id="r", port=7000, fingerprint=bytes(32)),
+        messages.ListenForPeers(run_id="r"),
+        messages.PeerPort(run_id="r", port=7000, fingerprint=bytes(32)),
         messages.Peers(run_id="r"),
         messages.Linked(run_id="r", peer="w", mbit=940.0),
         messages.Unlinked(run_id="r", peer="w", reason="reset"),
@@ -108,10 +108,10 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Goodbye(reason="bye", retry=False, exit_code=0),
         messages.BlobRequest(run_id="r", digest=DIGEST, offset=4),
         messages.BlobChunk(run_id="r", digest=DIGEST, offset=4),
-        messages.StretchProgress(**PLACE, replica=1, inner=3),
-        messages.Boundary(**PLACE, replica=1, inner=3, chunk=0, last=True),
-        messages.StretchRequest(**PLACE, replica=1, own=True),
-        messages.StretchState(**PLACE, replica=1, inner=3, own=True, last=True),
+        messages.InnerPhaseProgress(**PLACE, replica=1, inner=3),
+        messages.InnerCheckpointChunk(**PLACE, replica=1, inner=3, chunk=0, last=True),
+        messages.InnerStateRequest(**PLACE, replica=1, own=True),
+        messages.InnerStateChunk(**PLACE, replica=1, inner=3, own=True, last=True),
     )
 }  # fmt: skip
 
@@ -258,17 +258,17 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     },
     messages.BlobRequest: {"run_id": _small, "digest": _digest, "offset": _number},
     messages.BlobChunk: {"run_id": _small, "digest": _digest, "offset": _number},
-    messages.StretchProgress: {**_in_step, "replica": _number, "inner": _number},
-    messages.Boundary: {
+    messages.InnerPhaseProgress: {**_in_step, "replica": _number, "inner": _number},
+    messages.InnerCheckpointChunk: {
         **_in_step, "replica": _number, "inner": _number, "chunk": _number, "last": st.booleans(),
     },
-    messages.StretchRequest: {**_in_step, "replica": _number, "own": st.booleans()},
-    messages.StretchState: {
+    messages.InnerStateRequest: {**_in_step, "replica": _number, "own": st.booleans()},
+    messages.InnerStateChunk: {
         **_in_step, "replica": _number, "inner": _number, "own": st.booleans(),
         "last": st.booleans(),
     },
-    messages.OpenDoor: {"run_id": _small},
-    messages.DoorOpen: {
+    messages.ListenForPeers: {"run_id": _small},
+    messages.PeerPort: {
         "run_id": _small, "port": st.integers(0, 65_535), "fingerprint": _bytes32,
     },
     messages.Peers: {"run_id": _small},

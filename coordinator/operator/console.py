@@ -326,7 +326,7 @@ def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str
 
 def _share(worker: Mapping[str, Any]) -> str:
     """Format a worker's share of the step: its place in a replica, or its microbatches."""
-    at = worker.get("stretch")
+    at = worker.get("inner_phase")
     if at is not None:
         return f"replica {at['replica']}: step {at['inner_step']} of {at['inner_steps']}"
     return str(worker.get("microbatches_of_step", ""))

@@ -171,7 +171,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
             "signature_text": member.numerics_text,
             "microbatches_of_step": share.microbatches if share is not None else 0,
             "microbatches": member.microbatches,
-            "stretch": _stretch(run, name),
+            "inner_phase": _inner_phase(run, name),
             "ms_per_microbatch": round(speed, 2) if speed is not None else None,
             "links": _links(run, name) if run.progress is not None else {},
         }
@@ -209,7 +209,7 @@ def _cannot(run: Run) -> str:
     return "".join(f"; {each}" for each in [*unfit, *map(": ".join, sorted(left_out.items()))])
 
 
-def _stretch(run: Run, worker: str) -> dict[str, int] | None:
+def _inner_phase(run: Run, worker: str) -> dict[str, int] | None:
     """Return how far a worker is in an inner phase; None without replicas."""
     round_ = run.progress.round if run.progress is not None else None
     at = round_.inner.get(worker) if round_ is not None else None

@@ -78,7 +78,7 @@ def _worker_lines(document: dict[str, Any], worker: dict[str, Any]) -> Iterator[
     share = worker.get("microbatches_of_step")
     work = f", {share} microbatches of this step" if share is not None else ""
     if document.get("replicas") and share is not None:
-        work = _stretch(worker, share)
+        work = _inner_phase(worker, share)
     if worker["duty"] == "evaluate":
         work = ", duty: evaluate"
     device = f" on {worker['device']}" if worker["device"] else ""
@@ -93,11 +93,11 @@ def _worker_lines(document: dict[str, Any], worker: dict[str, Any]) -> Iterator[
         yield f"    {traffic}"
 
 
-def _stretch(worker: dict[str, Any], share: int) -> str:
+def _inner_phase(worker: dict[str, Any], share: int) -> str:
     """Say what a worker does for a run with replicas."""
     if not share:
         return ", standing by: other workers have all replicas"
-    at = worker.get("stretch")
+    at = worker.get("inner_phase")
     if at is None:
         return f", has computed its {share} of the replicas"
     return f", replica {at['replica']}: step {at['inner_step']} of {at['inner_steps']}"

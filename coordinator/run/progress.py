@@ -19,14 +19,14 @@ from coordinator.run.exchange.peer_sums import WrongAverage
 from coordinator.run.exchange.round import Allocate, Round, new_array
 from coordinator.run.outputs.actions import (
     Action,
-    AnswerStretchRequest,
+    AnswerInnerStateRequest,
     ApplyStep,
     Broadcast,
     Persist,
     Report,
     Send,
     SendAverages,
-    WriteBoundary,
+    WriteInnerCheckpoint,
 )
 from coordinator.run.outputs.events import (
     Cause,
@@ -63,22 +63,22 @@ from protocol.wire.messages import (
     AveragedGradient,
     AverageDigests,
     AveragesRequest,
-    Boundary,
     Cancel,
     CapturedRows,
     ChunkReduced,
     Commit,
     Credit,
-    DoorOpen,
     GradientPayload,
+    InnerCheckpointChunk,
+    InnerPhaseProgress,
+    InnerStateRequest,
     Linked,
     LinkTraffic,
     Message,
     NonFiniteSum,
+    PeerPort,
     StepApplied,
     StepPlan,
-    StretchProgress,
-    StretchRequest,
     SubtreeLoss,
     SumsArrived,
 )
@@ -93,8 +93,8 @@ _MAX_SUBTREES: Final = 64
 
 
 OfRound = (
-    GradientPayload | SubtreeLoss | NonFiniteSum | CapturedRows | StretchProgress | Boundary
-    | StretchRequest
+    GradientPayload | SubtreeLoss | NonFiniteSum | CapturedRows
+    | InnerPhaseProgress | InnerCheckpointChunk | InnerStateRequest
 )  # fmt: skip
 """What workers send of one attempt at a step."""
 
@@ -317,7 +317,7 @@ class Progress:
             self.attempt,
             side_outputs=self._keeps(),
             exchange=self._spec.codecs,
-            stretches=self._spec.replicas is not None,
+            has_inner_phases=self._spec.replicas is not None,
             embeddings=embeddings,
             owners=(self.mesh.number if table.has_peers else 0, table),
             allocate=self._allocate,
@@ -417,7 +417,7 @@ class Progress:
             actions = self._spread(round_, orphans, speeds, cause)
             return actions + self._give_twice(round_, list(speeds))
         event = SubtreesReassigned(self.step, [str(subtree) for subtree in orphans])
-        if round_.stretches:  # as large as a whole share: goes to a worker without any
+        if round_.has_inner_phases:  # an inner phase is a whole share: give it to an idle worker
             idle = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
             speeds = idle or speeds
         return [*owned, *self._spread(round_, orphans, speeds, "reassigned"), Report(event)]
@@ -793,9 +793,9 @@ class Progress:
         return Taken(fault=differing, may_complete=False)
 
     def on_inner_phase(
-        self, incoming: FromMember[StretchProgress | Boundary | StretchRequest]
+        self, incoming: FromMember[InnerPhaseProgress | InnerCheckpointChunk | InnerStateRequest]
     ) -> Taken:
-        """Note how far a worker is in the inner phase of a logical replica."""
+        """Handle a worker's progress, checkpoint or state request in an inner phase."""
         message, name = incoming.message, incoming.member.name
         if not self.has_replicas:
             raise OutOfOrder(f"{type(message).__name__} in a run without replicas")
@@ -804,15 +804,15 @@ class Progress:
             return _LATE
         self.delivered(name)
         match message:
-            case StretchProgress():
-                round_.stretch(name, message.replica, message.inner)
+            case InnerPhaseProgress():
+                round_.note_inner_step(name, message.replica, message.inner)
                 return _LATE
-            case Boundary():
-                round_.boundary(name, message.replica)
-                return Taken([WriteBoundary(message, incoming.values)], may_complete=False)
-            case StretchRequest():
-                round_.stretch(name, message.replica, 0)
-                return Taken([AnswerStretchRequest(name, message)], may_complete=False)
+            case InnerCheckpointChunk():
+                round_.note_inner_checkpoint(name, message.replica)
+                return Taken([WriteInnerCheckpoint(message, incoming.values)], may_complete=False)
+            case InnerStateRequest():
+                round_.note_inner_step(name, message.replica, 0)
+                return Taken([AnswerInnerStateRequest(name, message)], may_complete=False)
 
     def on_subtree_loss(self, incoming: FromMember[SubtreeLoss]) -> Taken:
         """Take the loss of a subtree, the last of its results to arrive."""
@@ -836,22 +836,22 @@ class Progress:
         self.delivered(name)
         return Taken(fault=round_.non_finite(name, non_finite))
 
-    def on_peer_listens(self, incoming: FromMember[DoorOpen]) -> Taken:
-        """A worker accepts connections of others."""
+    def on_peer_listens(self, incoming: FromMember[PeerPort]) -> Taken:
+        """Note the port at which a worker listens for peers."""
         return Taken(self.mesh.opened(incoming.member.name, incoming.message), may_complete=False)
 
     def on_peer_linked(self, incoming: FromMember[Linked]) -> Taken:
-        """A worker reaches another one."""
+        """Note that a worker reaches a peer."""
         self.mesh.linked(incoming.member.name, incoming.message.peer, incoming.message.mbit)
         return _LATE
 
     def on_link_traffic(self, incoming: FromMember[LinkTraffic]) -> Taken:
-        """How much a worker exchanged with others."""
+        """Note how much a worker has exchanged with its peers."""
         self.mesh.traffic[incoming.member.name] = parse(Traffic, incoming.document).peers
         return _LATE
 
     def on_sums_arrived(self, incoming: FromMember[SumsArrived]) -> Taken:
-        """An owner has all of a subtree that goes to it."""
+        """Note that an owner has received all its chunks of a subtree."""
         message = incoming.message
         round_ = self.present(message)
         if round_ is None:
@@ -878,7 +878,7 @@ class Progress:
         return Taken([*averaged, *round_.summarize(), *self.release()])
 
     def on_averages_request(self, incoming: FromMember[AveragesRequest]) -> Taken:
-        """A worker lacks committed averages whose owners are gone."""
+        """Send committed averages to a worker that lacks them because their owners have left."""
         return Taken(
             self.averages_request(incoming.member.name, incoming.message), may_complete=False
         )

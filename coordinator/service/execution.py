@@ -14,7 +14,7 @@ from coordinator.run.exchange.round import Summary, summary_of
 from coordinator.run.outputs.actions import (
     Action,
     AdoptManifest,
-    AnswerStretchRequest,
+    AnswerInnerStateRequest,
     ApplyStep,
     Broadcast,
     DigestReplica,
@@ -32,7 +32,7 @@ from coordinator.run.outputs.actions import (
     Subscribe,
     Summarize,
     Unsubscribe,
-    WriteBoundary,
+    WriteInnerCheckpoint,
 )
 from coordinator.run.outputs.events import Checkpointed, Evaluated, Event, Planned, RunContinued
 from coordinator.run.outputs.side_outputs import Bytes
@@ -79,15 +79,15 @@ from protocol.wire.connection import Received, codec_of, encode
 from protocol.wire.messages import (
     AveragedGradient,
     BlobRequest,
-    Boundary,
     Commit,
     EndRun,
     GradientPayload,
+    InnerCheckpointChunk,
+    InnerStateChunk,
     Message,
     Ready,
     StateChunk,
     StepApplied,
-    StretchState,
 )
 from protocol.wire.transport import Channel
 
@@ -228,7 +228,10 @@ class Execution:
         session.stepped |= isinstance(message, StepApplied)
         self._trace_payload(session.name, message)
         self._step(inputs.WorkerMessage(session.name, message, body))
-        if isinstance(message, Boundary) and not self._storage.boundary_room.is_set():
+        if (
+            isinstance(message, InnerCheckpointChunk)
+            and not self._storage.inner_checkpoint_room.is_set()
+        ):
             session.channel.pause()
             self._spawn(self._resume_reading(session.channel))
         if isinstance(message, Ready) and self._blocks is not None:
@@ -242,7 +245,7 @@ class Execution:
 
     async def _resume_reading(self, channel: Channel) -> None:
         try:
-            await self._storage.boundary_room.wait()
+            await self._storage.inner_checkpoint_room.wait()
         finally:
             channel.resume()
 
@@ -353,10 +356,10 @@ class Execution:
                     self._spawn(self._summarise(action))
                 case Persist():
                     self._spawn(self._persist(action))
-                case WriteBoundary():
-                    self._storage.write_boundary(action.message, action.content)
-                case AnswerStretchRequest():
-                    self._spawn(self._answer_stretch(action))
+                case WriteInnerCheckpoint():
+                    self._storage.write_inner_checkpoint(action.message, action.content)
+                case AnswerInnerStateRequest():
+                    self._spawn(self._answer_inner_state_request(action))
                 case SaveAdmissionRecord():
                     self._storage.save_admission_record(action.record)
                 case MakeCheckpoint():
@@ -417,32 +420,32 @@ class Execution:
             self._tracer.span("sync the log", "log", start, step=step)
         self._step(inputs.CommitDurable(step, own_digest))
 
-    async def _answer_stretch(self, action: AnswerStretchRequest) -> None:
+    async def _answer_inner_state_request(self, action: AnswerInnerStateRequest) -> None:
         """Send a worker the state where it continues a replica; a failed read halts the run."""
         request = action.message
         pieces: list[bytes] = []
         try:
             inner, reading = await self._storage.open_replica_progress(request)
-            place = request.model_dump()
+            fields = request.model_dump()
             async for piece in reading:
                 for waiting in pieces:
-                    await self._send_stretch(action.worker, place, inner, waiting, last=False)
+                    await self._send_inner_state(action.worker, fields, inner, waiting, last=False)
                 pieces = [piece]
         except SamestepError as error:
             self._step(inputs.WriteFailed(str(error)))
             return
         rest = pieces[0] if pieces else b""
-        await self._send_stretch(action.worker, place, inner, rest, last=True)
+        await self._send_inner_state(action.worker, fields, inner, rest, last=True)
 
-    async def _send_stretch(
-        self, worker: str, place: Mapping[str, Any], inner: int, piece: bytes, *, last: bool
+    async def _send_inner_state(
+        self, worker: str, fields: Mapping[str, Any], inner: int, piece: bytes, *, last: bool
     ) -> None:
         session = self._sessions.get(worker)
         if session is None or session.channel.closed:
             return
         await session.channel.room()
         if not session.channel.closed:
-            message = StretchState(**place, inner=inner, last=last)
+            message = InnerStateChunk(**fields, inner=inner, last=last)
             session.channel.send(encode(message, piece))
 
     def _report(self, event: Event) -> None:

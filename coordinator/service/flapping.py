@@ -34,7 +34,7 @@ class WorkerFlapping(Event):
     `worker` is an address if it has never joined.
     """
 
-    name = "worker_comes_and_goes"
+    name = "worker_flapping"
     worker: str
     phase: Phase
     count: int

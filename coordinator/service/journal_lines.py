@@ -37,7 +37,7 @@ _RESPONSES: Final[dict[type[Event], tuple[str, str]]] = {
     WorkerLost: ("worker_lost", "its unfinished subtrees go to others"),
     WorkerUnready: ("worker_unready", "it takes no part"),
     WorkerRefused: ("refused", "dismissed"),
-    WorkerFlapping: ("worker_comes_and_goes", "the others continue without it"),
+    WorkerFlapping: ("worker_flapping", "the others continue without it"),
     WorkerLate: ("straggler", "the others continue without it"),
     DeviceFault: ("device_fault", "its work goes to the machine's other devices"),
     WorkerPutAside: ("worker_put_aside", "it takes no part for some steps"),

@@ -48,7 +48,7 @@ from protocol.base.errors import SamestepError, StorageFailed
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
-from protocol.wire.messages import Boundary, StretchRequest
+from protocol.wire.messages import InnerCheckpointChunk, InnerStateRequest
 
 T = TypeVar("T")
 _STEPS_AT_ONCE: Final = 16
@@ -152,9 +152,9 @@ class RunStorage:
         self._metrics: dict[int, tuple[str, dict[str, float]]] = {}
         self._holds: set[LogHold] = set()
         self._copying: int | None = None
-        self._boundary_bytes = 0
-        self._boundary_room = asyncio.Event()
-        self._boundary_room.set()
+        self._inner_checkpoint_bytes = 0
+        self._inner_checkpoint_room = asyncio.Event()
+        self._inner_checkpoint_room.set()
 
     # The gradient log.
 
@@ -228,34 +228,34 @@ class RunStorage:
         if chunks:
             self._spawn("log", work)
 
-    def write_boundary(self, message: Boundary, content: Bytes) -> None:
-        """Write a piece of an inner checkpoint; see `boundary_room`."""
+    def write_inner_checkpoint(self, message: InnerCheckpointChunk, content: Bytes) -> None:
+        """Write a piece of an inner checkpoint; see `inner_checkpoint_room`."""
         states = self.replica_states
         assert states is not None, "a run without replicas refuses it"
-        self._count_boundary(content.nbytes)
+        self._count_inner_checkpoint_bytes(content.nbytes)
 
         def work() -> None:
             try:
-                states.write_boundary(message, content)
+                states.write_inner_checkpoint(message, content)
             finally:
-                self._loop.call_soon_threadsafe(self._count_boundary, -content.nbytes)
+                self._loop.call_soon_threadsafe(self._count_inner_checkpoint_bytes, -content.nbytes)
 
         self._spawn("capture", work)
 
-    def _count_boundary(self, nbytes: int) -> None:
-        self._boundary_bytes += nbytes
-        if self._boundary_bytes < limits.INNER_CHECKPOINTS_BYTES:
-            self._boundary_room.set()
+    def _count_inner_checkpoint_bytes(self, nbytes: int) -> None:
+        self._inner_checkpoint_bytes += nbytes
+        if self._inner_checkpoint_bytes < limits.INNER_CHECKPOINTS_BYTES:
+            self._inner_checkpoint_room.set()
         else:
-            self._boundary_room.clear()
+            self._inner_checkpoint_room.clear()
 
     @property
-    def boundary_room(self) -> asyncio.Event:
+    def inner_checkpoint_room(self) -> asyncio.Event:
         """Set while few pieces of inner checkpoints wait for the disk."""
-        return self._boundary_room
+        return self._inner_checkpoint_room
 
     async def open_replica_progress(
-        self, message: StretchRequest
+        self, message: InnerStateRequest
     ) -> tuple[int, AsyncIterator[bytes]]:
         """See `ReplicaStates.answer`; reading may raise the same errors."""
         states = self.replica_states

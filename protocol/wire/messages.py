@@ -397,22 +397,22 @@ class Credit(_InStep):
     uploads: Number
 
 
-# Stretches, where a run has replicas: subtree [k, k + 1) of a step is replica k's part of a round.
+# Inner phases, in a run with replicas: subtree [k, k + 1) of a step is replica k's inner phase.
 
 
 class _OfReplica(_InStep):
     replica: Number
 
 
-class StretchProgress(_OfReplica):
-    """Worker: so many inner steps of the replica's stretch are taken."""
+class InnerPhaseProgress(_OfReplica):
+    """Worker: `inner` inner steps of the replica's inner phase are done."""
 
     tag = 38
     inner: Number
 
 
-class Boundary(_OfReplica):
-    """Worker: a piece of all that going on after `inner` inner steps takes; the last says so."""
+class InnerCheckpointChunk(_OfReplica):
+    """Worker: a chunk of the inner checkpoint after `inner` inner steps; `last` on the last one."""
 
     tag = 39
     body = "bytes"
@@ -421,18 +421,18 @@ class Boundary(_OfReplica):
     last: bool
 
 
-class StretchRequest(_OfReplica):
-    """Worker: what is known of this stretch? `own`: also the replica's state of its own."""
+class InnerStateRequest(_OfReplica):
+    """Worker: send the newest inner checkpoint of this phase; `own`: and the per-replica state."""
 
     tag = 40
     own: bool
 
 
-class StretchState(_OfReplica):
-    """Coordinator: a piece of the answer; the last says so.
+class InnerStateChunk(_OfReplica):
+    """Coordinator: a chunk of the answer to `InnerStateRequest`; `last` on the last one.
 
-    All of it is the state of its own, if that was asked for, and then the newest boundary, after
-    `inner` inner steps; without one `inner` is 0.
+    The chunks together are the per-replica state, if it was requested, then the newest inner
+    checkpoint, after `inner` inner steps; `inner` is 0 if there is none.
     """
 
     tag = 41
@@ -465,16 +465,16 @@ class EvalResult(Message):
 # Workers that average among themselves.
 
 
-class OpenDoor(Message):
+class ListenForPeers(Message):
     """Coordinator: listen for the other members of this run."""
 
     tag = 42
     run_id: Small
 
 
-class DoorOpen(Message):
-    """Worker: I listen, at this port, with the certificate of this SHA-256 (zeros: without TLS);
-    port 0: nobody can come in here."""
+class PeerPort(Message):
+    """Worker: I listen for peers at this port. `fingerprint`: SHA-256 of my certificate, zeros
+    without TLS. Port 0: I cannot listen."""
 
     tag = 43
     run_id: Small
@@ -483,7 +483,7 @@ class DoorOpen(Message):
 
 
 class Peers(Message):
-    """Coordinator: who the others are, all of them, and you. Body: `protocol.wire.peers`."""
+    """Coordinator: all workers that listen for peers, and you. Body: `protocol.wire.peers`."""
 
     tag = 44
     body = "document"
@@ -491,7 +491,7 @@ class Peers(Message):
 
 
 class Linked(Message):
-    """Worker: this peer and I reach one another, and that is how quickly."""
+    """Worker: this peer and I reach each other; `mbit` is the measured speed in Mbit/s."""
 
     tag = 45
     run_id: Small
@@ -500,7 +500,7 @@ class Linked(Message):
 
 
 class Unlinked(Message):
-    """Worker: this peer and I do not (any more), and why."""
+    """Worker: this peer and I do not, or no longer, reach each other, and why."""
 
     tag = 46
     run_id: Small
@@ -509,7 +509,7 @@ class Unlinked(Message):
 
 
 class LinkTraffic(Message):
-    """Worker: bytes sent to each peer and received from it, since it has known them. Body: JSON."""
+    """Worker: bytes sent to each peer and received from it since the link began. Body: JSON."""
 
     tag = 59
     body = "document"
@@ -667,10 +667,10 @@ MESSAGES: dict[int, type[Message]] = {
         StepPlan, BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient,
         AveragedNonBlockGradient, SubtreeLoss, Commit, StepApplied, Assign, Cancel, Credit,
         EvalPlan, EvalResult, Heartbeat, Preparing, Halt, Continue, Drain, EndRun, Goodbye,
-        BlobRequest, BlobChunk, CapturedRows, StretchProgress, Boundary, StretchRequest,
-        StretchState,
-        OpenDoor, DoorOpen, Peers, Linked, Unlinked, Owners, ChunkReduced, SumsArrived,
-        AverageDigests, AveragesRequest, AverageMismatch, PeerHello, PeerWelcome, PeerProbe,
+        BlobRequest, BlobChunk, CapturedRows, InnerPhaseProgress, InnerCheckpointChunk,
+        InnerStateRequest, InnerStateChunk, ListenForPeers, PeerPort, Peers, Linked, Unlinked,
+        Owners, ChunkReduced, SumsArrived, AverageDigests, AveragesRequest,
+        AverageMismatch, PeerHello, PeerWelcome, PeerProbe,
         LinkTraffic, NonFiniteSum, DeviceNote, MemoryReturned, StepEmbeddings,
     )
 }  # fmt: skip

@@ -25,12 +25,12 @@ from protocol.base.fields import cut_text
 from protocol.wire import frames
 from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
 from protocol.wire.messages import (
-    Boundary,
     Cancel,
     CapturedRows,
     Goodbye,
     Halt,
     Heartbeat,
+    InnerCheckpointChunk,
     MemoryReturned,
     Message,
     StepEmbeddings,
@@ -41,7 +41,7 @@ _LAST_ANSWER: Final = struct.Struct("56xI")
 URGENT: Final[tuple[type[Message], ...]] = (Halt, Cancel, Heartbeat, Goodbye)
 _MANY_OFFSETS: Final = 16
 """That are returned without waiting for something else to be sent."""
-_COMPUTED = (Boundary, CapturedRows, StepEmbeddings)
+_COMPUTED = (InnerCheckpointChunk, CapturedRows, StepEmbeddings)
 """Pieces of one array as large as a state: all of it is there anyway, as of gradients."""
 
 

@@ -1,4 +1,4 @@
-"""Runs with replicas: one digest, whoever computes which stretch, and whatever becomes of them."""
+"""Runs with replicas: one digest, whichever worker computes which inner phase, or is lost."""
 
 import asyncio
 import json
@@ -92,9 +92,9 @@ async def test_any_number_of_workers(tmp_path, codec, inner_state):
     assert found(together) == found(alone)
     assert sum(together["workers"].values()) == 9
     (run,) = (path for path in (tmp_path / "two").iterdir() if path.is_dir())
-    told = audit(run)
-    assert told.ok, told.lines()
-    assert "3 of 3 steps replayed" in "\n".join(told.lines())
+    report = audit(run)
+    assert report.ok, report.lines()
+    assert "3 of 3 steps replayed" in "\n".join(report.lines())
 
 
 SMALL = {"count": 2, "inner_steps": 2, "codec": "int8", "inner_state": "carry"}
@@ -174,9 +174,9 @@ TASKS = {
 @pytest.mark.parametrize("task", TASKS)
 @on_uvloop
 async def test_one_digest_over_1_2_3_and_8_workers_of_which_one_is_killed(
-    tmp_path, told, task, codec, inner_state
+    tmp_path, reporting, task, codec, inner_state
 ):
-    """Within a stretch, after its first boundary."""
+    """Within an inner phase, after its first inner checkpoint."""
     spec = parse_run_spec({
         **TASKS[task],
         "replicas": {
@@ -190,7 +190,7 @@ async def test_one_digest_over_1_2_3_and_8_workers_of_which_one_is_killed(
             for number in range(workers):
                 live.worker(f"{workers}-{number}", toolbox=On())
             run_id = live.service.submit(spec)
-            lost = await at_work(told, *live.workers)
+            lost = await at_work(reporting, *live.workers)
             kill(live, lost)
             together = await live.result(run_id)
             assert live.first("worker_lost", worker=lost), "it was over before"
@@ -224,23 +224,23 @@ def slow(**changes):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """Who says that it is in the middle of a stretch, as the coordinator hears it."""
-    heard: asyncio.Queue[str] = asyncio.Queue()
-    stretch = Round.stretch
+def reporting(monkeypatch):
+    """A queue of the workers that report progress in an inner phase."""
+    reporting: asyncio.Queue[str] = asyncio.Queue()
+    note_inner_step = Round.note_inner_step
 
-    def hears(self, worker, replica, inner):
-        stretch(self, worker, replica, inner)
-        heard.put_nowait(worker)
+    def record(self, worker, replica, inner):
+        note_inner_step(self, worker, replica, inner)
+        reporting.put_nowait(worker)
 
-    monkeypatch.setattr(Round, "stretch", hears)
-    return heard
+    monkeypatch.setattr(Round, "note_inner_step", record)
+    return reporting
 
 
-async def at_work(told, *workers):
-    """The first of these that says so."""
+async def at_work(reporting, *workers):
+    """Return the first of these workers that reports progress."""
     async with asyncio.timeout(PATIENCE_S):
-        while (worker := await told.get()) not in workers:
+        while (worker := await reporting.get()) not in workers:
             pass
         return worker
 
@@ -254,12 +254,12 @@ def kill(live, name):
 
 @pytest.mark.parametrize("inner_state", ["reset", "carry"])
 @on_uvloop
-async def test_a_worker_is_lost_in_the_middle_of_an_inner_phase(tmp_path, told, inner_state):
+async def test_a_worker_is_lost_in_the_middle_of_an_inner_phase(tmp_path, reporting, inner_state):
     async with live_service(tmp_path / "lost", 2) as live:
         live.worker("w0", toolbox=Scripted(4))
         live.worker("w1", toolbox=Scripted(4))
         run_id = live.service.submit(slow(inner_state=inner_state))
-        await at_work(told, "w1")
+        await at_work(reporting, "w1")
         kill(live, "w1")
         live.worker("w2", toolbox=Scripted(1))
         result = await live.result(run_id)
@@ -269,12 +269,12 @@ async def test_a_worker_is_lost_in_the_middle_of_an_inner_phase(tmp_path, told, 
 
 
 @on_uvloop
-async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, told):
+async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, reporting):
     async with live_service(tmp_path / "many", 3) as live:
         for number in range(3):
             live.worker(f"w{number}", toolbox=Scripted(4))
         run_id = live.service.submit(slow())
-        busy = await at_work(told, "w0", "w1", "w2")
+        busy = await at_work(reporting, "w0", "w1", "w2")
         lines = list(status_lines(status_document(live.service, 0.0)))
         assert sum("standing by" in line for line in lines) == 1
         assert any(re.search(r"w\d: active.*, replica [01]: step \d+ of 12", x) for x in lines)

@@ -46,7 +46,7 @@ _LEAVES_IN_MS: Final = 60_000.0
 """So soon a worker that was asked to leave has left, where nobody is stalled or cut off, beside the
 time for what it owes."""
 _OWES_MICROBATCHES: Final = 100
-"""At most: all stretches of a round, where no other is active."""
+"""At most: all inner phases of a round, where no other worker is active."""
 _WITH_FILES: Final = 0.2
 """How many of the runs read a file that workers fetch."""
 _FILE_BYTES: Final = (300, 10_000, 20_000)

@@ -1,7 +1,7 @@
 """A job with replicas, and what its undisturbed run makes: one inner step after the other.
 
-As naive as its base: no stretch, lease or boundary in it. What a codec makes of an array is the
-product's word; `tests/protocol/exact/test_codecs.py` holds that against another definition.
+As naive as its base: no inner phase, lease or inner checkpoint. What a codec makes of an array is
+the product's word; `tests/protocol/exact/test_codecs.py` holds that against another definition.
 """
 
 from __future__ import annotations

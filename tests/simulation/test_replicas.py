@@ -85,7 +85,7 @@ def one_off_after_recovery(self, place, replica, inner, content, *, carried):
 
 
 def counts_twice(self, subtree, value):
-    """A stretch that comes again is added once more."""
+    """A replica's difference that arrives twice is added twice."""
     if subtree in self.__dict__.setdefault("come", set()):
         for held in [held for held in self._pending if held.covers(subtree)]:
             self._pending[held] = self._add(self._pending[held], value)
@@ -139,7 +139,7 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
     "a step count one off after a recovery": (
         [(InnerPhases, "load", one_off_after_recovery)], "kill", 0,
     ),
-    "a stretch counted twice": (
+    "a replica counted twice": (
         [(TreeSum, "put", counts_twice), (TreeSum, "covers", never_covered)], "stall+slower", 0,
     ),
     "a stale difference": (
@@ -161,7 +161,7 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
 }  # fmt: skip
 
 
-QUICK = ("a wrong sign", "a stretch counted twice")
+QUICK = ("a wrong sign", "a replica counted twice")
 """What a plain run has."""
 
 

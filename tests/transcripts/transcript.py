@@ -224,7 +224,7 @@ class Stage:
         of_run = {"run_id": RUN_ID}
         return {
             "opens": lambda name, port="7000": hear(
-                name, msg.DoorOpen(**of_run, port=int(port), fingerprint=bytes(32)), None
+                name, msg.PeerPort(**of_run, port=int(port), fingerprint=bytes(32)), None
             ),
             "links": lambda name, *peers: [
                 action
@@ -516,9 +516,9 @@ def _text(action: act.Action) -> str:
             return f"finish {outcome}, {int(exit_code)}: {reason}"
         case act.AdoptManifest():
             return "adopt the manifest"
-        case act.WriteBoundary(message):
+        case act.WriteInnerCheckpoint(message):
             return f"keep {_message(message)}"
-        case act.AnswerStretchRequest(worker, message):
+        case act.AnswerInnerStateRequest(worker, message):
             return f"answer {worker} {_message(message)}"
         case act.SendAverages(worker, step):
             return f"send {worker} the averages of step {step}"

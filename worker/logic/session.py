@@ -41,7 +41,6 @@ from protocol.wire.messages import (
     AveragedNonBlockGradient,
     BlobChunk,
     BlockGradientPayload,
-    Boundary,
     Cancel,
     CapturedRows,
     Commit,
@@ -55,10 +54,14 @@ from protocol.wire.messages import (
     Goodbye,
     Halt,
     Heartbeat,
+    InnerCheckpointChunk,
+    InnerPhaseProgress,
+    InnerStateChunk,
+    InnerStateRequest,
+    ListenForPeers,
     Message,
     NonBlockGradientPayload,
     NonFiniteSum,
-    OpenDoor,
     Owners,
     Peers,
     Ready,
@@ -68,9 +71,6 @@ from protocol.wire.messages import (
     StepApplied,
     StepEmbeddings,
     StepPlan,
-    StretchProgress,
-    StretchRequest,
-    StretchState,
     SubtreeLoss,
     Unready,
     Welcome,
@@ -102,7 +102,7 @@ from worker.logic.file_fetch import FileEvent, RunFiles, give_up
 
 _OF_THE_TERM: Final = (
     StepPlan, Assign, Cancel, Credit, AveragedBlockGradient, AveragedNonBlockGradient, Commit,
-    EvalPlan, StretchState, Owners, AverageDigests, StepEmbeddings,
+    EvalPlan, InnerStateChunk, Owners, AverageDigests, StepEmbeddings,
 )  # fmt: skip
 _AFTER_A_COMMIT: Final = (
     StepPlan, Assign, Cancel, Credit, Commit, EvalPlan, StateChunk, StateRequest, AverageDigests,
@@ -594,7 +594,7 @@ class WorkerSession:
         if not self._task.has(event.step_id, event.subtree):
             return []
         ids = self._of_replica(event.step_id, event.subtree)
-        return [Transmit(StretchProgress(**ids, inner=event.inner))]
+        return [Transmit(InnerPhaseProgress(**ids, inner=event.inner))]
 
     def _boundary(self, event: events.InnerCheckpoint) -> list[Action]:
         if not self._task.has(event.step_id, event.subtree):
@@ -605,7 +605,9 @@ class WorkerSession:
         )
         return [
             Transmit(
-                Boundary(**ids, inner=event.inner, chunk=chunk, last=chunk == count - 1),
+                InnerCheckpointChunk(
+                    **ids, inner=event.inner, chunk=chunk, last=chunk == count - 1
+                ),
                 event.content[chunk * limits.BODY_BYTES :][: limits.BODY_BYTES],
             )
             for chunk in range(count)
@@ -618,9 +620,9 @@ class WorkerSession:
             return []
         self._task.asked[event.subtree.lo] = []
         ids = self._of_replica(event.step_id, event.subtree)
-        return [Transmit(StretchRequest(**ids, own=event.carried))]
+        return [Transmit(InnerStateRequest(**ids, own=event.carried))]
 
-    def _stretch_state(self, message: StretchState, body: Body) -> list[Action]:
+    def _stretch_state(self, message: InnerStateChunk, body: Body) -> list[Action]:
         task, step_id = self._task, StepId(message.step, message.attempt)
         subtree = Subtree(message.replica, message.replica + 1)
         pieces = task.asked.get(message.replica)
@@ -747,8 +749,8 @@ class WorkerSession:
         (Assign,                   _ignore,     _ignore,     _assign),
         (Cancel,                   _ignore,     _ignore,     _cancel),
         (Credit,                   _ignore,     _ignore,     _exchange),
-        (StretchState,             _ignore,     _ignore,     _stretch_state),
-        (OpenDoor,                 _refuse,     _refuse,     _exchange),
+        (InnerStateChunk,             _ignore,     _ignore,     _stretch_state),
+        (ListenForPeers,                 _refuse,     _refuse,     _exchange),
         (Peers,                    _refuse,     _refuse,     _exchange),
         (Owners,                   _refuse,     _refuse,     _exchange),
         (BlockGradientPayload,     _refuse,     _refuse,     _exchange),

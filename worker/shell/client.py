@@ -39,17 +39,17 @@ from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce, on_t
 from protocol.wire.connection import Connection, Encoded, Received, encode
 from protocol.wire.messages import (
     AveragedGradient,
-    Boundary,
     Challenge,
-    DoorOpen,
     Goodbye,
     GradientPayload,
     Heartbeat,
     Hello,
+    InnerCheckpointChunk,
     Linked,
     LinkTraffic,
+    ListenForPeers,
     Message,
-    OpenDoor,
+    PeerPort,
     Peers,
     Preparing,
     Unlinked,
@@ -582,7 +582,7 @@ class Client:
         if channel is None:
             return
         turns = self._boundary_turns
-        if isinstance(message, Boundary) and turns.skips(message, channel.waiting):
+        if isinstance(message, InnerCheckpointChunk) and turns.skips(message, channel.waiting):
             return
         channel.send(encode(message, action.body))
 
@@ -671,7 +671,7 @@ class PeerExchange:
             RemoteProtocolError: It does not fit.
         """
         match message:
-            case OpenDoor():
+            case ListenForPeers():
                 self._open()
             case Peers():
                 assert body is not None
@@ -685,7 +685,7 @@ class PeerExchange:
             port, fingerprint = self._links.listen()
         except OSError:
             port, fingerprint = 0, NO_CERTIFICATE  # it may dial others all the same
-        message = DoorOpen(run_id=self._run_id, port=port, fingerprint=fingerprint)
+        message = PeerPort(run_id=self._run_id, port=port, fingerprint=fingerprint)
         self._transmit(act.Transmit(message))
 
     def drop(self) -> None:
@@ -769,7 +769,7 @@ class InnerCheckpointThrottle:
     def __init__(self) -> None:
         self._is_skipping = False
 
-    def skips(self, piece: Boundary, unsent: Iterable[Message]) -> bool:
+    def skips(self, piece: InnerCheckpointChunk, unsent: Iterable[Message]) -> bool:
         """Whether not to send this piece. Must be called for every piece, in order.
 
         Args:
@@ -779,6 +779,7 @@ class InnerCheckpointThrottle:
         if piece.chunk == 0:
             replica = piece.replica
             self._is_skipping = any(
-                isinstance(each, Boundary) and each.replica == replica for each in unsent
+                isinstance(each, InnerCheckpointChunk) and each.replica == replica
+                for each in unsent
             )
         return self._is_skipping

@@ -362,7 +362,7 @@ function showWorkers(run, status) {
   const present = here.map(worker => {
     const share = worker.microbatches_of_step, waited = worker.waited_for ? make("small", { className: "warn" }, "waited for")
       : worker.state === "active" && all && status.waiting_for ? make("small", {}, "has done its part") : "";
-    const at = worker.stretch, part = make("progress", at ? { max: at.inner_steps, value: at.inner_step, ariaLabel: `replica ${at.replica}` }
+    const at = worker.inner_phase, part = make("progress", at ? { max: at.inner_steps, value: at.inner_step, ariaLabel: `replica ${at.replica}` }
       : { max: all || 1, value: share ?? 0, ariaLabel: `share of ${worker.name}` });
     const unlike = worker.signature && worker.duty === "train" && worker.signature !== most;
     return { cells: [

@@ -20,7 +20,7 @@ from protocol.exact.bfloat16 import ELEMENT_BYTES
 from protocol.exact.chunk_grid import ChunkGrid, divide_chunks
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import ExchangeSpec
-from protocol.wire.messages import DoorOpen, OpenDoor, Owners, Peers
+from protocol.wire.messages import ListenForPeers, Owners, PeerPort, Peers
 from protocol.wire.peers import HERE, OwnerTable, Peer, PeerList, pair_key
 
 _FEWEST_HOSTS: Final = 3
@@ -84,7 +84,7 @@ class Mesh:
         )
         self._secret = secret
         self._hosts: dict[str, str] = {}
-        self._doors: dict[str, Offer] = {}
+        self._listening: dict[str, Offer] = {}
         self._demoted: dict[str, int] = {}
         self._reported: dict[str, int] = {}
         self._invited: set[str] = set()
@@ -109,33 +109,33 @@ class Mesh:
             return []
         names = [name for name in sorted(self._hosts) if name not in self._invited]
         self._invited.update(names)
-        return [Send(name, OpenDoor(run_id=self._run_id)) for name in names]
+        return [Send(name, ListenForPeers(run_id=self._run_id)) for name in names]
 
-    def opened(self, worker: str, message: DoorOpen) -> list[Action]:
+    def opened(self, worker: str, message: PeerPort) -> list[Action]:
         """Note that a worker listens, and send the list of peers to all that do."""
         if worker not in self._hosts:
             return []
-        self._doors[worker] = Offer(message.port, message.fingerprint.hex())
-        names = sorted(self._doors)
+        self._listening[worker] = Offer(message.port, message.fingerprint.hex())
+        names = sorted(self._listening)
         return [self._peers(name, names) for name in names]
 
     def _peers(self, me: str, names: Sequence[str]) -> Send:
         others = tuple(
             Peer(
-                name=name, host=self._hosts[name], port=self._doors[name].port,
-                fingerprint=self._doors[name].fingerprint,
+                name=name, host=self._hosts[name], port=self._listening[name].port,
+                fingerprint=self._listening[name].fingerprint,
                 key=pair_key(self._secret, me, name).hex(),
             )
             for name in names
             if name != me
         )  # fmt: skip
-        listens = self._doors[me].port > 0
+        listens = self._listening[me].port > 0
         document = PeerList(me=me, listens=listens, peers=others)
         return Send(me, Peers(run_id=self._run_id), document.to_bytes())
 
     def linked(self, worker: str, peer: str, mbit: float) -> None:
         """Note that a worker reaches a peer, and at what speed in Mbit/s."""
-        if worker in self._doors and peer in self._doors:
+        if worker in self._listening and peer in self._listening:
             self.links.setdefault(worker, {})[peer] = mbit
 
     def unlinked(self, worker: str, peer: str) -> None:
@@ -144,15 +144,15 @@ class Mesh:
 
     def lost(self, worker: str) -> list[Action]:
         """Remove a worker that left; the others get a new list and close their links to it."""
-        had_links = worker in self._doors
-        for table in (self._hosts, self._doors, self._reported, self._demoted):
+        had_links = worker in self._listening
+        for table in (self._hosts, self._listening, self._reported, self._demoted):
             table.pop(worker, None)
         self._invited.discard(worker)
         self.links.pop(worker, None)
         self.traffic.pop(worker, None)
         for reached in self.links.values():
             reached.pop(worker, None)
-        names = sorted(self._doors)
+        names = sorted(self._listening)
         return [self._peers(name, names) for name in names] if had_links else []
 
     def demote(self, worker: str, until: int) -> None:
@@ -172,7 +172,7 @@ class Mesh:
         if self._timed != frozenset(active):
             self._timed = frozenset(active)
             self._times.clear()
-        members = self._clique(sorted(set(active) & self._doors.keys()))
+        members = self._clique(sorted(set(active) & self._listening.keys()))
         speeds = {name: self._speed(name, members) for name in members}
         shares = _shares([speeds[name] for name in members])
         without_late = [

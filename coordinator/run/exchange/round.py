@@ -132,8 +132,8 @@ class Round:
         doubled: The subtree that two workers must both finish, preceded by their names.
         tainted: Whether a sum may include gradients of weights that were never compared.
         inner: Progress of each worker in an inner phase: replica, and inner steps taken.
-        stretches: Whether a leaf is a whole inner phase of a replica: too much work to hold back at
-            a worker that may be lost.
+        has_inner_phases: Whether a leaf is a whole inner phase of a replica: too much work to hold
+            back at a worker that may be lost.
         side_outputs: What microbatches produce beside gradients; None if nothing.
         embeds: Layout of the embeddings that this round collects; None for a round of gradients. A
             round of embeddings has no blocks.
@@ -151,7 +151,7 @@ class Round:
         *,
         side_outputs: SideOutputs | None = None,
         exchange: Codecs = _FLOAT32,
-        stretches: bool = False,
+        has_inner_phases: bool = False,
         embeds: EmbeddingLayout | None = None,
         embeddings: JoinedEmbeddings | None = None,
         owners: tuple[int, OwnerTable] | None = None,
@@ -161,7 +161,7 @@ class Round:
         self.microbatches = microbatches
         self._clipped = clipped
         self._exchange = exchange
-        self.stretches = stretches
+        self.has_inner_phases = has_inner_phases
         self.place = {"term": term, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
         self.tainted = False
@@ -245,7 +245,7 @@ class Round:
 
     def _within_memory(self) -> int:
         """Return the upload limit at which all subtree sums fit the memory limit, unmerged."""
-        if self.stretches:
+        if self.has_inner_phases:
             return self._grid.count
         limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._grid.total_bytes // 2)
         return self._grid.end(self._summed, limit_bytes // max(self._given_subtrees, 1))
@@ -256,7 +256,7 @@ class Round:
         Flows that share a link do not get equal parts of it. A sum waits for the slowest, while the
         other direction of the link is idle. If subtrees were reassigned, there is no limit.
         """
-        if share.local or self._given_again or self.stretches:
+        if share.local or self._given_again or self.has_inner_phases:
             return self._grid.count
         most = last + limits.UPLOAD_AHEAD_CHUNKS
         return max(self._grid.end(last, limits.UPLOAD_AHEAD_BYTES), min(most, self._grid.count))
@@ -365,10 +365,10 @@ class Round:
                 return NonFinite(leaf, worker, is_embedding=True)
         part = (0, message.microbatch, message.chunk)
         what = "embeddings" if self.embeds else "logits"
-        what = "per-replica state" if self.stretches else what
+        what = "per-replica state" if self.has_inner_phases else what
         return self.double_check.answer(worker, message.subtree, part, content, what)
 
-    def stretch(self, worker: str, replica: int, inner: int) -> None:
+    def note_inner_step(self, worker: str, replica: int, inner: int) -> None:
         """Note how many inner steps of a replica a worker has taken.
 
         Raises:
@@ -377,7 +377,7 @@ class Round:
         self._check_place(worker, Subtree(replica, replica + 1))
         self.inner[worker] = (replica, inner)
 
-    def boundary(self, worker: str, replica: int) -> None:
+    def note_inner_checkpoint(self, worker: str, replica: int) -> None:
         """Note that other workers may continue from this worker's inner checkpoint.
 
         If its weights turn out not to be the run's, nothing that was delivered counts.

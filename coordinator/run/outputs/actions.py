@@ -14,7 +14,13 @@ from coordinator.run.outputs.side_outputs import Bytes
 from protocol.base.errors import ExitCode
 from protocol.exact.update import Array, StepScalars
 from protocol.spec.manifest import Block, Manifest
-from protocol.wire.messages import Boundary, Message, Outcome, StateChunk, StretchRequest
+from protocol.wire.messages import (
+    InnerCheckpointChunk,
+    InnerStateRequest,
+    Message,
+    Outcome,
+    StateChunk,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +138,19 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteBoundary:
+class WriteInnerCheckpoint:
     """Write a piece of an inner checkpoint to disk, for the worker that continues the replica."""
 
-    message: Boundary
+    message: InnerCheckpointChunk
     content: Bytes
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerStretchRequest:
+class AnswerInnerStateRequest:
     """Send the worker the known state of the inner phase that it is about to compute."""
 
     worker: str
-    message: StretchRequest
+    message: InnerStateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +209,6 @@ class Finish:
 
 Action = (
     Send | Broadcast | AdoptManifest | FillReplica | DigestReplica | Subscribe | Unsubscribe | Seed
-    | Replay | SendAverages | Summarize | Persist | WriteBoundary | AnswerStretchRequest
+    | Replay | SendAverages | Summarize | Persist | WriteInnerCheckpoint | AnswerInnerStateRequest
     | SaveAdmissionRecord | MakeCheckpoint | ApplyStep | Dismiss | Report | Finish
 )  # fmt: skip

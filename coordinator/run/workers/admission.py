@@ -32,11 +32,11 @@ from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import Exactness
 from protocol.wire.messages import (
-    DoorOpen,
     Drain,
     Linked,
     LinkTraffic,
     Message,
+    PeerPort,
     Ready,
     StateChunk,
     StateRequest,
@@ -272,7 +272,7 @@ def is_stale(member: Member, message: Message, run_id: str) -> bool:
     """Whether a message was sent before the worker knew of this run, as all before `Ready`."""
     if isinstance(message, Ready | Unready | StateChunk):
         return message.run_id != run_id
-    if isinstance(message, DoorOpen | Linked | Unlinked | LinkTraffic) and message.run_id != run_id:
+    if isinstance(message, PeerPort | Linked | Unlinked | LinkTraffic) and message.run_id != run_id:
         return True
     unasked = member.state in (MemberState.IDLE, MemberState.PREPARING)
     return unasked and not isinstance(message, Drain)

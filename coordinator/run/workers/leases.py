@@ -209,7 +209,7 @@ class Stragglers:
             if member is None or not pending:
                 continue
             expected_ms = member.expected_work_ms(max(subtree.leaves for subtree in pending))
-            if round_.stretches:  # the worker reports its progress all the while
+            if round_.has_inner_phases:  # the worker reports its progress all the while
                 expected_ms = member.expected_gap_ms
             over = self._work.is_over(worker, expected_ms)
             if done_ms is not None and expected_ms is not None:

@@ -39,7 +39,7 @@ from protocol.base import limits
 from protocol.base.errors import StorageDamaged, StorageFailed
 from protocol.base.regular_file import open_regular
 from protocol.spec.manifest import Manifest
-from protocol.wire.messages import Boundary, StretchRequest
+from protocol.wire.messages import InnerCheckpointChunk, InnerStateRequest
 
 NOTHING_YET: Final = blake3().hexdigest()
 DIGEST_BYTES: Final = 32
@@ -52,7 +52,7 @@ LATEST: Final = 4
 class _InnerCheckpoint:
     """The complete inner checkpoint in a replica's file."""
 
-    place: tuple[int, int, int]
+    position: tuple[int, int, int]
     """Round, attempt, inner steps."""
     digest: bytes
 
@@ -160,7 +160,7 @@ class ReplicaStates:
             if round_ <= step - LATEST and round_ not in saved and not is_due:
                 self._directory.own_file(round_).unlink(missing_ok=True)
 
-    def write_boundary(self, message: Boundary, content: Bytes) -> None:
+    def write_inner_checkpoint(self, message: InnerCheckpointChunk, content: Bytes) -> None:
         """Write a piece of an inner checkpoint, in order; a complete one replaces the one before.
 
         Raises:
@@ -180,15 +180,16 @@ class ReplicaStates:
             hasher.update(content.data)
             if not message.last:
                 return
-            complete, place = self._complete.get(replica), (message.step, message.attempt, inner)
-            if complete is not None and complete.place >= place:
+            complete = self._complete.get(replica)
+            position = (message.step, message.attempt, inner)
+            if complete is not None and complete.position >= position:
                 temporary.unlink()
                 return
             digest = hasher.digest()
             temporary.replace(path)
-            self._complete[replica] = _InnerCheckpoint(place, digest)
+            self._complete[replica] = _InnerCheckpoint(position, digest)
 
-    def answer(self, request: StretchRequest) -> tuple[int, Iterator[bytes]]:
+    def answer(self, request: InnerStateRequest) -> tuple[int, Iterator[bytes]]:
         """Return what a worker needs to continue an inner phase.
 
         Returns:
@@ -201,31 +202,30 @@ class ReplicaStates:
             StorageDamaged: The per-replica state is damaged.
         """
         pieces: list[Iterator[bytes]] = []
-        replica, place = request.replica, (request.step, request.attempt)
+        replica, attempt = request.replica, (request.step, request.attempt)
         if request.own:
             pieces.append(self._own_of(request.step, replica))
-        inner, at = 0, self._complete.get(replica)
-        if at is not None and at.place[:2] == place:
-            boundary = self._boundary_of(replica, at.digest)
-            if boundary is not None:
-                pieces.append(boundary)
-                inner = at.place[2]
+        inner, newest = 0, self._complete.get(replica)
+        if newest is not None and newest.position[:2] == attempt:
+            checkpoint = self._inner_checkpoint_of(replica, newest.digest)
+            if checkpoint is not None:
+                pieces.append(checkpoint)
+                inner = newest.position[2]
         return inner, itertools.chain.from_iterable(pieces)
 
-    def _boundary_of(self, replica: int, digest: bytes) -> Iterator[bytes] | None:
-        """Open an inner checkpoint; None if it is damaged or gone: it is not necessary.
+    def _inner_checkpoint_of(self, replica: int, digest: bytes) -> Iterator[bytes] | None:
+        """Open an inner checkpoint; None if it is damaged or gone: the phase then starts over.
 
-        A coordinator that takes the directory over removes those of the one before, which may not
-        know of that yet.
+        Another coordinator that has taken over the directory may have removed it.
         """
         path = self._path / f"boundary-{replica}"
         with contextlib.suppress(StorageFailed):
             with storing("read", path):
                 length = path.stat().st_size
-            boundary = verified(path, 0, length)
-            if next(boundary) == digest:
-                return boundary
-            boundary.close()
+            checkpoint = verified(path, 0, length)
+            if next(checkpoint) == digest:
+                return checkpoint
+            checkpoint.close()
         return None
 
     def _own_of(self, step: int, replica: int) -> Iterator[bytes]:

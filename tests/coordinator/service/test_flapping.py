@@ -1,4 +1,4 @@
-"""A worker that comes and goes for ever is called out, and gives up by itself."""
+"""A worker that keeps reconnecting is reported, and in the end gives up by itself."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_a_worker_that_is_lost_in_its_first_step_again_and_again(tmp_path)
 
         disturbing = asyncio.create_task(disturb())
         try:
-            told = await live.wait_for("worker_comes_and_goes")
+            told = await live.wait_for("worker_flapping")
             assert (told["worker"], told["phase"], told["count"]) == ("w0", "training", 3)
             assert "MTU" in told["cause"]
             status = list(status_lines(status_document(service, time.monotonic())))
@@ -94,7 +94,7 @@ async def test_a_worker_that_is_lost_in_its_first_step_again_and_again(tmp_path)
         await live.result(run_id)
         assert not service.flap_detector.reported or "w0" in service.sessions
     journal = RunDirectory(tmp_path / run_id).journal.read_text()
-    assert '"worker_comes_and_goes"' in journal
+    assert '"worker_flapping"' in journal
 
 
 def test_who_is_not_a_worker_is_reported_once_in_a_while():
@@ -116,7 +116,7 @@ def test_who_is_not_a_worker_is_reported_once_in_a_while():
     ],
     ids=["HTTP", "broken TLS", "SSH", "a check of the port"],
 )
-async def test_what_is_not_a_worker_never_comes_and_goes(tmp_path, data):
+async def test_a_peer_that_is_not_a_worker_is_not_reported_as_flapping(tmp_path, data):
     async with live_service(tmp_path, 1) as live:
         for _ in range(4):
             reader, writer = await asyncio.open_connection("127.0.0.1", live.port)

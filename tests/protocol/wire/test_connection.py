@@ -32,10 +32,10 @@ TABLE = {
 
 ONLY_WORKER = {
     "Hello", "Proof", "Ready", "Unready", "CapturedRows",
-    "SubtreeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest", "DoorOpen",
+    "SubtreeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest", "PeerPort",
     "Linked", "LinkTraffic", "Unlinked", "ChunkReduced", "SumsArrived",
-    "AveragesRequest", "AverageMismatch", "StretchProgress", "Boundary",
-    "StretchRequest", "NonFiniteSum", "DeviceNote", "Preparing",
+    "AveragesRequest", "AverageMismatch", "InnerPhaseProgress", "InnerCheckpointChunk",
+    "InnerStateRequest", "NonFiniteSum", "DeviceNote", "Preparing",
 }  # fmt: skip
 GRADIENTS = {
     "BlockGradientPayload", "NonBlockGradientPayload", "AveragedBlockGradient",

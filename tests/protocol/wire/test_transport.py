@@ -378,7 +378,7 @@ async def test_a_state_in_pieces_that_is_sent_at_once_drops_nobody(monkeypatch):
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
     place = {"term": 1, "step": 0, "attempt": 0}
     pieces = (
-        messages.Boundary(**place, replica=0, inner=1, chunk=0, last=False),
+        messages.InnerCheckpointChunk(**place, replica=0, inner=1, chunk=0, last=False),
         messages.CapturedRows(**place, lo=0, hi=1, microbatch=0, chunk=0),
     )
     async with serving() as served:

@@ -637,16 +637,16 @@ def test_what_is_held_of_a_step_that_is_over_is_never_sent():
 STEP_ID, LEAF = StepId(0, 0), Subtree(1, 2)
 
 
-def stretch(*, inner=4, last=True, **change):
+def inner_state(*, inner=4, last=True, **change):
     given = {**WHERE, "replica": 1, "own": True, **change}
-    return msg.StretchState(**given, inner=inner, last=last)
+    return msg.InnerStateChunk(**given, inner=inner, last=last)
 
 
 def waiting():
     session = ready()
     session.receive(plan((1, 2)), None)
     (asked,) = session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, carried=True))
-    assert asked.message == msg.StretchRequest(**WHERE, replica=1, own=True)
+    assert asked.message == msg.InnerStateRequest(**WHERE, replica=1, own=True)
     return session
 
 
@@ -656,32 +656,32 @@ def raw(*values):
 
 def test_an_inner_phase_continues_once_all_of_its_state_is_there():
     session = waiting()
-    assert session.receive(stretch(last=False), raw(1, 2)) == []
-    give, compute = session.receive(stretch(), raw(3))
+    assert session.receive(inner_state(last=False), raw(1, 2)) == []
+    give, compute = session.receive(inner_state(), raw(3))
     assert (give.step_id, give.replica, give.inner, give.carried) == (STEP_ID, 1, 4, True)
     assert give.content.tolist() == [1, 2, 3]
     assert compute == act.Compute(STEP_ID, 4, LEAF)
-    assert session.receive(stretch(), raw(3)) == []
+    assert session.receive(inner_state(), raw(3)) == []
 
 
 def test_a_state_is_not_asked_for_twice():
     """Given away and given back while the answer is on its way: its pieces stay together."""
     session = waiting()
-    session.receive(stretch(last=False), raw(1))
+    session.receive(inner_state(last=False), raw(1))
     session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
     session.receive(msg.Assign(**WHERE, view=2, subtrees=((1, 2),)), None)
     assert session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, carried=True)) == []
-    give, _ = session.receive(stretch(), raw(2))
+    give, _ = session.receive(inner_state(), raw(2))
     assert give.content.tolist() == [1, 2]
 
 
 def test_a_state_that_nobody_waits_for_any_more_is_dropped():
     session = waiting()
     session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
-    assert session.receive(stretch(), raw(1)) == []
+    assert session.receive(inner_state(), raw(1)) == []
     session = waiting()
     session.receive(plan((1, 2), attempt=1), None)
-    assert session.receive(stretch(), raw(1)) == []
+    assert session.receive(inner_state(), raw(1)) == []
 
 
 def test_how_far_an_inner_phase_is_and_where_it_can_continue_are_reported(monkeypatch):
@@ -689,7 +689,7 @@ def test_how_far_an_inner_phase_is_and_where_it_can_continue_are_reported(monkey
     session = ready()
     session.receive(plan((1, 2)), None)
     (told,) = session.result(events.InnerPhaseStep(STEP_ID, LEAF, 7))
-    assert told.message == msg.StretchProgress(**WHERE, replica=1, inner=7)
+    assert told.message == msg.InnerPhaseProgress(**WHERE, replica=1, inner=7)
     pieces = session.result(events.InnerCheckpoint(STEP_ID, LEAF, 7, np.arange(9, dtype=np.uint8)))
     places = [(p.message.chunk, p.message.last) for p in pieces]
     assert places == [(0, False), (1, False), (2, True)]

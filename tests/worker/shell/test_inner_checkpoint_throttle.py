@@ -1,12 +1,12 @@
 """Boundaries do not pile up where the link is slow."""
 
-from protocol.wire.messages import Boundary
+from protocol.wire.messages import InnerCheckpointChunk
 from worker.shell.client import InnerCheckpointThrottle
 
 
 def pieces(inner, replica=0, count=3):
     return [
-        Boundary(
+        InnerCheckpointChunk(
             term=1, step=2, attempt=0, replica=replica, inner=inner, chunk=chunk,
             last=chunk == count - 1,
         )
@@ -22,7 +22,7 @@ def offered(turns, waiting, boundary):
 
 def test_one_of_a_replica_waits_at_most_and_always_whole():
     turns = InnerCheckpointThrottle()
-    waiting: list[Boundary] = []
+    waiting: list[InnerCheckpointChunk] = []
     offered(turns, waiting, pieces(1))
     offered(turns, waiting, pieces(2))
     offered(turns, waiting, pieces(1, replica=1))

@@ -1,4 +1,4 @@
-"""What a worker keeps of stretches from one round to the next."""
+"""What a worker keeps of inner phases from one round to the next."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_neither_computing_nor_evaluating_changes_the_replica(changes):
     for number in range(3):
         if device.spec.replicas is None:
             device.gradients()
-        else:  # a stretch, which takes steps of its own
+        else:  # an inner phase, which takes steps of its own
             device.engine.do(act.Compute(StepId(number, 0), 2, Subtree(0, 1)))
             device.until(events.SubtreeDone)
         first = device.evaluate()

@@ -8,7 +8,7 @@ from coordinator.run.exchange.mesh import Mesh, _shares
 from protocol.base.errors import MessageError
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.exchange import ExchangeSpec
-from protocol.wire.messages import DoorOpen, OpenDoor, Owners, Peers
+from protocol.wire.messages import ListenForPeers, Owners, PeerPort, Peers
 from protocol.wire.peers import COORDINATOR, OwnerTable, PeerList, pair_key, parse
 
 BLOCKS = (Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2_000_000,)),)),)
@@ -24,7 +24,7 @@ def opened(made, *names, hosts=None, dials=()):
     for name in names:
         made.joined(name, (hosts or {}).get(name, f"host-{name}"))
         port = 0 if name in dials else 7000
-        said = made.opened(name, DoorOpen(run_id="run", port=port, fingerprint=bytes(32)))
+        said = made.opened(name, PeerPort(run_id="run", port=port, fingerprint=bytes(32)))
     return said
 
 
@@ -49,7 +49,7 @@ def test_a_star_asks_nobody_to_listen_and_sharded_all():
     assert mesh("star").joined("a", "h") == []
     assert mesh(secret=b"").joined("a", "h") == []
     (asked,) = mesh().joined("a", "h")
-    assert isinstance(asked.message, OpenDoor)
+    assert isinstance(asked.message, ListenForPeers)
     made = mesh("auto")
     assert made.joined("a", "h1") + made.joined("b", "h2") + made.joined("c", "h2") == []
     assert [action.worker for action in made.joined("d", "h3")] == ["a", "b", "c", "d"]

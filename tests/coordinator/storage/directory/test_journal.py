@@ -129,6 +129,9 @@ def test_records_of_an_older_release_are_read():
         read_record(older | {"weights_before": D})
     with pytest.raises(ValidationError):
         read_record(older | {"term": 1})
+    fault = next(each for each in EXAMPLES if isinstance(each, Fault))
+    older_name = fault.model_dump(mode="json") | {"what": "worker_comes_and_goes"}
+    assert read_record(older_name) == fault.model_copy(update={"what": "worker_comes_and_goes"})
 
 
 def test_records_are_read_as_they_were_written(tmp_path):

@@ -10,7 +10,7 @@ from coordinator.storage.states.replica_states import (
     state_fault,
 )
 from protocol.base.errors import RunFailed, StorageDamaged
-from protocol.wire.messages import Boundary, StretchRequest
+from protocol.wire.messages import InnerCheckpointChunk, InnerStateRequest
 
 OWN = 1000
 
@@ -27,18 +27,18 @@ def content(seed, replicas=3):
 
 
 def asked(kept, step, replica, *, attempt=0, own=True):
-    request = StretchRequest(term=1, step=step, attempt=attempt, replica=replica, own=own)
+    request = InnerStateRequest(term=1, step=step, attempt=attempt, replica=replica, own=own)
     inner, pieces = kept.answer(request)
     return inner, b"".join(pieces)
 
 
 def reached(kept, step, inner, pieces, attempt=0):
     for chunk, piece in enumerate(pieces):
-        message = Boundary(
+        message = InnerCheckpointChunk(
             term=1, step=step, attempt=attempt, replica=1, inner=inner, chunk=chunk,
             last=chunk == len(pieces) - 1,
         )  # fmt: skip
-        kept.write_boundary(message, np.frombuffer(piece, np.uint8))
+        kept.write_inner_checkpoint(message, np.frombuffer(piece, np.uint8))
 
 
 def test_each_replica_gets_its_own_back(tmp_path):
@@ -122,7 +122,7 @@ def test_the_newest_whole_boundary_of_the_attempt_counts(tmp_path):
     assert asked(kept, 2, 1, own=False, attempt=1) == (0, b"")
     assert asked(kept, 3, 1, own=False) == (0, b"")
     assert asked(kept, 2, 0, own=False) == (0, b"")
-    inner, pieces = kept.answer(StretchRequest(term=1, step=2, attempt=0, replica=1, own=False))
+    inner, pieces = kept.answer(InnerStateRequest(term=1, step=2, attempt=0, replica=1, own=False))
     reached(kept, 2, 20, [b"third"])
     assert (inner, b"".join(pieces)) == (10, b"firstsecond")
     assert asked(kept, 2, 1, own=False) == (20, b"third")
