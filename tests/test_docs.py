@@ -221,7 +221,7 @@ def test_one_step_quotes_the_source():
         page.write_text(text)
     assert quotes == text.count("<!-- code:") > 10
     assert page.read_text() == text
-    assert len(text.splitlines()) <= 200
+    assert len(text.splitlines()) <= 150
 
 
 def as_cell(text: str) -> str:
