@@ -68,7 +68,7 @@ def why_not_repeatable(error: BaseException) -> str:
     operator = text.partition(" ")[0]
     return (
         f"{operator} adds in no fixed order, so its bits change from run to run; replace that "
-        "operator, or have the model computed by cpu or vulkan"
+        "operator, or use --backend cpu or vulkan"
     )
 
 

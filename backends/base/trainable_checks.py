@@ -256,7 +256,7 @@ def refuse_gradient_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
         if has_gradient_hook(parameter):
             raise SamestepError(
                 f"{name!r} has a hook on its gradient, which a device of this backend cannot run; "
-                "leave it out, or have it computed by cpu or cuda"
+                "leave it out, or use --backend cpu or cuda"
             )
 
 
@@ -270,5 +270,5 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
         if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse:
             raise SamestepError(
                 f"{name or 'the model'!r} has sparse gradients, which a device of this backend "
-                "cannot compute; leave out sparse=True, or have it computed by cpu or cuda"
+                "cannot compute; leave out sparse=True, or use --backend cpu or cuda"
             )

@@ -14,15 +14,16 @@ from protocol.base.errors import SamestepError
 from protocol.spec.manifest import Block
 
 Emit = Callable[[int, list[torch.Tensor | None]], None]
-"""Takes a block's number and its tensors' gradients, flat float32 on the device; None if not
-reached. They are read-only: autograd may share memory between tensors that differ only in shape."""
+"""Takes a block's number and its tensors' gradients, flat float32 on the device; None if backward
+did not reach the tensor. They are read-only: autograd may share memory between tensors that differ
+only in shape."""
 
 
 class BlockOrder:
     """One microbatch's blocks, from first gradient to last block out.
 
-    A tensor's own work is little, since it comes between two matrix products: a gradient is kept
-    as it is.
+    `add` does little work, since it runs between two matrix products: gradients are kept as they
+    are.
     """
 
     def __init__(self, blocks: Sequence[Block], emit: Emit, unused: frozenset[str]) -> None:
@@ -37,13 +38,13 @@ class BlockOrder:
         self._give()
 
     def add(self, number: int, name: str, gradient: torch.Tensor) -> None:
-        """The final gradient of one tensor of a block, any layout; it is kept, not copied."""
+        """Take the final gradient of one tensor of a block, in any layout; it is kept, not
+        copied."""
         gradients = self._gradients[number]
         if number > self._next or name in gradients:
             raise SamestepError(
-                f"expected the gradient of {name!r} once in a backward, by the loss's own graph, "
-                "and got another, as a checkpoint that is reentrant gives: write "
-                "use_reentrant=False where checkpoint is called"
+                f"expected one gradient of {name!r} per backward, got another, as from reentrant "
+                "checkpointing; pass use_reentrant=False to checkpoint"
             )
         gradients[name] = gradient
         self._missing[number] -= name not in self._unused
@@ -52,16 +53,16 @@ class BlockOrder:
 
     @property
     def has_released(self) -> bool:
-        """Whether a block was given away."""
+        """Whether any block has been emitted."""
         return self._next < len(self._blocks) - 1
 
     def flush(self) -> None:
-        """Backward is over: it has not reached what has no gradient."""
+        """Emit all remaining blocks: backward is over, so missing gradients are absent."""
         while self._next >= 0:
             self._finish()
 
     def _give(self) -> None:
-        """Give away every block that is due and complete."""
+        """Emit every block that is due and complete."""
         while self._next >= 0 and not self._missing[self._next]:
             self._finish()
 
@@ -80,7 +81,7 @@ def _flat(gradient: torch.Tensor | None) -> torch.Tensor | None:
 def unused_parameters(
     loss: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
 ) -> frozenset[str]:
-    """Names of the parameters that the graph of `loss` does not reach: they get no gradient."""
+    """Return the names of the parameters that the graph of `loss` does not reach."""
     reached: set[int] = set()
     seen = set()
     stack = [loss.grad_fn]

@@ -1,7 +1,7 @@
 """Sums over the microbatches of a subtree, on the device: each block is copied to the host once.
 
-A device adds float32 as IEEE 754 has it, so along the tree it gives the host's bits. Nothing here
-makes the host wait for the device but `BlockCopy.finish`.
+A device adds float32 as IEEE 754 defines, so sums along the tree have the host's bits. Only
+`BlockCopy.finish` makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _LEAST_STAGING_ELEMENTS: Final = 1 << 20
 def joined(
     block: Block, parts: Sequence[torch.Tensor | None], device: torch.device
 ) -> torch.Tensor:
-    """A block's gradient, flat float32, absent (`protocol.exact.absent`) where a part is None."""
+    """Return a block's gradient, flat float32; parts that are None are absent
+    (`protocol.exact.absent`)."""
     absent_value = -0.0
     flat = torch.cat(
         [
@@ -39,7 +40,7 @@ def joined(
         for (tensor, slice_), part in zip(block.slices(), parts, strict=True)
         if part is not None and tensor.elements
     ]
-    for start in starts:  # +0.0 for -0.0 there, and any other value as it is
+    for start in starts:  # turns -0.0 into +0.0, and keeps any other value
         flat[start : start + 1] += 0.0
     return flat
 
@@ -48,9 +49,9 @@ class SubtreeSums:
     """The sums of one subtree, taken on the device.
 
     Args:
-        leaves: How many microbatches it has.
-        blocks: How many blocks.
-        device: Where.
+        leaves: Number of microbatches.
+        blocks: Number of blocks.
+        device: The device.
     """
 
     def __init__(self, leaves: int, blocks: int, device: torch.device) -> None:
@@ -58,13 +59,13 @@ class SubtreeSums:
         self._device = device
         self._blocks = [TreeSum[torch.Tensor](leaves, _add) for _ in range(blocks)]
         self._losses: list[torch.Tensor | None] = [None] * leaves
-        """Each as float32 values: one, or the two halves of a float64."""
+        """Each loss as float32 values: one, or the two halves of a float64."""
         self._weights = [0.0] * leaves
 
     def add(self, leaf: int, block: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a microbatch's gradient of a block; gives the sum after the last one.
+        """Add a microbatch's gradient of a block; return the sum after the last microbatch.
 
-        The gradient is the sum's own from then on.
+        The gradient belongs to the sum from then on.
         """
         sums = self._blocks[block]
         sums.put(Subtree(leaf, leaf + 1), gradient)
@@ -76,16 +77,16 @@ class SubtreeSums:
     def set_loss(self, leaf: int, loss: torch.Tensor, weight: float) -> None:
         """Note a microbatch's loss, which stays on the device, and its weight.
 
-        A microbatch that is computed again after a failure replaces what it noted.
+        A microbatch that is computed again after a failure replaces its earlier values.
         """
         values = loss.detach().to(self._device).reshape(1)
-        if values.dtype != torch.float64:  # which not all cards have
+        if values.dtype != torch.float64:  # not all devices support float64
             values = values.float()
         self._losses[leaf] = values.view(torch.float32)
         self._weights[leaf] = weight
 
     def with_losses(self, block: torch.Tensor) -> torch.Tensor:
-        """The last block and all losses as one tensor, for one copy."""
+        """Return the last block and all losses as one tensor, for one copy."""
         losses = [loss for loss in self._losses if loss is not None]
         if len(losses) != self.leaves:
             raise AssertionError(f"expected {self.leaves} losses, got {len(losses)}")
@@ -93,14 +94,14 @@ class SubtreeSums:
 
     @property
     def loss_elements(self) -> int:
-        """What `with_losses` adds."""
+        """The number of elements that `with_losses` appends."""
         return sum(self._loss_sizes())
 
     def loss(self, copied: Array) -> Loss:
-        """The subtree's loss, from the values that `with_losses` added."""
+        """Return the subtree's loss from the values that `with_losses` appended."""
         losses, lo = [], 0
         for size in self._loss_sizes():
-            # A copy: as float64 it has to be aligned.
+            # Copied because float64 values must be aligned.
             values = copied[lo : lo + size].copy()
             losses.append(float(values.view(np.float64 if size > 1 else np.float32)[0]))
             lo += size
@@ -115,9 +116,9 @@ def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class StagingMemory:
-    """Pinned host memory through which blocks are copied, in order, and used again.
+    """A ring of pinned host memory, through which blocks are copied in order.
 
-    Torch's own cache of pinned memory rounds each size up to a power of two, and keeps what it has.
+    Torch's own cache of pinned memory rounds each size up to a power of two and never frees it.
 
     Args:
         block_elements: The size of each block.
@@ -130,9 +131,9 @@ class StagingMemory:
         self._changed = threading.Condition()
 
     def take(self, elements: int, is_abandoned: Callable[[], bool]) -> torch.Tensor | None:
-        """The next part of the memory; waits until it is free. None once abandoned.
+        """Return the next part of the memory, after waiting until it is free; None once abandoned.
 
-        What is larger than all of it gets memory of its own.
+        A part larger than the ring gets memory of its own.
         """
         if elements > len(self._memory):
             return torch.empty(elements, pin_memory=True)
@@ -146,20 +147,20 @@ class StagingMemory:
             return self._memory[start : start + elements]
 
     def release(self, part: torch.Tensor) -> None:
-        """Let a part be used again. Parts are released in the order in which they were taken."""
+        """Make a part free again. Parts must be released in the order in which they were taken."""
         with self._changed:
             if part.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr():
                 self._in_use.popleft()
             self._changed.notify_all()
 
     def release_all(self) -> None:
-        """Forget what is in use: nobody will read it."""
+        """Free all parts: nothing will read them any more."""
         with self._changed:
             self._in_use.clear()
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let who waits look again whether it is abandoned."""
+        """Make a waiting `take` check again whether it is abandoned."""
         with self._changed:
             self._changed.notify_all()
 
@@ -179,10 +180,10 @@ class BlockCopy:
     """A block's sum on its way to the host.
 
     Attributes:
-        block: Its number.
-        host: Where it arrives: flat float32, the losses after the block.
-        copied: Happens when it is there.
-        sums: Whose losses come with it; None with a block that is not the last.
+        block: The block's number.
+        host: The destination: flat float32, the block and then the losses.
+        copied: Recorded once the copy is complete.
+        sums: The sums whose losses are copied too; None if the block is not the last.
     """
 
     block: int
@@ -191,7 +192,8 @@ class BlockCopy:
     sums: SubtreeSums | None
 
     def finish(self, staging: StagingMemory) -> tuple[Array, Loss | None]:
-        """Wait for it: the block's sum, the caller's own, and the loss if it came along."""
+        """Wait for the copy; return the block's sum, owned by the caller, and the loss if it was
+        copied too."""
         self.copied.synchronize()
         values: Any = np.array(self.host.numpy())
         staging.release(self.host)
@@ -216,7 +218,7 @@ class BlockCopier:
         sums: SubtreeSums | None,
         is_abandoned: Callable[[], bool],
     ) -> BlockCopy | None:
-        """Begin to copy a block; None once abandoned."""
+        """Start to copy a block; return None once abandoned."""
         host = self.staging.take(len(values), is_abandoned)
         if host is None:
             return None

@@ -1,8 +1,8 @@
-"""The eager backend: torch's own autograd on any device of torch's (`torch_devices`).
+"""The eager backend: torch's own autograd on any device that torch supports (`torch_devices`).
 
-One persistent device thread runs forward and backward; a hook on every trainable tensor hands
-finished blocks out while earlier blocks are still in backward. What makes the bits repeatable is
-in `backends.eager.numerics`.
+One persistent device thread runs forward and backward; a hook on every trainable tensor emits
+finished blocks while backward of earlier blocks still runs. `backends.eager.numerics` has the
+settings that make the bits repeatable.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class EagerBackend:
     """One torch device."""
 
     def __init__(self, kind: str, index: int = 0) -> None:
-        """Take the device of this kind and number.
+        """Use the device of this kind and number.
 
         Args:
             kind: A row of `torch_devices.KINDS`.
-            index: Its number among those of its kind.
+            index: Its number among devices of its kind.
         """
         numerics.make_deterministic()
         self.device = torch_devices.torch_device(kind, index)
@@ -94,7 +94,7 @@ class EagerBackend:
 
     @cached_property  # also a driver that hangs by now does not hold up who names its device
     def info(self) -> DeviceInfo:
-        """Name and, where it has its own, memory."""
+        """The device's name and, if it has its own, memory."""
         name = torch_devices.device_name(self.device)
         memory = torch_devices.memory_bytes(self.device)
         return DeviceInfo(self._kind, name, True, "", self._index, memory)
@@ -117,8 +117,8 @@ class EagerBackend:
                 loss does not add up over samples.
             DeviceError: The device fails, or has too little memory.
         """
-        del others, evaluations  # a new shape takes no time
-        torch_devices.release_memory(self.device)  # of the run before
+        del others, evaluations  # new shapes need no compilation
+        torch_devices.release_memory(self.device)  # memory of the previous run
         if trainable.arithmetic.is_canonical:
             raise SamestepError(
                 f"the run's arithmetic is canonical, which torch on {self.device.type} does not "
@@ -171,7 +171,7 @@ class EagerProgram(HostSummedProgram):
         self._copier: BlockCopier | None = None
         if torch_devices.kind_of(device).copies_asynchronously:
             self._copier = BlockCopier(device, self._blocks)
-        # Before the move, which gives each parameter memory of its own, shared or not.
+        # Before the move, which gives each parameter memory of its own even if it was shared.
         checked = trained_parameters(self._module, trained_blocks(self._blocks))
         narrow_frozen_base(self._module, trainable.base_dtype, device)
         if trainable.precision != "float32":
@@ -180,8 +180,8 @@ class EagerProgram(HostSummedProgram):
         self._place(self._module)
         if _names_by_parameter(self._module) != tied:
             raise SamestepError(
-                f"moving the model to {device} has untied parameters that were one; build it "
-                "without ties, or have it computed by cpu"
+                f"expected tied parameters to stay tied, but moving the model to {device} has "
+                "untied them; build it without tied parameters, or use --backend cpu"
             )
         # After the move: on some devices it creates new parameters, to which hooks must attach.
         moved = dict(self._module.named_parameters())
@@ -196,13 +196,14 @@ class EagerProgram(HostSummedProgram):
         self._thread.submit(self._copy_in, parameters).result()
 
     def share(self, parameters: list[Array]) -> None:
-        """See `backends.base.interface.ComputesInPlace`; a card and a group have their own."""
+        """See `backends.base.interface.ComputesInPlace`; cards and sharded models keep their own
+        copy."""
         check_sizes(parameters, self._blocks)
         if self._device.type == "cpu" and self._shares:
             self._thread.submit(self._share, parameters).result()
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
-        """See `Program.gradients`: summed on the device where it can copy beside computing."""
+        """See `Program.gradients`; sums are taken on the device if it copies asynchronously."""
         if self._copier is None:
             return super().gradients(leaves)
         sums = SubtreeSums(len(leaves), len(self._blocks), self._device)
@@ -230,7 +231,7 @@ class EagerProgram(HostSummedProgram):
         return Microbatch(_items(out, abandoned, copier), stop)
 
     def evaluate(self, batch: Batch) -> Sums:
-        """Evaluation sums of one batch.
+        """Compute evaluation sums of one batch.
 
         Raises:
             SamestepError: The task has no evaluation.
@@ -240,7 +241,7 @@ class EagerProgram(HostSummedProgram):
         return self._thread.submit(self._in_evaluation, self._evaluate, batch).result()
 
     def rows(self, batch: Batch) -> Captured:
-        """What is kept of one microbatch.
+        """Capture one microbatch.
 
         Raises:
             SamestepError: The task captures nothing.
@@ -264,22 +265,22 @@ class EagerProgram(HostSummedProgram):
         return embedded
 
     def keeps_subnormals(self) -> bool:
-        """In the device thread; in those that share its loops, as it was at the start."""
+        """Check the device thread now; the threads that share its loops are checked once."""
         return self._thread.submit(self._keeps_subnormals).result()
 
     def inner_steps(self, optimizer: OptimizerSpec) -> EagerInnerSteps:
-        """Steps that leave parameters and moments on the device."""
+        """Return inner steps that keep parameters and moments on the device."""
         return EagerInnerSteps(self, self._parameters, self._blocks, optimizer, self._thread)
 
     def close(self) -> None:
-        """End the device thread and let go of the module."""
+        """End the device thread and remove all hooks from the module."""
         self._abandoned.set()
         self._thread.close()
         for hook in self._hooks:
             hook.remove()
 
     def check(self, example: Batch) -> None:
-        """Refuse what cannot be trained exactly; also the first, slow, run of the model."""
+        """Refuse a module or loss that cannot be trained exactly; also warms up the model."""
         self._thread.submit(self._check, example).result()
 
     def _place(self, module: torch.nn.Module) -> None:
@@ -299,7 +300,7 @@ class EagerProgram(HostSummedProgram):
                 hooks.append(module.register_forward_pre_hook(self._forward_reached))
         return hooks
 
-    # What follows runs in the device thread, hooks on CUDA in autograd's.
+    # The following methods run in the device thread; on CUDA, hooks run in autograd's thread.
 
     def load_blocks(self, parameters: list[Array]) -> None:
         """See `backends.eager.inner_steps.Accumulates`."""
@@ -314,7 +315,7 @@ class EagerProgram(HostSummedProgram):
         self._keeps_gradients = True
         try:
             loss = self._in_sum(self._loss_of(self._on_device(batch)), batch)
-            if loss.requires_grad:  # not so for a microbatch without tokens
+            if loss.requires_grad:  # False for a microbatch without tokens
                 with self._shield_hooks():
                     loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
@@ -323,7 +324,7 @@ class EagerProgram(HostSummedProgram):
 
     @contextmanager
     def _shield_hooks(self) -> Iterator[None]:
-        """The user's own hooks on what is accumulated see one microbatch, as in `_microbatch`."""
+        """Let the user's own hooks see the gradient of one microbatch, as in `_microbatch`."""
         earlier = [parameter.grad for parameter in self._hooked]
         for parameter in self._hooked:
             parameter.grad = None
@@ -337,7 +338,7 @@ class EagerProgram(HostSummedProgram):
         if self._all_keep_subnormals is None:
             all_keep = numerics.keeps_subnormals(self._device, in_every_thread=True)
             self._all_keep_subnormals = all_keep
-        # A card's arithmetic does not change; to ask it in every step would make it wait.
+        # A card's arithmetic does not change; checking it at every step would stall it.
         cpu = torch.device("cpu")
         in_this_thread = numerics.keeps_subnormals(cpu, in_every_thread=False)
         return self._all_keep_subnormals and (in_this_thread or self._device.type != "cpu")
@@ -346,14 +347,15 @@ class EagerProgram(HostSummedProgram):
         self._stop_if_abandoned()
         if parameter.grad is None:
             raise SamestepError(
-                f"expected the gradient of {name!r} where its hook found it, got none: let the "
-                "hook leave it there, optimizer steps are the coordinator's"
+                f"expected the gradient of {name!r} to remain after its hooks, got none: do not "
+                "clear it in a hook; the optimizer is the coordinator's"
             )
         if self._keeps_gradients:
             return
         gradient, parameter.grad = parameter.grad, None
         if self.loss_scale != 1.0:
-            # Exact: it is a power of two. Not in place: what flows on may have the same memory.
+            # Exact, since the scale is a power of two. Not in place: autograd may still use this
+            # memory.
             gradient = gradient * (1.0 / self.loss_scale)
         if self._order is not None:
             self._order.add(number, name, gradient)
@@ -422,14 +424,14 @@ class EagerProgram(HostSummedProgram):
         if work.sums is not None:
             work.sums.set_loss(work.leaf, loss, work.batch.weight)
         self._order = BlockOrder(self._blocks, partial(self._emit, work), unused)
-        if loss.requires_grad:  # not so for a microbatch without tokens
+        if loss.requires_grad:  # False for a microbatch without tokens
             scaled = loss if self.loss_scale == 1.0 else loss * self.loss_scale
             scaled.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:  # else zeros would be sent for it
                 raise SamestepError(
-                    f"the gradient of {name!r} did not pass the hook on it: the model's code, or "
-                    f"moving it to {self._device}, has put another tensor in its place"
+                    f"expected the gradient of {name!r} at its hook, got none there: the model's "
+                    f"code, or moving it to {self._device}, has replaced the tensor"
                 )
         for number, name, change in self._buffers.changes(work.batch.weight):
             self._order.add(number, name, change)
@@ -489,7 +491,7 @@ class EagerProgram(HostSummedProgram):
         return self._users(batch, self._loss_of)
 
     def _users(self, batch: Batch, function: Callable[[dict[str, torch.Tensor]], T]) -> T:
-        """Call the user's model or loss on a batch; its errors name the batch."""
+        """Call the user's model or loss on a batch; errors refer to the batch."""
         arrays = self._on_device(batch)
         try:
             return function(arrays)
@@ -511,7 +513,7 @@ class EagerProgram(HostSummedProgram):
             ) from error
 
     def _emit(self, work: _Work, number: int, parts: list[torch.Tensor | None]) -> None:
-        """Hand a block to the receiver, or add it to the sums on the device."""
+        """Pass a block to the receiver, or add it to the sums on the device."""
         block, sums = self._blocks[number], work.sums
         if sums is None or self._copier is None:
             host_parts = (
@@ -554,17 +556,19 @@ class EagerProgram(HostSummedProgram):
                 raise DataError(bad_index.text) from error
 
     def _loss_of(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss's sum in float32; backward computes in the types that forward used."""
+        """Return the loss sum in float32; backward computes in the types that forward used."""
         with self._computing():
             loss: torch.Tensor = self._loss(self._module, arrays)
         return loss.float() if loss.dtype in {torch.bfloat16, torch.float16} else loss
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Half precision where torch holds it safe, if asked for; reductions stay in float32.
+        """Compute in half precision where autocast considers it safe, if requested; reductions stay
+        in float32.
 
         Raises:
-            SamestepError: What is trained is not what it was: it may be the replica's own memory.
+            SamestepError: Forward has changed a trained tensor, which may be the replica's own
+                memory.
         """
         half = torch.float16 if self._precision == "float16" else torch.bfloat16
         before = self._versions()
@@ -575,11 +579,11 @@ class EagerProgram(HostSummedProgram):
                 raise _changed_in_forward(name)
 
     def _versions(self) -> dict[str, int]:
-        """They count changes in place."""
+        """Return the parameters' version counters, which count changes in place."""
         return {name: value._version for name, value in self._parameters.items()}  # noqa: SLF001
 
     def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The arrays as tensors with aligned storage of their own."""
+        """Return the batch's arrays as device tensors with aligned storage of their own."""
         if self._copier is None:
             return {name: torch.tensor(a, device=self._device) for name, a in batch.arrays.items()}
         host = {name: torch.tensor(array) for name, array in batch.arrays.items()}
@@ -618,12 +622,12 @@ class EagerProgram(HostSummedProgram):
             )
         self._try_backward(loss)
         for name, weights in self._parameters.items():
-            if _sum_of_bits(weights) != trained[name]:  # by `.data`, which has no version
+            if _sum_of_bits(weights) != trained[name]:  # changed via `.data`
                 raise _changed_in_forward(name)
         for name, value in self._module.named_buffers():
             if name not in followed and not (name in before and torch.equal(before[name], value)):
                 raise SamestepError(
-                    f"the buffer {name!r} changes in forward, which no replica could follow; "
+                    f"the buffer {name!r} changes in forward, so replicas would differ; "
                     "use a layer without running state, an embedding without max_norm, or a plain "
                     f"attribute for what follows from shapes alone, or {WHOLE_MICROBATCH}"
                 )
@@ -631,7 +635,7 @@ class EagerProgram(HostSummedProgram):
             self._refuse_loss_that_does_not_add_up(example)
 
     def _try_backward(self, loss: torch.Tensor) -> None:
-        """Torch refuses operators that a card adds in no fixed order, some in backward alone."""
+        """Run backward once: torch refuses some nondeterministic operators only there."""
         if self._copier is None or not loss.requires_grad:
             return
         try:
@@ -641,7 +645,7 @@ class EagerProgram(HostSummedProgram):
                 parameter.grad = None
 
     def _refuse_loss_that_does_not_add_up(self, example: Batch) -> None:
-        """Where all arrays have samples first, the loss of halves must add to the whole."""
+        """Check that the losses of a batch's halves add up, if all arrays have samples first."""
         counts = {len(array) if array.ndim else 0 for array in example.arrays.values()}
         samples = counts.pop() if len(counts) == 1 else 0
         if samples < 2:
@@ -657,7 +661,8 @@ class EagerProgram(HostSummedProgram):
 
 
 def _added(sum_before: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A sparse one is no place to add a dense one to."""
+    """Add gradients, either of which may be sparse: torch adds sparse to dense, not dense to
+    sparse."""
     return gradient + sum_before if sum_before.is_sparse else sum_before + gradient
 
 
@@ -668,12 +673,12 @@ def _sum_of_bits(values: torch.Tensor) -> int:
 def _changed_in_forward(name: str) -> SamestepError:
     return SamestepError(
         f"{name!r}, which is trained, is changed by the model's own code in forward or evaluation, "
-        "which no other replica could follow; compute with a changed copy of it"
+        "so replicas would differ; change a copy of it instead"
     )
 
 
 class _Abandoned(Exception):
-    """Ends forward or backward of a microbatch that nobody wants any more."""
+    """Raised to end forward or backward of a microbatch that was canceled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -682,11 +687,11 @@ class _Work:
 
     Attributes:
         leaf: Its number in the subtree.
-        batch: Its samples.
-        seed: Of its random draws.
-        put: Takes what it gives.
-        abandoned: Set once nobody wants it any more.
-        sums: Where its gradients are added; None: on the host.
+        batch: The samples.
+        seed: Seed of its random draws.
+        put: Receives its results.
+        abandoned: Set once it is canceled.
+        sums: Adds its gradients on the device; None: they are added on the host.
     """
 
     leaf: int
@@ -703,7 +708,7 @@ _Item = BlockParts | BlockAdded | BlockCopy | Future[Loss | None]
 def _items(
     out: queue.SimpleQueue[_Item], abandoned: threading.Event, copier: BlockCopier | None
 ) -> Iterator[BlockParts | BlockAdded | BlockGradient | Loss]:
-    """What the device thread puts out; its errors are raised here."""
+    """Yield the results of the device thread, and raise its errors."""
     while not abandoned.is_set():
         item = out.get()
         if abandoned.is_set():
@@ -726,7 +731,7 @@ def _items(
 
 
 def _names_by_parameter(module: torch.nn.Module) -> set[frozenset[str]]:
-    """Which names are of one parameter."""
+    """Return the names of each parameter; a tied one has several."""
     names: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -734,9 +739,9 @@ def _names_by_parameter(module: torch.nn.Module) -> set[frozenset[str]]:
 
 
 class _DeviceThread(Executor):
-    """The one thread that gives the device work; what the device raises there is `DeviceError`.
+    """The only thread that gives the device work; errors of the device become `DeviceError`.
 
-    A daemon: a call that hangs in a driver must not hold up the end of the process.
+    It is a daemon: a call that hangs in a driver must not keep the process from ending.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -752,7 +757,7 @@ class _DeviceThread(Executor):
         return future
 
     def close(self) -> None:
-        """End after the work in progress, without what is queued."""
+        """End after the work in progress; queued work is dropped."""
         with suppress(queue.Empty):
             while True:
                 if (item := self._work.get_nowait()) is not None:
@@ -772,7 +777,7 @@ class _DeviceThread(Executor):
                         begin()
                         begin = None
                     result = function()
-            except BaseException as error:  # noqa: BLE001 -- the future's, as in every executor
+            except BaseException as error:  # noqa: BLE001 -- raised by the future
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -788,6 +793,6 @@ def _tensor_of(values: Array) -> torch.Tensor:
     if values.flags.writeable:
         return torch.from_numpy(values)
     with warnings.catch_warnings():
-        # torch warns of writes, and nothing writes to it.
+        # torch warns that the array is not writable; nothing writes to it.
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(values)

@@ -33,7 +33,7 @@ Tensors = list[torch.Tensor]
 
 
 class Accumulates(Protocol):
-    """The part of an eager program that inner steps use, in the device's thread."""
+    """The part of an eager program that inner steps use, in the device thread."""
 
     def load_blocks(self, parameters: list[Array]) -> None:
         """Copy values into the parameters."""

@@ -1,4 +1,4 @@
-"""Stores the frozen base of a module in few bits on a device: linear layers and experts."""
+"""Store the frozen base of a module in fewer bits on a device: linear layers and experts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from protocol.spec.sections.model import BaseDtype
 
 
 def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.device) -> None:
-    """Store every weight of the frozen base in few bits, where its layer can widen it.
+    """Store every weight of the frozen base in fewer bits, if its layer can widen it.
 
-    A layer that computes in a way of its own keeps the rounded weight in float32.
+    A layer with its own forward keeps the rounded weight in float32.
     """
     storage = STORAGE[base_dtype]
     if storage == "f32":
@@ -35,7 +35,7 @@ def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.d
         narrow_experts(module, layer, storage, device)
         meter.add(nbytes)
     while base:
-        parameter = base.pop()  # the last reference to it, once its layers have let go
+        parameter = base.pop()  # now the only reference, apart from its layers
         layers = [layer for layer in module.modules() if _reads(layer, parameter)]
         stored = quantise_tensor(parameter.detach(), storage)
         meter.add(parameter.nbytes)

@@ -1,4 +1,4 @@
-"""Frozen experts of a mixture in few bits: the weights of one expert are widened at a time.
+"""Frozen experts of a mixture in fewer bits: the weights of one expert are widened at a time.
 
 transformers keeps the experts of a layer as stacks of matrices, (experts, outputs, inputs), which
 peft adapts as parameters: it adds the low-rank products of all experts to a whole stack. Here each
@@ -22,9 +22,9 @@ class NarrowExperts(nn.Module):
     """A layer of frozen experts; see `narrow_experts`.
 
     Attributes:
-        stacks: The matrices of each expert, by the name of the parameter that they were.
-        adapters: peft's wrapper of each parameter that is adapted, by name.
-        bench: Where a matrix is widened.
+        stacks: The matrices of each expert, by the name of the original parameter.
+        adapters: peft's wrapper of each adapted parameter, by name.
+        bench: The memory in which a matrix is widened.
     """
 
     stacks: dict[str, list[NarrowWeight]]
@@ -66,13 +66,13 @@ class NarrowExperts(nn.Module):
 def narrow_experts(
     module: nn.Module, layer: nn.Module, storage: Storage, device: torch.device
 ) -> None:
-    """Store the stacks of a layer of experts in few bits.
+    """Store the stacks of a layer of experts in fewer bits.
 
     Args:
-        module: What holds the layer, adapted by peft or not.
+        module: The module that contains the layer, adapted by peft or not.
         layer: See `backends.base.frozen_base.expert_stacks`.
         storage: Any storage type except f32.
-        device: Where they are kept and widened.
+        device: The device that stores and widens them.
     """
     stacks: dict[str, list[NarrowWeight]] = {}
     largest = 0

@@ -19,20 +19,21 @@ from backends.base.narrowing import PART_ELEMENTS
 from backends.base.quantise import NF4, Quantised
 
 _PART_ELEMENTS_OF_CPU: Final = 1 << 18
-"""As `PART_ELEMENTS`: few enough for its cache."""
+"""The same on a CPU: a part fits its cache."""
 _SAME_DTYPE: Final = {"bf16": torch.bfloat16, "f16": torch.float16}
 _PLACES_AT_ONCE: Final = 1 << 16
-"""Of nf4, as indices: few enough to leave no hole in memory; see `Bench`."""
+"""Bytes of nf4 that are converted to indices at a time: few, to leave no hole in memory; see
+`Bench`."""
 _PAIRS_OF_NF4: Final = torch.from_numpy(NF4[np.arange(256)[:, None] >> np.array([0, 4]) & 15])
-"""What a byte of nf4 stands for: (256, 2), the lower half first."""
+"""The two values of each byte of nf4: (256, 2), the lower half first."""
 
 
 class NarrowWeight:
-    """A matrix in few bits on a device; `quantise` says what the bits are.
+    """A matrix in fewer bits on a device; `backends.base.quantise` defines the encoding.
 
     Args:
         stored: The matrix.
-        device: Where it is kept and widened.
+        device: The device that stores and widens it.
     """
 
     def __init__(self, stored: Quantised, device: torch.device) -> None:
@@ -44,7 +45,7 @@ class NarrowWeight:
         bits = torch.from_numpy(stored.words.view(kept))
         self.dtype: torch.dtype | None = _SAME_DTYPE.get(stored.storage)
         """The floating-point type in which it is stored; None for numbers with scales."""
-        # In memory of torch's own: where an operand begins can decide the bits of a product.
+        # In memory that torch allocates: an operand's alignment can change the bits of a product.
         self._bits = bits.to(device, copy=self.dtype is not None)
         if self.dtype is not None:
             self._bits = self._bits.view(self.dtype)
@@ -53,7 +54,7 @@ class NarrowWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of bits and scales."""
+        """Size of bits and scales."""
         return self._bits.nbytes + self._scales.nbytes
 
     @property
@@ -62,11 +63,11 @@ class NarrowWeight:
         return self._bits.view(self.shape)
 
     def wide(self, whole: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write float32 values, as `quantise.dequantise` has them, into `whole`, and return it.
+        """Write the float32 values of `quantise.dequantise` into `whole`, and return it.
 
         Args:
-            whole: float32, (rows, columns), of as many rows as are wanted.
-            first: The first of them.
+            whole: float32, (rows, columns), with the number of rows to write.
+            first: The first row.
         """
         per_row = len(self._bits) // self.shape[0]
         bits = self._bits[first * per_row : (first + len(whole)) * per_row]
@@ -92,12 +93,12 @@ class NarrowWeight:
 
 
 class Bench:
-    """Where one weight at a time is converted: what each layer took anew would leave holes in
-    memory, which what autograd keeps would fill.
+    """Reused memory in which one weight at a time is converted. New memory for each layer would
+    fragment the allocator's, since tensors that autograd keeps would fill the gaps.
 
     Args:
-        elements: Of the largest weight.
-        device: Where.
+        elements: Size of the largest weight.
+        device: The device.
     """
 
     def __init__(self, elements: int, device: torch.device) -> None:
@@ -107,7 +108,7 @@ class Bench:
         self._flat: dict[torch.dtype, torch.Tensor] = {}
 
     def operand(self, weight: NarrowWeight | torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        """The values, (rows, columns) of that type, until the next are asked for."""
+        """Return a weight's values, (rows, columns) of this type; valid until the next call."""
         rows, columns = weight.shape
         if isinstance(weight, torch.Tensor):
             return self._room(kind, rows, columns, self._elements).copy_(weight)
@@ -116,7 +117,7 @@ class Bench:
         converted = self._room(kind, rows, columns, self._elements)
         if kind == torch.float32:
             return weight.wide(converted)
-        # Part by part: a float32 copy of the whole would be written and read for nothing.
+        # Part by part, which avoids writing and reading a float32 copy of the whole weight.
         at_once = max(1, self._part // columns)
         for first in range(0, rows, at_once):
             part = converted[first : first + at_once]
@@ -132,14 +133,14 @@ class Bench:
 
 
 class NarrowLinear(nn.Linear):
-    """A frozen `nn.Linear` whose weight has become narrow; see `backends.eager.narrow_base`."""
+    """A frozen `nn.Linear` with its weight in fewer bits; see `backends.eager.narrow_base`."""
 
     narrow: NarrowWeight
     bench: Bench
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """Widened anew each time: for those who look at it."""
+        """The weight in float32, for code that inspects it; each access converts it again."""
         return self.narrow.wide(torch.empty(self.narrow.shape, device=self.narrow.device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name
@@ -203,6 +204,6 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def _computed_in(given: torch.Tensor) -> torch.dtype:
-    """What autocast would make of the weight: else it would keep its own copy of it."""
+    """Return the type to which autocast would convert the weight, so that it keeps no copy."""
     kind = given.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32

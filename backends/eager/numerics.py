@@ -1,7 +1,7 @@
-"""Settings of torch that decide the bits of a gradient, and their names for the numerics profile.
+"""Settings of torch that determine the bits of a gradient, and their part of the numerics profile.
 
-See exactness in the architecture page: two machines give the same bits only if library versions,
-thread count, instruction set and memory alignment agree.
+Two machines compute the same bits only if library versions, thread count, instruction set and
+memory alignment agree; see "Why the bits agree" in ARCHITECTURE.md.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from backends.eager import torch_devices
 from protocol.exact.subnormals import EXPECTED_BITS, FACTORS, GIVEN_BITS
 
 ALIGNMENT_BYTES: Final = 64
-"""Kernels choose their path by it; tensors mapped from a file are aligned to 8 only."""
+"""Kernels choose their code path by alignment; tensors mapped from a file are aligned to 8 only."""
 
 _LOOP_SHARE: Final = 32_768
-"""Elements that torch gives a thread at least, where several share a loop (at::GRAIN_SIZE)."""
+"""Fewest elements per thread when several threads share a loop (at::GRAIN_SIZE)."""
 
 _BIT_DECIDING_VARIABLES: Final = (
     "ATEN_CPU_CAPABILITY",
@@ -51,21 +51,22 @@ _BIT_DECIDING_VARIABLES_OF_CARDS: Final = (
 
 
 def make_deterministic() -> None:
-    """Process-wide: deterministic algorithms, no TF32. Call before CUDA is first used."""
+    """Make torch deterministic and turn TF32 off, process-wide. Call before CUDA is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # As use_deterministic_algorithms(True) does; but that one imports torch's compiler as well,
-    # which doubles the time that a worker takes to start.
+    # Like use_deterministic_algorithms(True), which would also import torch's compiler and double a
+    # worker's start time.
     torch.set_deterministic_debug_mode("error")
     for module, name, value in _settings():
         setattr(module, name, value)
-    torch.backends.cudnn.allow_tf32 = False  # else `cudnn.flags`, which reads it, raises
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no fixed order
+    torch.backends.cudnn.allow_tf32 = False  # otherwise `cudnn.flags`, which reads it, raises
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not deterministic
 
 
 def _settings() -> Iterator[tuple[Any, str, object]]:
-    """Each setting of torch that decides bits: the module, its name, and the value for a run."""
+    """Yield each setting of torch that affects bits: the module, its name, and the value for a
+    run."""
     backends = torch.backends
-    # It would fill every fresh tensor with NaN; ours are all written before they are read.
+    # If set, torch fills new tensors with NaN; ours are always written before they are read.
     yield torch.utils.deterministic, "fill_uninitialized_memory", False
     yield backends.cudnn, "benchmark", False
     for name in (
@@ -73,14 +74,14 @@ def _settings() -> Iterator[tuple[Any, str, object]]:
         "allow_fp16_reduced_precision_reduction",
         "allow_fp16_accumulation",
     ):
-        if hasattr(backends.cuda.matmul, name):  # the last one since torch 2.7
+        if hasattr(backends.cuda.matmul, name):  # the last one exists since torch 2.7
             yield backends.cuda.matmul, name, False
     if not hasattr(backends, "fp32_precision"):  # before torch 2.9
         yield backends.cuda.matmul, "allow_tf32", False
         yield backends.cudnn, "allow_tf32", False
         return
-    # Not by set_float32_matmul_precision and allow_tf32: those leave convolutions as they are where
-    # the user has set these, and torch raises where both are read.
+    # Not set_float32_matmul_precision and allow_tf32: they do not override a user's setting for
+    # convolutions, and torch raises if both are read.
     yield backends, "fp32_precision", "ieee"
     yield backends.cuda.matmul, "fp32_precision", "ieee"
     for library in (backends.cudnn, backends.mkldnn):
@@ -109,7 +110,8 @@ def settings_restored() -> Iterator[None]:
 
 
 def _legacy_tf32() -> bool | None:
-    """Return cuDNN's one switch for TF32; None where the user has set its parts apart."""
+    """Return cuDNN's single switch for TF32; None if the user has set its parts to different
+    values."""
     try:
         return bool(torch.backends.cudnn.allow_tf32)
     except RuntimeError:
@@ -117,10 +119,10 @@ def _legacy_tf32() -> bool | None:
 
 
 def use_threads(threads: int) -> None:
-    """Set the thread count of the calling thread: OpenMP keeps one for each.
+    """Set the thread count of the calling thread: OpenMP has one per thread.
 
-    MKL's vector functions choose their code at first use; that is done on one thread, since with
-    several the choice may differ from thread to thread.
+    MKL's vector functions choose their code at first use. They are first called on one thread here,
+    since with several the choice may differ between threads.
     """
     torch.set_num_threads(1)
     values = torch.linspace(0.1, 1.0, 4096)
@@ -131,7 +133,7 @@ def use_threads(threads: int) -> None:
 
 def seed_everything(seed: int, device: torch.device) -> None:
     """Seed every generator that a model's forward may draw from, on the host and the device."""
-    # torch.manual_seed looks at every kind of device there may be, at each microbatch.
+    # torch.manual_seed would check every kind of device, at each microbatch.
     torch.default_generator.manual_seed(seed)
     torch_devices.seed(device, seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  (the global generator is what models draw from)
@@ -153,7 +155,7 @@ def own_storage(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def numerics_profile(device: torch.device, threads: int) -> Mapping[str, str]:
-    """What decides the bits here, by name."""
+    """Return everything that determines the bits on this device, by name."""
     facts = {
         "device": device.type,
         "processor" if device.type == "cpu" else "name": torch_devices.device_name(device),
@@ -161,12 +163,12 @@ def numerics_profile(device: torch.device, threads: int) -> Mapping[str, str]:
         "torch_build": blake3(torch.__config__.show().encode()).hexdigest(16),
         "numpy": np.__version__,
     }
-    # A card's bits do not depend on its host's processor: sums of microbatches are the card's too.
+    # A card's bits do not depend on the host's processor: the card also sums microbatches.
     if not torch_devices.kind_of(device).copies_asynchronously:
         facts["threads"] = str(threads)
         facts["isa"] = torch.backends.cpu.get_cpu_capability()
     else:
-        # Libraries choose their kernels by them: cards of one name can differ.
+        # Libraries choose kernels by these, and cards of one name can differ in them.
         facts["memory"] = str(torch_devices.memory_bytes(device))
         facts["multiprocessors"] = str(torch_devices.multiprocessors(device))
     if device.type == "xpu":
@@ -180,7 +182,7 @@ def numerics_profile(device: torch.device, threads: int) -> Mapping[str, str]:
             facts["cuda"] = str(torch.version.cuda)
             facts["driver"] = _cuda_driver()
             facts["cuda_libraries"] = _cuda_libraries()
-        else:  # ROCm's libraries come inside torch, whose build is told above
+        else:  # ROCm's libraries are part of torch, whose build is recorded above
             facts["rocm"] = str(torch.version.hip)
             facts["architecture"] = str(torch.cuda.get_device_properties(device).gcnArchName)
             facts["driver"] = f"{platform.system()} {platform.release()}"
@@ -197,8 +199,8 @@ def keeps_subnormals(device: torch.device, *, in_every_thread: bool) -> bool:
     """Whether arithmetic keeps subnormal numbers: see `protocol.exact.subnormals`.
 
     Args:
-        device: Where.
-        in_every_thread: Of a CPU, in all that share a loop, not only in the calling one.
+        device: The device.
+        in_every_thread: On a CPU, check all threads that share a loop, not only the calling one.
     """
     times = _LOOP_SHARE * torch.get_num_threads() if in_every_thread else 1
     inputs = torch.tensor(GIVEN_BITS, dtype=torch.int32).view(torch.float32).repeat(times)
@@ -208,7 +210,7 @@ def keeps_subnormals(device: torch.device, *, in_every_thread: bool) -> bool:
 
 
 def _cuda_driver() -> str:
-    """The release of NVIDIA's driver, as far as the kernel tells it."""
+    """Return the release of NVIDIA's driver, if the kernel reports it."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text(errors="replace").split()
     except OSError:
@@ -217,7 +219,7 @@ def _cuda_driver() -> str:
 
 
 def _cuda_libraries() -> str:
-    """NVIDIA's libraries that compute, as installed beside torch, in one digest."""
+    """Return one digest of the NVIDIA libraries that are installed beside torch."""
     settings = {
         f"{each.name} {each.version}"
         for each in importlib.metadata.distributions()

@@ -22,12 +22,12 @@ from backends.eager.eager import EagerBackend, EagerProgram
 from protocol.base.errors import SamestepError
 
 _COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
-"""For a rank whose peers do not come to a collective: the group is torn down, and its worker ends.
-The ranks' own connection waits for a run, which may take any time."""
+"""Time limit of a collective, after which the group is torn down and its worker ends. The ranks'
+own connection has no limit, since waiting for a run may take any time."""
 
 
 class ShardedBackend(EagerBackend):
-    """One rank's device; torch.distributed is initialized, and all ranks call this at once."""
+    """One rank's device; torch.distributed is initialized, and all ranks create theirs together."""
 
     def __init__(self, kind: str, index: int) -> None:
         super().__init__(kind, index)
@@ -82,7 +82,7 @@ def shard_frozen(module: nn.Module, device: torch.device, mesh: DeviceMesh) -> N
 
 
 def _move(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a tensor these values, where they lie; it stays the same object."""
+    """Make a tensor use the memory of these values; it stays the same object."""
     if torch._has_compatible_shallow_copy_type(tensor, values):  # noqa: SLF001 -- as Module.to does
         tensor.data = values
         return

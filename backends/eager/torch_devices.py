@@ -1,8 +1,9 @@
-"""The devices that torch computes on, a row for each kind, and what samestep asks of them.
+"""The kinds of devices that torch supports, and the operations that samestep needs of them.
 
-All of it goes through torch's generic interface (`torch.accelerator`, `torch.Stream`,
-`torch.Event`, `torch.get_device_module`), so what runs on CUDA runs on ROCm, which torch calls cuda
-as well, and on Intel's XPU. `accelerator` is whatever else torch has been extended with.
+All operations use torch's generic interface (`torch.accelerator`, `torch.Stream`,
+`torch.Event`, `torch.get_device_module`), so code that runs on CUDA also runs on ROCm, which torch
+calls cuda too, and on Intel's XPU. `accelerator` is any other device that an extension adds to
+torch.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from protocol.machine.processor import processor_name
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """What a kind of device can do.
+    """The properties of a kind of device.
 
     Attributes:
-        backend: What a user calls it.
-        title: What messages call it.
-        is_numbered: Whether there can be several of it.
-        copies_asynchronously: Whether it has streams, events and pinned memory: then sums are
-            taken on the device, and copied to the host while backward goes on.
-        keeps_alignment: Whether `Tensor.data_ptr` is an address.
-        has_float64: Whether all of its devices have it.
+        backend: Its name on the command line.
+        title: Its name in messages.
+        is_numbered: Whether a machine can have several.
+        copies_asynchronously: Whether it has streams, events and pinned memory. Sums are then taken
+            on the device and copied to the host while backward continues.
+        keeps_alignment: Whether `Tensor.data_ptr` is a memory address.
+        has_float64: Whether all devices of this kind support it.
     """
 
     backend: str
@@ -60,7 +61,7 @@ KINDS: Final = {
 
 
 def torch_device(backend: str, index: int = 0) -> torch.device:
-    """Torch's device of this kind and number."""
+    """Return torch's device of this kind and number."""
     if not KINDS[backend].is_numbered:
         return torch.device(backend)
     if backend != "accelerator":
@@ -71,12 +72,12 @@ def torch_device(backend: str, index: int = 0) -> torch.device:
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """The row of a device."""
+    """Return the kind of a device."""
     return KINDS.get(device.type, KINDS["accelerator"])
 
 
 def devices_of(backend: str) -> list[DeviceInfo]:
-    """A row for each device of a kind, or one unusable row that says why there is none."""
+    """List the devices of a kind; if there is none, one unusable row says why."""
     kind = KINDS[backend]
     if backend == "cpu":
         return [DeviceInfo("cpu", processor_name(), True, "")]
@@ -89,7 +90,7 @@ def devices_of(backend: str) -> list[DeviceInfo]:
 def _why_none(kind: DeviceKind) -> str:
     match kind.backend:
         case "cuda":
-            # Built with ROCm, torch calls AMD's cards by the same names.
+            # torch built with ROCm uses the same names for AMD's cards.
             if torch.version.cuda is None and torch.version.hip is None:
                 return "this torch was built without CUDA"
             return "" if torch.cuda.is_available() else "torch finds no CUDA device or driver"
@@ -111,10 +112,10 @@ def _device_info(backend: str, index: int) -> DeviceInfo:
 
 
 def _why_too_old(device: torch.device) -> str:
-    """Why this torch has no kernels for a card; empty if it has.
+    """Return why this torch has no kernels for a card; empty if it has some.
 
-    A binary kernel (sm_XY) runs on cards of its major version and at least its minor one, an
-    intermediate one (compute_XY) on every later card: CUDA's rules of compatibility.
+    By CUDA's compatibility rules, a binary kernel (sm_XY) runs on cards of its major version and at
+    least its minor version, and an intermediate one (compute_XY) on every later card.
     """
     if torch.version.hip is not None:
         return ""
@@ -142,21 +143,21 @@ def _module(device: torch.device) -> Any:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's model name."""
+    """Return the device's model name."""
     if kind_of(device).is_numbered:
         return str(_module(device).get_device_name(device))
     return processor_name()
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Of the device itself; 0 where it has none of its own."""
+    """Return the size of the device's own memory; 0 if it has none."""
     if not kind_of(device).is_numbered:
         return 0
     return int(_module(device).get_device_properties(device).total_memory)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many there are of what CUDA calls so; 0 where torch does not say."""
+    """Return the number of multiprocessors, as CUDA calls them; 0 if torch does not report it."""
     properties = _module(device).get_device_properties(device)
     for name in ("multi_processor_count", "gpu_subslice_count", "max_compute_units"):
         if hasattr(properties, name):
@@ -165,27 +166,29 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether it computes in float64; Intel's Arc cards of the first generation do not."""
+    """Whether the device supports float64; Intel's Arc cards of the first generation do not."""
     if device.type != "xpu":
         return kind_of(device).has_float64
     return bool(torch.xpu.get_device_properties(device).has_fp64)
 
 
 def grow_without_holes(device: torch.device) -> None:
-    """Have a card's memory grow in place, so that samples of unlike lengths leave no holes.
+    """Let a card's memory segments grow in place, so that varying sequence lengths do not fragment
+    it.
 
-    Of the whole process, before its first tensor there; nothing where the user has chosen.
+    This is a setting of the process: call it before its first tensor on the card. A setting of the
+    user takes precedence.
     """
     variables = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if device.type != "cuda" or torch.version.hip is not None or variables:
         return
-    # Since torch 2.9; the earlier name warns.
+    # Exists since torch 2.9, where the earlier name warns.
     choose = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001
     (choose or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")  # noqa: SLF001
 
 
 def set_current(device: torch.device) -> None:
-    """Make it the device of the calling thread, for what is created without naming one."""
+    """Make this the calling thread's default device."""
     if kind_of(device).is_numbered:
         _module(device).set_device(device)
 
@@ -199,7 +202,7 @@ def seed(device: torch.device, seed: int) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give memory back to the device: what nothing refers to, and what torch keeps for later."""
+    """Free unreferenced memory on the device, and torch's cache of it."""
     if device.type == "cpu":
         return
     gc.collect()  # a model may be in a reference cycle, and a full card starts no collection
@@ -208,11 +211,11 @@ def release_memory(device: torch.device) -> None:
 
 @contextmanager
 def naming_device_errors(device: torch.device, needs: str = "") -> Iterator[None]:
-    """Turn what a device raises into `DeviceError`; other errors pass.
+    """Convert errors of a device to `DeviceError`; other errors pass through.
 
     Args:
-        device: Where it is computed.
-        needs: What takes the memory, for a user who has to choose less of it.
+        device: The device that computes.
+        needs: What needs the memory, for the error message.
 
     Raises:
         DeviceError: The device has failed.

@@ -1,5 +1,5 @@
-"""What goes between the daemons: messages, frames, the connection, who may join, TLS.
+"""Communication between the daemons: messages, frames, connection, authentication, TLS.
 
-`connection` is the protocol without I/O; `transport` is what does the I/O. Imports `protocol.base`,
+`connection` is the protocol without I/O; `transport` does the I/O. Imports `protocol.base`,
 `protocol.spec` and `protocol.exact`. Start with `messages`.
 """

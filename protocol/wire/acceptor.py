@@ -1,4 +1,4 @@
-"""Accept connections on TCP ports, with TLS where there is a context.
+"""Accept connections on TCP ports, with TLS if there is a context.
 
 It calls accept(2) itself, instead of `loop.create_server`, so that a connection counts from its
 first packet: one that never finishes the TLS handshake counts as pending too, and its address is
@@ -27,7 +27,7 @@ BACKLOG: Final = 1024
 """Connections that wait in the kernel: a flood must not drop a newcomer's first packet, which TCP
 would repeat only after a second."""
 ACCEPTED_AT_ONCE: Final = 64
-"""In one turn of the event loop, which must serve admitted connections too."""
+"""Most connections accepted per turn of the event loop, which must also serve admitted ones."""
 _LEAST_TIMEOUT_S: Final = 0.001
 _REQUEST_BYTES: Final = 16 * limits.KIB
 _HELLO_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
@@ -35,9 +35,9 @@ _TLS_HANDSHAKE: Final = b"\x16"
 """Type of the first TLS record."""
 NOTHING_RECEIVED: Final = "it closed the connection without sending anything"
 _RESOLVE_TIMEOUT_S: Final = 10.0
-"""For the name servers, where the address to bind has a name."""
+"""Time limit for the name servers, if the address to bind is a name."""
 _RETRY_ACCEPT_S: Final = 0.2
-"""After the system has no file descriptor or memory for another connection."""
+"""Pause after the system had no file descriptor or memory for another connection."""
 
 Greet = Callable[[tuple[str, int]], asyncio.BaseProtocol | None]
 """Returns the protocol for a connection from this host and port; None to refuse it."""
@@ -52,8 +52,8 @@ class Acceptor:
     Args:
         greet: Returns the protocol for each new connection.
         context: A TLS server context; None for plain TCP.
-        plain_refusal: What a samestep peer without TLS is told.
-        plain_answer: What any other peer without TLS is sent, such as an HTTP response.
+        plain_refusal: Reason sent to a samestep peer that does not speak TLS.
+        plain_answer: Bytes sent to any other peer without TLS, such as an HTTP response.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Acceptor:
             self._loop.add_reader(listener, self._accept, listener)
 
     async def _connect(self, endpoint: socket.socket, channel: asyncio.BaseProtocol) -> None:
-        """Do the TLS handshake; where it fails the channel's owner is told here."""
+        """Do the TLS handshake; report a failure to the channel's owner."""
         deadline_s = self._loop.time() + limits.HANDSHAKE_TIMEOUT_MS / 1000
         try:
             if self._context is not None and await self._is_plain(endpoint):

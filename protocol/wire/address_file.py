@@ -1,8 +1,8 @@
 """The file in which a coordinator publishes its addresses (`--address-file`), as JSON.
 
 A worker reads it instead of being given an address, and reads it again when the connection is lost:
-a coordinator that a scheduler has moved to another machine writes its new address there. Nothing in
-it is trusted: whoever answers must have the certificate that the join token names.
+a coordinator that a scheduler has moved to another machine writes its new address there. Its
+content is not trusted: the peer that answers must have the certificate that the join token names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PublishedAddress(BaseModel):
 
     @property
     def for_workers(self) -> tuple[tuple[str, int], ...]:
-        """Host and port of each address that a worker may try; at least one.
+        """Return host and port of each address that a worker may try; at least one.
 
         Raises:
             MessageError: One is not an address.

@@ -1,9 +1,9 @@
-"""Who may join: both sides prove that they know one secret, and neither tells it.
+"""Mutual authentication: both sides prove that they know a secret without revealing it.
 
-The coordinator proves itself first, in its Challenge; a worker that does not find that proof right
-says no more. A proof is an HMAC over the role and the exchange, so that none fits another
-connection (both nonces), another direction (the role), another worker or another endpoint of TLS
-(the certificate's fingerprint).
+The coordinator proves itself first, in its Challenge; a worker that finds that proof wrong sends
+nothing more. A proof is an HMAC over the role and the exchange, so it cannot be replayed on another
+connection (both nonces), in the other direction (the role), for another worker, or at another TLS
+endpoint (the certificate's fingerprint).
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ METHOD: Final = "hmac-sha256"
 NONCE_BYTES: Final = 32
 KEY_BYTES: Final = 32
 NO_CERTIFICATE: Final = bytes(32)
-"""Stands for the fingerprint where a flag has turned TLS off: it is no one's."""
+"""Replaces the fingerprint if a flag has turned TLS off; no certificate has it."""
 
 Role = Literal["coordinator", "worker"]
 
 
 def on_this_machine(fingerprint: bytes) -> bytes:
-    """Stands for a certificate that was told over a Unix socket and not shown in TLS: no proof that
-    was made there fits the other way in."""
+    """Return the replacement for a fingerprint over a Unix socket, where no TLS shows the
+    certificate: a proof made there is not valid over TLS."""
     return hashlib.sha256(b"samestep on this machine" + fingerprint).digest()
 
 
 def new_nonce() -> bytes:
-    """32 random bytes that no other connection has."""
+    """Return 32 random bytes, unique to a connection."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def new_key() -> bytes:
-    """A new secret of 256 bits."""
+    """Return a new 256-bit secret."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What both proofs of one handshake are about.
+    """The values that both proofs of a handshake cover.
 
     Attributes:
-        hello: The worker's, with its nonce; between two workers that of the one who dials, which
-            has the worker's part, and who is dialled the coordinator's.
-        coordinator_nonce: The challenge's.
-        fingerprint: SHA-256 of the certificate that this connection has, as seen from this side;
+        hello: The worker's Hello, with its nonce. Between two workers, the dialing one has the
+            worker's role and the other the coordinator's.
+        coordinator_nonce: The nonce of the challenge.
+        fingerprint: SHA-256 of this connection's certificate, as seen from this side;
             `NO_CERTIFICATE` without TLS, `on_this_machine` of it over a Unix socket.
     """
 
@@ -60,7 +60,7 @@ class Exchange:
     fingerprint: bytes
 
     def prove(self, role: Role, key: bytes) -> bytes:
-        """The proof of one side; 32 bytes."""
+        """Return the proof of one side, 32 bytes."""
         hello = self.hello
         parts = (
             b"samestep join" if isinstance(hello, Hello) else b"samestep peers",
@@ -74,7 +74,7 @@ class Exchange:
         return hmac.digest(key, framed, "sha256")
 
     def challenge(self, key: bytes) -> Challenge:
-        """Coordinator: ask, and prove itself."""
+        """Return the coordinator's challenge, which includes its own proof."""
         proof = self.prove("coordinator", key)
         return Challenge(method=METHOD, nonce=self.coordinator_nonce, proof=proof)
 

@@ -1,8 +1,8 @@
 """The protocol without I/O: bytes in, messages or a typed error out; messages in, buffers out.
 
-A transport asks for a buffer with `get_buffer`, fills it, and says so with `buffer_updated`;
-`receive_data` does both for bytes that are there already. A body is read straight into the array
-that will be summed from. Which message may come in which phase is a table.
+A transport gets a buffer with `get_buffer`, fills it, and calls `buffer_updated`; `receive_data`
+does both for bytes that have already been read. A body is read directly into the array that is
+summed later. A table states which message is legal in which phase.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ from protocol.wire.messages import (
 )
 
 Role = Literal["coordinator", "worker", "listener", "dialler"]
-"""Two workers that talk to each other are listener and dialler."""
+"""Of two workers that exchange chunks, one is the listener and the other the dialer."""
 Body = NDArray[np.uint8]
 
 
 class Phase(Enum):
-    """How far the handshake is; before OPEN only small headers and no bodies are read.
+    """The phases of the handshake; before OPEN, only small headers and no bodies are accepted.
 
     Each of the four messages Hello, Challenge, Proof and Welcome is legal in one phase and leads to
     the next, so none can come before the one that it answers.
@@ -167,7 +167,7 @@ _TALKS: Final = {
     "listener": (FROM_DIALLER, FROM_LISTENER),
     "dialler": (FROM_LISTENER, FROM_DIALLER),
 }
-"""What each role receives, and sends."""
+"""The messages that each role receives, and sends."""
 
 _LEADS_TO: Final[dict[type[Message], Phase]] = {
     Hello: Phase.CHALLENGING,
@@ -182,35 +182,37 @@ _LEADS_TO: Final[dict[type[Message], Phase]] = {
 _SHARED: Final = (
     BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient, AveragedNonBlockGradient,
 )  # fmt: skip
-"""What comes in each step, and is kept for no longer than that."""
+"""Messages whose bodies are released within the step."""
 _SCRATCH_BYTES: Final = 64 * limits.KIB
-_STRANGERS_SCRATCH_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
-"""As long as frames are small: many may be in the handshake at once."""
+_HANDSHAKE_BUFFER_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
+"""Size of the receive buffer during the handshake: many connections may be in it at once."""
 
 
-class Lending(Protocol):
+class SharedBodies(Protocol):
     """Memory that both ends of a connection map; see `protocol.machine.shared_segment`.
 
     Attributes:
-        least_bytes: What is shorter goes through the connection.
+        least_bytes: Shorter bodies go through the connection.
     """
 
     least_bytes: int
 
     def copy(self, raw: memoryview) -> Body | None:
-        """A copy where the peer can read it; None if much waits there already."""
+        """Return a copy in memory that the peer reads; None if too many copies wait there."""
 
     def lend(self, values: Body) -> int | None:
-        """Where it lies in this end's memory; it stays until it is returned."""
+        """Return the offset of values in this end's memory; they stay until the peer returns
+        them."""
 
     def returned(self, offsets: tuple[int, ...]) -> None:
-        """The peer needs these no more."""
+        """Note that the peer no longer needs the values at these offsets."""
 
     def borrow(self, offset: int, length: int) -> Body:
-        """What the peer has put there."""
+        """Return the values that the peer has written at an offset."""
 
     def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
-        """What was borrowed and is needed no more, if that is so many places."""
+        """Return the offsets of borrowed values that are no longer used, once there are
+        `at_least`."""
 
 
 class Received(NamedTuple):
@@ -224,8 +226,8 @@ class Encoded:
     """A message ready to be written, to one peer or to many.
 
     Attributes:
-        message: What it says.
-        nbytes: How long it is.
+        message: The message.
+        nbytes: Its length on the wire.
     """
 
     def __init__(self, message: Message, raw: memoryview | None) -> None:
@@ -237,14 +239,14 @@ class Encoded:
 
     @cached_property
     def buffers(self) -> tuple[frames.Buffer, ...]:
-        """What is written. Its checksum is taken when the first peer can take it: a gigabyte that
-        is sent at once is not read at once."""
+        """Return the buffers to write. The checksum is computed when the first peer can take them,
+        so queuing a gigabyte does not read all of it at once."""
         head = frames.encode_head(self.message.tag, self._header, self._raw)
         return (head,) if self._raw is None or not len(self._raw) else (head, self._raw)
 
-    def shared(self, memory: Lending) -> bytes | None:
-        """What is written where the body is to lie in memory that the peer reads; None if it is to
-        go through the connection. One that lies there for one peer does so for all.
+    def shared(self, memory: SharedBodies) -> bytes | None:
+        """Return the frame for a body in shared memory; None if the body goes through the
+        connection. A body that is in shared memory for one peer is used for all.
 
         Raises:
             SharedMemoryFull: There is no room.
@@ -270,7 +272,7 @@ def _bytes_of(body: NDArray[np.generic] | bytes) -> memoryview:
 
 
 def encode(message: Message, body: NDArray[np.generic] | bytes | None = None) -> Encoded:
-    """Prefix, header and body of a frame. The body is not copied: leave it unchanged after."""
+    """Encode a message. The body is not copied: do not change it afterwards."""
     if (body is not None) != (message.body != "none"):
         raise LocalProtocolError(f"{type(message).__name__} with the wrong kind of body")
     raw = None if body is None else _bytes_of(body)
@@ -281,12 +283,12 @@ class Connection:
     """One peer's side of a connection. Not thread-safe.
 
     Attributes:
-        phase: Moved on by the handshake messages themselves, on both sides alike.
-        blocks: Set once the manifest is known; from then on a gradient's size is checked against
-            it before a byte of it is read. Unknown again when a worker is ready for a run.
-        exchange: How gradients travel; set with the blocks.
-        memory: That the peer shares; None: whatever is sent goes through the connection.
-        shared_bytes: Of bodies that have come that way.
+        phase: Advanced by the handshake messages, on both sides alike.
+        blocks: Set once the manifest is known; from then on, a gradient's size is checked before
+            any of it is read. Reset when a worker becomes ready for another run.
+        exchange: The codecs of gradients; set with the blocks.
+        memory: Memory shared with the peer; None: all bodies go through the connection.
+        shared_bytes: Total size of the bodies received through shared memory.
     """
 
     def __init__(self, role: Role) -> None:
@@ -294,17 +296,17 @@ class Connection:
         self.phase = Phase.GREETING
         self.blocks: tuple[Block, ...] | None = None
         self.exchange = Codecs()
-        self.memory: Lending | None = None
+        self.memory: SharedBodies | None = None
         self.shared_bytes = 0
         self._receivable, self._sendable = _TALKS[role]
-        self._scratch = bytearray(_STRANGERS_SCRATCH_BYTES)
+        self._scratch = bytearray(_HANDSHAKE_BUFFER_BYTES)
         self._filled = 0
         self._body: Body | None = None
         self._body_filled = 0
         self._pending: tuple[frames.Prefix, bytes, Message] | None = None
 
     def send(self, message: Message | Encoded) -> Encoded:
-        """The message as buffers, once it is legal to send it now."""
+        """Return the encoded message if it is legal to send it now."""
         encoded = encode(message) if isinstance(message, Message) else message
         kind = type(encoded.message)
         if kind not in self._sendable[self.phase]:
@@ -314,11 +316,11 @@ class Connection:
 
     @property
     def rest_of_body(self) -> int:
-        """How many bytes of a body, which has begun, are still to come."""
+        """The number of bytes missing from the body that is being received."""
         return len(self._body) - self._body_filled if self._body is not None else 0
 
     def get_buffer(self) -> memoryview:
-        """Where the next received bytes go; never empty."""
+        """Return the buffer for the next received bytes; never empty."""
         if self._body is not None:
             return self._body.data[self._body_filled :]
         if self.phase is Phase.OPEN and len(self._scratch) < _SCRATCH_BYTES:
@@ -328,7 +330,7 @@ class Connection:
         return memoryview(self._scratch)[self._filled :]
 
     def buffer_updated(self, count: int) -> list[Received]:
-        """So many bytes were written into the buffer that `get_buffer` gave.
+        """Process `count` bytes that were written into the buffer from `get_buffer`.
 
         Raises:
             RemoteProtocolError: The peer broke the protocol; close the connection.
@@ -351,7 +353,7 @@ class Connection:
         return received
 
     def receive_data(self, data: frames.Buffer) -> list[Received]:
-        """The messages that these bytes complete; see `buffer_updated`."""
+        """Return the messages that these bytes complete; see `buffer_updated`."""
         received: list[Received] = []
         view = memoryview(data)
         while view:
@@ -364,14 +366,14 @@ class Connection:
 
     @property
     def held_bytes(self) -> int:
-        """Memory for what is not yet a whole message."""
+        """The memory used by an incomplete message."""
         return len(self._scratch) + (len(self._body) if self._body is not None else 0)
 
     def receive_eof(self) -> None:
-        """The peer closed.
+        """Process the end of the peer's data.
 
         Raises:
-            FrameError: In the middle of a frame.
+            FrameError: It ended in the middle of a frame.
         """
         middle = self._filled or self._body is not None
         was_open = self.phase is not Phase.CLOSED
@@ -380,7 +382,7 @@ class Connection:
             raise FrameError("expected the rest of a frame, got the end of the connection")
 
     def _close(self) -> None:
-        """Nothing more is read, and nothing kept: the buffer must never fill up."""
+        """Discard all further input: the buffer must never fill up."""
         self.phase = Phase.CLOSED
         self._body = self._pending = None
         self._filled = 0
@@ -407,7 +409,7 @@ class Connection:
                 self._accept(prefix, header, message, None, received)
                 continue
             at += self._start_body(prefix, header, message, view[at:], received)
-        # Once closed nothing is kept: the buffer must never fill up.
+        # Once closed, discard input: the buffer must never fill up.
         rest = b"" if self.phase is Phase.CLOSED else bytes(view[at:])
         view.release()
         self._scratch[: len(rest)] = rest
@@ -421,7 +423,7 @@ class Connection:
         available: memoryview,
         received: list[Received],
     ) -> int:
-        """Allocate the body and take what has come of it; gives how many bytes that was."""
+        """Allocate the body and copy its available bytes; return how many there were."""
         self._body = np.empty(prefix.body_bytes, np.uint8)
         self._pending = (prefix, header, message)
         self._body_filled = min(len(available), prefix.body_bytes)
@@ -447,7 +449,7 @@ class Connection:
         offset_bytes: bytes,
         received: list[Received],
     ) -> None:
-        """A message whose body lies in memory that the peer shares."""
+        """Accept a message whose body is in shared memory."""
         kind = type(message).__name__
         if self.memory is None or not isinstance(message, _SHARED) or not prefix.body_bytes:
             raise FrameError(f"{kind}: its body is said to lie in memory that is not shared")
@@ -471,7 +473,7 @@ class Connection:
             body = np.empty(0, np.uint8)
         self._advance(type(message))
         if isinstance(message, Ready):
-            # What follows in the same bytes must not be measured by an earlier run's manifest.
+            # Later frames in the same bytes must not be checked against an earlier run's manifest.
             self.blocks = None
         received.append(Received(message, body))
 
@@ -481,7 +483,7 @@ class Connection:
         return limits.UNAUTHENTICATED_HEADER_BYTES, 0
 
     def _check(self, prefix: frames.Prefix, header: bytes) -> Message:
-        """The message, once phase and body size are known to fit."""
+        """Decode the message, and check that its phase and body size are legal."""
         message = decode_message(prefix.tag, header)
         kind = type(message)
         if kind not in self._receivable[self.phase]:
@@ -494,7 +496,7 @@ class Connection:
         return message
 
     def _expected_body_bytes(self, message: Message) -> int | None:
-        """The body size that the message must have; None where only the limit counts."""
+        """Return the body size that the message must have; None if only the limit applies."""
         if message.body == "none":
             return 0
         if message.body in ("document", "bytes"):
@@ -514,12 +516,12 @@ class Connection:
         return body_bytes(codec_of(message, self.exchange), elements)
 
     def _advance(self, kind: type[Message]) -> None:
-        """Move the handshake on; the same messages move both sides."""
+        """Advance the handshake; the same messages advance both sides."""
         self.phase = _LEADS_TO.get(kind, self.phase)
 
 
 def codec_of(message: Message, exchange: Codecs) -> Codec:
-    """In which the values of a message travel; a state's are float32 always."""
+    """Return the codec of a message's values; those of a state are always float32."""
     if isinstance(message, GradientPayload):
         return exchange.precision
     return exchange.averages if isinstance(message, AveragedGradient) else "float32"

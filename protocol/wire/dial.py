@@ -182,7 +182,7 @@ async def connect_first(
 
 
 def as_dial_error(error: BaseException, at: str) -> DialError:
-    """Why a connection was not made, in the words of `DialError`.
+    """Convert an error of the system to a `DialError`.
 
     Args:
         error: What the system raised.
@@ -221,7 +221,7 @@ async def _connect_one(address: Address) -> socket.socket:
 
 
 async def _connected(endpoint: socket.socket) -> None:
-    """Wait until the connection is made; raises OSError if it is not."""
+    """Wait until the connection is made; raise OSError if it fails."""
     loop, writable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_writer(endpoint, writable.set)
     try:
@@ -238,7 +238,7 @@ def _close_if_connected(task: asyncio.Task[socket.socket]) -> None:
 
 
 def _interleaved(addresses: list[Address]) -> list[Address]:
-    """One of each family in turn, the first one's first (RFC 8305, 4)."""
+    """Alternate address families, starting with the first address's (RFC 8305, 4)."""
     families = dict.fromkeys(address.family for address in addresses)
     rows = ([each for each in addresses if each.family == family] for family in families)
     return [each for rank in itertools.zip_longest(*rows) for each in rank if each is not None]
@@ -249,7 +249,7 @@ def _unanswered(addresses: Iterable[Address], timeout_s: float) -> str:
 
 
 def _combined(errors: list[DialError]) -> DialError:
-    """One error for those at all addresses; what to do is said for the first kind."""
+    """Combine the errors of all addresses into one, with the advice for the first cause."""
     first = errors[0]
     return DialError(first.cause, ", ".join(each.observation for each in errors), first.advice)
 

@@ -1,7 +1,7 @@
-"""How a coordinator is found on the local network: DNS-SD (RFC 6763) over multicast DNS (RFC 6762).
+"""Discovery of coordinators on the local network: DNS-SD (RFC 6763) over mDNS (RFC 6762).
 
-Nothing that is announced is trusted: it says where to knock. Who answers there must have the
-certificate that the worker's join token names, and anyone may announce anything.
+Announcements are not trusted, since any machine can send them: they only give addresses to try. The
+peer that answers there must have the certificate that the worker's join token names.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from protocol.base.errors import MessageError, UsageError
 
 SERVICE: Final = "_samestep._tcp.local."
 _NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}"
-"""No dots and no colons: it is told from an address by that."""
+"""No dots and no colons, which distinguishes a name from an address."""
 
 
 class Announced(BaseModel):
-    """What a coordinator says of itself.
+    """The announcement of a coordinator.
 
     Attributes:
-        name: Of the coordinator, unique on the network as far as all are honest.
-        addresses: Where it listens, in its own order.
-        port: At each of them.
-        protocol: The version it speaks.
+        name: The coordinator's name; unique on the network unless another machine imitates it.
+        addresses: The addresses where it listens, in its own order.
+        port: The port, at each address.
+        protocol: Its protocol version.
         certificate: Fingerprint of its certificate; empty without TLS.
     """
 
@@ -40,17 +40,17 @@ class Announced(BaseModel):
     certificate: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 
     def properties(self) -> dict[str, str]:
-        """What goes into the TXT record; the rest is in the others."""
+        """Return the content of the TXT record; other records have the rest."""
         return {"protocol": str(self.protocol), "certificate": self.certificate}
 
     @staticmethod
     def read(
         full_name: str, addresses: list[str], port: int, properties: Mapping[str, str | None]
     ) -> Announced:
-        """What someone on the network has announced.
+        """Validate an announcement from the network.
 
         Raises:
-            MessageError: It is no coordinator, or not of this release's kind.
+            MessageError: It is not a coordinator's, or has another format.
         """
         try:
             return Announced(
@@ -65,10 +65,10 @@ class Announced(BaseModel):
 
 
 def check_name(name: str, option: str) -> str:
-    """The name of a coordinator as a user gives it.
+    """Validate a coordinator's name that the user has given.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is not a valid name.
     """
     if not re.fullmatch(_NAME, name):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Frames: how one message lies on the wire.
+"""Frames: the encoding of a message on the wire.
 
     offset  bytes  field
     0       2      magic, b"ss"
@@ -11,15 +11,15 @@
     ...     5      msgpack bin32 marker with the body's length, if there is a body
     ...     ...    body: raw bytes (float32 little-endian for gradients, else a JSON document)
 
-Between two processes of one machine that share memory a body may lie there instead. Such a frame
-begins with b"sm", the body's length is as ever, and in place of marker and body there is
+If two processes of one machine share memory, a body may be there instead. Such a frame begins with
+b"sm" and has the body's length as usual; in place of marker and body follows
 
-    ...     8      where the body lies in the sender's memory, big-endian
+    ...     8      the body's offset in the sender's memory, big-endian
 
-The checksum is over header and place then: the body crosses nothing that could change it.
+The checksum then covers header and offset: the body is not transmitted.
 
-The prefix bounds everything before a byte is allocated. The checksum finds a flipped bit that
-stays finite: it would reach all replicas alike and never be seen.
+The prefix bounds everything before a byte is allocated. The checksum detects flipped bits that
+leave a value finite: they would reach all replicas alike, so no digest would show them.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Prefix:
 
 
 def frame_bytes(header: bytes, body: Buffer | None) -> int:
-    """How long a frame is.
+    """Return the length of a frame.
 
     Raises:
-        LocalProtocolError: Longer than one may be.
+        LocalProtocolError: It is longer than the limits allow.
     """
     body_bytes = 0 if body is None else len(body)
     if len(header) > limits.HEADER_BYTES or body_bytes > limits.BODY_BYTES:
@@ -80,7 +80,7 @@ def frame_bytes(header: bytes, body: Buffer | None) -> int:
 
 
 def encode_head(tag: int, header: bytes, body: Buffer | None) -> bytes:
-    """Prefix, header and body marker; the body itself follows as it is."""
+    """Return prefix, header and body marker; the raw body follows them."""
     frame_bytes(header, body)
     body_bytes = 0 if body is None else len(body)
     checksum = checksum_of(header, body)
@@ -90,7 +90,7 @@ def encode_head(tag: int, header: bytes, body: Buffer | None) -> bytes:
 
 
 def encode_shared(tag: int, header: bytes, body_bytes: int, offset: int) -> bytes:
-    """A whole frame whose body lies in shared memory."""
+    """Return a whole frame whose body is in shared memory."""
     offset_bytes = _OFFSET.pack(offset)
     checksum = checksum_of(header, offset_bytes)
     prefix = _PREFIX.pack(MAGIC_SHARED, PROTOCOL_VERSION, tag, len(header), body_bytes, checksum)
@@ -98,7 +98,7 @@ def encode_shared(tag: int, header: bytes, body_bytes: int, offset: int) -> byte
 
 
 def decode_offset(data: Buffer) -> int:
-    """Where a body lies in shared memory."""
+    """Return the offset of a body in shared memory."""
     offset: int = _OFFSET.unpack_from(data)[0]
     return offset
 
@@ -126,7 +126,7 @@ def check_marker(data: Buffer, body_bytes: int) -> None:
     """Check the msgpack marker before a body.
 
     Raises:
-        FrameError: It is no bin32 of the prefix's length.
+        FrameError: It is not a bin32 of the prefix's length.
     """
     kind, length = _BODY_MARKER.unpack_from(data)
     if kind != _BIN32 or length != body_bytes:
@@ -134,7 +134,7 @@ def check_marker(data: Buffer, body_bytes: int) -> None:
 
 
 def checksum_of(header: Buffer, body: Buffer | None) -> int:
-    """xxh3-64 over header and body (https://xxhash.com)."""
+    """Return xxh3-64 over header and body (https://xxhash.com)."""
     hasher = xxh3_64(header)
     if body is not None:
         hasher.update(body)

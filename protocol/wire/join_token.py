@@ -1,6 +1,6 @@
-"""The join token: `<certificate fingerprint>.<secret>`, what a machine needs to become a member.
+"""The join token, `<certificate fingerprint>.<secret>`: a machine's credential for joining.
 
-Texts of errors say where a token came from, never what it holds.
+Error texts name the source of a token, never its content.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _TOKEN: Final = re.compile(r"([0-9a-f]{64})\.([A-Za-z0-9_-]{43})")
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """A token, taken apart.
+    """A parsed token.
 
     Attributes:
         fingerprint: SHA-256 of the coordinator's certificate.
-        secret: 256 bits that coordinator and members know.
+        secret: 256 bits that the coordinator and all members know.
     """
 
     fingerprint: bytes
@@ -33,11 +33,11 @@ class JoinToken:
         """Read a token.
 
         Args:
-            text: Its text; white space around it does not count.
-            source: Where it is from, for the error.
+            text: The token; surrounding white space is ignored.
+            source: Where it came from, for the error.
 
         Raises:
-            UsageError: It is none.
+            UsageError: It is not a join token.
         """
         match = _TOKEN.fullmatch(text.strip())
         if match is None:
@@ -50,6 +50,6 @@ class JoinToken:
         return cls(bytes.fromhex(match[1]), secret)
 
     def reveal(self) -> str:
-        """The text to hand to a member; to nobody else, and into no log."""
+        """Return the token's text. Give it to members only, and never log it."""
         secret = base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
         return f"{self.fingerprint.hex()}.{secret}"

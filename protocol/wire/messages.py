@@ -1,9 +1,9 @@
-"""Every message, as one tagged union of frozen models.
+"""All messages, as one tagged union of frozen models.
 
-A message is the header of a frame. Some carry a body beside it: raw float32 for gradients and
-state, a JSON document for the run spec and the manifest, a file's bytes for a blob. `term` is the
-coordinator's term, a worker refuses a lower one than it has seen; `step` counts from 0; `attempt`
-tells a step that was started anew from its first try.
+A message is the header of a frame. Some have a body after it: raw float32 for gradients and state,
+a JSON document for the run spec and the manifest, a file's bytes for a blob. `term` is the
+coordinator's term: a worker refuses a lower one than it has seen. `step` and `attempt` count from
+0; a step that starts over has the next attempt.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ StateKind = Literal[
 StepPhase = Literal["embeddings", "gradients"]
 """What an attempt computes: a step whose loss couples all samples collects embeddings first."""
 Outcome = Literal["finished", "drained", "failed"]
-"""Of a run."""
+"""How a run ended."""
 
 
 class Message(BaseModel):
-    """Base of all; `tag` is its number on the wire, `body` what follows the header."""
+    """Base of all messages; `tag` is its number on the wire, `body` the kind of its body."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,28 +41,28 @@ class Message(BaseModel):
     body: ClassVar[BodyRule] = "none"
 
     def to_header(self) -> bytes:
-        """The msgpack map that a frame carries."""
+        """Return the header of its frame, a msgpack map."""
         packed: bytes = msgpack.packb(self.model_dump(), use_bin_type=True)
         return packed
 
 
 class _InStep(Message):
-    """What belongs to one attempt at one step."""
+    """Base of messages that belong to one attempt at one step."""
 
     term: Number
     step: Number
     attempt: Number
 
 
-# Join and state.
+# Joining and state.
 
 
 class Hello(Message):
     """Worker: who I am. `instance` is new at each start: a restart is another worker.
 
-    It comes before torch is imported, so `backend` is what the user asked for. `enrolled`: the
-    proofs are made with the key that this name was given, not with the join token's secret.
-    `devices`: how many it is to compute with.
+    It is sent before torch is imported, so `backend` is the one that the user requested.
+    `enrolled`: the proofs use the key that was issued to this name, not the join token's secret.
+    `devices`: the number of devices.
     """
 
     tag = 1
@@ -77,7 +77,7 @@ class Hello(Message):
 
 
 class Challenge(Message):
-    """Coordinator: I belong here, prove that you do (see `protocol.wire.authentication`)."""
+    """Coordinator: here is my proof; send yours (see `protocol.wire.authentication`)."""
 
     tag = 2
     method: Small
@@ -95,7 +95,7 @@ class Proof(Message):
 class Welcome(Message):
     """Coordinator: you are a member. `worker` is the name others see, made unique.
 
-    `key` is for the next time, instead of the join token; empty if there is none to give.
+    `key` replaces the join token from the next connection on; empty if no key is issued.
     """
 
     tag = 4
@@ -109,8 +109,8 @@ class Welcome(Message):
 class StartRun(Message):
     """Coordinator: build this run's task, of which `step` steps are committed. Body: the spec.
 
-    `blobs` is the digest of the list of files that the task reads, which is requested like any
-    blob (`protocol.spec.files.blob_list`). Without it the worker has all it needs.
+    `blobs` is the digest of the list of files that the task reads, which is requested like any blob
+    (`protocol.spec.files.blob_list`). None: the task reads no files.
     """
 
     tag = 5
@@ -124,9 +124,9 @@ class StartRun(Message):
 class Ready(Message):
     """Worker: the task is built on this device. Body: the manifest.
 
-    `initial_digest` is of the state that the task starts from here; `state_digest` of the state
-    that this replica has, after `step` steps: another one if it was in this run before. `devices`:
-    how many compute for it, each with a replica of its own; `left_out`: why others cannot.
+    `initial_digest` is the digest of this worker's initial state, and `state_digest` that of its
+    replica after `step` steps, which differs if it has been in this run before. `devices`: how many
+    devices compute, each with its own replica; `left_out`: why others cannot.
     """
 
     tag = 6
@@ -144,8 +144,8 @@ class Ready(Message):
 
 
 class Unready(Message):
-    """Worker: this run's task cannot be built here, or computes otherwise than before, and why;
-    `own` if others may be able to."""
+    """Worker: this run's task cannot be built here, or its results have changed, and why. `own`:
+    the cause is this worker's, so others may be able to."""
 
     tag = 7
     run_id: Small
@@ -162,10 +162,10 @@ class StateRequest(Message):
 
 
 class StateChunk(Message):
-    """Either side: one chunk of the state after `step` steps; the last one says so.
+    """Either side: a chunk of the state after `step` steps; `last` on the last one.
 
-    Parameters come first. `missed_updates` has a value for each tensor of a block, and comes only
-    if any tensor has missed an update (`protocol.exact.replica`).
+    Parameters come first. `missed_updates` has a value for each tensor of a block, and is sent only
+    if a tensor has missed an update (`protocol.exact.replica`).
     """
 
     tag = 9
@@ -189,10 +189,10 @@ class BlobRequest(Message):
 
 
 class BlobChunk(Message):
-    """Coordinator: the chunk asked for, as long as a body may be or up to the blob's end.
+    """Coordinator: the requested chunk, of the largest body size or up to the blob's end.
 
-    Chunks come in the order in which they were asked for. A shorter one says that the file is no
-    longer what it was when the run was submitted.
+    Chunks are sent in the order of the requests. A shorter one means that the file has changed
+    since the run was submitted.
     """
 
     tag = 29
@@ -206,13 +206,13 @@ class BlobChunk(Message):
 
 
 class StepPlan(_InStep):
-    """Coordinator: your subtrees of this step, of a tree over so many microbatches.
+    """Coordinator: your subtrees of this step, whose tree has `microbatches` leaves.
 
-    `uploads` chunks of each may be sent to the coordinator, in the order of
-    `protocol.exact.chunk_grid`, until a `Credit` says more. `owners` is the number of the table
-    that says who averages which chunk (`Owners`); 0: the coordinator averages all. `phase`: for
-    embeddings the answer to a subtree is `CapturedRows` and a `SubtreeLoss` of loss 0, and no
-    gradients; all `StepEmbeddings` come before the plan for the gradients.
+    Of each subtree, `uploads` chunks may be sent to the coordinator, in the order of
+    `protocol.exact.chunk_grid`, until a `Credit` permits more. `owners` is the number of the table
+    of chunk owners (`Owners`); 0: the coordinator averages all chunks. `phase`: a subtree of the
+    embeddings phase is answered with `CapturedRows` and a `SubtreeLoss` of loss 0, without
+    gradients; all `StepEmbeddings` precede the plan for the gradients.
     """
 
     tag = 10
@@ -226,7 +226,7 @@ class StepPlan(_InStep):
 
 
 class StepEmbeddings(_InStep):
-    """Coordinator: what the loss reads of all samples of the step, a chunk of it, in the order of
+    """Coordinator: a chunk of the embeddings of all samples of the step, in the order of
     microbatches; `attempt` is that of the plan that follows."""
 
     tag = 63
@@ -236,7 +236,8 @@ class StepEmbeddings(_InStep):
 
 
 class _OfChunk(_InStep):
-    """About one chunk, averaged as table `owners` says; 0: by the coordinator, like all others."""
+    """Base of messages about one chunk; `owners` is the number of the table of its owner, 0 for the
+    table in which the coordinator owns all chunks."""
 
     block: Number
     chunk: Number
@@ -259,15 +260,15 @@ class BlockGradientPayload(_Payload):
     """Worker, to the chunk's owner: a chunk of a block's gradient sum over a subtree of total
     weight `weight`.
 
-    A worker that cannot reach the owner sends it to the coordinator, which passes it on and says
-    whose it is in `worker`; empty, it is the sender's.
+    A worker that cannot reach the owner sends it to the coordinator, which forwards it with the
+    worker's name in `worker`; empty: the sender's own.
     """
 
     tag = 11
 
 
 class NonBlockGradientPayload(_Payload):
-    """Worker: the same for a group of non-block tensors."""
+    """Worker, to the chunk's owner: the same for a group of non-block tensors."""
 
     tag = 12
 
@@ -277,22 +278,22 @@ class _Averaged(_OfChunk):
 
 
 class AveragedBlockGradient(_Averaged):
-    """The chunk's owner: a chunk of a block's gradient, averaged over all samples of the step."""
+    """Owner: a chunk of a block's gradient, averaged over all samples of the step."""
 
     tag = 13
 
 
 class AveragedNonBlockGradient(_Averaged):
-    """The chunk's owner: the same for a group of non-block tensors."""
+    """Owner: the same for a group of non-block tensors."""
 
     tag = 14
 
 
 class CapturedRows(_InStep):
-    """Worker: what microbatch `microbatch` of subtree [lo, hi) gave beside its loss, a chunk of it.
+    """Worker: a chunk of the side outputs of microbatch `microbatch` of subtree [lo, hi).
 
-    Captured logits, a replica's own state, or embeddings; all chunks of a subtree come before its
-    `SubtreeLoss`.
+    Side outputs are captured logits, per-replica state or embeddings. All chunks of a subtree
+    precede its `SubtreeLoss`.
     """
 
     tag = 30
@@ -308,10 +309,10 @@ class CapturedRows(_InStep):
 
 
 class SubtreeLoss(_InStep):
-    """Worker: a subtree is done; its loss sum (which may be non-finite: that halts the run).
+    """Worker: a subtree is done; `loss` is its loss sum (a non-finite one halts the run).
 
-    `sums` is the checksum of its gradients where others average them (xxh3-128). `unlike`: the
-    microbatches, 64 at most, whose embeddings have other bits here than in `StepEmbeddings`.
+    `sums` is the xxh3-128 of its gradients if other workers average them. `unlike`: the
+    microbatches, 64 at most, whose recomputed embeddings differ from those in `StepEmbeddings`.
     """
 
     tag = 15
@@ -329,9 +330,9 @@ class SubtreeLoss(_InStep):
 
 
 class NonFiniteSum(_InStep):
-    """Worker: a sum over the microbatches [lo, hi) has NaN or infinity; see `NonFinite`.
+    """Worker: a sum over microbatches [lo, hi) has NaN or infinity; see `NonFinite`.
 
-    It is sent instead of the sum: for the worker's own subtree, or as the owner of what is summed.
+    It is sent instead of the sum: of the worker's own subtree, or of a chunk that it owns.
     """
 
     tag = 60
@@ -347,7 +348,7 @@ class NonFiniteSum(_InStep):
 
 
 class DeviceNote(Message):
-    """Worker: what went wrong with a device of this host, which goes on; for people."""
+    """Worker: a problem with one of its devices, for people; the worker continues."""
 
     tag = 61
     device: Small
@@ -355,7 +356,7 @@ class DeviceNote(Message):
 
 
 class Commit(_InStep):
-    """Coordinator: take the step. Without `scalars` the step is skipped: nothing is applied."""
+    """Coordinator: apply the step; without `scalars`, skip it and apply nothing."""
 
     tag = 16
     scalars: StepScalars | None
@@ -373,7 +374,7 @@ class StepApplied(Message):
 
 
 class Assign(_InStep):
-    """Coordinator: more subtrees of the present step."""
+    """Coordinator: compute these further subtrees of the step in progress."""
 
     tag = 18
     view: Number
@@ -381,16 +382,16 @@ class Assign(_InStep):
 
 
 class Cancel(_InStep):
-    """Coordinator: leave out these subtrees of the present step; others have done them."""
+    """Coordinator: drop these subtrees of the step in progress; others have finished them."""
 
     tag = 19
     subtrees: SubtreeList
 
 
 class Credit(_InStep):
-    """Coordinator: so many chunks of each of your subtrees may be sent by now.
+    """Coordinator: of each of your subtrees, `uploads` chunks may now be sent.
 
-    There is room for their sums, and the others that send are about as far.
+    There is memory for their sums, and other workers have sent about as many.
     """
 
     tag = 31
@@ -462,7 +463,7 @@ class EvalResult(Message):
     sums: Annotated[dict[Small, float], Field(max_length=limits.EVALUATION_SUMS)]
 
 
-# Workers that average among themselves.
+# Workers that average chunks among themselves.
 
 
 class ListenForPeers(Message):
@@ -517,9 +518,9 @@ class LinkTraffic(Message):
 
 
 class Owners(Message):
-    """Coordinator: who averages which chunk from now on. Body: `protocol.wire.peers`.
+    """Coordinator: the table of chunk owners from now on. Body: `protocol.wire.peers`.
 
-    A step in progress goes on with it: sums of chunks that have another owner are sent again.
+    It also applies to the step in progress: sums of chunks with another owner are sent again.
     """
 
     tag = 47
@@ -530,7 +531,8 @@ class Owners(Message):
 
 
 class ChunkReduced(_OfChunk):
-    """Owner: I have averaged this chunk. Body: its origin, whose subtrees were added (JSON)."""
+    """Owner: I have averaged this chunk. Body: its origin, the workers and subtrees that were added
+    (JSON)."""
 
     tag = 50
     body = "document"
@@ -538,7 +540,7 @@ class ChunkReduced(_OfChunk):
 
 
 class SumsArrived(_InStep):
-    """Owner: of this worker's subtree all that is mine is here."""
+    """Owner: I have received all my chunks of this worker's subtree."""
 
     tag = 51
     owners: Number
@@ -552,28 +554,29 @@ class SumsArrived(_InStep):
 
 
 class AverageDigests(_InStep):
-    """Coordinator: the digests of all averages of this step; the commit follows. Body: 16 bytes
-    for each chunk."""
+    """Coordinator: the digests of all averages of this step; the commit follows. Body: 16 bytes per
+    chunk."""
 
     tag = 53
     body = "bytes"
 
 
 class AveragesRequest(_InStep):
-    """Worker: averages of a committed step have not come here; send me all of them."""
+    """Worker: I lack averages of a committed step; send all of them."""
 
     tag = 54
 
 
 class AverageMismatch(_OfChunk):
-    """Worker: the average that `owner` sent me for this chunk has another digest."""
+    """Worker: the average of this chunk that `owner` sent does not have the digest of the
+    commit."""
 
     tag = 55
     owner: Small
 
 
 class PeerHello(Message):
-    """Worker that dials: I am `name` and look for `to`."""
+    """Dialing worker: I am `name`, and expect `to`."""
 
     tag = 56
     name: Small
@@ -582,36 +585,36 @@ class PeerHello(Message):
 
 
 class PeerWelcome(Message):
-    """Who was dialled: you are who you say."""
+    """Dialed worker: you have proved your identity."""
 
     tag = 57
 
 
 class PeerProbe(Message):
-    """Sender: so many bytes, to see how quick the link is. The answer is another, empty."""
+    """Sender: bytes that measure the speed of the link. The answer is an empty one."""
 
     tag = 58
     body = "bytes"
 
 
-# Life.
+# Liveness, halts and the end.
 
 
 class Heartbeat(Message):
-    """Either side: still here (any byte says so)."""
+    """Either side: a sign of life (any other byte is one too)."""
 
     tag = 22
 
 
 class Preparing(Message):
-    """Worker: how far the preparation of the run's task is; empty once it is over."""
+    """Worker: progress of the preparation of the run's task; empty once it is complete."""
 
     tag = 64
     progress: Text
 
 
 class Halt(_InStep):
-    """Coordinator: stop computing, apply nothing, and why."""
+    """Coordinator: stop computing and apply nothing, for this reason."""
 
     tag = 23
     reason: Text
@@ -624,7 +627,7 @@ class Continue(_InStep):
 
 
 class Drain(Message):
-    """Worker: I want to leave; give me no more subtrees."""
+    """Worker: I want to leave; assign no more subtrees to me."""
 
     tag = 25
 
@@ -632,8 +635,8 @@ class Drain(Message):
 class EndRun(Message):
     """Coordinator: the run is over; wait for the next one.
 
-    `weights` is the digest of what was trained, if the run leaves that; `metrics` are its last
-    held-out figures, None for one that is not finite; empty where they are too many for a message.
+    `weights` is the digest of the trained weights, if the run has any. `metrics` are its last
+    evaluation metrics, None for one that is not finite; empty if they are too many for a message.
     """
 
     tag = 26
@@ -645,14 +648,14 @@ class EndRun(Message):
 
 
 class MemoryReturned(Message):
-    """Either side: what you have put into shared memory at these places I need no more."""
+    """Either side: I no longer need what you put into shared memory at these offsets."""
 
     tag = 62
     places: Annotated[tuple[Number, ...], Field(max_length=64)]
 
 
 class Goodbye(Message):
-    """Either side: I close this connection, and why; whether to come back."""
+    """Either side: I close this connection, and why. `retry`: whether to reconnect."""
 
     tag = 27
     reason: Text
@@ -680,10 +683,10 @@ AveragedGradient = AveragedBlockGradient | AveragedNonBlockGradient
 
 
 def decode_message(tag: int, header: bytes | bytearray | memoryview) -> Message:
-    """The message of that tag.
+    """Decode the header of the message with this tag.
 
     Raises:
-        MessageError: An unknown tag, bytes that are no msgpack map, or a field that does not fit.
+        MessageError: The tag is unknown, the bytes are not a msgpack map, or a field is invalid.
     """
     kind = MESSAGES.get(tag)
     if kind is None:
@@ -698,7 +701,7 @@ def decode_message(tag: int, header: bytes | bytearray | memoryview) -> Message:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"]) or "the message"
         raise MessageError(f"{kind.__name__}: {location}: {first['msg']}") from None
-    # Defaults are for those who make a message: on the wire every field is told.
+    # Defaults are for code that creates a message: on the wire every field is present.
     for missing in kind.model_fields.keys() - message.model_fields_set:
         raise MessageError(f"{kind.__name__}: {missing}: Field required")
     return message

@@ -1,9 +1,9 @@
-"""Members that average among themselves: who they are, and what each owns.
+"""Documents for members that average chunks among themselves: peers, keys and chunk owners.
 
-The coordinator tells each of them the others' addresses and certificates, inside the session in
-which that member has proved itself, and with every other member a key of the two alone. So nobody
-can pass for another member: who dials knows the certificate that must answer, and both prove that
-they have the key of this pair.
+The coordinator sends each of them, over its authenticated connection, the addresses and
+certificates of the others, and for each of the others a key that only the two have. So no member
+can impersonate another: the dialing one knows which certificate must answer, and both prove that
+they have the key of the pair.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from protocol.base.fields import Number, Small
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
 HERE: Final = ""
-"""The address of a member on the coordinator's machine: others dial that as they know it."""
+"""Stands for the coordinator's own machine: peers replace it by their address of the
+coordinator."""
 COORDINATOR: Final = ""
 """The coordinator's name, as an owner of chunks and as a sender."""
 
@@ -28,19 +29,19 @@ class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_bytes(self) -> bytes:
-        """As it travels."""
+        """Return the document as JSON."""
         return self.model_dump_json().encode()
 
 
 class Peer(_Document):
-    """Another member, as this one knows it.
+    """Another member, as its peers know it.
 
     Attributes:
         name: Its name.
         host: Its address; `HERE` on the coordinator's machine.
         port: Where it listens; 0 if nowhere.
         fingerprint: SHA-256 of its certificate.
-        key: Of the two.
+        key: The key of the pair.
     """
 
     name: Small
@@ -51,11 +52,11 @@ class Peer(_Document):
 
 
 class PeerList(_Document):
-    """All that a member is to reach.
+    """The peers that a member is to reach.
 
     Attributes:
-        me: Its own name.
-        listens: Whether it has a port for links.
+        me: The member's own name.
+        listens: Whether it listens for peers.
         peers: The others.
     """
 
@@ -65,20 +66,22 @@ class PeerList(_Document):
 
 
 class Traffic(_Document):
-    """By peer the bytes that were sent to it, and that were received from it."""
+    """Bytes sent to each peer, and bytes received from it."""
 
     peers: Annotated[dict[Small, tuple[Number, Number]], Field(max_length=limits.WORKERS)]
 
 
 class OwnerTable(_Document):
-    """Who averages which chunk.
+    """The owner of each chunk, which averages it.
 
     Attributes:
-        members: Workers that send each other sums and averages; the coordinator passes on the sums
-            of all others. Or the coordinator alone, in a star: it is never a member among workers.
+        members: Workers that send each other sums and averages; the coordinator forwards the sums
+            of all other workers. In a star, the coordinator alone: workers and coordinator are
+            never members together.
         owners: For each chunk, in the order of `protocol.exact.chunk_grid`, the owner's index in
             `members`.
-        scribe: Who gives the coordinator the averages, its own and others'; None: each owner does.
+        scribe: The member that sends all averages to the coordinator; None: each owner sends its
+            own.
     """
 
     members: Annotated[tuple[Small, ...], Field(min_length=1, max_length=limits.WORKERS)]
@@ -87,7 +90,7 @@ class OwnerTable(_Document):
 
     @classmethod
     def star(cls, chunks: int) -> OwnerTable:
-        """The table whose only owner is the coordinator."""
+        """Return the table whose only owner is the coordinator."""
         return cls(members=(COORDINATOR,), owners=(0,) * chunks, scribe=None)
 
     @property
@@ -96,11 +99,11 @@ class OwnerTable(_Document):
         return self.members != (COORDINATOR,)
 
     def owner(self, number: int) -> str:
-        """The owner of a chunk."""
+        """Return the owner of a chunk."""
         return self.members[self.owners[number]]
 
     def owned_by(self, member: str) -> set[int]:
-        """The chunks that a member owns."""
+        """Return the chunks that a member owns."""
         if member not in self.members:
             return set()
         index = self.members.index(member)
@@ -111,10 +114,10 @@ _Kind = TypeVar("_Kind", bound=_Document)
 
 
 def parse(kind: type[_Kind], document: bytes) -> _Kind:
-    """A document that came.
+    """Decode a received document.
 
     Raises:
-        MessageError: It is none of this kind.
+        MessageError: It is not a document of this kind.
     """
     try:
         message = kind.model_validate_json(document)
@@ -132,12 +135,12 @@ def parse(kind: type[_Kind], document: bytes) -> _Kind:
 
 
 def pair_key(secret: bytes, first_name: str, second_name: str) -> bytes:
-    """The key of two members.
+    """Derive the key of two members.
 
     Args:
-        secret: The run's; it never leaves the coordinator.
-        first_name: A name.
-        second_name: Another's.
+        secret: The run's secret; it never leaves the coordinator.
+        first_name: The name of one member.
+        second_name: The name of the other.
     """
     first, second = sorted((first_name.encode(), second_name.encode()))
     framed = len(first).to_bytes(4, "big") + first + second

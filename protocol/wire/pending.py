@@ -1,6 +1,6 @@
 """Limit unauthenticated connections, in total and per address.
 
-A connection that closes without authenticating keeps its place for a moment. Otherwise one address
+A connection that closes without authenticating keeps its slot for a moment. Otherwise one address
 could start one TLS handshake after another, each of which costs this side more than the other.
 """
 
@@ -33,9 +33,9 @@ class PendingConnections(Generic[P]):
     """Connections in the handshake; the length is their number.
 
     Args:
-        most: How many there may be.
-        most_per_host: How many from one address.
-        on_room: Called whenever a place gets free.
+        limit: Most connections in total.
+        most_per_host: Most connections from one address.
+        on_room: Called whenever a slot becomes free.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PendingConnections(Generic[P]):
         self._most_per_host = most_per_host
         self._started_s: dict[P, float] = {}
         self._closed_by_address: Counter[str] = Counter()
-        """By address, connections that have closed and keep their place."""
+        """By address, the number of closed connections that still occupy a slot."""
 
     def __iter__(self) -> Iterator[P]:
         return iter([*self._started_s])
@@ -70,7 +70,7 @@ class PendingConnections(Generic[P]):
         self._started_s[pending] = asyncio.get_running_loop().time()
 
     def remove(self, pending: P) -> None:
-        """Count it no more: it has authenticated, or closed. Idempotent."""
+        """Stop counting a connection that has authenticated or closed. Idempotent."""
         started_s = self._started_s.pop(pending, None)
         if started_s is None:
             return

@@ -1,8 +1,8 @@
-"""TLS 1.3 between the daemons: no authorities, one pinned certificate.
+"""TLS 1.3 between the daemons, with one pinned certificate instead of certificate authorities.
 
-A worker does not ask who signed the coordinator's certificate or which name is in it: its SHA-256
-must be the one that the join token names. `verify` is done by `Channel`'s user with
-`fingerprint`, before anything else is said.
+A worker ignores who signed the coordinator's certificate and which name it has: its SHA-256 must be
+the one in the join token. The user of a `Channel` checks it with `fingerprint` before it sends
+anything else.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ ERROR_MEANS_NO_TLS: Final = frozenset({
     "WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL",
     "UNEXPECTED_MESSAGE", "BAD_RECORD_TYPE",
 })  # fmt: skip
-"""Reasons of OpenSSL's for an answer that is not TLS."""
+"""OpenSSL's error reasons for an answer that is not TLS."""
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """The coordinator's side.
+    """Return the coordinator's TLS context.
 
     Raises:
-        OSError: A file cannot be read, or the two do not fit (ssl.SSLError).
+        OSError: A file cannot be read, or certificate and key do not match (ssl.SSLError).
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # nobody resumes: each join is a whole handshake
+    context.num_tickets = 0  # no session resumption: each join does a full handshake
     context.load_cert_chain(certificate, key)
     return context
 
 
 def client_context() -> ssl.SSLContext:
-    """The worker's side; what the certificate is worth is decided by its fingerprint alone."""
+    """Return the worker's TLS context; the certificate is verified by its fingerprint alone."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -42,5 +42,5 @@ def client_context() -> ssl.SSLContext:
 
 
 def fingerprint(certificate: bytes) -> bytes:
-    """SHA-256 of a certificate in DER, as `openssl x509 -fingerprint -sha256` shows it."""
+    """Return the SHA-256 of a DER certificate, as `openssl x509 -fingerprint -sha256` shows it."""
     return hashlib.sha256(certificate).digest()

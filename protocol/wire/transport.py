@@ -1,9 +1,9 @@
 """A connection over an asyncio transport: `tls_transport` over a network, or asyncio's own.
 
-Bodies are read from the socket straight into the connection's arrays (BufferedProtocol). What is
-sent waits in two queues, since the order within each must hold but a halt or a heartbeat must not
-wait behind a gigabyte of gradients; the transport is given more only when it has written most of
-what it has. A buffer that was sent is never written to again by anyone.
+Bodies are read from the socket directly into the connection's arrays (BufferedProtocol). Outgoing
+messages wait in two queues, so that a halt or a heartbeat does not wait behind a gigabyte of
+gradients; each queue keeps its order. The transport receives more only after it has written most of
+its buffer. A buffer that was passed to `send` must not be changed afterwards.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from protocol.wire.messages import (
 )
 
 _LAST_ANSWER: Final = struct.Struct("56xI")
-"""Of `struct tcp_info`: tcpi_last_ack_recv, in milliseconds."""
+"""`struct tcp_info` up to tcpi_last_ack_recv, which is in milliseconds."""
 URGENT: Final[tuple[type[Message], ...]] = (Halt, Cancel, Heartbeat, Goodbye)
 _MANY_OFFSETS: Final = 16
-"""That are returned without waiting for something else to be sent."""
+"""Number of unneeded borrowed offsets that are returned at once, in a message of their own."""
 _COMPUTED = (InnerCheckpointChunk, CapturedRows, StepEmbeddings)
-"""Pieces of one array as large as a state: all of it is there anyway, as of gradients."""
+"""Messages that are chunks of one large array; like gradients, it is in memory anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What came of bytes that were read.
+    """The result of parsing received bytes.
 
     Attributes:
         received: Whole messages, in order.
@@ -63,13 +63,13 @@ class Parsed:
 
 
 class ChannelOwner(Protocol):
-    """Who hears what happens on a channel."""
+    """Receives the messages of a channel, and its end."""
 
     def on_message(self, channel: Channel, received: Received) -> None:
-        """A message came. A ProtocolError raised here ends the connection."""
+        """Handle a message. A ProtocolError raised here ends the connection."""
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
-        """The connection is over; called once."""
+        """Handle the end of the connection; called once."""
 
 
 class Channel(asyncio.BufferedProtocol):
@@ -111,7 +111,7 @@ class Channel(asyncio.BufferedProtocol):
 
     @property
     def certificate(self) -> bytes | None:
-        """What the other end showed in the TLS handshake, in DER; None without TLS."""
+        """The peer's certificate from the TLS handshake, in DER; None without TLS."""
         if self._transport is None:
             return None
         secured = self._transport.get_extra_info("ssl_object")
@@ -130,39 +130,39 @@ class Channel(asyncio.BufferedProtocol):
 
     @property
     def unanswered_s(self) -> float | None:
-        """For how long the peer's kernel has acknowledged nothing; None where it is not told.
+        """How long the peer's kernel has acknowledged nothing; None if the system does not report
+        it.
 
-        It answers for a process that stands still, as long as there is one.
+        The kernel acknowledges data for a process that is blocked, as long as it exists.
         """
         endpoint = self._transport.get_extra_info("socket") if self._transport else None
         return None if endpoint is None else _unanswered_s(endpoint)
 
     @property
     def bytes_received(self) -> int:
-        """With what has come through memory that the peer shares."""
+        """Bytes received, including those through shared memory."""
         return self._bytes_received + self.connection.shared_bytes
 
     @property
     def queued_bytes(self) -> int:
-        """What waits for the peer to read, less what the transport has taken already.
+        """Bytes that wait to be sent, without those already passed to the transport.
 
-        Without gradients and state: those are there anyway, whoever reads them slowly, and whoever
-        sends them sees to it how many there are.
+        Gradients and state do not count: they are in memory anyway, and their senders limit them.
         """
         return self._queued_bytes
 
     @property
     def waiting_bytes(self) -> int:
-        """All that waits."""
+        """All bytes that wait to be sent."""
         return self._waiting_bytes
 
     @property
     def waiting(self) -> Iterator[Message]:
-        """What waits, in order, without what is urgent."""
+        """The messages that wait to be sent, in order, without urgent ones."""
         return (encoded.message for encoded in self._queue)
 
     def withdraw(self, kinds: tuple[type[Message], ...]) -> None:
-        """Send nothing of these kinds that waits still."""
+        """Drop waiting messages of these kinds."""
         for encoded in self._queue:
             if isinstance(encoded.message, kinds):
                 self._count(encoded, -1)
@@ -170,7 +170,7 @@ class Channel(asyncio.BufferedProtocol):
         self._wake()
 
     async def room(self) -> None:
-        """Return once little waits to be sent, or nothing can be any more."""
+        """Wait until few bytes are queued, or the connection is over."""
         while self._waiting_bytes > limits.SEND_AHEAD_BYTES and not self._closing:
             awaited = asyncio.get_running_loop().create_future()
             self._awaiting_room.append(awaited)
@@ -191,8 +191,8 @@ class Channel(asyncio.BufferedProtocol):
     def send(self, message: Message | Encoded) -> None:
         """Queue a message; does nothing once the channel is closing.
 
-        It is closing too when the peer's Goodbye is read but not yet handled: messages that came
-        with it are handled first, and what they lead to may still be sent to everyone.
+        It also counts as closing when the peer's Goodbye has been read but not yet handled: earlier
+        messages are handled first, and may cause messages to everyone.
         """
         if self._closing or self.connection.phase is Phase.CLOSED:
             return
@@ -206,20 +206,20 @@ class Channel(asyncio.BufferedProtocol):
             self._pump()
 
     def pause(self) -> None:
-        """Read nothing, until `resume`; the peer's messages wait with it."""
+        """Stop reading until `resume`; the peer's messages wait at the peer."""
         if not self.paused and self._transport is not None and not self._closing:
             self.paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
         if self.paused and self._transport is not None and not self._closing:
             self.paused = False
             self.last_received_s = self._clock()
             self._transport.resume_reading()
 
     def goodbye(self, reason: str, *, retry: bool, exit_code: int = 0) -> None:
-        """Say why, then close once that is written."""
+        """Send the reason, and close once it is written."""
         if self._closing:
             return
         message = Goodbye(reason=self._short(reason), retry=retry, exit_code=exit_code)
@@ -230,7 +230,7 @@ class Channel(asyncio.BufferedProtocol):
         self.finish()
 
     def finish(self) -> None:
-        """Close once what is urgent is written; the rest is dropped."""
+        """Close once urgent messages are written; drop the others."""
         if self._closing:
             return
         self._queue.clear()
@@ -241,7 +241,7 @@ class Channel(asyncio.BufferedProtocol):
             self._transport.close()
 
     def abort(self, reason: str, error: ProtocolError | None = None) -> None:
-        """Close at once; if the connection is not made yet, as soon as it is."""
+        """Close at once, or as soon as the connection is made."""
         self._closing = True
         self._wake()
         self._error = error or self._error
@@ -279,12 +279,12 @@ class Channel(asyncio.BufferedProtocol):
             self.hear(self.parse(nbytes))
 
     def received(self, nbytes: int) -> None:
-        """So many bytes have come; from the thread that reads."""
+        """Note that `nbytes` bytes have arrived; called in the thread that reads."""
         self.last_received_s = self._clock()
         self._bytes_received += nbytes
 
     def parse(self, nbytes: int) -> Parsed:
-        """What these bytes complete; in the thread that reads."""
+        """Return what these bytes complete; called in the thread that reads."""
         try:
             received = self.connection.buffer_updated(nbytes)
             if self._take_values is None:
@@ -297,10 +297,10 @@ class Channel(asyncio.BufferedProtocol):
             return Parsed([], error)
 
     def hear(self, parsed: Parsed) -> None:
-        """Handle it, in the event loop."""
+        """Handle parsed messages, in the event loop."""
         try:
             for received in parsed.received:
-                if self._closing:  # what came before has ended it
+                if self._closing:  # an earlier message has closed it
                     return
                 self._hear(received)
             if parsed.error is not None and not self._closing:
@@ -321,8 +321,8 @@ class Channel(asyncio.BufferedProtocol):
             self._return(offsets)
 
     def _left(self) -> bool:
-        """Whether the peer has closed its end: to write to it would end the connection before what
-        it has said last, and why it leaves, is read."""
+        """Whether the peer has closed its end. Writing to it would reset the connection before its
+        last messages, and its reason for leaving, are read."""
         if self.connection.memory is None or self._transport is None:
             return False  # over a network nothing is known of it
         endpoint = self._transport.get_extra_info("socket")
@@ -333,7 +333,7 @@ class Channel(asyncio.BufferedProtocol):
         return bool(poll.poll(0))
 
     def _return(self, offsets: tuple[int, ...]) -> None:
-        """The peer may use this memory again."""
+        """Tell the peer that it may reuse this memory."""
         if self._transport is not None and not self._closing and not self._left():
             returned = self.connection.send(MemoryReturned(places=offsets))
             self._transport.writelines(returned.buffers)
@@ -353,7 +353,7 @@ class Channel(asyncio.BufferedProtocol):
         self._pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Also called by whoever accepts connections, for one that never got through TLS."""
+        """Handle the end of the connection; `Acceptor` calls it after a failed TLS handshake."""
         if self._lost:
             return
         self._lost = self._closing = True
@@ -364,7 +364,7 @@ class Channel(asyncio.BufferedProtocol):
         self._owner.on_lost(self, reason, self._error)
 
     def _refuse(self, error: ProtocolError) -> None:
-        """Tell the peer what was wrong, and close."""
+        """Tell the peer what was wrong, and close the connection."""
         self._error = error
         transport = self._transport
         self._closing = True
@@ -375,11 +375,11 @@ class Channel(asyncio.BufferedProtocol):
             transport.close()
 
     def _short(self, reason: str) -> str:
-        """What fits a Goodbye; a peer in the handshake reads only small headers."""
+        """Cut a reason to fit a Goodbye; during the handshake a peer accepts only small headers."""
         return cut_text(reason, 400 if self.connection.phase is Phase.OPEN else 200)
 
     def _pump(self, *, force: bool = False) -> None:
-        """Hand the transport what it may have now."""
+        """Pass messages to the transport, up to its limit."""
         transport = self._transport
         if transport is None or self._left():
             return
@@ -399,7 +399,8 @@ class Channel(asyncio.BufferedProtocol):
             transport.writelines(buffers)
 
     def _buffers(self, encoded: Encoded) -> Sequence[frames.Buffer]:
-        """What is written for it: with shared memory not its body, but where that lies.
+        """Return the buffers of a message; with shared memory, the body's offset instead of the
+        body.
 
         Raises:
             SharedMemoryFull: There is no room.
@@ -415,14 +416,14 @@ class Channel(asyncio.BufferedProtocol):
 
 
 def reason_of(error: BaseException | None) -> str:
-    """Why a connection ended or was not made, in words without numbers of the system."""
+    """Describe why a connection ended or was not made, without the system's error numbers."""
     if error is None:
         return "the peer closed the connection"
     return getattr(error, "strerror", None) or str(error) or "the connection was reset"
 
 
 def _unanswered_s(endpoint: socket.socket) -> float | None:
-    """From Linux' `struct tcp_info`."""
+    """Return the seconds since the peer's kernel last acknowledged data, as Linux reports it."""
     if _is_unix(endpoint):
         return 0.0  # One kernel at both ends; a process that is gone has closed it.
     kind = getattr(socket, "TCP_INFO", None)
@@ -440,7 +441,7 @@ def _is_unix(endpoint: socket.socket) -> bool:
 
 
 def set_socket_options(endpoint: socket.socket) -> None:
-    """No Nagle delay; a dead link is noticed by the kernel too."""
+    """Turn off Nagle's delay, and let the kernel detect dead links too."""
     if _is_unix(endpoint):
         return
     endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

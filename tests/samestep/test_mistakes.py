@@ -217,7 +217,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
           for register in HOOKS for change in (clamp, torch.sign, decay)),
         (task(module=of_own(lambda p: p.grad)), {},
          "should return None.*: let the hook of 'weight' return nothing$"),
-        (task(module=of_own(let_go)), {}, "gradient of 'weight' where its hook found it, got none"),
+        (task(module=of_own(let_go)), {}, "'weight' to remain after its hooks, got none"),
         (task(module=Deeper()), {}, r"raised .*: write use_reentrant=False where checkpoint"),
         (task(module=Follows()), {}, r"with the same seed.*, as module\.teacher\.weight changes: "),
         (task(module=Own(np.random.default_rng(0).random)), {}, "same seed.*torch's functions"),
