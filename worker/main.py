@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,12 +100,16 @@ def _main_of_a_rank(options: WorkerOptions) -> ExitCode:
             Follower(group, own).follow()
             return ExitCode.OK
         leading = GroupBackendFactory(group, own)
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            code = runner.run(_serve(options, leading))
-        leading.end()
-        return code
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                return runner.run(_serve(options, leading))
+        finally:
+            leading.end()
     finally:
-        group.close()
+        if group.loss:
+            _end_whatever_hangs()
+        else:
+            group.close()
 
 
 async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = None) -> ExitCode:
@@ -158,10 +162,9 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
 
 
 def _end_whatever_hangs() -> None:
-    """End the process soon, even if the driver's own code at the end of a process hangs, too."""
-    ending = threading.Timer(_END_TIMEOUT_S, os._exit, (ExitCode.FAILED,))
-    ending.daemon = True
-    ending.start()
+    """End the process soon, with exit code 1, even if a driver hangs and holds Python's lock."""
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 -- open until the end
+    faulthandler.dump_traceback_later(_END_TIMEOUT_S, exit=True, file=nowhere)
 
 
 def find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[str, int]:

@@ -90,6 +90,8 @@ struct State {
   Times time{}, done{}, host_waited{};
   std::array<Times, kStreams> waited{};
   std::array<std::deque<DeferredCopy>, kStreams> deferred;
+  int locks = 0;                       // of the thread that holds the mutex
+  std::vector<DeferredCopy> finished;  // let go of when it no longer does
   std::map<uintptr_t, Allocation*> allocations;  // by address
   std::map<std::tuple<int, int, size_t>, std::vector<Allocation*>> unused;
   std::vector<Allocation*> freed_in_use;  // until the recorded streams are done
@@ -114,7 +116,25 @@ State& state() {
   static auto* instance = new State;  // never destroyed: tensors may outlive static destructors
   return *instance;
 }
-using Lock = std::lock_guard<std::recursive_mutex>;
+
+// Letting go of a tensor may wait for Python's lock, whose holder may be waiting for this one.
+class Lock {
+ public:
+  explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    mutex_.lock();
+    ++state().locks;
+  }
+  ~Lock() {
+    std::vector<DeferredCopy> finished;
+    if (--state().locks == 0) finished.swap(state().finished);
+    mutex_.unlock();
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  std::recursive_mutex& mutex_;
+};
 
 thread_local int current_device = 0;
 thread_local std::array<int, kDevices> current_streams{};
@@ -148,6 +168,7 @@ void run_deferred(int stream, Time until) {
     auto copy = std::move(queue.front());
     queue.pop_front();
     copy.run();
+    s.finished.push_back(std::move(copy));
   }
   s.done[stream] = std::max(s.done[stream], std::min(until, s.time[stream]));
 }

@@ -1,14 +1,31 @@
 """A frozen base across two ranks with a card each: `torchrun -m worker --shard` on the stand-in."""
 
+from pathlib import Path
+
 import pytest
 
 from tests import standin
 from tests.cluster import Cluster
 from tests.free_ports import free_ports
-from tests.processes import start
+from tests.processes import Process, start
 from tests.worker.torchrun.test_ranks import FROZEN, run_file
 
 pytestmark = pytest.mark.slow
+
+
+def ranks_of(cluster, folder: Path, environments: list[dict[str, str]]) -> list[Process]:
+    """Two ranks with a card each, and an environment for each; their errors are in the folder."""
+    port = str(free_ports(1)[0])
+    ranks = [
+        start(
+            "tests.one_rank", str(rank), "2", port, "--coordinator", cluster.address["data"],
+            "--name", "cards", "--backend", "accelerator", "--shard", environment=environment,
+            stderr=folder / f"rank-{rank}",
+        )
+        for rank, environment in enumerate(environments)
+    ]  # fmt: skip
+    cluster.workers |= {str(rank): process for rank, process in enumerate(ranks)}
+    return ranks
 
 
 def test_each_rank_touches_its_own_card_alone_and_the_digest_is_that_of_a_cpu(
@@ -22,15 +39,7 @@ def test_each_rank_touches_its_own_card_alone_and_the_digest_is_that_of_a_cpu(
     touched.mkdir()
     environment = {**environment, standin.TOUCHED: str(touched)}
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
-        port = str(free_ports(1)[0])
-        ranks = [
-            start(
-                "tests.one_rank", str(rank), "2", port, "--coordinator", cluster.address["data"],
-                "--name", "cards", "--backend", "accelerator", "--shard", environment=environment,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        cluster.workers |= {str(rank): process for rank, process in enumerate(ranks)}
+        ranks = ranks_of(cluster, tmp_path, [environment] * 2)
         assert cluster.result()["weights_digest"] == expected
         device = cluster.wait_for("worker_ready", worker="cards")["device"]
         assert [cluster.wait_for_exit(rank) for rank in ranks] == [0, 0]
@@ -40,3 +49,21 @@ def test_each_rank_touches_its_own_card_alone_and_the_digest_is_that_of_a_cpu(
         lines = file.read_text().splitlines()
         assert {line.partition(" ")[0] for line in lines} == {f"{standin.NAME}:{rank}"}, lines
         assert len(lines) > 1, "the engine's thread, the device's, autograd's"
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_card_that_breaks_ends_both_ranks_and_the_cause_is_told(tmp_path, environment, broken):
+    """The other rank waits in a collective for one that will not come."""
+    run = run_file(tmp_path, FROZEN.replace("steps: 4", "steps: 400"))
+    breaks = {**environment, standin.KERNELS_TO_FAULT: "1500"}
+    with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
+        ranks = ranks_of(
+            cluster, tmp_path, [breaks if rank == broken else environment for rank in range(2)]
+        )
+        lost = cluster.wait_for("worker_disconnected", worker="cards")
+        codes = [cluster.wait_for_exit(rank) for rank in ranks]
+    said = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
+    assert codes == [1, 1], said
+    cause = "an illegal memory access was encountered"
+    assert cause in lost["reason"]
+    assert cause in said[broken]

@@ -15,7 +15,7 @@ from protocol.exact.tree import Subtree
 from protocol.spec.run_spec import RunSpec, restore_run_spec
 from worker.shell.engine import BackendFactory, trainable_of
 from worker.tasks.base.task import Task
-from worker.torchrun.group import EMBEDDED, RankGroup, rebuild_batches
+from worker.torchrun.group import EMBEDDED, RankGroup, is_refusal, rebuild_batches
 
 _Order = Mapping[str, Any]
 _Arrays = Mapping[str, NDArray[Any]]
@@ -41,22 +41,27 @@ class Follower:
 
         Raises:
             DeviceError: Rank 0 is gone.
+            SamestepError: This rank or another has failed where all must compute.
         """
         while True:
             order, arrays = self._group.hear()
             if order["do"] == "end":
                 return
-            answer = self._ANSWERED.get(order["do"])
-            if answer is None:
+            with self._group.lockstep():
                 self._do(order, arrays)
-            else:
-                self._group.send(0, self._answer(answer, order, arrays))
 
-    def _answer(self, work: _Answered, order: _Order, arrays: _Arrays) -> Mapping[str, str]:
+    def _do(self, order: _Order, arrays: _Arrays) -> None:
+        answered = self._ANSWERED.get(order["do"])
+        if answered is None:
+            self._compute(order, arrays)
+            return
         try:
-            return work(self, order, arrays)
-        except Exception as error:  # noqa: BLE001 -- rank 0 must learn of it
-            return {"error": describe_error(error)}
+            answer = answered(self, order, arrays)
+        except Exception as error:
+            if order["do"] == "compile" and not is_refusal(error):
+                raise  # rank 0 waits for this one in a collective, not for an answer
+            answer = {"error": describe_error(error)}
+        self._group.send(0, answer)
 
     def _open(self, order: _Order, arrays: _Arrays) -> Mapping[str, str]:
         del order, arrays
@@ -88,7 +93,7 @@ class Follower:
         del order, arrays
         return {"kept": "yes" if self._built().keeps_subnormals() else "no"}
 
-    def _compute(self, order: _Order, arrays: _Arrays) -> None:
+    def _compute_microbatches(self, order: _Order, arrays: _Arrays) -> None:
         """Compute this rank's microbatches: their gradients, or embeddings."""
         batches = rebuild_batches(order["weights"], arrays)
         leaves = list(zip(batches, order["seeds"], strict=True))
@@ -96,12 +101,9 @@ class Follower:
         compute = self._embed if order["do"] == "embed" else self._subtree
         results = []
         for lo, hi, kept in order["shares"][self._group.rank]:
-            try:
-                answer, sums = compute(leaves, Subtree(lo, hi))
-            except Exception as error:  # noqa: BLE001 -- rank 0 must learn of it
-                answer, sums = {"error": describe_error(error)}, {}
+            result = compute(leaves, Subtree(lo, hi))
             if kept:
-                results.append((answer, sums))
+                results.append(result)
         # Rank 0 reads these after its own share, which may need this rank's part of the base.
         for answer, sums in results:
             self._group.send(0, answer, sums)
@@ -135,10 +137,10 @@ class Follower:
                 sums[EMBEDDED] = rows
         return answer, sums
 
-    def _do(self, order: _Order, arrays: _Arrays) -> None:
+    def _compute(self, order: _Order, arrays: _Arrays) -> None:
         match order["do"]:
             case "gradients" | "embed":
-                self._compute(order, arrays)
+                self._compute_microbatches(order, arrays)
             case "step_loss":
                 self._step_loss(order, arrays)
             case "close":

@@ -21,12 +21,22 @@ from torch.distributed.rendezvous import rendezvous
 
 from backends.base.interface import Batch
 from protocol.base.address import format_address
-from protocol.base.errors import DeviceError, Unreachable
+from protocol.base.errors import (
+    DeviceError,
+    SamestepError,
+    Unreachable,
+    describe_error,
+)
 
 RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=5)
 """Time for all ranks to connect; torchrun starts them at once."""
 _PATIENCE: Final = timedelta(days=365)
 """Ranks may wait very long for a run; a lost rank closes its connections."""
+
+_GROUP: Final = "the group of ranks"
+_LOST: Final = "a rank was lost"
+_LOSS: Final = "lost rank"
+"""In the store where the ranks meet: why one of them ends."""
 
 Arrays = Mapping[str, NDArray[Any]]
 EMBEDDED: Final = "embedded"
@@ -41,20 +51,57 @@ class RankGroup:
         size: Number of ranks.
         cards: Whether each rank has a card.
         local_rank: Rank among those on this machine, which is its device's number.
+        loss: Why a rank is lost; empty if none is. Others may be waiting for it in a collective,
+            which only the end of its process interrupts.
     """
 
     def __init__(self, *, cards: bool) -> None:
         self.cards = cards and torch.accelerator.is_available()
-        store, self.rank, self.size = _rendezvous()
+        self._store, self.rank, self.size = _rendezvous()
         dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.size, timeout=_PATIENCE
+            "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=_PATIENCE
         )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.loss = ""
+
+    @contextmanager
+    def lockstep(self, *, may_refuse: bool = False) -> Iterator[None]:
+        """Context of what all ranks compute at once; the group is lost if it fails here.
+
+        Args:
+            may_refuse: Whether a refusal is the same on every rank, which then goes on.
+
+        Raises:
+            DeviceError: Another rank failed first, with its reason.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.loss or (may_refuse and is_refusal(error)):
+                raise
+            own = f"rank {self.rank}: {describe_error(error)}"
+            self.loss = self._first_loss(own)
+            if self.loss != own:
+                raise DeviceError(_GROUP, self.loss) from error
+            raise
+
+    def _first_loss(self, own: str) -> str:
+        """Return why the first rank that failed is lost; this one, for its own reason, if none."""
+        try:
+            return bytes(self._store.compare_set(_LOSS, "", own)).decode()
+        except RuntimeError:  # rank 0, which has the store, is gone
+            return own if self.rank == 0 else _LOST
 
     def tell(self, order: Mapping[str, Any], arrays: Arrays | None = None) -> None:
-        """Send an order from rank 0 to all others."""
+        """Send an order from rank 0 to all others.
+
+        Raises:
+            DeviceError: A rank is lost.
+        """
+        if self.loss:
+            raise DeviceError(_GROUP, self.loss)
         for data in _packed(order, arrays or {}):
-            with _rank_loss():
+            with self._watched():
                 dist.broadcast(data, 0)
 
     def hear(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -63,12 +110,13 @@ class RankGroup:
         Raises:
             DeviceError: Rank 0 is lost.
         """
-        return _unpacked(lambda data: dist.broadcast(data, 0))
+        with self._watched():
+            return _unpacked(lambda data: dist.broadcast(data, 0))
 
     def send(self, rank: int, order: Mapping[str, Any], arrays: Arrays | None = None) -> None:
         """Send to one rank."""
         for data in _packed(order, arrays or {}):
-            with _rank_loss():
+            with self._watched():
                 dist.send(data, rank)
 
     def receive(self, rank: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -77,11 +125,26 @@ class RankGroup:
         Raises:
             DeviceError: That rank is lost.
         """
-        return _unpacked(lambda data: dist.recv(data, rank))
+        with self._watched():
+            return _unpacked(lambda data: dist.recv(data, rank))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Convert torch's error for a lost rank to a DeviceError."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.loss = self._first_loss(_LOST)
+            raise DeviceError(_GROUP, self.loss) from error
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; the other ranks do so, too."""
         dist.destroy_process_group()
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error is about the input, not about this rank's device."""
+    return isinstance(error, SamestepError) and not isinstance(error, DeviceError)
 
 
 def _rendezvous() -> tuple[Any, int, int]:
@@ -104,15 +167,6 @@ def _rendezvous() -> tuple[Any, int, int]:
     return store, rank, size
 
 
-@contextmanager
-def _rank_loss() -> Iterator[None]:
-    """Convert torch's error for a lost rank to a DeviceError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise DeviceError("the group of ranks", "a rank was lost") from error
-
-
 def _packed(order: Mapping[str, Any], arrays: Arrays) -> list[torch.Tensor]:
     """A length, a header, and the bytes of each array."""
     described = [(name, a.dtype.str, list(a.shape)) for name, a in arrays.items()]
@@ -130,18 +184,17 @@ def _packed(order: Mapping[str, Any], arrays: Arrays) -> list[torch.Tensor]:
 
 
 def _unpacked(fill: Any) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    with _rank_loss():
-        length = torch.zeros(1, dtype=torch.int64)
-        fill(length)
-        header = torch.empty(int(length), dtype=torch.uint8)
-        fill(header)
-        document = json.loads(header.numpy().tobytes())
-        arrays = {}
-        for name, kind, shape in document["arrays"]:
-            array = np.empty(shape, np.dtype(kind))
-            if array.nbytes:
-                fill(torch.from_numpy(array.reshape(-1).view(np.uint8)))
-            arrays[name] = array
+    length = torch.zeros(1, dtype=torch.int64)
+    fill(length)
+    header = torch.empty(int(length), dtype=torch.uint8)
+    fill(header)
+    document = json.loads(header.numpy().tobytes())
+    arrays = {}
+    for name, kind, shape in document["arrays"]:
+        array = np.empty(shape, np.dtype(kind))
+        if array.nbytes:
+            fill(torch.from_numpy(array.reshape(-1).view(np.uint8)))
+        arrays[name] = array
     return document["order"], arrays
 
 

@@ -76,8 +76,10 @@ class GroupBackendFactory:
         """Return the backend that computes on all ranks."""
         if self._backend is None:
             self._group.tell({"do": "open"})
-            own = self._own.backend()
-            infos = answers(self._group)
+            try:
+                own = self._own.backend()
+            finally:
+                infos = answers(self._group)
             self._backend = GroupBackend(self._group, own, infos)
         return self._backend
 
@@ -90,8 +92,9 @@ class GroupBackendFactory:
             answers(self._group)
 
     def end(self) -> None:
-        """End the other ranks."""
-        self._group.tell({"do": "end"})
+        """End the other ranks; a lost group is ended by the end of this process."""
+        if not self._group.loss:
+            self._group.tell({"do": "end"})
 
 
 def answers(group: RankGroup) -> list[dict[str, str]]:
@@ -124,8 +127,11 @@ class GroupBackend:
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
         """The ranks' common numerics profile, with their number."""
         self._group.tell({"do": "numerics_profile", "threads": threads})
-        own = dict(self._own.numerics_profile(threads))
-        for rank, each in enumerate(answers(self._group), 1):
+        try:
+            own = dict(self._own.numerics_profile(threads))
+        finally:
+            profiles = answers(self._group)
+        for rank, each in enumerate(profiles, 1):
             theirs = json.loads(each["numerics_profile"])
             unlike = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
             if unlike and unlike != ["processor"]:
@@ -156,9 +162,11 @@ class GroupBackend:
         weights, arrays = flatten_batches(batches)
         self._group.tell({"do": "compile", "weights": weights, "others": len(others)}, arrays)
         try:
-            own = self._own.compile(trainable, example, others, evaluations)
+            with self._group.lockstep(may_refuse=True):
+                own = self._own.compile(trainable, example, others, evaluations)
         finally:
-            answers(self._group)
+            if not self._group.loss:
+                answers(self._group)
         return GroupProgram(self._group, own, trainable.blocks)
 
 
@@ -178,7 +186,8 @@ class GroupProgram:
     def load(self, parameters: list[Array]) -> None:
         """Load the parameters on every rank."""
         self._tell("load", {str(n): values for n, values in enumerate(parameters)})
-        self._own.load(parameters)
+        with self._group.lockstep():
+            self._own.load(parameters)
 
     def gradients(self, leaves: Sequence[Leaf]) -> GroupGradients:
         """The subtree's microbatches, shared out."""
@@ -205,13 +214,14 @@ class GroupProgram:
         shares, own = self._share_out("embed", leaves), self._coupled()
         found: dict[int, Rows] = {}
         for share in shares[0]:
-            (rows,) = own.embed(leaves[share.subtree.lo : share.subtree.hi])
+            with self._group.lockstep():
+                (rows,) = own.embed(leaves[share.subtree.lo : share.subtree.hi])
             found.setdefault(share.subtree.lo, rows)
         for rank in range(1, self._group.size):
             for share in shares[rank]:
                 if share.kept:
-                    order, arrays = self._group.receive(rank)
-                    found[share.subtree.lo] = _answer_of(rank, order, arrays)[EMBEDDED]
+                    _, arrays = self._group.receive(rank)
+                    found[share.subtree.lo] = arrays[EMBEDDED]
         for leaf in range(len(leaves)):
             yield found[leaf]
 
@@ -219,7 +229,8 @@ class GroupProgram:
         """See `backends.base.interface.ComputesCoupledLoss`; by every rank, since the loss may read
         a part of the base that is not this rank's."""
         self._tell("step_loss", {"rows": rows}, seed=seed)
-        return self._coupled().step_loss(rows, seed)
+        with self._group.lockstep():
+            return self._coupled().step_loss(rows, seed)
 
     def take_embedded(self) -> list[Rows]:
         """See `backends.base.interface.ComputesCoupledLoss`."""
@@ -233,13 +244,15 @@ class GroupProgram:
         """Evaluate on all ranks: each has a part of the base."""
         weights, arrays = flatten_batches([batch])
         self._tell("evaluate", arrays, weights=weights)
-        return self._own.evaluate(batch)
+        with self._group.lockstep():
+            return self._own.evaluate(batch)
 
     def rows(self, batch: Batch) -> Captured:
         """Capture on all ranks: each has a part of the base."""
         weights, arrays = flatten_batches([batch])
         self._tell("rows", arrays, weights=weights)
-        return self._own.rows(batch)
+        with self._group.lockstep():
+            return self._own.rows(batch)
 
     def keeps_subnormals(self) -> bool:
         """Whether all ranks keep subnormals."""
@@ -249,7 +262,8 @@ class GroupProgram:
 
     def close(self) -> None:
         """On every rank."""
-        self._tell("close", {})
+        if not self._group.loss:
+            self._tell("close", {})
         self._own.close()
 
     def _tell(self, what: str, arrays: Arrays, **order: object) -> None:
@@ -261,17 +275,6 @@ class GroupProgram:
         subtree, self._subtree = self._subtree, None
         for _ in subtree or ():
             pass
-
-
-def _answer_of(rank: int, order: Mapping[str, str], arrays: Arrays) -> Arrays:
-    """Return what a rank has answered.
-
-    Raises:
-        RunFailed: It failed.
-    """
-    if "error" in order:
-        raise RunFailed(f"rank {rank}: {order['error']}")
-    return arrays
 
 
 class GroupGradients:
@@ -308,7 +311,8 @@ class GroupGradients:
 
     def _computed(self) -> Iterator[GradientItem]:
         for share in self._shares[0]:
-            yield from self._own_share(share)
+            with self._group.lockstep():
+                yield from self._own_share(share)
         for rank in range(1, len(self._shares)):
             for share in self._shares[rank]:
                 if share.kept:
@@ -335,8 +339,7 @@ class GroupGradients:
         return [rows for _, rows in sorted(embedded.items())]
 
     def _receive(self, rank: int, share: RankShare) -> None:
-        order, received = self._group.receive(rank)
-        arrays = _answer_of(rank, order, received)
+        order, arrays = self._group.receive(rank)
         if EMBEDDED in arrays:
             self._embedded[share.subtree.lo] = arrays[EMBEDDED]
         for number, total in enumerate(self._sums):
