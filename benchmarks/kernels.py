@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.exact import bfloat16, codecs, tree_sum, update
-from protocol.exact.digest import pieces_of, state_digest, state_digest_1
+from protocol.exact.digest import block_digest, pieces_of, state_digest, state_digest_1
 from protocol.exact.kernels.library import (
     Library,
     native_name,
@@ -23,9 +23,12 @@ from protocol.exact.kernels.library import (
     using,
     why_not_native,
 )
+from protocol.exact.reducer import Reducer
 from protocol.exact.replica import aligned_zeros
+from protocol.exact.tree import Subtree
 from protocol.exact.update import Array
-from protocol.spec.sections.exchange import Codec
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.sections.exchange import Codec, Codecs
 from protocol.spec.sections.optimizer import OptimizerSpec
 
 Work = Callable[[], Any]
@@ -65,6 +68,17 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         assert update.average(total, 3.0, out)
         update.square_sum(out)
 
+    sums = [total.copy() for _ in range(WORKERS)]  # they grow by each step, within float32
+    whole = Block(name="all", kind="block", tensors=(TensorSpec(name="x", shape=(elements,)),))
+
+    def coordinator_step() -> None:
+        reducer = Reducer(WORKERS, Codecs(), [0], lambda _: out)
+        for worker, values in enumerate(sums):
+            reducer.put(0, str(worker), Subtree(worker, worker + 1), 1.0, values)
+        update.square_sum(out)
+        block_digest(whole, out)
+        step_and_digest(step, state)
+
     rounded = bfloat16.rounded(total.copy())
     bodies = {codec: codecs.packed(rounded, codec).view(np.uint8) for codec in CODECS}
 
@@ -76,6 +90,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         "state digest, format 1": partial(digest, newest=False),
         "state digest": partial(digest, newest=True),
         "adamw, check and digest": partial(step_and_digest, step, state),
+        f"coordinator's step, {WORKERS} workers": coordinator_step,
         "add, bfloat16, and check": partial(add, tree_sum.add_rounded),
         "average, check, sum of squares": average,
         "round to bfloat16": lambda: bfloat16.rounded(rounded),
@@ -102,6 +117,8 @@ def step_and_digest(step: Callable[..., None], state: list[Array]) -> None:
     state_digest(1, 1, kinds, {(kind, 0): pieces.tobytes() for (kind, _), pieces in pairs})
 
 
+WORKERS = 8
+APPLYING = ("update", "adamw", "coordinator")
 RULES = (
     "sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free", "adam", "rmsprop", "adagrad",
 )  # fmt: skip
@@ -132,7 +149,9 @@ def main() -> None:
         for _ in range(options.rounds + 1):
             for native in (False, True):
                 with using(library if native else None):
-                    if name.startswith(("update", "adamw")):  # moments of another rule may not fit
+                    if name.startswith(
+                        ("update", "adamw", "coord")
+                    ):  # moments of another rule may not fit
                         for moment in moments:
                             moment.fill(0)
                     began = time.process_time(), time.perf_counter()
