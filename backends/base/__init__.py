@@ -1,4 +1,4 @@
 """The interface of backends, and what they share: sums along the tree, narrow weights, checks.
 
-Imports no other room of `backends`. Start with `interface`.
+Imports no other chapter of `backends`. Start with `interface`.
 """

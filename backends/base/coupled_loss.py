@@ -165,10 +165,10 @@ def changeable(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_losses(losses: object, samples: int) -> None:
-    """Refuse what is not one loss for each sample.
+    """Check that there is one loss for each sample.
 
     Raises:
-        DataError: Says what came.
+        DataError: There is not.
     """
     expected = (
         f"batch_loss: expected one loss for each of the {samples} samples, shape ({samples},)"

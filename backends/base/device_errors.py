@@ -20,7 +20,7 @@ _FAILED: Final = (
     "XPU error", "UR_RESULT_ERROR", "level_zero backend failed", "XCCL error",
     "MPS backend", "Metal error",
 )  # fmt: skip
-"""What torch and the libraries of NVIDIA, AMD, Intel and Apple write."""
+"""Parts of the error texts of torch and of the libraries of NVIDIA, AMD, Intel and Apple."""
 _DEVICE_CLASS: Final = getattr(torch, "AcceleratorError", None)
 """Since torch 2.8."""
 _NO_FIXED_ORDER: Final = "does not have a deterministic implementation"

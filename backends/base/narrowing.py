@@ -20,12 +20,12 @@ _ELEMENTS_AT_ONCE: Final = 1 << 18
 _MOST_THREADS: Final = 4
 
 PART_ELEMENTS: Final = 1 << 22
-"""What a device other than the CPU has in float32 at a time, of a weight in few bits that is
-converted to half precision."""
+"""Elements of a weight in few bits that a device other than the CPU widens to float32 at a time,
+when it converts the weight to half precision."""
 
 
 def quantise_tensor(weight: torch.Tensor, storage: Storage) -> Quantised:
-    """Store a matrix in fewer bits, and let go of its pages if it is mapped from a file.
+    """Store a matrix in fewer bits, and release its pages if it is mapped from a file.
 
     Args:
         weight: Of any float dtype, shape (rows, columns), with a multiple of 8 columns.
@@ -60,6 +60,6 @@ def quantise_tensor(weight: torch.Tensor, storage: Storage) -> Quantised:
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Let go of a tensor's pages if it is mapped from a file; it keeps its values."""
+    """Release a tensor's pages if it is mapped from a file; its values do not change."""
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         release_mapped_pages(tensor.data_ptr(), tensor.nbytes)

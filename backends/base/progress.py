@@ -1,6 +1,6 @@
-"""Say how far the preparation of a model is: bytes read and narrowed, with the time left.
+"""Report the progress of preparing a model: bytes read and narrowed, with the time left.
 
-Whoever prepares calls `say` and `Meter`; whoever waits enters `listening`, in the same thread.
+Code that prepares calls `say` and `Meter`; code that waits enters `listening`, in the same thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EVERY_S: Final = 1.0
 
 @contextmanager
 def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call `listener` with each line that is said while entered, and with "" at the end."""
+    """Call `listener` with each reported line within the block, and with "" at its end."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -29,17 +29,17 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Say what is done now."""
+    """Report what is being done."""
     if (listener := _LISTENER.get()) is not None:
         listener(text)
 
 
 class Meter:
-    """Says how many of a number of bytes are done, about once a second.
+    """Reports how many of a number of bytes are done, about once a second.
 
     Args:
-        done: What is done with them, such as `read`.
-        total: Their number.
+        activity: What is done with them, such as `read`.
+        total: The number of bytes.
     """
 
     def __init__(self, activity: str, total: int) -> None:

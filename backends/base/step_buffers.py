@@ -25,7 +25,8 @@ LARGEST_COUNT: Final = 1 << 24
 _PERTURBATION: Final = 1 + 2**-6, 2**-10
 """Factor and summand of trained weights, for the search of what forward changes."""
 _LARGEST_CHANGE: Final = 1 << 16
-"""Of a counter in one step: its mean over microbatches must round to the same integer."""
+"""Largest change of a counter in one step: its mean over microbatches must round to the same
+integer."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class _Buffer:
         return not self.tensor.is_floating_point()
 
     def change(self) -> torch.Tensor:
-        """Return by how much it has changed, in its shape; of a counter int64."""
+        """Return its change since the start of the step, in its shape; int64 for a counter."""
         now: torch.Tensor = self.holder[self.key]
         if now.shape != self.committed.shape or now.dtype != self.committed.dtype:
             raise DataError(

@@ -261,7 +261,7 @@ def refuse_gradient_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 def refuse_sparse_gradients(module: torch.nn.Module) -> None:
-    """A captured program has dense arrays alone.
+    """Refuse sparse gradients, which a captured program does not support.
 
     Raises:
         SamestepError: A layer's gradients are sparse.

@@ -1,7 +1,7 @@
 """Recompute a few steps of a run from the state before them, and compare them bit for bit.
 
 Digests prove that the files are consistent; only recomputing proves that a gradient is that of the
-model on its samples. The function that computes is an argument: this room knows no model.
+model on its samples. The function that computes is an argument: this chapter knows no model.
 """
 
 from __future__ import annotations

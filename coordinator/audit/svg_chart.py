@@ -30,14 +30,14 @@ def line_chart(
     stairs: bool = False,
     smooth: bool = False,
 ) -> str:
-    """A line through points, with axes from the smallest to the largest value.
+    """Draw a line through points, with axes from the smallest to the largest value.
 
     An axis whose values are all whole numbers has only such marks.
 
     Args:
-        points: In order of x. What is not finite makes a gap.
-        x_label: What x is, with its unit.
-        y_label: What y is, with its unit.
+        points: In order of x. A value that is not finite makes a gap.
+        x_label: The label of x, with its unit.
+        y_label: The label of y, with its unit.
         stairs: Values hold until the next point, and the axis of y shows zero.
         smooth: Also draw their exponential average.
     """
@@ -79,7 +79,7 @@ def _line(points: Sequence[Point], x_axis: _Axis, y_axis: _Axis, kind: str) -> s
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """As the page draws it."""
+    """Return the exponential average, as the page draws it."""
     level, smoothed = points[0][1], []
     for x, y in points:
         level += _SMOOTHING * (y - level)
@@ -92,7 +92,7 @@ def _is_whole(value: float) -> bool:
 
 
 class _Axis:
-    """Maps values to places on the drawing.
+    """Maps values to coordinates on the drawing.
 
     Attributes:
         whole: Whether its marks are whole numbers.
@@ -114,7 +114,7 @@ class _Axis:
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Round values, three to six of them."""
+        """Return three to six round values for marks."""
         least = 1.0 if self.whole else sys.float_info.min
         raw = max((self.high - self.low) / 6, least)
         magnitude = 10.0 ** math.floor(math.log10(raw))
@@ -141,7 +141,7 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    """The points, cut where a value is not finite."""
+    """Split the points where a value is not finite."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point[1]):
@@ -159,7 +159,7 @@ def _stairs(points: Sequence[Point]) -> list[Point]:
 
 
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Fewer points of the same outline: the lowest and the highest of each stretch."""
+    """Return fewer points with the same outline: the lowest and highest of each interval."""
     if len(points) <= _MOST_POINTS:
         return points
     size = -(-len(points) // _COLUMNS)

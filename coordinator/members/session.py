@@ -39,10 +39,10 @@ class SessionOwner(Protocol):
         """Admit a worker that has proved itself; return its Welcome with its name."""
 
     def joined(self, session: MemberSession) -> None:
-        """The Welcome was sent."""
+        """Note that the Welcome was sent."""
 
     def left(self, session: MemberSession, reason: str) -> None:
-        """The connection ended, of a member or not."""
+        """Note that a connection ended, of a member or not."""
 
 
 class MembersRun(Protocol):

@@ -225,7 +225,7 @@ class ProgressConsole:
         self._print(f"  to resume: coordinator resume {run_id}, or {elsewhere}")
 
     def tick(self) -> None:
-        """Called about once a second: say what has been waited for all this time."""
+        """Report what the run has been waiting for; called about once a second."""
         execution, now_s = self._service.current, time.monotonic()
         waiting = ""
         if execution is not None and self._live is None:
@@ -325,7 +325,7 @@ def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str
 
 
 def _share(worker: Mapping[str, Any]) -> str:
-    """Format a worker's share of the step: its place in a replica, or its microbatches."""
+    """Format a worker's share of the step: its inner step, or its microbatches."""
     at = worker.get("inner_phase")
     if at is not None:
         return f"replica {at['replica']}: step {at['inner_step']} of {at['inner_steps']}"

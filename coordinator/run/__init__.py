@@ -2,6 +2,6 @@
 
 No clock, socket, file, thread or randomness. Imports nothing else of the coordinator. Start with
 `run`: its table, at the end, says what follows which input in which phase. Then `progress`, the
-step. Rooms, low to high: `outputs`, `exchange`, `workers`,
+step. Chapters, low to high: `outputs`, `exchange`, `workers`,
 `evaluation`.
 """

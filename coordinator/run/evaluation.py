@@ -124,7 +124,7 @@ class Evaluations:
         return agreement.reached and self._evaluating.is_complete and not agreement.catching_up
 
     def end(self) -> tuple[list[Action], bool]:
-        """Report the metrics of the is_complete evaluation.
+        """Report the metrics of the complete evaluation.
 
         Returns:
             What to do, and whether the state is the best so far.

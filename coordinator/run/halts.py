@@ -67,17 +67,17 @@ class Halts:
         self, progress: Progress, reason: str, fault: NonFinite | None = None
     ) -> list[Action]:
         """Tell all workers to stop, and report where a value was not finite, if one was."""
-        place = progress.next_place()
+        step_id = progress.next_step_id()
         block = None if fault is None else fault.block
         name = None if block is None else progress.blocks[block].name
         halted = Halted(
-            **place,
+            **step_id,
             reason=reason[:2000],
             microbatches=None if fault is None else (fault.subtree.lo, fault.subtree.hi),
             worker=None if fault is None else fault.worker,
             block=name,
         )
-        return [Broadcast(Halt(**place, reason=cut_text(reason))), Report(halted)]
+        return [Broadcast(Halt(**step_id, reason=cut_text(reason))), Report(halted)]
 
     def end(self, progress: Progress, *, skip_step: bool) -> list[Action]:
         """Tell all workers that the run continues.
@@ -86,9 +86,9 @@ class Halts:
         """
         if not (progress.persisting or self.commit_pending):
             progress.attempt += 1
-        place = progress.next_place()
-        continued = RunContinued(**place, skip_step=skip_step)
-        return [Broadcast(Continue(**place)), Report(continued), *progress.release()]
+        step_id = progress.next_step_id()
+        continued = RunContinued(**step_id, skip_step=skip_step)
+        return [Broadcast(Continue(**step_id)), Report(continued), *progress.release()]
 
     def reseed(self, progress: Progress) -> list[Action]:
         """Send the replica's state to workers whose state differs."""

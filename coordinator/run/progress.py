@@ -1,6 +1,6 @@
-"""How far a run is: the step in progress, who computes what of it, and its commit.
+"""The progress of a run: the step in progress, the assignment of its work, and its commit.
 
-Pure. Of a run's life it knows only training steps; joining, halting and the end are in `run`.
+Pure. It handles only training steps; joining, halting and the end are in `run`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ OfRound = (
     GradientPayload | SubtreeLoss | NonFiniteSum | CapturedRows
     | InnerPhaseProgress | InnerCheckpointChunk | InnerStateRequest
 )  # fmt: skip
-"""What workers send of one attempt at a step."""
+"""Messages that workers send within one attempt at a step."""
 
 
 class _Committing(NamedTuple):
@@ -168,12 +168,12 @@ class Progress:
         numerics_profiles: Of all workers that have computed.
         mixed: Whether those are several.
         mesh: The members that reach each other, and who of them owns what.
-        plateau: By which factor evaluations have lowered the learning rate.
+        plateau: The factor by which evaluations have lowered the learning rate.
 
     Args:
-        spec: The run's.
+        spec: The run spec.
         term: The coordinator's.
-        manifest: What was settled.
+        manifest: The run's manifest.
         members: Who takes part.
         resumption: The point from which a restart continues; None for a new run.
         mesh: The members that reach each other; None: all send to the coordinator.
@@ -257,7 +257,7 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """How many there are to be: a capture takes each sample once at most."""
+        """The number of steps of the run; a capture takes each sample at most once."""
         steps = self._spec.steps_with(self._manifest.epoch_samples)
         if self._manifest.capture is None or not isinstance(self._order, SampleOrder):
             return steps
@@ -334,7 +334,7 @@ class Progress:
             return leaving
         self.division = self._divide(round_.microbatches, speeds)
         actions = self._give(round_, subtrees_for(self.division), cause)
-        return [*leaving, *owned, *actions, *self._give_twice(round_, list(speeds))]
+        return [*leaving, *owned, *actions, *self._assign_double(round_, list(speeds))]
 
     @property
     def _may_be_sharded(self) -> bool:
@@ -352,8 +352,8 @@ class Progress:
         sizes = self._order.microbatch_sizes(self.step)
         return SideOutputs([samples * layout.sample_bytes for samples in sizes])
 
-    def _give_twice(self, round_: Round, active: list[str]) -> list[Action]:
-        """Now and then, have a subtree computed by a second worker, to compare."""
+    def _assign_double(self, round_: Round, active: list[str]) -> list[Action]:
+        """Occasionally assign a subtree to a second worker as well, to compare the results."""
         subtrees = {name: share.subtrees for name, share in round_.shares.items()}
         signed = {
             member.name: member.numerics_profile
@@ -372,7 +372,7 @@ class Progress:
         return self._give(round_, {other: (subtree,)}, "speculative")
 
     def _divide(self, microbatches: int, speeds: dict[str, float | None]) -> Shares:
-        """By speed; a worker that has long had nothing gets one microbatch, to be measured."""
+        """Divide by speed; a worker that was idle for long gets one microbatch, to be measured."""
         active = [member for member in self._members if member.name in speeds]
         overdue = [member.name for member in active if member.overdue]
         if len(overdue) >= min(len(active), microbatches):
@@ -385,11 +385,11 @@ class Progress:
         return division
 
     def lose(self, worker: str) -> bool:
-        """The worker has left.
+        """Remove a worker that has left.
 
         Returns:
-            Whether its weights are known to be the run's. One that breaks may well have had
-            others, and left before its digest could tell.
+            Whether its weights are known to be the run's. A faulty worker may have had other
+            weights, and left before its digest showed that.
         """
         proven = worker not in self.agreement.waiting_for
         self.agreement.lose(worker)
@@ -404,9 +404,9 @@ class Progress:
         round_ = self.round
         if round_ is None or self.was_skipped or self.persisting:
             return []
-        if round_.tainted:  # a sum cannot be taken apart again
+        if round_.tainted:  # what was added to a sum cannot be subtracted again
             self.attempt += 1
-            return [Report(StepRestarted(**self.place())), *self.begin()]
+            return [Report(StepRestarted(**self.step_id())), *self.begin()]
         owned = self._reown(round_)
         speeds = self._members.speeds()
         orphans = round_.unassigned()
@@ -415,7 +415,7 @@ class Progress:
         if not round_.has_begun:  # no worker was active when the step began
             cause: Cause = "embeddings" if round_.embeds else "step"
             actions = self._spread(round_, orphans, speeds, cause)
-            return actions + self._give_twice(round_, list(speeds))
+            return actions + self._assign_double(round_, list(speeds))
         event = SubtreesReassigned(self.step, [str(subtree) for subtree in orphans])
         if round_.has_inner_phases:  # an inner phase is a whole share: give it to an idle worker
             idle = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
@@ -429,10 +429,10 @@ class Progress:
             return []
         computing = self._members.names(*COMPUTING)
         self.mesh.without([name for name in table.members if name not in computing])
-        return self._told_owners(round_) if self.mesh.number != number else []
+        return self._send_owners(round_) if self.mesh.number != number else []
 
-    def _told_owners(self, round_: Round) -> list[Action]:
-        """Let all workers continue with the newest table."""
+    def _send_owners(self, round_: Round) -> list[Action]:
+        """Send the newest table of owners to all workers."""
         round_.reown(self.mesh.number, self.mesh.table)
         workers = [name for name in round_.shares if name in self._members]
         return [*self.mesh.tell(workers), *self.credit(round_), Report(self._owned())]
@@ -445,14 +445,14 @@ class Progress:
         )  # fmt: skip
 
     def _pass_over_owner(self, round_: Round) -> list[Action]:
-        """An owner that alone is waited for, and is silent, owns nothing for a while."""
+        """Let an owner own nothing for a while if the step waits for it alone and it is silent."""
         late = self._owner_lease.late(round_)
         if late is None:
             return []
         self.mesh.demote(late, self.step + _DEMOTED_STEPS)
         self.mesh.reown(late)
         actions = self._stragglers.reports_owner(late, self.step)
-        return [*actions, *self._told_owners(round_)]
+        return [*actions, *self._send_owners(round_)]
 
     def _spread(
         self,
@@ -469,7 +469,7 @@ class Progress:
         """Give subtrees to workers: their plans of this step, or more of it."""
         self._note_numerics_profiles()
         if self._spec.replicas is not None:
-            # A difference is encoded by itself: sums of two would need another codec.
+            # Each difference is encoded by itself: a sum of two would need another codec.
             subtrees = {name: tuple(leaves_of(mine)) for name, mine in subtrees.items()}
         actions = self._may_send(round_, round_.plan(sum(map(len, subtrees.values()))))
         for name, mine in subtrees.items():
@@ -478,7 +478,7 @@ class Progress:
                 actions += self._plan(round_, name, part)
         view, shares = self._members.view, {name: mine for name, mine in subtrees.items() if mine}
         event = Planned(
-            **self.place(), view=view, microbatches=round_.microbatches, nodes=shares, cause=cause
+            **self.step_id(), view=view, microbatches=round_.microbatches, nodes=shares, cause=cause
         )
         return [*actions, Report(event)]
 
@@ -489,42 +489,42 @@ class Progress:
         if member is not None:
             round_.double_check.assign(worker, member.numerics_profile, subtrees)
         self._stragglers.assigned(worker)
-        place, view = self.place(), self._members.view
+        step_id, view = self.step_id(), self._members.view
         if is_member:
-            return [Send(worker, Assign(**place, view=view, subtrees=subtrees))]
+            return [Send(worker, Assign(**step_id, view=view, subtrees=subtrees))]
         number = round_.peers.number
         plan = StepPlan(
-            **place, view=view, subtrees=subtrees, microbatches=round_.microbatches,
+            **step_id, view=view, subtrees=subtrees, microbatches=round_.microbatches,
             uploads=round_.uploads(worker), owners=number, loss_scale=self.loss_scale,
             phase="embeddings" if round_.embeds else "gradients",
         )  # fmt: skip
         actions = self.mesh.tell([worker]) if number else []
-        messages = () if round_.embeddings is None else round_.embeddings.messages(place)
+        messages = () if round_.embeddings is None else round_.embeddings.messages(step_id)
         rows = [Send(worker, message, body) for message, body in messages]
         return [*actions, *rows, Send(worker, plan)]
 
     def halve_loss_scale(self, reason: str) -> list[Action]:
-        """Gradients overflowed in float16: do the same step again with half the scale.
+        """Start the step over with half the loss scale, after gradients overflowed in float16.
 
         Returns:
-            Nothing if nothing is scaled, or not any more.
+            No actions if losses are not scaled, or no longer.
         """
         if not scales(self._spec) or self.loss_scale <= FLOOR:
             return []
         self.loss_scale /= 2.0
         self.attempt += 1
-        event = LossScaleHalved(**self.place(), loss_scale=self.loss_scale, reason=reason)
+        event = LossScaleHalved(**self.step_id(), loss_scale=self.loss_scale, reason=reason)
         return [Report(event), *self.begin()]
 
     def credit(self, round_: Round) -> list[Action]:
-        """Let workers send more, once there is room for its sums."""
+        """Let workers send more chunks once there is memory for their sums."""
         return self._may_send(round_, round_.raise_uploads())
 
     def _may_send(self, round_: Round, workers: list[str]) -> list[Action]:
         for worker in workers:
             self._stragglers.may_send(worker)
         return [
-            Send(worker, Credit(**self.place(), uploads=round_.uploads(worker)))
+            Send(worker, Credit(**self.step_id(), uploads=round_.uploads(worker)))
             for worker in workers
         ]
 
@@ -549,7 +549,7 @@ class Progress:
         return [*passed, *speculated, *owners]
 
     def _pass_over(self) -> list[Action]:
-        """Go on without those that do not answer; they are back when they have."""
+        """Continue without workers that do not answer; they take part again once they have."""
         blocked = self.round is not None and self.round.complete
         late = self._stragglers.late_answers(self.agreement, blocked=blocked)
         if not late:
@@ -592,20 +592,20 @@ class Progress:
         return [*reports, *actions, Report(event)]
 
     def cancel_surplus(self, round_: Round) -> list[Action]:
-        """Tell workers what need not be computed any more, since others were first."""
+        """Cancel subtrees that other workers have finished first."""
         return [
-            Send(name, Cancel(**self.place(), subtrees=subtrees[at : at + _MAX_SUBTREES]))
+            Send(name, Cancel(**self.step_id(), subtrees=subtrees[at : at + _MAX_SUBTREES]))
             for name, subtrees in round_.surplus().items()
             for at in range(0, len(subtrees), _MAX_SUBTREES)
         ]
 
     def present(self, message: OfRound | PeerMessage) -> Round | None:
-        """The round that it belongs to, if that is still open.
+        """Return the round that a message belongs to; None if the message is late.
 
-        Late ones belong to none: of an earlier attempt, or of a step that is skipped already.
+        A message is late if it belongs to an earlier attempt, or to a step that was skipped.
 
         Raises:
-            OutOfOrder: It belongs to no attempt that there has been.
+            OutOfOrder: It belongs to an attempt that has not begun.
         """
         theirs = (message.term, message.step, message.attempt)
         ours = (self.term, self.step, self.attempt)
@@ -654,8 +654,8 @@ class Progress:
         self.agreement.answer(worker, message.step, message.state_digest)
 
     def persist(self, round_: Round, *, skip: bool) -> list[Action]:
-        """The round is complete and everyone agrees on the step before, or it is skipped, and
-        nothing is to be applied: make the commit durable before any worker receives it."""
+        """Make the commit durable, before any worker receives it. The round is complete and all
+        replicas agree on the step before; or, with `skip`, nothing is applied."""
         scalars, norm, loss, digest = None, None, float("nan"), _NO_AVERAGES
         updates = self.optimizer_step
         if not skip:
@@ -668,7 +668,7 @@ class Progress:
                 rate_factor=self.plateau.factor_at(self.step),
             )  # fmt: skip
             loss, digest = round_.loss, round_.averages_digest()
-        commit = Commit(**self.place(), scalars=scalars, loss=loss, averages_digest=digest)
+        commit = Commit(**self.step_id(), scalars=scalars, loss=loss, averages_digest=digest)
         before = self.agreement.digest(self.step)
         combinations = None if skip else round_.counted
         rows = None if skip else round_.embeddings
@@ -682,30 +682,30 @@ class Progress:
         return [*self._compare(digest), Persist(record, side_outputs)]
 
     def _compare(self, digest: str) -> list[Action]:
-        """A step that is done again should have the averages it had."""
+        """Report a repeated step whose averages differ from those before the restart."""
         earlier = self._redone.get(self.step)
         if earlier is None or earlier == digest:
             return []
         return [Report(RedoneOtherwise(self.step, earlier, digest))]
 
     def leave_out(self) -> None:
-        """The run is to end before this step, unless its commit is on its way to the disk."""
+        """Drop the step in progress because the run ends, unless its commit is being written."""
         if not self.persisting:
             self.round = None
 
     def abandon_commit(self) -> None:
-        """It did not get to the disk: the step is still in progress."""
+        """Note that the commit was not written: the step is still in progress."""
         self._committing = None
 
     def durable(self, step: int, own_digest: str | None = None) -> list[Action]:
-        """The commit of this step is on disk: all may hear of it, and the step is over.
+        """Broadcast the commit of this step, which is now on disk, and end the step.
 
         Args:
             step: The step.
-            own_digest: What the commit names of the replicas' own states.
+            own_digest: Digest of the per-replica state, as in the commit.
 
         Returns:
-            Nothing if no such commit is on its way.
+            No actions if no such commit was being written.
         """
         if self._committing is None or step != self.step:
             return []
@@ -732,7 +732,7 @@ class Progress:
         return [*actions, *self.release()]
 
     def _average_digests(self, round_: Round, commit: Commit) -> list[Send]:
-        """To all that have averages from others: what those must be."""
+        """Send the digests of all averages to workers that receive averages from other workers."""
         if not round_.peers.number or commit.scalars is None:
             return []
         body = round_.peers.digests()
@@ -740,7 +740,7 @@ class Progress:
         return [Send(name, message, body) for name in round_.shares if name in self._members]
 
     def release(self) -> list[Action]:
-        """Say goodbye to draining workers that have no unfinished subtrees of this attempt."""
+        """Dismiss draining workers that have no unfinished subtrees of this attempt."""
         busy = self.round.unfinished if self.round is not None else lambda _: ()
         return [
             member.release()
@@ -748,17 +748,19 @@ class Progress:
             if member.state is MemberState.DRAINING and not busy(member.name)
         ]
 
-    def next_place(self) -> dict[str, int]:
-        """Where the next message belongs: to the next step, if this one is being committed."""
-        place = self.place()
-        return {**place, "step": self.step + 1, "attempt": 0} if self.persisting else place
+    def next_step_id(self) -> dict[str, int]:
+        """Return the StepId of the next message: of the next step, if this one is being
+        committed."""
+        step_id = self.step_id()
+        return {**step_id, "step": self.step + 1, "attempt": 0} if self.persisting else step_id
 
-    def place(self) -> dict[str, int]:
-        """Term, step and attempt: where a message belongs."""
+    def step_id(self) -> dict[str, int]:
+        """Return term, step and attempt, as messages carry them."""
         return {"term": self.term, "step": self.step, "attempt": self.attempt}
 
-    # What workers send of the step in progress, while the run is TRAINING. `Run` halts at a fault,
-    # and else checks whether the step is complete. A message of an earlier attempt changes nothing.
+    # Messages of workers about the step in progress, while the run is TRAINING. `Run` halts at a
+    # fault, and else checks whether the step is complete. A message of an earlier attempt changes
+    # nothing.
 
     def _round_of(
         self, incoming: FromMember[GradientPayload | CapturedRows | SubtreeLoss]
@@ -785,7 +787,7 @@ class Progress:
         return Taken(credit + averaged + self.release())
 
     def on_captured_rows(self, incoming: FromMember[CapturedRows]) -> Taken:
-        """Keep a piece of what a microbatch gives beside its gradient."""
+        """Store a chunk of a microbatch's side outputs."""
         round_ = self._round_of(incoming)
         if round_ is None:
             return _LATE

@@ -395,7 +395,7 @@ class Run:
                 return []
 
     def _reassign(self) -> list[Action]:
-        """Give work without a worker to the present workers."""
+        """Assign unassigned work to the active workers."""
         match self.phase:
             case RunPhase.TRAINING:
                 return self._parts.progress.reassign()
@@ -404,7 +404,7 @@ class Run:
             case RunPhase.WAITING | RunPhase.HALTED | RunPhase.OVER:
                 return []
 
-    # Workers come and go.
+    # Workers join and leave.
 
     def _connect_early(self, worker: WorkerAvailable) -> list[Action]:
         """Let evaluators wait: training workers settle manifest and initial state."""
@@ -674,7 +674,7 @@ class Run:
     def _summarized(self, blocks: Summarized) -> list[Action]:
         round_ = self._parts.progress.round
         attempt = {"step": blocks.step, "attempt": blocks.attempt}
-        if round_ is None or not attempt.items() <= round_.place.items():
+        if round_ is None or not attempt.items() <= round_.step_id.items():
             return []
         round_.summarized(blocks.summaries)
         return self._advance()

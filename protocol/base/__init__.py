@@ -1,4 +1,4 @@
 """Errors, limits, and types that all packages share.
 
-Imports no other room. Start with `errors`: the tree of errors and the exit codes.
+Imports no other chapter. Start with `errors`: the tree of errors and the exit codes.
 """

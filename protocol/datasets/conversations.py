@@ -69,8 +69,8 @@ class DistinctRows(Generic[Row]):
     """Distinct rows in the order of the files, kept on disk: they may be larger than memory.
 
     Attributes:
-        documents: What each says, as text: equal for equal rows.
-        duplicates: How many rows came again.
+        documents: The content of each row as text: equal for equal rows.
+        duplicates: Number of repeated rows.
         bad_rows: How many rows were skipped.
     """
 

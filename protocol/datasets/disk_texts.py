@@ -156,7 +156,7 @@ class DistinctTexts:
 
     Attributes:
         texts: The distinct ones.
-        duplicates: How many came again.
+        duplicates: Number of repeated texts.
     """
 
     def __init__(self) -> None:

@@ -56,9 +56,9 @@ class LabeledText:
         labels: Of each text: a number into `names`, a tuple of them (multi-label), or the value to
             predict (regression).
         names: Of the labels; of regression none.
-        duplicates: How many came again.
+        duplicates: Number of repeated texts.
         locations: File and row of each text.
-        conflicts: How many came again with another label and were left out.
+        conflicts: Number of texts that were repeated with another label and left out.
         bad_rows: How many rows were skipped.
     """
 

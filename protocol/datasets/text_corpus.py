@@ -49,7 +49,7 @@ class TextCorpus:
         documents: Their texts.
         begins: Whether a document begins with each.
         ends: Whether a document ends with each.
-        duplicates: How many came again.
+        duplicates: Number of repeated documents.
         bad_rows: How many rows were skipped.
     """
 

@@ -34,7 +34,7 @@ def zig() -> Path | None:
 def compile_c(
     compiler: Sequence[str], flags: Iterable[str], sources: Iterable[Path], output: Path
 ) -> None:
-    """Compile to the file `made`, atomically.
+    """Compile to the file `output`, atomically.
 
     Raises:
         SamestepError: The compiler failed.

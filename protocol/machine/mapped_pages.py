@@ -1,4 +1,4 @@
-"""Pages of mapped files in this process's memory: found, and let go of once they have been read.
+"""Release pages of mapped files from this process's memory once they have been read.
 
 A model's file is mapped and read once, weight by weight. Its pages stay resident, and count as the
 process's memory, until the system needs them for something else.
@@ -20,21 +20,22 @@ _PAGEMAP: Final = Path("/proc/self/pagemap")
 _MAPS: Final = Path("/proc/self/maps")
 _ENTRY_BYTES: Final = 8
 _RESIDENT_OF_A_FILE: Final = 1 << 63 | 1 << 61
-"""Of an entry of proc_pid_pagemap(5): resident, and a file's or shared, not a private copy."""
+"""Bits of an entry of proc_pid_pagemap(5): resident, and of a file or shared, not a private
+copy."""
 
 
 def release_mapped_pages(address: int, nbytes: int) -> int:
-    """Let go of the pages of mapped files in a range; they are read anew when next accessed.
+    """Release the pages of mapped files in a range; the next access reads them again.
 
-    Memory that is no file's, and private copies of changed pages, stay. So does everything where
-    the system does not say which is which.
+    Other memory and private copies of changed pages are kept. Everything is kept if the system does
+    not report which pages belong to files.
 
     Args:
-        address: Of the first byte.
+        address: Address of the first byte.
         nbytes: Length of the range.
 
     Returns:
-        How many bytes were released.
+        The number of bytes released.
     """
     page = mmap.PAGESIZE
     first, end = -(-address // page), (address + nbytes) // page
@@ -46,7 +47,7 @@ def release_mapped_pages(address: int, nbytes: int) -> int:
 
 
 def release_mapped_files(directory: Path) -> None:
-    """Let go of the pages of all mapped files below a directory, as `release_mapped_pages` does."""
+    """Release the pages of all mapped files below a directory; see `release_mapped_pages`."""
     within = f"{directory.resolve()}{os.sep}"
     for lo, hi, _, path in _mappings():
         if path.startswith(within):
@@ -54,7 +55,8 @@ def release_mapped_files(directory: Path) -> None:
 
 
 def is_mapped_file(address: int) -> bool:
-    """Whether memory at an address is mapped from a file; False where the system does not say."""
+    """Whether memory at an address is mapped from a file; False if the system does not report
+    it."""
     return any(lo <= address < hi and inode for lo, hi, inode, _ in _mappings())
 
 
@@ -71,7 +73,7 @@ def _mappings() -> Iterator[tuple[int, int, int, str]]:
 
 
 def _entries(first: int, end: int) -> NDArray[np.uint64]:
-    """Return the entries of pages [first, end); fewer where the system gives none."""
+    """Return the entries of pages [first, end); fewer if the system does not return all."""
     nothing = np.zeros(0, np.uint64)
     if end <= first:
         return nothing
@@ -84,7 +86,7 @@ def _entries(first: int, end: int) -> NDArray[np.uint64]:
 
 
 def _runs(entries: NDArray[np.uint64]) -> list[tuple[int, int]]:
-    """Return the runs [lo, hi) of neighboring pages that are resident and a file's."""
+    """Return the runs [lo, hi) of neighboring pages that are resident and belong to a file."""
     clean = (entries & np.uint64(_RESIDENT_OF_A_FILE)) == np.uint64(_RESIDENT_OF_A_FILE)
     edges = np.flatnonzero(np.diff(clean, prepend=False, append=False))
     return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]

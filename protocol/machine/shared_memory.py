@@ -182,7 +182,7 @@ class SharedMemory:
 
 
 class _Lease:
-    """What all views of a part have as their base."""
+    """The base of all views of an extent; frees it when the last view is gone."""
 
     def __init__(
         self,

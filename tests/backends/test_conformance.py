@@ -113,7 +113,7 @@ def test_every_block_once_in_reverse_order_then_the_loss(program):
 
 def test_gradients_are_flat_finite_float32_arrays_of_the_receiver(program):
     first, _ = run(program, make_batch(), 3)
-    kept = bits(first)
+    first_bits = bits(first)
     second, _ = run(program, make_batch(), 3)
     for item in (*first, *second):
         assert item.values.dtype == np.float32
@@ -122,8 +122,8 @@ def test_gradients_are_flat_finite_float32_arrays_of_the_receiver(program):
         assert np.isfinite(item.values).all()
     for item in second:
         item.values.fill(7.0)
-    assert bits(first) == kept
-    assert bits(run(program, make_batch(), 3)[0]) == kept
+    assert bits(first) == first_bits
+    assert bits(run(program, make_batch(), 3)[0]) == first_bits
 
 
 @pytest.mark.parametrize("leaves", [1, 3])

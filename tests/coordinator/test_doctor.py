@@ -96,19 +96,19 @@ def test_a_secret_that_others_may_read(plan, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected_text"),
     [
         ("key.pem", "key.pem is missing"),
         ("certificate.pem", "certificate.pem is missing"),
         ("join.token", "the join token is missing"),
     ],
 )
-def test_a_secret_that_is_lost(plan, tmp_path, name, said):
+def test_a_secret_that_is_lost(plan, tmp_path, name, expected_text):
     CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator" / name).unlink()
     wrong = found(plan(), "secrets")
     outcome = "warning" if name == "join.token" else "failure"
-    assert (wrong.outcome, said in wrong.found) == (outcome, True)
+    assert (wrong.outcome, expected_text in wrong.found) == (outcome, True)
     assert not (tmp_path / "home" / "coordinator" / name).exists()
 
 

@@ -35,9 +35,9 @@ def test_one_that_is_killed_is_started_again_a_few_times(tmp_path):
             os.kill(only_child(cluster.coordinator.pid), signal.SIGKILL)
         assert cluster.wait_for_exit(cluster.coordinator) == 1
         assert cluster.coordinator.stderr is not None
-        *told, last = cluster.coordinator.stderr.read().splitlines()
+        *lines, last = cluster.coordinator.stderr.read().splitlines()
     line = "coordinator: local worker 'local-0' was ended by SIGKILL; restarted, {} of at most 3"
-    assert [each.removesuffix(" times") for each in told] == [line.format(n) for n in (1, 2, 3)]
+    assert [each.removesuffix(" times") for each in lines] == [line.format(n) for n in (1, 2, 3)]
     assert last.startswith("coordinator: all local workers have ended")
 
 
@@ -100,9 +100,9 @@ async def test_one_that_cannot_be_started_is_reported_in_a_line(tmp_path, monkey
     workers = local_workers.LocalWorkers(address, "cpu", (), tmp_path / "token", print)
     with pytest.raises(
         RunFailed, match=f"cannot be started with '{nothing}': No such file"
-    ) as told:
+    ) as raised:
         await workers.start(1)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     await workers.stop()
 
 
@@ -111,13 +111,13 @@ async def test_one_that_the_kernel_killed_for_memory_is_reported_as_that(tmp_pat
     monkeypatch.setattr(local_workers, "killed_for_memory", lambda: {"group": next(counts)})
     kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     monkeypatch.setattr(local_workers, "command_of", lambda _: kill)
-    told: list[str] = []
+    lines: list[str] = []
     workers = local_workers.LocalWorkers(
-        ("127.0.0.1", 1), "cpu", (), tmp_path / "token", told.append
+        ("127.0.0.1", 1), "cpu", (), tmp_path / "token", lines.append
     )
     await workers.start(1)
     assert await workers.all_ended() == [-signal.SIGKILL]
     await workers.stop()
-    assert len(told) == RESTARTS
+    assert len(lines) == RESTARTS
     line = "local worker 'local-0' was killed by the kernel for memory (oom_kill); restarted"
-    assert all(each.startswith(line) for each in told)
+    assert all(each.startswith(line) for each in lines)

@@ -10,7 +10,7 @@ LONG = "x" * 300
 
 
 @pytest.mark.parametrize(
-    "given",
+    "option",
     [
         ["--out", LONG, "--expect-workers", "1"],
         ["--out", LONG, "--expect-workers", "1", "--resume"],
@@ -19,8 +19,8 @@ LONG = "x" * 300
         ["report", LONG],
     ],
 )
-def test_it_is_refused_in_a_line(given, tmp_path, monkeypatch):
+def test_it_is_refused_in_a_line(option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = CliRunner().invoke(app, given)
+    found = CliRunner().invoke(app, option)
     assert isinstance(found.exception, UsageError)
     assert not [*tmp_path.iterdir()]

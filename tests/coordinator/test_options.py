@@ -14,7 +14,7 @@ from coordinator.options import CoordinatorOptions, resume_command
 
 
 @pytest.mark.parametrize(
-    "given",
+    "changes",
     [
         "--local-workers 2 --backend cpu",
         "--expect-workers 2 --bind 0.0.0.0:9000 --name box",
@@ -23,7 +23,7 @@ from coordinator.options import CoordinatorOptions, resume_command
         "--local-workers 2 --gpus 0,1 --expect-workers 4 --bind [::1]:9000",
     ],
 )
-def test_the_line_asks_for_the_same_again(given, monkeypatch):
+def test_the_line_asks_for_the_same_again(changes, monkeypatch):
     seen: list[CoordinatorOptions] = []
 
     def begun(options: CoordinatorOptions) -> int:
@@ -31,7 +31,7 @@ def test_the_line_asks_for_the_same_again(given, monkeypatch):
         return 0
 
     monkeypatch.setattr(coordinator_main, "main", begun)
-    assert CliRunner().invoke(app, shlex.split(f"{given} -o 'a dir'")).exit_code == 0
+    assert CliRunner().invoke(app, shlex.split(f"{changes} -o 'a dir'")).exit_code == 0
     line = resume_command(seen[0], seen[0].bind, Path("a dir"), control=seen[0].control)
     words = shlex.split(line)
     assert words[:4] == ["coordinator", "--resume", "--out", "a dir"]

@@ -289,10 +289,10 @@ class Cluster:
 
     def start_worker(self, **flaws: Any) -> None:
         pace_ms = self.rng.choice((2.0, 10.0, 10.0, 40.0, 100.0))
-        given = Flaws(microbatch_ms=pace_ms, pace_ms=pace_ms, **flaws)
+        chosen_flaws = Flaws(microbatch_ms=pace_ms, pace_ms=pace_ms, **flaws)
         if self._unlike:
-            given.flavour = self.rng.randint(0, 1)
-        self.workers.append(WorkerProcess(self, given))
+            chosen_flaws.flavour = self.rng.randint(0, 1)
+        self.workers.append(WorkerProcess(self, chosen_flaws))
 
     def cache(self, worker: WorkerProcess) -> Path:
         """Where a worker keeps files: with what an earlier one of its machine has left there."""

@@ -81,5 +81,5 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(
         f"{schedules} schedules in {seconds:.1f} s of one core, {schedules / seconds:.0f} a second"
     )
-    told = (f"{name} {count}" for name, count in sorted(total.items()))
-    terminalreporter.write_line(", ".join(told))
+    summary = (f"{name} {count}" for name, count in sorted(total.items()))
+    terminalreporter.write_line(", ".join(summary))

@@ -156,8 +156,8 @@ class SimulatedDevice:
         if replica is not None and parameters[0] is replica.parameters[0]:
             # Of a state that is told from here on. A bit that flips after that, as before an
             # evaluation, is known by the next digest alone.
-            told = self._own == [values.tobytes() for values in parameters]
-            if not told and replica.step in flaws.flips:
+            is_unchanged = self._own == [values.tobytes() for values in parameters]
+            if not is_unchanged and replica.step in flaws.flips:
                 flaws.flips.discard(replica.step)
                 replica.arrays("parameters")[1].view(np.uint32)[0] ^= self._around.flip()
             self._own = [values.tobytes() for values in parameters]

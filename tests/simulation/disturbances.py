@@ -222,19 +222,19 @@ class Disturbances:
         for process in (*off, coordinator):
             if process is not None:
                 process.side = self._sides
-        held = [
+        links = [
             link
             for link in self._cluster.network.links
             if link.client.process.side != link.server.process.side
         ]
-        for link in held:
+        for link in links:
             link.hold(held=True)
 
         def heal() -> None:
             for process in (*off, coordinator):
                 if process is not None:
                     process.side = 0
-            for link in held:
+            for link in links:
                 if link.server.process.alive and link.client.process.alive:
                     link.hold(held=False)
             if coordinator is not None and coordinator.alive:

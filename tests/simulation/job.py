@@ -220,12 +220,14 @@ class Job:
         """Digests of the files that the undisturbed capture leaves."""
         if skips not in self._files:
             with tempfile.TemporaryDirectory() as name:
-                kept = CapturedFiles(Path(name), self.manifest, self.spec, 0, lambda: None)
+                captured_files = CapturedFiles(
+                    Path(name), self.manifest, self.spec, 0, lambda: None
+                )
                 for step, skipped in enumerate(skips):
                     samples = [] if skipped else self.order.microbatches(step)
-                    kept.keep(step, [self.rows(part).reshape(-1) for part in samples])
-                self._files[skips] = kept.finish(whole=True)
-                kept.close()
+                    captured_files.keep(step, [self.rows(part).reshape(-1) for part in samples])
+                self._files[skips] = captured_files.finish(whole=True)
+                captured_files.close()
         return self._files[skips]
 
     def evaluation_batch(self, part: int) -> Batch:

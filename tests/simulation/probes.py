@@ -223,8 +223,8 @@ class Probes:
         run = execution.run
         if any(isinstance(a, Report) and isinstance(a.event, Committed) for a in actions):
             dismissed = {action.worker for action in actions if isinstance(action, Dismiss)}
-            kept = dismissed.issuperset(run.members.names(MemberState.DRAINING))
-            assert kept, "a worker that owes nothing may not leave"
+            all_dismissed = dismissed.issuperset(run.members.names(MemberState.DRAINING))
+            assert all_dismissed, "a worker that owes nothing may not leave"
         if execution._closed:
             return
         assert len(run.losses) == run.steps_committed
@@ -262,7 +262,7 @@ class Probes:
             return
         place = {"term": message.term, "step": message.step, "attempt": message.attempt}
         round_ = progress.round
-        if round_ is not None and run.phase is RunPhase.TRAINING and place == progress.place():
+        if round_ is not None and run.phase is RunPhase.TRAINING and place == progress.step_id():
             # What two are to compute, to compare, is awaited of both.
             kept = round_.doubled[-1:] if round_.doubled and round_._awaits_double() else ()
             for share in round_.shares.values():
@@ -298,9 +298,9 @@ class Probes:
         elif isinstance(message, Owners):  # whoever has sums sends them to new owners
             worker.cancelled.clear()
         elif isinstance(message, Assign):  # again, where an owner was lost that had its sums
-            given = (message.term, message.step, message.attempt)
+            attempt = (message.term, message.step, message.attempt)
             worker.cancelled.difference_update(
-                (*given, Subtree(*subtree)) for subtree in message.subtrees
+                (*attempt, Subtree(*subtree)) for subtree in message.subtrees
             )
 
     def _transmitted(self, client: Client, action: Any) -> None:

@@ -137,9 +137,9 @@ class ReplicaJob(Job):
         ]
         if self.replicas.codec == "topk":
             rest = [d - s for d, s in zip(differences, sent, strict=True)]
-        kept = [moment.copy() for moment in moments] if carries else []
+        carried = [moment.copy() for moment in moments] if carries else []
         missed = [counts.copy() for counts in inner.missed] if carries else []
-        return sent, losses / steps, Alone(kept, rest, missed)
+        return sent, losses / steps, Alone(carried, rest, missed)
 
     def _inner_step(self, inner: Replica, batch: int, updates: int, step: int) -> float:
         count, total = self.order.microbatch_count(batch), self.total_weight(batch)

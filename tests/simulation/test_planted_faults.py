@@ -51,9 +51,9 @@ _ABSENT = np.uint32(0x80000000)
 
 def counts_what_is_covered(self, subtree, value):
     """A duplicate is added once more."""
-    for held in self._pending:
-        if held.covers(subtree):
-            self._pending[held] = self._add(self._pending[held], value)
+    for pending in self._pending:
+        if pending.covers(subtree):
+            self._pending[pending] = self._add(self._pending[pending], value)
             return True
     self._pending[subtree] = value
     _merge(self, subtree)
@@ -62,10 +62,10 @@ def counts_what_is_covered(self, subtree, value):
 
 def keeps_ancestor_and_descendant(self, subtree, value):
     """A subtree is added beside those below it, which are held already."""
-    if any(held.covers(subtree) for held in self._pending):
+    if any(pending.covers(subtree) for pending in self._pending):
         return False
-    for held in [held for held in self._pending if subtree.covers(held)]:
-        value = self._add(value, self._pending.pop(held))
+    for pending in [pending for pending in self._pending if subtree.covers(pending)]:
+        value = self._add(value, self._pending.pop(pending))
     self._pending[subtree] = value
     _merge(self, subtree)
     return True
@@ -73,7 +73,7 @@ def keeps_ancestor_and_descendant(self, subtree, value):
 
 def drops_what_overlaps(self, subtree, value):
     """A subtree is dropped when only a part of it is there."""
-    if any(held.lo < subtree.hi and subtree.lo < held.hi for held in self._pending):
+    if any(pending.lo < subtree.hi and subtree.lo < pending.hi for pending in self._pending):
         return False
     self._pending[subtree] = value
     _merge(self, subtree)
@@ -304,7 +304,7 @@ def takes_rows_of_an_older_attempt(self):
     """Embeddings that came in an attempt that was given up count in the next."""
     before = self.round
     actions = BEGIN(self)
-    if before is not None and before.embeds and before.place["step"] == self.step:
+    if before is not None and before.embeds and before.step_id["step"] == self.step:
         self.round.side_outputs = before.side_outputs
     return actions
 
@@ -383,7 +383,7 @@ PLANTED = {
         seed=0,
     ),
     "a stale attempt is accepted": Planted(
-        [(Progress, "present", any_round), (Round, "_check_place", any_share)],
+        [(Progress, "present", any_round), (Round, "_check_assigned", any_share)],
         "a microbatch lost or doubled | other averages | another loss",
         often="flip+slower+stall",
         seed=116,
@@ -604,9 +604,9 @@ PLANTED = {
 
 def caught_by(error: Exception) -> str:
     """What the check says that an error is of; empty if it is of none."""
-    told = str(error) if isinstance(error, AssertionError | SamestepError) else ""
+    text = str(error) if isinstance(error, AssertionError | SamestepError) else ""
     # Our own assertions count, with what they say, and nothing else that the product trips over.
-    return told if "internal error" not in told or "AssertionError('" in told else ""
+    return text if "internal error" not in text or "AssertionError('" in text else ""
 
 
 QUICK = (
@@ -645,8 +645,8 @@ def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
             options = {"runs": planted.runs, "files": planted.files, "way": planted.way}
             play(seed, often=planted.often, embeds=planted.embeds, **options)
         except Exception as error:  # noqa: BLE001 -- whether it counts is seen then
-            told = caught_by(error)
-            if any(check in told for check in planted.check.split(" | ")):
-                record_property("planted", (fault, seed, told[:70]))
+            caught = caught_by(error)
+            if any(check in caught for check in planted.check.split(" | ")):
+                record_property("planted", (fault, seed, caught[:70]))
                 return
     pytest.fail(f"{fault}: not noticed by its check in {_ENOUGH_SEEDS} seeds")

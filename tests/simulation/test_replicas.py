@@ -39,10 +39,10 @@ def test_the_bits_of_the_undisturbed_rounds_and_an_end(first, play, simulated):
     for seed in _SEEDS.of(first):
         often = ("kill", "kill_coordinator+power_loss", "cut+stall", "")[seed % 4]
         try:
-            told = play(seed, replicas=True, often=often)
+            played = play(seed, replicas=True, often=often)
         except Exception as error:
             raise AssertionError(f"seed {seed}, often {often!r}: {error!r}") from error
-        counts.update(schedules=1, events=told.events, **told.disturbances)
+        counts.update(schedules=1, events=played.events, **played.disturbances)
     simulated(counts + Counter(ms=round((time.process_time() - since_s) * 1000)))
 
 
@@ -58,8 +58,8 @@ def test_who_sends_boundaries_faster_than_the_disk_waits(play, monkeypatch):
 
     monkeypatch.setattr(Channel, "pause", noticing)
     for seed in range(4):
-        told = play(seed, replicas=True, often="slow_disk", calm=not seed % 2)
-        assert told.outcomes
+        played = play(seed, replicas=True, often="slow_disk", calm=not seed % 2)
+        assert played.outcomes
     assert paused
 
 
@@ -87,8 +87,8 @@ def one_off_after_recovery(self, place, replica, inner, content, *, carried):
 def counts_twice(self, subtree, value):
     """A replica's difference that arrives twice is added twice."""
     if subtree in self.__dict__.setdefault("come", set()):
-        for held in [held for held in self._pending if held.covers(subtree)]:
-            self._pending[held] = self._add(self._pending[held], value)
+        for pending in [pending for pending in self._pending if pending.covers(subtree)]:
+            self._pending[pending] = self._add(self._pending[pending], value)
         return True
     self.come.add(subtree)
     return PUT(self, subtree, value)

@@ -37,13 +37,13 @@ def test_the_bits_of_the_undisturbed_run_and_an_end(first, play, simulated):
     since_s = time.process_time()
     for seed in _SEEDS.of(first):
         try:
-            told = play(
+            played = play(
                 seed, way=_WAYS[seed % len(_WAYS)], embeds=seed % 3 == 2, buffers=seed % 2 == 1
             )
         except Exception as error:
             again = f"SAMESTEP_SEEDS={seed}-{seed + 1} python -m pytest tests/simulation"
             raise AssertionError(f"seed {seed}: {error!r}; repeat it with {again}") from error
-        counts.update(schedules=1, events=told.events, **told.disturbances)
+        counts.update(schedules=1, events=played.events, **played.disturbances)
     simulated(counts + Counter(ms=round((time.process_time() - since_s) * 1000)))
 
 
@@ -52,8 +52,8 @@ def test_every_disturbance_comes_with_what_it_leads_to(play):
     seen: set[str] = set()
     for seed in range(_ENOUGH_SEEDS):
         often = _OFTEN[seed % 2]
-        told = play(seed, often=often, way=_WAYS[seed % len(_WAYS)])
-        seen |= {*told.disturbances, *told.reports, *told.outcomes}
+        played = play(seed, often=often, way=_WAYS[seed % len(_WAYS)])
+        seen |= {*played.disturbances, *played.reports, *played.outcomes}
         if seen >= _ALL:
             return
     pytest.fail(f"not seen in {_ENOUGH_SEEDS} seeds: {_ALL - seen}")
@@ -68,9 +68,9 @@ def test_a_seed_repeats_itself_wherever_it_is_played(play, tmp_path):
 
 def test_a_calm_cluster_finishes(play):
     for seed in range(8):
-        told = play(seed, calm=True, way=_WAYS[seed % len(_WAYS)], embeds=seed >= 4)
-        assert told.outcomes == ["finished"]
-        assert told.disturbances == {}
+        played = play(seed, calm=True, way=_WAYS[seed % len(_WAYS)], embeds=seed >= 4)
+        assert played.outcomes == ["finished"]
+        assert played.disturbances == {}
 
 
 @pytest.mark.parametrize("seed", range(4))

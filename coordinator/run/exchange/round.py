@@ -124,7 +124,7 @@ class Round:
     """Collects one attempt at a step.
 
     Attributes:
-        place: Term, step and attempt, as messages carry them.
+        step_id: Term, step and attempt, as messages carry them.
         averages: One flat array per block, filled as chunks are averaged.
         shares: The share of each worker that has not left.
         has_begun: Whether any subtree was assigned.
@@ -162,7 +162,7 @@ class Round:
         self._clipped = clipped
         self._exchange = exchange
         self.has_inner_phases = has_inner_phases
-        self.place = {"term": term, "step": step, "attempt": attempt}
+        self.step_id = {"term": term, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
         self.tainted = False
         self.side_outputs = side_outputs
@@ -309,7 +309,7 @@ class Round:
         Raises:
             OutOfOrder: No such subtree or table, or not this worker's.
         """
-        share = self._check_place(worker, message.subtree)
+        share = self._check_assigned(worker, message.subtree)
         if message.owners > self.peers.number:
             raise OutOfOrder(
                 f"{type(message).__name__}: expected table {self.peers.number}, "
@@ -352,7 +352,7 @@ class Round:
         Raises:
             OutOfOrder: No such piece, not this worker's subtree, or a run without side outputs.
         """
-        self._check_place(worker, message.subtree)
+        self._check_assigned(worker, message.subtree)
         if self.side_outputs is None:
             raise OutOfOrder("CapturedRows in a run that captures nothing")
         self.side_outputs.put(message, content)
@@ -374,7 +374,7 @@ class Round:
         Raises:
             OutOfOrder: There is no such replica, or it is not this worker's.
         """
-        self._check_place(worker, Subtree(replica, replica + 1))
+        self._check_assigned(worker, Subtree(replica, replica + 1))
         self.inner[worker] = (replica, inner)
 
     def note_inner_checkpoint(self, worker: str, replica: int) -> None:
@@ -385,7 +385,7 @@ class Round:
         Raises:
             OutOfOrder: There is no such replica, or it is not this worker's.
         """
-        self._check_place(worker, Subtree(replica, replica + 1))
+        self._check_assigned(worker, Subtree(replica, replica + 1))
         self._delivered.add(worker)
 
     # Chunks that workers average.
@@ -447,7 +447,7 @@ class Round:
         Raises:
             OutOfOrder: No such subtree, not this worker's, or its side outputs have not arrived.
         """
-        share = self._check_place(worker, message.subtree)
+        share = self._check_assigned(worker, message.subtree)
         if self.side_outputs is not None and not self.side_outputs.has(message.subtree):
             raise OutOfOrder(f"the loss of subtree {message.subtree} came before all of its rows")
         share.arrived(message.subtree, self._loss_bit)
@@ -656,7 +656,7 @@ class Round:
         numbers, self._unsummarised = self._unsummarised, []
         self._summarising.update(numbers)
         averages = {number: (self._blocks[number], self.averages[number]) for number in numbers}
-        return [Summarize(self.place["step"], self.place["attempt"], averages)]
+        return [Summarize(self.step_id["step"], self.step_id["attempt"], averages)]
 
     def summarized(self, summaries: Mapping[int, Summary]) -> None:
         """Take norms and digests of blocks from the thread."""
@@ -664,7 +664,7 @@ class Round:
             self._summarising.discard(number)
             self._summaries[number] = summary
 
-    def _check_place(self, worker: str, subtree: Subtree) -> Share:
+    def _check_assigned(self, worker: str, subtree: Subtree) -> Share:
         if not is_subtree(subtree, self.microbatches):
             raise OutOfOrder(
                 f"{subtree} is not a subtree of a tree over {self.microbatches} microbatches"
@@ -684,7 +684,7 @@ class Round:
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
         own = number in self._reducer
         had_by = frozenset[str]() if own else frozenset(self.peers.table.members)
-        message = kind(**self.place, block=block, chunk=chunk)
+        message = kind(**self.step_id, block=block, chunk=chunk)
         return Broadcast(message, self._average_of(number), had_by)
 
 

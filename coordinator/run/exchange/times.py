@@ -1,8 +1,8 @@
-"""How long the exchange of a step should take, as a star and sharded, and how long steps took.
+"""Expected duration of a step's exchange, as a star and sharded, and measured step times.
 
-Pure. `exchange.topology: auto` decides by both; `python -m benchmarks.planned` plays it for many
-hosts and compares it with what was measured. The constants are measured ones
-(benchmarks/README.md): what protocols add to bytes, and what a processor takes for a byte with TLS.
+Pure. `exchange.topology: auto` decides by both; `python -m benchmarks.planned` computes it for many
+hosts and compares it with measurements. The constants were measured (benchmarks/README.md): the
+overhead of protocols, and the processor time per byte with TLS.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from typing import Final
 
 _HEADERS: Final = 1.05
-"""Of Ethernet, IP, TCP, TLS and frames, on 1500-byte packets."""
+"""Factor of the overhead of Ethernet, IP, TCP, TLS and frames, on 1500-byte packets."""
 _UNEVEN: Final = 1.17
-"""Of a star: workers that send to one link do not get equal parts of it, and a sum waits for the
-last one; averages go the other way over the same connections meanwhile."""
+"""Factor of a star: workers that share one link do not get equal parts of it, and a sum waits for
+the last one; meanwhile averages use the other direction of the same connections."""
 _LOOP_S: Final = 0.9e-9
-"""Of the coordinator's event loop for a byte in or out: TLS, checksum, sums."""
+"""Time of the coordinator's event loop per byte in or out: TLS, checksum, sums."""
 _LINK_S: Final = 0.6e-9
-"""Of a member's processor for a byte that goes to another member or comes from there."""
+"""Processor time of a member per byte that it exchanges with another member."""
 _MEMBER_CORES: Final = 4
-"""That a member has beside those that compute."""
+"""Cores of a member that do not compute gradients."""
 _FIXED_S: Final = 0.003
-"""Messages without gradients, and waking up."""
+"""Time of messages without gradients, and of wake-ups."""
 _WINDOW_STEPS: Final = 8
 _WINDOW_MS: Final = 5_000.0
-"""Steps are timed by ticks, ten a second: over a window that is an error of two percent."""
+"""Steps are timed by ticks, ten per second, which is an error of two percent over a window."""
 _SHARDED_WINDOWS: Final = 2
-"""One window may be slow for another reason."""
+"""More than one window, since a single one may be slow for another reason."""
 _SLOWER: Final = 1.05
 
 
@@ -68,9 +68,10 @@ class Volume:
 
 
 def star_s(volume: Volume, members: Sequence[MeshMember]) -> float:
-    """All sums to the coordinator, and all averages from it; both directions at once."""
+    """Return the seconds of a star: all sums to the coordinator and all averages from it, at
+    once."""
     away = [member for member in members if not member.here]
-    # Without a member there the coordinator's link is not measured: as quick as the quickest.
+    # Without a member on its machine, the coordinator's link is not measured: assume the fastest.
     at_centre = [member for member in members if member.here] or members
     centre = max(at_centre, key=lambda member: member.mbit)
     larger = max(volume.up_bytes, volume.down_bytes)
@@ -86,15 +87,15 @@ def star_s(volume: Volume, members: Sequence[MeshMember]) -> float:
 
 
 def sharded_s(volume: Volume, members: Sequence[MeshMember], cores: float = _MEMBER_CORES) -> float:
-    """Every sum to the owners of its chunks, and averages from them to all.
+    """Return the seconds of a sharded exchange: sums to the owners of chunks, averages to all.
 
     Args:
         volume: What is exchanged.
-        members: Who has what share.
-        cores: Of each member, for what goes over links.
+        members: The members with their shares.
+        cores: Cores of each member that process link traffic.
     """
     others = len(members) - 1
-    # No table without a member on the coordinator's machine: it gets each average once more.
+    # Without a member on its machine, the coordinator receives a further copy of each average.
     extra = 0 if any(member.here for member in members) else 1
     takes_s = []
     for member in members:

@@ -1,7 +1,7 @@
-"""What the microbatches of one attempt gave beside their losses: kept as it is, never summed.
+"""Side outputs of one attempt: what microbatches produce beside gradients; never summed.
 
-Pure. A capture is a run whose steps keep something: the bytes of each microbatch stand at its
-place, so neither who computed it nor when it came can show in them.
+Pure. The bytes of each microbatch are stored by its number, so they do not show who computed them
+or when they arrived. The result of a capture consists of side outputs.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ class SideOutputs:
 
 
 def replica_state_bytes(spec: RunSpec, manifest: Manifest) -> int:
-    """Of one replica: moments and missed updates where they are carried, and what topk has left; 0
-    without either."""
+    """Return the size of one replica's state: carried moments and missed updates, and the values
+    that topk has not sent; 0 without either."""
     return next(iter(replica_state_sizes(spec, manifest)), 0)
 
 
 def replica_state_sizes(spec: RunSpec, manifest: Manifest) -> tuple[int, ...]:
-    """How long it can be in a file: as it is now, then as releases before protocol version 9 wrote
-    it, which counted no missed updates. Empty without any."""
+    """Return the possible sizes of a replica's state in a file: the current one, then that of
+    releases before protocol version 9, which counted no missed updates. Empty without such
+    state."""
     if spec.replicas is None:
         return ()
     carried = spec.replicas.inner_state == "carry"

@@ -87,7 +87,7 @@ class OwnerLease:
         self._now_ms = 0.0
         self._since_ms = 0.0
         self._last_wait: tuple[str, int] | None = None
-        self._place: dict[str, int] = {}
+        self._step_id: dict[str, int] = {}
         self._over = 0
         self._silences_ms: deque[float] = deque(maxlen=_SILENCES_KEPT)
 
@@ -101,8 +101,8 @@ class OwnerLease:
     def late(self, round_: Round) -> str | None:
         """Return the owner that the step waits for alone and whose lease has expired: its chunks
         must go to others now."""
-        if round_.place != self._place:
-            self._place, self._over = round_.place, 0
+        if round_.step_id != self._step_id:
+            self._step_id, self._over = round_.step_id, 0
         silent_ms = self._now_ms - self._since_ms
         wait = self._waited_for(round_)
         if wait != self._last_wait:

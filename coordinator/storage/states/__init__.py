@@ -1,4 +1,5 @@
 """Whole states on disk: checkpoints, which of them stay, and the states of single replicas.
 
-Imports `coordinator.storage.directory`. Start with `checkpoint`; for replica runs, `own_files`.
+Imports `coordinator.storage.directory`. Start with `checkpoint`; for runs with replicas,
+`replica_states`.
 """

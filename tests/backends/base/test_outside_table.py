@@ -48,5 +48,5 @@ CASES: list[tuple[Callable[[], object], str | None]] = [
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_an_index_outside_is_reported_by_its_input_and_other_errors_are_not(number):
-    function, told = CASES[number]
-    assert raised(function) == told
+    function, expected_text = CASES[number]
+    assert raised(function) == expected_text

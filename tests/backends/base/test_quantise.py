@@ -58,12 +58,12 @@ def test_nf4_is_the_nearest_of_its_values(values):
     stored = quantise(values, "nf4")
     assert stored.nbytes == stored_bytes(values.shape[0], values.shape[1], "nf4")
     grouped = values.reshape(-1, stored.group).astype(np.float64)
-    held = grouped / np.maximum(np.abs(grouped).max(axis=1, keepdims=True), 1e-300)
-    nearest = np.abs(held[..., None] - NF4).min(axis=-1)
+    normalized = grouped / np.maximum(np.abs(grouped).max(axis=1, keepdims=True), 1e-300)
+    nearest = np.abs(normalized[..., None] - NF4).min(axis=-1)
     found = dequantise(stored).reshape(grouped.shape) / np.maximum(
         np.abs(grouped).max(axis=1, keepdims=True), 1e-300
     )
-    assert (np.abs(found - held) <= nearest + 1e-6).all()
+    assert (np.abs(found - normalized) <= nearest + 1e-6).all()
 
 
 def test_what_nf4_has_stays_as_it_is():

@@ -129,29 +129,29 @@ def test_weights_that_are_shared_are_those_of_the_arrays_and_give_the_same_bits(
     torch.manual_seed(0)
     module = kind()
     job = trainable(module)
-    given = [aligned_zeros(block.elements) for block in job.blocks]
+    parameters = [aligned_zeros(block.elements) for block in job.blocks]
     names = dict(module.named_parameters())
-    for block, values in zip(job.blocks, given, strict=True):
+    for block, values in zip(job.blocks, parameters, strict=True):
         for tensor, place in block.slices():
             values[place] = names[tensor.name].detach().numpy().reshape(-1)
     program = compiled(job)
     assert isinstance(program, ComputesInPlace)
     before = by_block(program, batch())
-    program.share(given)
+    program.share(parameters)
     after = by_block(program, batch())
     assert {n: x.tobytes() for n, x in after.items()} == {n: x.tobytes() for n, x in before.items()}
     shared = [
         names[tensor.name].data_ptr() == values[place].ctypes.data
-        for block, values in zip(job.blocks, given, strict=True)
+        for block, values in zip(job.blocks, parameters, strict=True)
         for tensor, place in block.slices()
     ]
     assert shared[0], "it begins where its block does"
     assert not all(shared), "one of 25 values ends where the next would not be aligned"
-    for values in given:
+    for values in parameters:
         np.multiply(values, np.float32(0.5), out=values)
-    program.load(given)
+    program.load(parameters)
     halved = {n: x.detach().numpy().copy() for n, x in names.items()}
-    for block, values in zip(job.blocks, given, strict=True):
+    for block, values in zip(job.blocks, parameters, strict=True):
         for tensor, place in block.slices():
             assert halved[tensor.name].reshape(-1).tobytes() == values[place].tobytes()
     program.close()
@@ -365,13 +365,13 @@ def test_a_gradient_whose_memory_flows_on_through_the_graph_is_left_as_it_is(los
         expected.append(parts[0] + parts[1] + parts[2])
     program = EagerBackend(KIND).compile(trainable(Positions()), batch(1))
     program.loss_scale = loss_scale
-    given = {
+    gradients = {
         item.block: item.values
         for item in program.gradients(leaves)
         if isinstance(item, BlockGradient)
     }
     for number, values in enumerate(expected):
-        assert given[number].tobytes() == values.numpy().tobytes()
+        assert gradients[number].tobytes() == values.numpy().tobytes()
     program.close()
 
 

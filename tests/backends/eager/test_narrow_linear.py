@@ -169,8 +169,10 @@ def test_what_is_kept_and_the_peak_of_a_step_are_narrow():
     """Of 64 MiB of frozen weights in 16 layers: int4 keeps a seventh, and widens one at a time."""
     module = Deep(16, 1024)
     assert step_of(module, base_dtype="int4").peak_bytes < 64 * MIB / 2
-    held = sum(layer.narrow.nbytes for layer in module.layers if isinstance(layer, NarrowLinear))
-    assert held < 64 * MIB / 7
+    stored_bytes = sum(
+        layer.narrow.nbytes for layer in module.layers if isinstance(layer, NarrowLinear)
+    )
+    assert stored_bytes < 64 * MIB / 7
 
 
 def test_no_half_copy_of_a_float32_base_is_kept_for_backward():

@@ -32,11 +32,11 @@ def assert_right_accesses(
     """
     module = read_kernel(shader.source)
     assert len(nbytes) == shader.bindings
-    held = [-(-size // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES for size in nbytes]
+    padded_sizes = [-(-size // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES for size in nbytes]
     x, y, z = grid
     for group in {(0, 0, 0), (x - 1, y - 1, z - 1)}:
         for taken in ((True,), (False,), (True, False), (False, True)):
-            run = _Watched(module, group, held, taken)
+            run = _Watched(module, group, padded_sizes, taken)
             run.block(module.body)
             if not run.choices:
                 break

@@ -66,14 +66,14 @@ def product(batch, m, k, n, *, a_turned=False, b_turned=False, offset=0, seed=0)
     a = draw.standard_normal((batch, m, k)).astype(np.float32)
     b = draw.standard_normal((batch, k, n)).astype(np.float32)
     a[:, 0], b[:, :, 0] = 0, -np.abs(b[:, :, 0])
-    held = []
+    buffers = []
     for values, turned in ((a, a_turned), (b, b_turned)):
         laid = values.swapaxes(1, 2) if turned else values
-        held.append(np.concatenate([np.zeros(offset, np.float32), laid.reshape(-1)]))
+        buffers.append(np.concatenate([np.zeros(offset, np.float32), laid.reshape(-1)]))
     strides_a = (m * k, 1, m) if a_turned else (m * k, k, 1)
     strides_b = (k * n, 1, k) if b_turned else (k * n, n, 1)
     problem = MatmulProblem(batch, m, k, n, Operand(strides_a, offset), Operand(strides_b, offset))
-    return Product(problem, held, a.astype(np.float64) @ b)
+    return Product(problem, buffers, a.astype(np.float64) @ b)
 
 
 def same_bits(one, other):

@@ -95,7 +95,7 @@ def test_any_shape_and_mask(device, cooperative, heads, sizes, kind, thin, lead)
     or some of the batch, heads, queries and keys."""
     batch, groups, shared = heads
     queries, keys, size = sizes
-    given = [
+    operands = [
         drawn(batch, groups * shared, queries, size),
         drawn(batch, groups, keys, size, seed=1),
         drawn(batch, groups, keys, size, seed=2),
@@ -105,9 +105,9 @@ def test_any_shape_and_mask(device, cooperative, heads, sizes, kind, thin, lead)
         whole = (batch, groups * shared, queries, keys)
         shape = [1 if one else size for one, size in zip(thin, whole, strict=True)][lead:]
         mask = drawn(*shape, seed=4)
-        given.append(mask > -0.5 if kind == "truth" else mask)
+        operands.append(mask > -0.5 if kind == "truth" else mask)
     words = {"is_causal": kind == "causal", "enable_gqa": shared > 1}
-    agree(device, *given, cooperative=cooperative, **words)
+    agree(device, *operands, cooperative=cooperative, **words)
 
 
 @pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
@@ -190,8 +190,8 @@ def test_what_has_no_kernels_is_written_out(change, one_piece):
             mask = mask.requires_grad_(learned)
             return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask, **change)
 
-    given = (drawn(*shape), drawn(5, 5))
-    found = targets(capture_forward(Function(function), given, {}, fused))
+    operands = (drawn(*shape), drawn(5, 5))
+    found = targets(capture_forward(Function(function), operands, {}, fused))
     assert (ATTENTION in found) == one_piece
 
 

@@ -264,8 +264,8 @@ def translation_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tens
 def test_an_encoder_with_its_decoder(compiled, cooperative):
     torch.manual_seed(0)
     kind, sizes = ENCODERS["T5"]
-    given = {**SIZES, **sizes, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    config = transformers.AutoConfig.for_model(kind, **given)
+    settings = {**SIZES, **sizes, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    config = transformers.AutoConfig.for_model(kind, **settings)
     module = transformers.T5ForConditionalGeneration(config)  # type: ignore[arg-type]
     job, batch = trainable(module, translation_loss), padded("right", decoder=True)
     program = compiled(module, translation_loss, cooperative=cooperative)

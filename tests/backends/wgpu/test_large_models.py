@@ -56,11 +56,11 @@ def account(base_dtype, layers, *, checkpointing):
     templates = Templates(cooperative=True, matmul=small_tiles)
     arrays = {"input_ids": ids, "labels": ids}
     capture = capture_step(module, loss, trained, arrays, templates.fuses)
-    held = named_tensors(module)
+    tensors = named_tensors(module)
     base = BaseLayout(module, base_dtype)
-    constants = {name: t for name, t in held.items() if name in dict(module.named_buffers())}
+    constants = {name: t for name, t in tensors.items() if name in dict(module.named_buffers())}
     plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(trained))]])
-    sizes = {name: base.nbytes(name) or 4 * t.numel() for name, t in held.items()}
+    sizes = {name: base.nbytes(name) or 4 * t.numel() for name, t in tensors.items()}
     return estimate(plan, sizes)
 
 

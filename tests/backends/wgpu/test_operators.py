@@ -293,9 +293,9 @@ def test_gradients_of_running_sums_and_flips(device):
         both = torch.cat([x @ y, x.flip(1) @ y], 1)
         return (both.cumsum(1) * both).sum() + (x.cumsum(0) @ y).square().sum()
 
-    given = drawn(5, 4), drawn(4, 4, seed=1)
-    got = gradients_on_device(device, function, given)
-    leaves = [x.clone().requires_grad_() for x in given]
+    operands = drawn(5, 4), drawn(4, 4, seed=1)
+    got = gradients_on_device(device, function, operands)
+    leaves = [x.clone().requires_grad_() for x in operands]
     expected = torch.autograd.grad(function(*leaves), leaves)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)
@@ -309,9 +309,9 @@ def test_the_gradient_of_an_extreme_goes_to_the_element_that_it_is(device, fold)
         found: torch.Tensor = getattr(x * y * 0.1, fold)(0)
         return found
 
-    given = drawn(9, 7), drawn(9, 7, seed=1)
-    got = gradients_on_device(device, function, given)
-    leaves = [x.clone().requires_grad_() for x in given]
+    operands = drawn(9, 7), drawn(9, 7, seed=1)
+    got = gradients_on_device(device, function, operands)
+    leaves = [x.clone().requires_grad_() for x in operands]
     expected = torch.autograd.grad(function(*leaves).sum(), leaves)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)

@@ -105,8 +105,8 @@ def test_memory_is_shared_only_between_values_of_different_times():
         for number in dispatch.buffers:
             last_read[number] = at
     for segment in plan.segments:
-        held = [plan.outputs[output] for output in segment.outputs]
-        for number in (number for number in held if number is not None):
+        output_slots = [plan.outputs[output] for output in segment.outputs]
+        for number in (number for number in output_slots if number is not None):
             last_read[number] = max(last_read[number], segment.end - 1)
     holds: dict[int, int] = {}
     written: set[int] = set()

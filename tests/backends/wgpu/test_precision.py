@@ -81,10 +81,10 @@ def test_bfloat16_is_refused_before_anything_is_captured(toolbox):
     ("toolbox", "refused"), [(InBfloat16, True), (Regress, False)], indirect=["toolbox"]
 )
 def test_the_coordinator_is_told_that_this_device_cannot_and_why(toolbox, refused):
-    told: queue.Queue[events.Event] = queue.Queue()
-    device = Engine(toolbox, told.put)
+    messages: queue.Queue[events.Event] = queue.Queue()
+    device = Engine(toolbox, messages.put)
     device.do(act.Build("run", SPEC, keep=False))
-    event = told.get(timeout=PATIENCE_S)
+    event = messages.get(timeout=PATIENCE_S)
     device.close()
 
     session = WorkerSession()

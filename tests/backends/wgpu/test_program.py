@@ -496,12 +496,12 @@ def test_all_operators_without_a_rule_are_named_once(compiled):
 
     with pytest.raises(SamestepError) as refused:
         compiled(trainable(module, unfolded), Batch({"x": x}, 2.0))
-    told = str(refused.value)
+    text = str(refused.value)
     for operator in ("cummax.default", "sort.default", "cummin.default", "median.dim"):
-        assert told.count(f"'{operator}'") == 1
-    assert "which gives shape [2, 4] in 0; nor for 'sort.default'" in told
-    assert told.endswith("; use a cpu or cuda worker for this model")
-    assert "\n" not in told
+        assert text.count(f"'{operator}'") == 1
+    assert "which gives shape [2, 4] in 0; nor for 'sort.default'" in text
+    assert text.endswith("; use a cpu or cuda worker for this model")
+    assert "\n" not in text
 
 
 class Normalizing(nn.Module):
@@ -535,9 +535,9 @@ def test_of_many_operators_without_a_rule_only_some_are_named():
     unknown = (str.lower, str.upper, str.title, str.strip, str.split, str.join, str.find, str.index)
     graph = fx.Graph()
     nodes = [graph.call_function(each) for each in (*unknown, str.count, str.format)]
-    told = str(combined([NoRule(node) for node in nodes]))
-    assert told.count("<") == 8
-    assert "and 2 more; use" in told
+    text = str(combined([NoRule(node) for node in nodes]))
+    assert text.count("<") == 8
+    assert "and 2 more; use" in text
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -611,18 +611,18 @@ def _packed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "expected_text"),
     [
         (lambda layer, x: layer(x) * float(x.mean()), r"reads a tensor's value, as \.item\(\)"),
         (lambda layer, x: layer(x)[x > 0], "a shape depends on a tensor's values"),
         (_packed, "it packs sequences; pad them instead"),
     ],
 )
-def test_what_cannot_be_captured_is_reported_in_the_user_s_words(function, told):
+def test_what_cannot_be_captured_is_reported_in_the_user_s_words(function, expected_text):
     def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return function(module, arrays["x"].requires_grad_()).sum()
 
-    with pytest.raises(SamestepError, match=told) as refused:
+    with pytest.raises(SamestepError, match=expected_text) as refused:
         capture_step(nn.Linear(4, 4), loss, ["weight"], {"x": torch.ones(2, 3, 4)})
     assert str(refused.value).endswith("use a cpu or cuda worker for this model")
     assert "\n" not in str(refused.value)

@@ -124,10 +124,10 @@ def test_functions_of_two(device):
 
 def test_what_cancels_is_no_number_where_torchs_is_none(device):
     count = len(EDGES)
-    given = EDGES.repeat_interleave(count), EDGES.repeat(count)
-    found = on_device(device, lambda *x: tuple(f(*x) for f in CANCELLED.values()), given)
+    operands = EDGES.repeat_interleave(count), EDGES.repeat(count)
+    found = on_device(device, lambda *x: tuple(f(*x) for f in CANCELLED.values()), operands)
     for (name, function), got in zip(CANCELLED.items(), found, strict=True):
-        assert torch.equal(got.isnan(), function(*given).isnan()), name
+        assert torch.equal(got.isnan(), function(*operands).isnan()), name
 
 
 @pytest.mark.parametrize("cooperative", [False, True])
@@ -156,14 +156,14 @@ def attended(places: Sequence[tuple[int, float]]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("place", range(4))
 def test_attention(device, cooperative, place):
     """Fused as on a card, and written out."""
-    given = attended([(place, NAN)])
+    output = attended([(place, NAN)])
     (got,) = on_device(
         device,
         functional.scaled_dot_product_attention,
-        given,
+        output,
         cooperative=cooperative,
     )
-    query, key, value, mask = given
+    query, key, value, mask = output
     expected = functional.scaled_dot_product_attention(query, key, value, mask)
     assert torch.equal(got.isnan(), expected.isnan())
 

@@ -57,8 +57,8 @@ CONVOLUTIONS: dict[str, tuple[Convolution, tuple[int, ...], tuple[int, ...], dic
 def test_convolutions(device, name):
     function, shape, weight, words = CONVOLUTIONS[name]
     outputs = weight[1] * words.get("groups", 1) if name == "transposed" else weight[0]
-    given = drawn(*shape), drawn(*weight, seed=1), drawn(outputs, seed=2)
-    assert_alike(device, lambda x, w, b: function(x, w, b, **words), *given)
+    operands = drawn(*shape), drawn(*weight, seed=1), drawn(outputs, seed=2)
+    assert_alike(device, lambda x, w, b: function(x, w, b, **words), *operands)
 
 
 def test_pooling(device):

@@ -83,9 +83,9 @@ def test_a_sound_run_is_sound(run):
 
 
 def test_progress_is_reported_and_shown_at_a_terminal_alone(run):
-    told = []
-    audit(run, lambda done, total: told.append((done, total)))
-    assert told == [(step, 9) for step in range(1, 10)]
+    reports = []
+    audit(run, lambda done, total: reports.append((done, total)))
+    assert reports == [(step, 9) for step in range(1, 10)]
     shown = CliRunner().invoke(app, ["audit", str(run)])
     assert shown.exit_code == 0
     assert shown.output.splitlines() == audit(run).lines()
@@ -130,9 +130,9 @@ def test_a_run_without_a_checkpoint_is_not_sound(run, log):
     if log == "gone":
         shutil.rmtree(run / "log")
     assert "checkpoints" in only_bad(run)
-    told = "\n".join(audit(run).lines())
-    assert "expected an intact checkpoint in" in told
-    assert not told.endswith("sound")
+    findings = "\n".join(audit(run).lines())
+    assert "expected an intact checkpoint in" in findings
+    assert not findings.endswith("sound")
 
 
 def test_a_log_that_begins_at_a_missing_checkpoint_is_not_sound(run):
@@ -141,8 +141,11 @@ def test_a_log_that_begins_at_a_missing_checkpoint_is_not_sound(run):
         segment.unlink()
     for step in (6, 9):
         shutil.rmtree(checkpoint_path(run / "checkpoints", step))
-    told = "\n".join(audit(run).lines())
-    assert "the log has steps up to 8, but no checkpoint before them: the newest, of step 3" in told
+    findings = "\n".join(audit(run).lines())
+    assert (
+        "the log has steps up to 8, but no checkpoint before them: the newest, of step 3"
+        in findings
+    )
 
 
 def test_a_run_in_progress_is_audited_as_far_as_it_is(tmp_path):

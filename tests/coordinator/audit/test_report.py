@@ -111,16 +111,16 @@ def test_a_confusion_is_a_grid(tmp_path):
     run = WrittenRun(tmp_path / "run")
     run.step()
     counts = {("ham", "ham"): 90.0, ("ham", EVIL): 10.0, (EVIL, "ham"): 3.0, (EVIL, EVIL): 7.0}
-    figures = {f"confusion[{true}][{said}]": count for (true, said), count in counts.items()}
+    figures = {f"confusion[{true}][{words}]": count for (true, words), count in counts.items()}
     metrics = {"accuracy": 97 / 110, **figures}
     run.journal.append(Evaluated(term=1, step=1, metrics=metrics))
     run.journal.sync()
     text = report(tmp_path / "run")
     page = Page(text)
-    said = [word.strip() for word in page.words if word.strip()]
-    at = said.index("Confusion after step 1")
+    words = [word.strip() for word in page.words if word.strip()]
+    at = words.index("Confusion after step 1")
     grid = [EVIL, "ham", EVIL, "7", "3", "ham", "10", "90"]
-    found = [word for word in said[at + 1 :] if word in grid]
+    found = [word for word in words[at + 1 :] if word in grid]
     assert found[: len(grid)] == grid
     assert "confusion[" not in page.text
     assert 'fill-opacity="0.90"' in text

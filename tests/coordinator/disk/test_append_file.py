@@ -18,16 +18,16 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def advised(monkeypatch) -> list[tuple[int, int]]:
     """Start and size of what the system was told of; from 100 bytes on."""
-    told: list[tuple[int, int]] = []
+    advised_ranges: list[tuple[int, int]] = []
     advise = os.posix_fadvise
 
     def note(fd: int, start: int, size: int, advice: int) -> None:
-        told.append((start, size))
+        advised_ranges.append((start, size))
         advise(fd, start, size, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
     monkeypatch.setattr(limits, "WRITEBACK_BYTES", 100)
-    return told
+    return advised_ranges
 
 
 def test_much_is_on_its_way_at_once_and_no_byte_twice(tmp_path, advised):

@@ -141,7 +141,7 @@ def test_what_a_user_named_is_written_and_never_replaced_by_another_kind(tmp_pat
         write_output(pipe, b"alone")
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reading, True)
-    held = os.open(pipe, os.O_WRONLY)  # or the reader would see an end before there is a writer
+    writer = os.open(pipe, os.O_WRONLY)  # or the reader would see an end before there is a writer
 
     def read() -> None:
         with os.fdopen(reading, "rb") as file:
@@ -151,7 +151,7 @@ def test_what_a_user_named_is_written_and_never_replaced_by_another_kind(tmp_pat
     reader.start()
     content = b"more than a pipe holds" * 10_000
     assert not write_output(pipe, content)
-    os.close(held)
+    os.close(writer)
     reader.join()
     assert got == [content]
     assert pipe.is_fifo()

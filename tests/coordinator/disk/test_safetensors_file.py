@@ -18,13 +18,13 @@ SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @given(st.dictionaries(NAMES, SHAPES, max_size=6), st.text('abc\u00e9\n"\\', max_size=5))
-def test_the_bytes_are_those_of_the_library(shapes, said):
+def test_the_bytes_are_those_of_the_library(shapes, metadata_written):
     random = np.random.default_rng(1)
     tensors = {
         name: np.asarray(random.standard_normal(shape), np.float32)
         for name, shape in shapes.items()
     }
-    metadata = {"format": said}
+    metadata = {"format": metadata_written}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_file, "_PIECE_BYTES", 12)
         mine = b"".join(safetensors_pieces(tensors, metadata))

@@ -119,9 +119,12 @@ async def test_what_is_submitted_is_checked(tmp_path, home, data):
     await control.start("127.0.0.1", 0)
     at = f"127.0.0.1:{control.address[1]}"
     try:
-        for path, told in ((home / "coordinator" / "key.pem", SECRET), (__file__, ELSEWHERE)):
+        for path, expected_text in (
+            (home / "coordinator" / "key.pem", SECRET),
+            (__file__, ELSEWHERE),
+        ):
             document = {"run": reads(path).model_dump(mode="json")}
-            with pytest.raises(SamestepError, match=told):
+            with pytest.raises(SamestepError, match=expected_text):
                 await request(at, "POST", "/submit", document)
         document = {"run": reads(data / "good.txt").model_dump(mode="json")}
         assert (await request(at, "POST", "/submit", document))["run_id"]
@@ -137,7 +140,7 @@ def test_the_option_is_checked_before_anything_is_made(tmp_path, monkeypatch):
     assert none.returncode == 2
     assert "--data-root: expected a directory, got 'nowhere'" in none.stderr
     (tmp_path / "run.yaml").write_text("task: scripted\nsteps: 1\n")
-    given = called("coordinator", *serve, "--run", "run.yaml", "--data-root", ".")
-    assert given.returncode == 2
-    assert "--data-root applies to submitted runs" in given.stderr
+    result = called("coordinator", *serve, "--run", "run.yaml", "--data-root", ".")
+    assert result.returncode == 2
+    assert "--data-root applies to submitted runs" in result.stderr
     assert not (tmp_path / DEFAULT_OUT).exists()

@@ -164,13 +164,13 @@ def test_keys_that_cannot_be_read_now_are_not_revoked(members, tmp_path):
     """A passing fault of the disk must not send every member away for good."""
     credentials, directory, check = members
     path = directory / "workers.json"
-    kept = path.rename(tmp_path / "kept")
+    moved = path.rename(tmp_path / "kept")
     path.symlink_to(path)  # ELOOP, also for root
     _is_no_order(credentials, check)
     assert "cannot read" in credentials.look()[0]
     assert credentials.enrol("bob") == b""
     path.unlink()
-    kept.rename(path)
+    moved.rename(path)
     assert credentials.look() == []
     _is_no_order(credentials, check)
 
@@ -200,8 +200,8 @@ def test_a_file_of_keys_that_is_none_revokes_nobody(members, text):
     else:
         path.write_text(text)
     _is_no_order(credentials, check)
-    (told,) = credentials.look()
-    assert "workers.json" in told
+    (problem,) = credentials.look()
+    assert "workers.json" in problem
     if text is not None:
         assert path.read_text() == text, "what is damaged is for a person to look at"
         assert credentials.enrol("bob") == b""
@@ -299,7 +299,7 @@ def test_a_directory_that_the_system_cannot_look_at_ends_nothing(members, monkey
         assert credentials.enrol("bob") == b""
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", stale)
-        assert all("Stale" in told for told in credentials.look())
+        assert all("Stale" in problem for problem in credentials.look())
         _is_no_order(credentials, check)
     assert credentials.look() == []
     assert directory.is_dir()

@@ -383,15 +383,15 @@ async def test_an_impostor_that_does_not_wait_for_the_proof_is_not_followed(tmp_
         sent = [*said, welcome, EXAMPLES[messages.StartRun]]
         return b"".join(frame(message) for message in sent)
 
-    told: list[str] = []
+    received: list[str] = []
     secrets = elsewhere(tmp_path, credentials.join_token().reveal())
     async with Impostor(credentials.server_context(), reply) as impostor:
         target = Target("127.0.0.1", impostor.port, "w", "scripted", 0.5)
         with pytest.raises(Unreachable, match="Welcome is not expected"):
             async with asyncio.timeout(PATIENCE_S):
-                await Client(target, Scripted(), secrets, told.append).serve()
+                await Client(target, Scripted(), secrets, received.append).serve()
     assert Proof not in [type(message) for message in impostor.heard]
-    assert not any("joined" in line or "building" in line for line in told)
+    assert not any("joined" in line or "building" in line for line in received)
     assert not list((tmp_path / "elsewhere").rglob("*.key"))
 
 

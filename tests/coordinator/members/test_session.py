@@ -169,14 +169,16 @@ async def test_the_clock_stops_for_members_and_for_the_lost(monkeypatch):
     member.on_lost(member.channel, "closed", None)
 
 
-@pytest.mark.parametrize(("said", "told"), [("the card is on fire", None), ("", "goodbye")])
+@pytest.mark.parametrize(
+    ("last_message", "expected_reason"), [("the card is on fire", None), ("", "goodbye")]
+)
 @on_uvloop
-async def test_what_a_worker_said_last_is_the_reason(said, told):
+async def test_what_a_worker_said_last_is_the_reason(last_message, expected_reason):
     session, house, wire = begun()
-    hear(session, messages.Goodbye, reason=said)
+    hear(session, messages.Goodbye, reason=last_message)
     assert wire.aborted.is_set()
     session.on_lost(session.channel, "the peer closed the connection", None)
-    assert house.heard == [("left", told or said)]
+    assert house.heard == [("left", expected_reason or last_message)]
 
 
 # Through the service: who is known by which name.

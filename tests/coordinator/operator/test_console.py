@@ -61,9 +61,9 @@ def committed(step):
 
 def test_an_entry_has_its_event_s_fields_and_its_weight():
     entries = Entries()
-    told, screen = progress(entries)
-    told.emit(HALTED)
-    told.emit(WorkerConnected("bob", "cpu", "a key", 1))
+    console, screen = progress(entries)
+    console.emit(HALTED)
+    console.emit(WorkerConnected("bob", "cpu", "a key", 1))
     halted, connected = entries.kept
     assert halted == (
         "HALTED at step 3: a NaN",
@@ -77,23 +77,23 @@ def test_an_entry_has_its_event_s_fields_and_its_weight():
 
 @pytest.mark.parametrize("reason", ["a NaN", "step 3: a NaN"])
 def test_without_a_journal_the_same_lines_are_printed(reason):
-    told, screen = progress()
-    told.emit(HALTED.model_copy(update={"reason": reason}))
+    console, screen = progress()
+    console.emit(HALTED.model_copy(update={"reason": reason}))
     assert screen.getvalue() == "HALTED at step 3: a NaN\n"
 
 
 def test_a_worker_that_is_dismissed_is_reported():
-    told, screen = progress()
-    told.emit(WorkerRefused("bob", "the run requires exactness"))
+    console, screen = progress()
+    console.emit(WorkerRefused("bob", "the run requires exactness"))
     assert screen.getvalue() == "worker bob is dismissed: the run requires exactness\n"
 
 
 @pytest.mark.parametrize("once", [True, False])
 def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
-    told, screen = progress(once=once)
-    told.emit(RunAccepted("digits", 5), "r-1")
-    told.emit(RunEnded("failed", "no data"), "r-1")
-    told.emit(RunAccepted("teacher-logits", None), "r-2")
+    console, screen = progress(once=once)
+    console.emit(RunAccepted("digits", 5), "r-1")
+    console.emit(RunEnded("failed", "no data"), "r-1")
+    console.emit(RunAccepted("teacher-logits", None), "r-2")
     elsewhere = "coordinator --resume --out runs/r-1"
     lines = [
         "run r-1 accepted: digits, 5 steps",
@@ -105,24 +105,24 @@ def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
 
 
 def test_the_first_step_of_every_run_is_reported_at_once():
-    told, screen = progress()
-    told._service.current.started_s = None
-    told._service.current.run.phase = RunPhase.TRAINING
+    console, screen = progress()
+    console._service.current.started_s = None
+    console._service.current.run.phase = RunPhase.TRAINING
     for step in (0, 1):
-        told.emit(committed(step), "r-1")
-    told.emit(TrainingStarted(["ann"]), "r-1")
+        console.emit(committed(step), "r-1")
+    console.emit(TrainingStarted(["ann"]), "r-1")
     for step in (0, 1):
-        told.emit(committed(step), "r-1")
+        console.emit(committed(step), "r-1")
     line = "r-1: training"
     assert screen.getvalue().splitlines() == [line, "training starts", line]
 
 
 def test_a_step_that_was_skipped_has_no_loss():
-    told, screen = progress()
+    console, screen = progress()
     run = staged("invite ann", "ready ann", "loaded", workers="1")
-    told._service.current = SimpleNamespace(run=run, started_s=0.0, started_step=0, outcome=None)
+    console._service.current = SimpleNamespace(run=run, started_s=0.0, started_step=0, outcome=None)
     run.losses.append(math.nan)
-    told.emit(committed(0), "r-1")
+    console.emit(committed(0), "r-1")
     assert "  skipped  " in screen.getvalue()
     assert "nan" not in screen.getvalue()
 
@@ -131,10 +131,10 @@ def test_names_on_the_screen_are_no_markup(monkeypatch):
     worker = {"name": "[/x]", "device": "[red]a card", "state": "active"}
     document = {"workers": [worker], "waiting_for": "[/y]"}
     monkeypatch.setattr("coordinator.operator.console.status_document", lambda *_: document)
-    told, screen = progress()
-    told._service.current.started_s = None
-    told._service.current.run.phase = RunPhase.TRAINING
-    Console(file=screen, width=100).print(told._screen())
+    console, screen = progress()
+    console._service.current.started_s = None
+    console._service.current.run.phase = RunPhase.TRAINING
+    Console(file=screen, width=100).print(console._screen())
     assert all(text in screen.getvalue() for text in ("[/x]", "[red]a card", "waiting for [/y]"))
 
 
@@ -142,11 +142,11 @@ def test_progress_is_one_line_on_the_screen_however_narrow_the_table(monkeypatch
     document = {"workers": [{"name": "a", "device": "d", "state": "active"}]}
     monkeypatch.setattr("coordinator.operator.console.status_document", lambda *_: document)
     run = staged("invite ann", "ready ann", "loaded", workers="1")
-    told, screen = progress()
-    told._service.current = SimpleNamespace(
+    console, screen = progress()
+    console._service.current = SimpleNamespace(
         run=run, started_s=time.monotonic() - 7200, started_step=-1, outcome=None
     )
-    Console(file=screen, width=80).print(told._screen())
+    Console(file=screen, width=80).print(console._screen())
     line = screen.getvalue().splitlines()[0]
     assert re.fullmatch(
         r"step 0/\d+  loss -  0\.0 samples/s, 2:00:00 elapsed, about \d+:00:00 left", line.strip()
@@ -154,15 +154,15 @@ def test_progress_is_one_line_on_the_screen_however_narrow_the_table(monkeypatch
 
 
 def test_who_cannot_take_part_is_named_once_while_the_run_waits():
-    told, screen = progress()
+    console, screen = progress()
     run = staged("invite ann", "invite bob", "fails ann", workers="3")
-    told._service.current.run = run
-    told._service.sessions["bob"] = None
-    told._service.trainers.append("bob")
-    told._service.known.update(("ann", "bob", "cem"))
-    told.tick()
-    told._wait_before_line_s = 0.0
-    told.tick()
+    console._service.current.run = run
+    console._service.sessions["bob"] = None
+    console._service.trainers.append("bob")
+    console._service.known.update(("ann", "bob", "cem"))
+    console.tick()
+    console._wait_before_line_s = 0.0
+    console.tick()
     assert screen.getvalue() == (
         "waiting 0 s for 2 more workers: 1 of 3 are here; "
         "ann cannot take part: the device failed: out of memory; connected before: cem\n"
@@ -170,16 +170,16 @@ def test_who_cannot_take_part_is_named_once_while_the_run_waits():
 
 
 def test_what_was_waited_for_in_another_phase_is_not_counted():
-    told, screen = progress()
+    console, screen = progress()
     run = staged("invite ann", workers="1")
-    told._service.current.run = run
-    told.tick()
+    console._service.current.run = run
+    console.tick()
     run._finish("finished", "all steps are committed", 0)
-    told._wait_before_line_s = 0.0
-    told.tick()
+    console._wait_before_line_s = 0.0
+    console.tick()
     assert screen.getvalue() == ""
-    told._wait_before_line_s = 0.0
-    told.tick()
+    console._wait_before_line_s = 0.0
+    console.tick()
     assert screen.getvalue() == "waiting 0 s for the disk to take the result\n"
 
 

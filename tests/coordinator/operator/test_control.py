@@ -111,13 +111,13 @@ async def test_what_a_submission_cannot_be_is_said(tmp_path, monkeypatch):
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     async with operating(tmp_path) as operator:
         bomb = {"run": SPEC, "overrides": ["data=" + "\n".join(lines)]}
-        (code, told), healthy = await asyncio.gather(
+        (code, answer), healthy = await asyncio.gather(
             operator.post("/submit", bomb), operator.ask("GET", "/healthz")
         )
         assert (code, healthy[0]) == (400, 200)
-        assert "values with aliases expanded" in told["error"]
-        code, told = await operator.ask("POST", "/check", data="\n".join(lines))
-        assert (code, "values with aliases expanded" in told["error"]) == (400, True)
+        assert "values with aliases expanded" in answer["error"]
+        code, answer = await operator.ask("POST", "/check", data="\n".join(lines))
+        assert (code, "values with aliases expanded" in answer["error"]) == (400, True)
         monkeypatch.setattr(limits, "QUEUED_RUNS", 1)
         codes = [(await operator.post("/submit", {"run": LONG}))[0] for _ in range(3)]
         assert codes == [200, 200, 429]
@@ -264,9 +264,9 @@ async def test_a_halted_run_is_abandoned_the_next_begins_and_it_continues_by_its
         live.worker("w0")
         await live.wait_for("committed", step=2)
         await operator.post("/halt")
-        code, told = await operator.post("/give-up")
+        code, answer = await operator.post("/give-up")
         assert code == 200
-        assert told["run_id"] == first["run_id"]
+        assert answer["run_id"] == first["run_id"]
         ended = await live.wait_for("run_ended", run_id=first["run_id"])
         assert ended["outcome"] == "failed"
         assert ended["reason"].startswith("given up by the operator, when halted: ")
@@ -391,7 +391,7 @@ async def test_metrics_are_what_prometheus_reads(tmp_path):
 @on_uvloop
 async def test_the_event_stream_reports_everything_in_order(tmp_path):
     async with operating(tmp_path) as operator:
-        told: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         async with operator.http.get(f"http://{operator.address}/events") as stream:
             assert stream.content_type == "text/event-stream"
             _, document = await operator.post("/submit", {"run": SPEC})
@@ -399,16 +399,16 @@ async def test_the_event_stream_reports_everything_in_order(tmp_path):
             async with asyncio.timeout(20):
                 async for line in stream.content:
                     if line.startswith(b"data: "):
-                        told.append(json.loads(line.removeprefix(b"data: ")))
-                        if told[-1]["event"] == "run_ended":
+                        events.append(json.loads(line.removeprefix(b"data: ")))
+                        if events[-1]["event"] == "run_ended":
                             break
                     else:
                         assert line == b"\n" or line.startswith(b"id: ")
-        assert [each["event"] for each in told] == [
-            each["event"] for each in operator.live.events[: len(told)]
+        assert [each["event"] for each in events] == [
+            each["event"] for each in operator.live.events[: len(events)]
         ]
-        assert [each["step"] for each in told if each["event"] == "committed"] == [0, 1, 2, 3]
-        ended = told[-1]
+        assert [each["step"] for each in events if each["event"] == "committed"] == [0, 1, 2, 3]
+        ended = events[-1]
         assert (ended["run_id"], ended["outcome"]) == (document["run_id"], "finished")
 
 
@@ -449,7 +449,7 @@ async def test_the_last_event_must_be_a_number(tmp_path):
 
 async def read_events(operator, last_id, count):
     """That many (number, event) of the stream."""
-    told: list[tuple[str, dict[str, Any]]] = []
+    events: list[tuple[str, dict[str, Any]]] = []
     url = f"http://{operator.address}/events"
     async with (
         asyncio.timeout(20),
@@ -460,10 +460,10 @@ async def read_events(operator, last_id, count):
             if line.startswith(b"id: "):
                 number = line.removeprefix(b"id: ").strip().decode()
             if line.startswith(b"data: "):
-                told.append((number, json.loads(line.removeprefix(b"data: "))))
-            if len(told) == count:
+                events.append((number, json.loads(line.removeprefix(b"data: "))))
+            if len(events) == count:
                 break
-    return told
+    return events
 
 
 # Where it listens.
@@ -501,12 +501,12 @@ def test_the_command_reports_it_too(tmp_path, option):
     other = {"--bind": "--control", "--control": "--bind"}[option]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = ended(
+        ending = ended(
             "coordinator", "--expect-workers", "1", "--out", str(tmp_path),
             option, f"127.0.0.1:{port}", other, "127.0.0.1:0",
         )  # fmt: skip
-    assert told.returncode == ExitCode.USAGE
-    (line,) = told.stderr.strip().splitlines()
+    assert ending.returncode == ExitCode.USAGE
+    (line,) = ending.stderr.strip().splitlines()
     assert line.startswith(f"coordinator: {option} 127.0.0.1:{port} is in use")
 
 

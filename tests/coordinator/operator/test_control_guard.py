@@ -266,10 +266,10 @@ async def test_a_command_without_the_token_says_what_to_do(tmp_path, monkeypatch
         with pytest.raises(NotAuthorised, match="SAMESTEP_CONTROL_TOKEN_FILE") as caught:
             await request(address, "GET", "/status")
         assert caught.value.exit_code == ExitCode.NOT_AUTHORISED
-        kept = tmp_path / "control.token"
-        kept.write_text(control.guard.token)
-        kept.chmod(0o600)
-        monkeypatch.setenv("SAMESTEP_CONTROL_TOKEN_FILE", str(kept))
+        token_file = tmp_path / "control.token"
+        token_file.write_text(control.guard.token)
+        token_file.chmod(0o600)
+        monkeypatch.setenv("SAMESTEP_CONTROL_TOKEN_FILE", str(token_file))
         assert (await request(address, "GET", "/status"))["phase"] == "idle"
 
 
@@ -331,8 +331,8 @@ async def test_connections_leave_descriptors_for_the_log(tmp_path):
         assert await ask(control, "GET", "/healthz") == 200
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "does not exist"), ("\n", "is empty")])
-def test_a_control_token_file_that_holds_nothing_is_named(tmp_path, content, said):
+@pytest.mark.parametrize(("content", "text"), [(None, "does not exist"), ("\n", "is empty")])
+def test_a_control_token_file_that_holds_nothing_is_named(tmp_path, content, text):
     path = tmp_path / "control.token"
     if content is not None:
         write_secret(path, content)
@@ -341,4 +341,4 @@ def test_a_control_token_file_that_holds_nothing_is_named(tmp_path, content, sai
             "coordinator", *command, environment={"SAMESTEP_CONTROL_TOKEN_FILE": str(path)}
         )
         assert ended.returncode == 2
-        assert f"SAMESTEP_CONTROL_TOKEN_FILE: the token file '{path}' {said}" in ended.stderr
+        assert f"SAMESTEP_CONTROL_TOKEN_FILE: the token file '{path}' {text}" in ended.stderr

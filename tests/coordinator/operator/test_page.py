@@ -137,8 +137,8 @@ class Page:
     def complaints(self) -> list[str]:
         """Errors in the browser's log since the last look, but for answers that refuse."""
         entries = self.driver.get_log("browser")
-        said = [each["message"] for each in entries]
-        return [each for each in said if not re.search(r"status of 40[019] ", each)]
+        texts = [each["message"] for each in entries]
+        return [each for each in texts if not re.search(r"status of 40[019] ", each)]
 
 
 @pytest.fixture
@@ -189,8 +189,8 @@ async def test_without_a_token_it_asks_for_one_and_says_only_that(opened):
                 for name, which in (("mars", "a"), ("venus", "b"), ("earth", "a"))
             ],
         }
-        told = await page.run("return differing(arguments[0], {workers: []})", mixed)
-        assert told == "venus (cpu of b), from mars, earth (cpu of a)"
+        shown_text = await page.run("return differing(arguments[0], {workers: []})", mixed)
+        assert shown_text == "venus (cpu of b), from mars, earth (cpu of a)"
 
 
 @pytest.mark.slow

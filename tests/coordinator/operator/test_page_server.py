@@ -87,19 +87,19 @@ async def test_a_run_that_cannot_be_read_is_left_out_and_hides_no_other(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("query", "told"),
+    ("query", "expected_text"),
     [("run=nothing", "expected a run of this"), ("run=../..", "expected a run of this"),
      ("after=-1", "expected the number"), ("after=x", "expected the number")],
 )  # fmt: skip
 @on_uvloop
-async def test_what_is_asked_for_and_not_there_is_one_line(tmp_path, query, told):
+async def test_what_is_asked_for_and_not_there_is_one_line(tmp_path, query, expected_text):
     async with operating(tmp_path) as operator:
         operator.live.worker("w0")
         _, submitted = await operator.post("/submit", {"run": SPEC})
         await operator.live.result(submitted["run_id"])
         code, document = await operator.ask("GET", f"/history?{query}")
         assert code == 400
-        assert told in document["error"]
+        assert expected_text in document["error"]
 
 
 @on_uvloop

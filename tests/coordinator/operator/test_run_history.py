@@ -173,8 +173,8 @@ def test_points_up_to_full_are_as_they_stay_while_the_stride_is():
         whole.add(step, float(step % 97))
     news = curve.document(before["full"])
     assert news["stride"] == before["stride"]
-    kept = [step for step in before["step"] if step <= before["full"]]
-    assert [*kept, *news["step"]] == whole.document(0)["step"]
+    final_steps = [step for step in before["step"] if step <= before["full"]]
+    assert [*final_steps, *news["step"]] == whole.document(0)["step"]
 
 
 def test_epochs_are_steps_once_the_samples_are_counted(journal):

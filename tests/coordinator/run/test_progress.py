@@ -146,11 +146,11 @@ def test_older_attempts_are_late_and_newer_ones_out_of_order():
 def test_a_step_from_plan_to_commit():
     progress, members = started("ann")
     progress.begin()
-    said = pay(progress, "ann", payload(0, 4))
-    assert isinstance(said, Broadcast)
-    assert isinstance(said.message, AveragedNonBlockGradient)
-    assert said.body is not None
-    assert said.body.tolist() == [2, 2]
+    actions = pay(progress, "ann", payload(0, 4))
+    assert isinstance(actions, Broadcast)
+    assert isinstance(actions.message, AveragedNonBlockGradient)
+    assert actions.body is not None
+    assert actions.body.tolist() == [2, 2]
     ann = members.get("ann")
     assert ann is not None
     assert progress.subtree_loss(progress.round, ann, loss(0, 4)) is None

@@ -91,8 +91,8 @@ def test_a_metric_that_the_task_does_not_measure_ends_the_run_before_it_starts(k
     stage = Stage(workers="1")
     stage.run.spec = stage.run.spec.model_copy(update=given)
     stage.command("invite", ["ann"], {})
-    told = " ".join(stage.command("ready", ["ann"], {}))
-    assert f"{key}: expected a metric of this task, got 'nonsense'; it has mean" in told
+    transcript = " ".join(stage.command("ready", ["ann"], {}))
+    assert f"{key}: expected a metric of this task, got 'nonsense'; it has mean" in transcript
     assert stage.run.phase is RunPhase.OVER
 
 
@@ -101,8 +101,8 @@ def test_a_group_that_matches_no_tensor_ends_the_run_before_it_starts():
     optimizer = Adamw(groups=(ParameterGroup(match=("no.such",)),))
     stage.run.spec = stage.run.spec.model_copy(update={"optimizer": optimizer})
     stage.command("invite", ["ann"], {})
-    told = " ".join(stage.command("ready", ["ann"], {}))
-    assert "optimizer.groups[0].match: expected the name of a trained tensor" in told
+    transcript = " ".join(stage.command("ready", ["ann"], {}))
+    assert "optimizer.groups[0].match: expected the name of a trained tensor" in transcript
     assert stage.run.phase is RunPhase.OVER
 
 

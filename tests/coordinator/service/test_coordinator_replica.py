@@ -72,13 +72,13 @@ async def test_steps_and_holds_keep_the_order_of_the_calls(keeper):
 
 async def test_a_step_waits_until_the_replica_is_released(keeper):
     fill(keeper)
-    with await keeper.lock() as held:
+    with await keeper.lock() as locked:
         step = asyncio.create_task(keeper.apply([np.ones(6, np.float32)], SCALARS))
         waiting = asyncio.create_task(asyncio.wait_for(asyncio.shield(step), 0.01))
         with pytest.raises(TimeoutError):
             await waiting
-        assert held.replica.state_digest() == naive([]).state_digest()
-        held.release()
+        assert locked.replica.state_digest() == naive([]).state_digest()
+        locked.release()
         assert (await step).state_digest == naive([True]).state_digest()
     # Leaving the body lets go of nothing that another has by now.
     assert (await keeper.state_0())[1].step == 1

@@ -98,8 +98,8 @@ def made(path: Path, seed: int, *, ended: bool) -> Path:
             if run.replica.step == SAVED:
                 run.checkpoint()
                 state, figures = run.replica.state_digest(), {"accuracy": 0.5}
-                told = Evaluated(term=1, step=SAVED, metrics=figures, state_digest=state)
-                run.journal.append(told)
+                evaluated = Evaluated(term=1, step=SAVED, metrics=figures, state_digest=state)
+                run.journal.append(evaluated)
                 write_metrics(run.directory.checkpoints, SAVED, state, figures)
         if ended:
             return run.finish()
@@ -188,12 +188,12 @@ def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(
     harmless = (name, damage) in OF_NO_MATTER or (same and damage == "of another run")
 
     with without_privileges(run) if damage == "unreadable" else nullcontext():
-        told = told_by_audit(run)
+        finding = told_by_audit(run)
         ended = (run / "result.json").is_file()
         refusal, digest, notes = ("", "", "") if ended else refused(run)
-    if told or not harmless:
-        assert Path(name).name in told or f"{Path(name).parent.name}'" in told, told
-        assert any(remedy in told for remedy in REMEDIES), told
+    if finding or not harmless:
+        assert Path(name).name in finding or f"{Path(name).parent.name}'" in finding, finding
+        assert any(remedy in finding for remedy in REMEDIES), finding
 
     if ended:
         return  # nobody goes on with a run that has finished

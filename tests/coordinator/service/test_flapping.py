@@ -23,9 +23,9 @@ from worker.shell.client import Client, Target
 
 def test_three_alike_in_a_row_and_then_twice_as_many():
     ends = FlapDetector()
-    told = [ends.ended("w", "loading", "reset", is_explained=False) for _ in range(13)]
-    assert [number for number, event in enumerate(told, 1) if event is not None] == [3, 6, 12]
-    assert "lost 3 times in a row while loading: reset; likely: its process may" in str(told[2])
+    events = [ends.ended("w", "loading", "reset", is_explained=False) for _ in range(13)]
+    assert [number for number, event in enumerate(events, 1) if event is not None] == [3, 6, 12]
+    assert "lost 3 times in a row while loading: reset; likely: its process may" in str(events[2])
     assert ends.reported.keys() == {"w"}
     ends.reset("w")
     assert not ends.reported
@@ -76,9 +76,9 @@ async def test_a_worker_that_is_lost_in_its_first_step_again_and_again(tmp_path)
 
         disturbing = asyncio.create_task(disturb())
         try:
-            told = await live.wait_for("worker_flapping")
-            assert (told["worker"], told["phase"], told["count"]) == ("w0", "training", 3)
-            assert "MTU" in told["cause"]
+            event = await live.wait_for("worker_flapping")
+            assert (event["worker"], event["phase"], event["count"]) == ("w0", "training", 3)
+            assert "MTU" in event["cause"]
             status = list(status_lines(status_document(service, time.monotonic())))
             assert any(
                 line.startswith("again    worker w0 keeps disconnecting: lost") for line in status
@@ -99,10 +99,10 @@ async def test_a_worker_that_is_lost_in_its_first_step_again_and_again(tmp_path)
 
 def test_who_is_not_a_worker_is_reported_once_in_a_while():
     others = StrayConnections()
-    told = [others.count("10.0.0.9", "plain HTTP?", float(now_s)) for now_s in range(1300)]
-    assert [now_s for now_s, event in enumerate(told) if event is not None] == [0, 600, 1200]
-    assert "something at 10.0.0.9 that is not a worker connects" in str(told[600])
-    assert "(600 so far)" in str(told[600])
+    events = [others.count("10.0.0.9", "plain HTTP?", float(now_s)) for now_s in range(1300)]
+    assert [now_s for now_s, event in enumerate(events) if event is not None] == [0, 600, 1200]
+    assert "something at 10.0.0.9 that is not a worker connects" in str(events[600])
+    assert "(600 so far)" in str(events[600])
     assert StrayConnections().count("10.0.0.9", NOTHING_RECEIVED, 0.0) is None
 
 
@@ -131,8 +131,8 @@ async def test_a_peer_that_is_not_a_worker_is_not_reported_as_flapping(tmp_path,
         assert live.service.flap_detector.reported == {}
         assert live.service.flap_detector._ends == {}
         if data:
-            told = await live.wait_for("not_a_worker")
-            assert (told["address"], told["count"]) == ("127.0.0.1", 1)
+            event = await live.wait_for("not_a_worker")
+            assert (event["address"], event["count"]) == ("127.0.0.1", 1)
         if data.startswith(b"GET"):
             assert b"421 Misdirected Request" in answer
             assert b"this is the workers' port: status, metrics" in answer

@@ -75,10 +75,10 @@ def test_a_real_coordinator_takes_no_more_than_announced(tmp_path, monkeypatch, 
     growth = grown(tmp_path, large, steps)
     for name, value in CHANGED.items():
         monkeypatch.setattr(limits, name, value)
-    told = needed(large, WORKERS + JOINERS)
-    assert growth.peak_bytes <= told.total + BASE_BYTES
+    budget = needed(large, WORKERS + JOINERS)
+    assert growth.peak_bytes <= budget.total + BASE_BYTES
     if blocks == MANY_BLOCKS:
-        assert growth.peak_bytes <= 6 * told.parameters
+        assert growth.peak_bytes <= 6 * budget.parameters
 
 
 def grown(tmp_path: Path, large: dict[str, Any], steps: int = 5) -> Growth:
@@ -125,12 +125,12 @@ def test_replicas_take_no_more_than_announced(tmp_path, monkeypatch, inner_state
     growth = grown(tmp_path, large, 1)
     for name, value in CHANGED.items():
         monkeypatch.setattr(limits, name, value)
-    told = needed(large, WORKERS + JOINERS)
+    budget = needed(large, WORKERS + JOINERS)
     own = 0
     if inner_state == "carry":  # moments, and the missed updates of each block's one tensor
         own = 3 * (2 * blocks * MIB + 4 * blocks)
-    assert told.replica + told.gradients == (2 + 2 + 3) * blocks * MIB + own + 4 * MIB
-    assert growth.peak_bytes <= told.total + BASE_BYTES
+    assert budget.replica + budget.gradients == (2 + 2 + 3) * blocks * MIB + own + 4 * MIB
+    assert growth.peak_bytes <= budget.total + BASE_BYTES
 
 
 def committed(coordinator: Coordinator, step: int) -> None:
@@ -171,8 +171,8 @@ def test_a_run_that_does_not_fit_is_refused_with_the_figure_and_what_to_set(monk
     assert "with 2.0 MiB more" in text
     with pytest.raises(RunFailed) as refused:
         check_memory(spec, manifest, 2, is_resumed=True)  # with no other run spec
-    told = "210.0 MiB are free; run the coordinator on a machine with 2.0 MiB more"
-    assert str(refused.value).endswith(told)
+    expected_text = "210.0 MiB are free; run the coordinator on a machine with 2.0 MiB more"
+    assert str(refused.value).endswith(expected_text)
 
 
 def test_what_an_earlier_run_has_freed_counts_as_free(monkeypatch):
@@ -206,9 +206,9 @@ async def test_a_run_that_has_ended_leaves_its_memory_to_the_next(tmp_path: Path
         await live.wait_for("started")
         run = live.service.current
         assert run is not None
-        kept = weakref.ref(run._replica._replica)
+        replica = weakref.ref(run._replica._replica)
         del run
         await live.wait_for("run_ended")
         gc.collect()
         assert live.service.finished is not None
-        assert kept() is None
+        assert replica() is None

@@ -27,23 +27,23 @@ async def test_members_stay_and_come_back_while_the_keys_are_away(tmp_path, own_
         await live.wait_for("worker_connected", worker="w0")
         directory = own_home / "coordinator"
         keys = directory / "workers.json"
-        held = keys.read_text()
+        content = keys.read_text()
         if gone == "directory":
             directory.rename(tmp_path / "away")
         else:
             keys.write_text("")
         service._look_at_secrets()
-        told = await live.wait_for("secrets_trouble")
+        event = await live.wait_for("secrets_trouble")
         assert not service.sessions["w0"].check.revoked
         lines = list(status_lines(status_document(service, time.monotonic())))
-        assert f"secrets  {told['reason']}" in lines
+        assert f"secrets  {event['reason']}" in lines
         live.events.clear()
         service.sessions["w0"].channel.abort("the test breaks the connection")
         await live.wait_for("worker_connected", worker="w0")
         if gone == "directory":
             (tmp_path / "away").rename(directory)
         else:
-            keys.write_text(held)
+            keys.write_text(content)
         async with asyncio.timeout(10):
             while live.first("secrets_sound") is None:
                 service._look_at_secrets()

@@ -12,14 +12,14 @@ from tests.live_service import live_service, scripted_spec
 
 
 @pytest.mark.parametrize(
-    ("served", "exit_code", "told"),
+    ("served", "exit_code", "expected_text"),
     [
         (True, ExitCode.USAGE, "has changed at the coordinator since the run was submitted"),
         (False, ExitCode.MISMATCH, "expected the data that the run started with"),
     ],
 )
 async def test_data_changed_before_a_resume_end_the_run(
-    tmp_path, monkeypatch, served, exit_code, told
+    tmp_path, monkeypatch, served, exit_code, expected_text
 ):
     monkeypatch.setattr(eligibility, "OTHERS_COME_WITHIN_MS", 200)
     data = tmp_path / "input.bin"
@@ -36,7 +36,7 @@ async def test_data_changed_before_a_resume_end_the_run(
         next_id = live.service.submit(next_spec)
         live.worker("w0", cache=tmp_path / "another cache")
         ended = await live.wait_for("run_ended", run_id=run_id)
-        assert (ended["outcome"], told in ended["reason"]) == ("failed", True), ended
+        assert (ended["outcome"], expected_text in ended["reason"]) == ("failed", True), ended
         assert "worker 'w0': " in ended["reason"]
         finished = live.service.finished
         assert finished is not None

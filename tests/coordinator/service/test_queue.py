@@ -36,9 +36,9 @@ async def test_runs_that_waited_take_their_directories_again(tmp_path):
         theirs = DirectoryLock.acquire(tmp_path / taken)
         live.worker("w0")
         assert await live.result(first)
-        told = await live.wait_for("run_ended", run_id=taken)
-        assert "cannot begin" in told["reason"]
-        assert "in use by another coordinator" in told["reason"]
+        event = await live.wait_for("run_ended", run_id=taken)
+        assert "cannot begin" in event["reason"]
+        assert "in use by another coordinator" in event["reason"]
         assert await live.result(last)
         theirs.release()
 
@@ -52,8 +52,8 @@ async def test_a_run_that_waits_begins_once_its_directory_is_back(tmp_path, monk
         (tmp_path / waiting).rename(tmp_path / "elsewhere")
         live.worker("w0")
         assert await live.result(first)
-        told = await live.wait_for("run_waits_for_disk", run_id=waiting)
-        assert waiting in told["reason"]
+        event = await live.wait_for("run_waits_for_disk", run_id=waiting)
+        assert waiting in event["reason"]
         (tmp_path / "elsewhere").rename(tmp_path / waiting)
         assert await live.result(waiting)
 

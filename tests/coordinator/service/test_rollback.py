@@ -46,9 +46,11 @@ async def test_a_finished_run_goes_back_and_comes_to_the_same_end(tmp_path):
     assert result["losses"] == reference["losses"]
     found = audit(directory.path)
     assert found.ok, found.lines()
-    told = [e.record for e in read_journal(directory.journal) if isinstance(e.record, Resumed)]
-    assert [record.step for record in told] == [10]
-    assert "--from-step" in told[0].notes[-1]
+    resumptions = [
+        e.record for e in read_journal(directory.journal) if isinstance(e.record, Resumed)
+    ]
+    assert [record.step for record in resumptions] == [10]
+    assert "--from-step" in resumptions[0].notes[-1]
     [aside] = directory.set_aside.iterdir()
     assert json.loads((aside / "result.json").read_text()) == reference
     assert checkpoint_steps(aside / "checkpoints") == [15, 20]
@@ -60,9 +62,9 @@ async def test_a_run_whose_copies_can_lie_nowhere_is_refused(tmp_path):
     async with live_service(tmp_path / "runs", 1) as live:
         for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
             spec = scripted_spec(checkpoint={"copies": [str(place)]})
-            with pytest.raises(UsageError, match="expected a directory") as told:
+            with pytest.raises(UsageError, match="expected a directory") as raised:
                 live.service.submit(spec)
-            assert "copy" not in str(told.value)
+            assert "copy" not in str(raised.value)
         spec = scripted_spec(checkpoint={"copies": ["tower"]})
         with pytest.raises(UsageError, match="with a / in it, got 'tower'; copies on workers"):
             live.service.submit(spec)
@@ -152,7 +154,7 @@ def test_a_segment_that_continues_after_the_checkpoint_is_cut_and_kept_whole_asi
     write_checkpoint(
         run.directory.checkpoints, MANIFEST, run.replica, run_id=RUN_ID, term=1, losses=run.losses
     )
-    kept = run.replica.state_digest()
+    state_digest = run.replica.state_digest()
     for _ in range(2):
         run.step()
     run.log.close()
@@ -163,7 +165,7 @@ def test_a_segment_that_continues_after_the_checkpoint_is_cut_and_kept_whole_asi
     found = recover(run.directory)
     assert found is not None
     assert (found.step, found.index.last, found.notes) == (3, 2, ())
-    assert found.replica().state_digest() == kept
+    assert found.replica().state_digest() == state_digest
     # The rest of it would count again if only the newer segment were set aside.
     run.term, run.replica = 2, found.replica()
     run.log = run.open_log()

@@ -159,8 +159,8 @@ async def test_another_run_spec_is_refused_and_the_directory_let_go(tmp_path):
             live.service.resume(tmp_path / run_id, scripted_spec(steps=31))
         with pytest.raises(UsageError) as caught:
             live.service.submit(scripted_spec(steps=31), tmp_path / run_id)
-        told = f"holds a run already, {run_id!r} of another run spec: choose another directory"
-        assert told in str(caught.value)
+        text = f"holds a run already, {run_id!r} of another run spec: choose another directory"
+        assert text in str(caught.value)
         assert "(--resume)" not in str(caught.value)
         with pytest.raises(UsageError, match=r"already: continue it \(--resume\)"):
             live.service.submit(SPEC, tmp_path / run_id)
@@ -243,8 +243,8 @@ async def test_without_its_term_a_run_loses_no_step(tmp_path):
 async def test_a_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
     """Interrupted after step 14, when terms were called epochs and files had no digests."""
     reference = await undisturbed(tmp_path / "alone", SPEC)
-    [kept] = (ROOT / "tests" / "older_release").iterdir()
-    run = shutil.copytree(kept, tmp_path / "runs" / kept.name)
+    [older_run] = (ROOT / "tests" / "older_release").iterdir()
+    run = shutil.copytree(older_run, tmp_path / "runs" / older_run.name)
     before = audit(run)
     assert before.ok, before.lines()
     assert "epoch.json has term 1" in "\n".join(before.lines())
@@ -252,7 +252,7 @@ async def test_a_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
     async with live_service(tmp_path / "runs", 1) as live:
         live.service.resume(run)
         live.worker("w0")
-        result = await live.result(kept.name)
+        result = await live.result(older_run.name)
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
     after = audit(run)
@@ -277,11 +277,11 @@ async def test_a_later_checkpoint_that_could_not_be_used_is_left_behind(tmp_path
     assert audit(tmp_path / run_id).ok
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.3])
-async def test_a_journal_that_was_cut_is_no_history_to_continue_with(tmp_path, kept):
+@pytest.mark.parametrize("lines_left", [0.0, 0.3])
+async def test_a_journal_that_was_cut_is_no_history_to_continue_with(tmp_path, lines_left):
     (run_id,) = await interrupted(tmp_path, SPEC)
     journal = tmp_path / run_id / "journal.jsonl"
-    os.truncate(journal, round(journal.stat().st_size * kept))
+    os.truncate(journal, round(journal.stat().st_size * lines_left))
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(StorageDamaged, match=r"journal\.jsonl.*restore it from a copy"):
             live.service.resume(tmp_path / run_id)

@@ -130,9 +130,9 @@ def test_the_newer_term_is_newer_also_beside_copies_of_more_steps(tmp_path):
     (void,) = before.glob("*/*")
     void.rename(next(copies.iterdir()) / void.name)
     restored(run, copies, tmp_path / "again")
-    told = restore_copy(next(copies.glob("*/*6")), tmp_path / "void").summary
-    assert "there is a newer copy" in told
-    assert "after-0000000003" in told
+    summary = restore_copy(next(copies.glob("*/*6")), tmp_path / "void").summary
+    assert "there is a newer copy" in summary
+    assert "after-0000000003" in summary
 
 
 def test_a_copy_made_while_the_run_continues_is_enough(tmp_path):
@@ -142,9 +142,9 @@ def test_a_copy_made_while_the_run_continues_is_enough(tmp_path):
     for _ in range(3):
         run.step()
     copy_checkpoint(run.directory, 3, str(tmp_path / "copies"), keep=3)
-    told = restore_copy(tmp_path / "copies", tmp_path / "again").summary
-    assert "steps 3 to 5 were committed: they are done again" in told
-    assert "4 were skipped" in told
+    summary = restore_copy(tmp_path / "copies", tmp_path / "again").summary
+    assert "steps 3 to 5 were committed: they are done again" in summary
+    assert "4 were skipped" in summary
     lock = lock_directory(tmp_path / "again")
     found = load_run(lock)
     assert found is not None
@@ -197,14 +197,14 @@ def test_a_run_that_was_restored_while_the_first_lives_has_the_copies(tmp_path):
     restore_copy(copies, elsewhere.path)
     steps_of(run, 3, copies)  # nobody knows better yet
     assert copy_checkpoint(elsewhere, 3, str(copies), keep=3)
-    told = "has after-0000000003 of the same run, restored elsewhere: end one of the two"
+    expected_text = "has after-0000000003 of the same run, restored elsewhere: end one of the two"
     for again in (False, True):  # its restart is as new: no reason to take them back
         if again:
             run.crash_and_resume()
             run.journal.sync()
         run.step()
         run.checkpoint()
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=expected_text):
             copy_checkpoint(run.directory, run.replica.step, str(copies), keep=3)
     assert not copy_checkpoint(elsewhere, 3, str(copies), keep=3)
     assert names(copies) == ["after-0000000003", "after-0000000006"]

@@ -103,10 +103,10 @@ def test_a_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monke
     })  # fmt: skip
     usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    told = (
+    expected_text = (
         r"No space left for this capture: expected 12\d\.\d+ GiB for 1000000 samples, got 953.7 MiB"
     )
-    with pytest.raises(StorageFailed, match=told):
+    with pytest.raises(StorageFailed, match=expected_text):
         check_disk_space(tmp_path, spec, manifest)
     part = spec.model_copy(update={"steps": 10})
     check_disk_space(tmp_path, part, manifest)

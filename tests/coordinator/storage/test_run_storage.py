@@ -79,12 +79,12 @@ async def test_a_checkpoint_stays_while_it_is_copied(directory):
     storage, failures = begin(directory)
     replica, losses = state_zero(), [float("nan")] * 4
     await storage.save(replica, ())
-    async with storage.holding_newest() as held:
+    async with storage.holding_newest() as newest:
         for step in range(4):
             await storage.commit(record := record_of(step, 0, skip=True))
             apply_logged_step(replica, record, [])
             await storage.save(replica, losses[: step + 1])
-        assert checkpoint_steps(directory.checkpoints) == [held, 3, 4]
+        assert checkpoint_steps(directory.checkpoints) == [newest, 3, 4]
     await storage.close()
     assert failures == []
 
@@ -118,15 +118,15 @@ async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
 
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
-    held = RunStorage(directory, RUN_ID, SPEC, term=1, guard=lambda: None, failed=print)
-    held.begin_log(MANIFEST, 0)
-    await held.commit(record_of(0, 0, skip=True))
-    held._guard = lost
-    held.save_admission_record(AdmissionRecord(signature="a" * 64, initial_digest="b" * 64))
+    storage = RunStorage(directory, RUN_ID, SPEC, term=1, guard=lambda: None, failed=print)
+    storage.begin_log(MANIFEST, 0)
+    await storage.commit(record_of(0, 0, skip=True))
+    storage._guard = lost
+    storage.save_admission_record(AdmissionRecord(signature="a" * 64, initial_digest="b" * 64))
     with pytest.raises(RunFailed):
-        await held.commit(record_of(1, 0, skip=True))
+        await storage.commit(record_of(1, 0, skip=True))
     assert directory.read_admission_record() is None
-    await held.close()
+    await storage.close()
 
 
 async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeypatch):
@@ -153,9 +153,9 @@ async def test_metrics_are_kept_with_a_checkpoint_that_comes_after_them(director
     storage.record([CommandReceived(term=1, step=0, command="checkpoint")])
     await storage.save(state_zero(), ())
     await storage.close()
-    kept = read_metrics(directory.checkpoints, 0)
-    assert kept is not None
-    assert kept.figures == {"accuracy": 0.5}
+    metrics = read_metrics(directory.checkpoints, 0)
+    assert metrics is not None
+    assert metrics.figures == {"accuracy": 0.5}
 
 
 async def test_who_comes_next_has_averages_kept_though_the_disk_refused_the_first(
@@ -210,6 +210,6 @@ async def test_a_checkpoint_that_comes_after_later_metrics_has_its_own(directory
     storage.keep_metrics(2, "d" * 64, {"accuracy": 0.25})
     await storage.save(state_zero(), ())
     await storage.close()
-    kept = read_metrics(directory.checkpoints, 0)
-    assert kept is not None
-    assert kept.figures == {"accuracy": 0.5}
+    metrics = read_metrics(directory.checkpoints, 0)
+    assert metrics is not None
+    assert metrics.figures == {"accuracy": 0.5}

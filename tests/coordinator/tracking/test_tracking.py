@@ -35,10 +35,10 @@ STEPS = [*range(1, 41)]
 
 def run_in(directory: Path, steps: int, *, ends: bool = False) -> Path:
     """A run's directory with so many steps in its journal."""
-    kept = RunDirectory(directory)
+    run_directory = RunDirectory(directory)
     if not directory.exists():
-        kept.begin("scripted-1", parse_run_spec({"task": "scripted", "steps": steps}))
-    journal = Journal(kept.journal)
+        run_directory.begin("scripted-1", parse_run_spec({"task": "scripted", "steps": steps}))
+    journal = Journal(run_directory.journal)
     for step in range(journal.lines, steps):
         journal.append(
             Committed(
@@ -148,13 +148,13 @@ def test_every_step_is_reported_once_over_two_processes(tmp_path, name):
 def test_a_coordinator_that_is_killed_continues_telling_all_of_them(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
-    given = ["--expect-workers", "1", *(f"--track={name}" for name in HERE)]
-    with Cluster(tmp_path, *given, "--run", str(run)) as cluster:
+    options = ["--expect-workers", "1", *(f"--track={name}" for name in HERE)]
+    with Cluster(tmp_path, *options, "--run", str(run)) as cluster:
         cluster.worker("w0", "--backend", "scripted:5")
         cluster.wait_for("committed", step=9)
         cluster.coordinator.kill()
         cluster.coordinator.wait()
-    with Cluster(tmp_path, *given, "--resume") as cluster:
+    with Cluster(tmp_path, *options, "--resume") as cluster:
         cluster.worker("w0", "--backend", "scripted:1")
         result = cluster.result()
         assert cluster.wait_for_exit(cluster.coordinator) == 0
@@ -172,10 +172,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "expected_text"),
     [("fails", "AttributeError"), ("hangs", "in time"), ("dies", "it was ended")],
 )
-def test_a_tracker_that_breaks_is_reported_in_one_line(tmp_path, monkeypatch, how, said):
+def test_a_tracker_that_breaks_is_reported_in_one_line(tmp_path, monkeypatch, how, expected_text):
     (tmp_path / "wandb.py").write_text(BROKEN[how])
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     run = run_in(tmp_path / "run", 3, ends=True)
@@ -190,12 +190,12 @@ def test_a_tracker_that_breaks_is_reported_in_one_line(tmp_path, monkeypatch, ho
     tracking.stop()
     assert len(lines) == 1
     assert "\n" not in lines[0]
-    assert said in lines[0]
+    assert expected_text in lines[0]
     assert f"coordinator track {run} --to wandb" in lines[0]
 
 
 def test_what_cannot_be_tracked_is_refused_at_once(tmp_path):
-    for words, told in (
+    for words, expected_text in (
         (("--track", "tensorbord"), "expected one of tensorboard"),
         (("track", str(tmp_path), "--to", "trackio"), "expected one of tensorboard"),
     ):
@@ -203,7 +203,7 @@ def test_what_cannot_be_tracked_is_refused_at_once(tmp_path):
             "coordinator", *words, *(["--expect-workers", "1"] if "-" in words[0] else [])
         )
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert told in done.stderr
+        assert expected_text in done.stderr
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):

@@ -95,7 +95,7 @@ def _raised_by(work):
 
 
 @pytest.mark.parametrize(
-    ("work", "told"),
+    ("work", "expected_text"),
     [
         (lambda: dict[str, int]()["nosuch"], "KeyError: 'nosuch'"),
         (lambda: 1 // 0, "ZeroDivisionError: integer division or modulo by zero"),
@@ -105,9 +105,9 @@ def _raised_by(work):
         (lambda: int("x\ny"), "invalid literal for int()"),
     ],
 )
-def test_what_other_libraries_raise_is_reported_in_one_line(work, told):
+def test_what_other_libraries_raise_is_reported_in_one_line(work, expected_text):
     text = describe_error(_raised_by(work))
-    assert told in text
+    assert expected_text in text
     assert "\n" not in text
     assert "http" not in text
 

@@ -70,12 +70,12 @@ def test_no_secret_waits_for_the_writer_of_a_pipe(pipe, tmp_path):
         credentials = CoordinatorCredentials.open(home)
         credentials.enrol("w")
         path = home / "coordinator" / name
-        kept = path.rename(tmp_path / "kept")
+        moved = path.rename(tmp_path / "kept")
         os.mkfifo(path, 0o600)
         with pytest.raises(UsageError, match="expected a file, got a pipe"):
             CoordinatorCredentials.open(home).keys.get("w")
         path.unlink()
-        kept.rename(path)
+        moved.rename(path)
 
 
 def test_a_control_token_in_a_pipe_is_named(pipe):

@@ -56,8 +56,13 @@ def test_packages_that_do_not(tmp_path):
     wrong = ("numpy>=99.0", "no-such-package>=1; extra == 'worker'", "blake3>=99; extra == 'hf'")
     line = packages_found(installed_as(tmp_path, *wrong), "worker")[1]
     assert line.startswith("failure  packages: numpy is ")
-    for told in ("expected >=99.0", "no-such-package is missing", "blake3 is ", "[worker]"):
-        assert told in line
+    for text in (
+        "expected >=99.0",
+        "no-such-package is missing",
+        "blake3 is ",
+        "[worker]",
+    ):
+        assert text in line
 
 
 def test_two_releases_at_once(tmp_path):

@@ -115,8 +115,8 @@ def test_a_parquet_of_another_layout_is_one_line(tmp_path):
 def test_a_file_of_a_later_format_is_one_line(whole):
     pa, pq = pyarrow_modules()
     table = pq.read_table(whole)
-    said = table.schema.metadata[b"samestep"].replace(b'"format":1', b'"format":2')
-    pq.write_table(table.replace_schema_metadata({b"samestep": said}), whole)
+    metadata = table.schema.metadata[b"samestep"].replace(b'"format":1', b'"format":2')
+    pq.write_table(table.replace_schema_metadata({b"samestep": metadata}), whole)
     with pytest.raises(DataError, match="of this release"):
         LogitsFile(whole)
     assert pa

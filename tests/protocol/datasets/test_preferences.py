@@ -53,7 +53,7 @@ def test_columns_may_have_other_names_and_pairs_come_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "expected_text"),
     [
         ({"prompt": "a", "chosen": "b"}, "rejected"),
         (
@@ -70,6 +70,6 @@ def test_columns_may_have_other_names_and_pairs_come_once(tmp_path):
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "line 1 prompt: expected text"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(tmp_path, row, told):
-    with pytest.raises(DataError, match=told):
+def test_what_is_wrong_is_said_with_its_line(tmp_path, row, expected_text):
+    with pytest.raises(DataError, match=expected_text):
         read_preferences(spec_of(tmp_path, row))

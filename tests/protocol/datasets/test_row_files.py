@@ -81,7 +81,7 @@ def test_a_json_list_is_read_piece_by_piece(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected_text"),
     [
         ('[{"text": "x"}, {"te', "row 2 is not JSON"),
         ('[{"text": "x"} {"text": "y"}]', "expected ',' after row 1, got '{'"),
@@ -90,9 +90,9 @@ def test_a_json_list_is_read_piece_by_piece(tmp_path):
         ("[1]", "row 1: expected a JSON object"),
     ],
 )
-def test_what_is_no_list_is_one_line(tmp_path, text, told):
+def test_what_is_no_list_is_one_line(tmp_path, text, expected_text):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(DataError, match=told) as raised:
+    with pytest.raises(DataError, match=expected_text) as raised:
         read(tmp_path / "a.json")
     assert "\n" not in str(raised.value)
 
@@ -147,8 +147,8 @@ def test_classes_of_datasets_have_their_names(tmp_path, kind):
         "text": ["Good.", "Bad.", "So."], "label": [1, 0, -1],
         "tokens": [["Go", "Ann"], ["No"], ["So"]], "ner_tags": [[0, 1], [0], [0]],
     })  # fmt: skip
-    told = {"huggingface": json.dumps({"info": {"features": features}})}
-    table = table.replace_schema_metadata(told)
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = table.replace_schema_metadata(metadata)
     path = tmp_path / f"a.{kind}"
     if kind == "parquet":
         pq.write_table(table, path)
@@ -183,10 +183,12 @@ def test_all_bad_rows_are_in_one_report_or_are_skipped(tmp_path):
     path.write_text("\n".join([*lines, *bad]))
     with pytest.raises(DataError) as raised:
         read(path)
-    told = str(raised.value).splitlines()
-    assert told[0] == "3 bad rows:"
-    assert [f"line {n}" in line for n, line in zip((6, 7, 8), told[1:], strict=False)] == [True] * 3
-    assert told[-1].strip() == "fix them, or leave them out: --set data.skip_bad_rows=true"
+    report_lines = str(raised.value).splitlines()
+    assert report_lines[0] == "3 bad rows:"
+    assert [f"line {n}" in line for n, line in zip((6, 7, 8), report_lines[1:], strict=False)] == [
+        True
+    ] * 3
+    assert report_lines[-1].strip() == "fix them, or leave them out: --set data.skip_bad_rows=true"
     found = read(path, skip_bad_rows=True)
     assert (len(found.texts), found.bad_rows) == (5, 3)
     path.write_text("\n".join(bad[1:2] * 300))

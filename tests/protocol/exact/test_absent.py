@@ -107,8 +107,8 @@ def by_torch(spec, start, steps):
         one = torch_optimizer(spec, groups)
     for gradients in steps:
         for name, parameter in parameters.items():
-            given = gradients[name]
-            parameter.grad = None if given is None else torch.from_numpy(given.copy())
+            gradient = gradients[name]
+            parameter.grad = None if gradient is None else torch.from_numpy(gradient.copy())
         if spec.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), spec.clip_norm)
         if spec.clip_value is not None and any(g is not None for g in gradients.values()):

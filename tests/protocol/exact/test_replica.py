@@ -149,10 +149,10 @@ def test_a_skip_changes_the_state_digest_and_no_weight():
 
 
 def test_parameters_are_copied_in():
-    given = values(0)
+    source = values(0)
     replica = Replica(BLOCKS, SPECS[0])
-    replica.load_parameters(given)
-    given[0][:] = 0
+    replica.load_parameters(source)
+    source[0][:] = 0
     assert replica.parameters[0].tobytes() == values(0)[0].tobytes()
 
 

@@ -30,6 +30,6 @@ def test_a_thread_that_flushes_them_is_refused_in_one_line(loaded_before):
         return str(caught.value)
 
     with ThreadPoolExecutor(1) as thread:
-        told = thread.submit(flushing).result()
-    assert told.startswith("this test flushes subnormal numbers to zero")
-    assert "\n" not in told
+        error = thread.submit(flushing).result()
+    assert error.startswith("this test flushes subnormal numbers to zero")
+    assert "\n" not in error

@@ -111,17 +111,17 @@ def test_any_cut_and_any_order_of_merging_gives_the_bits_of_the_recursion(microb
     workers = data.draw(st.lists(st.integers(0, 4), min_size=microbatches, max_size=microbatches))
     random = np.random.default_rng(seed)
     leaves = random.standard_normal((microbatches, 5)).astype(np.float32)
-    held: dict[Subtree | None, NDArray[np.float32]] = {}
+    sums: dict[Subtree | None, NDArray[np.float32]] = {}
     for worker in set(workers):
         mine = [leaf for leaf in range(microbatches) if workers[leaf] == worker]
-        held |= {n: naive_sum(leaves, n.lo, n.hi) for n in cover(mine, microbatches)}
-    while len(held) > 1:
-        ready = [n for n in held if n and sibling(n, microbatches) in held]
+        sums |= {n: naive_sum(leaves, n.lo, n.hi) for n in cover(mine, microbatches)}
+    while len(sums) > 1:
+        ready = [n for n in sums if n and sibling(n, microbatches) in sums]
         above = parent(data.draw(st.sampled_from(sorted(ready))), microbatches)
         assert above is not None
         left, right = children(above)
-        held[above] = held.pop(left) + held.pop(right)
-    whole = held[root(microbatches)]
+        sums[above] = sums.pop(left) + sums.pop(right)
+    whole = sums[root(microbatches)]
     assert whole.tobytes() == naive_sum(leaves, 0, microbatches).tobytes()
 
 

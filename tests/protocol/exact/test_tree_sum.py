@@ -70,7 +70,7 @@ def test_every_leaf_counts_exactly_once(case):
     come: set[int] = set()
     for subtree in subtrees:
         before = come.issuperset(range(*subtree))
-        assert sums.covers(subtree) is any(held.covers(subtree) for held in sums.pending)
+        assert sums.covers(subtree) is any(pending.covers(subtree) for pending in sums.pending)
         taken = sums.put(subtree, list(range(*subtree)))
         come |= set(range(*subtree))
         assert taken or before

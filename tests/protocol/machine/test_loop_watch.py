@@ -21,10 +21,10 @@ def work() -> None:
         pass
 
 
-@pytest.mark.parametrize(("block", "held"), [(work, True), (lambda: time.sleep(HELD_S), False)])
-def test_processor_time_of_a_callback_counts_and_a_wait_does_not(block, held):
-    told: list[float] = []
-    watch = LoopWatch(told.append)
+@pytest.mark.parametrize(("block", "busy_ms"), [(work, True), (lambda: time.sleep(HELD_S), False)])
+def test_processor_time_of_a_callback_counts_and_a_wait_does_not(block, busy_ms):
+    reported: list[float] = []
+    watch = LoopWatch(reported.append)
 
     @on_uvloop
     async def story() -> None:
@@ -36,5 +36,5 @@ def test_processor_time_of_a_callback_counts_and_a_wait_does_not(block, held):
         watching.cancel()
 
     story()
-    assert (watch.longest_hold_ms > limits.LOOP_HOLD_MS) == held
-    assert bool(told) == held
+    assert (watch.longest_hold_ms > limits.LOOP_HOLD_MS) == busy_ms
+    assert bool(reported) == busy_ms

@@ -39,14 +39,14 @@ def test_whom_the_kernel_has_killed(tmp_path, own, file, text):
     (groups / file).write_text(text)
     expected = {"machine": 9, "group": 2} if text else {"machine": 9}
     assert killed_for_memory(proc, groups) == expected
-    told = killed(proc, groups)
+    finding = killed(proc, groups)
     if text:
-        assert (told.outcome, "2 processes of this control group" in told.found) == (
+        assert (finding.outcome, "2 processes of this control group" in finding.found) == (
             "warning",
             True,
         )
     else:
-        assert (told.outcome, "9 processes since" in told.found) == ("ok", True)
+        assert (finding.outcome, "9 processes since" in finding.found) == ("ok", True)
 
 
 def test_a_system_that_reports_nothing(tmp_path):

@@ -51,8 +51,8 @@ def test_one_that_was_killed_for_memory_is_reported_once(tmp_path, system, monke
     counts(2)
     assert presence(tmp_path, proc, "other").begin() == ""
     note = presence(tmp_path, proc)
-    told = note.begin()
-    assert "'w' that ran here before was killed by the kernel for memory" in told
+    message = note.begin()
+    assert "'w' that ran here before was killed by the kernel for memory" in message
     note.end()
     assert presence(tmp_path, proc).begin() == ""
 

@@ -48,10 +48,10 @@ def test_what_is_needed_once_is_the_system_s_again():
     memory = SharedMemory()
     values = memory.new_array(limits.MIB, once=True)
     values[:] = 1
-    held = os.fstat(memory.fd).st_blocks
+    blocks = os.fstat(memory.fd).st_blocks
     del values
     memory.new_array(1)
-    assert os.fstat(memory.fd).st_blocks < held
+    assert os.fstat(memory.fd).st_blocks < blocks
 
 
 def test_arrays_lie_as_a_matrix_product_wants_them():

@@ -150,9 +150,9 @@ def test_only_so_much_waits_there_at_once(sides):
     """More of a worker's sums than of what the coordinator copies."""
     _, listens, dials = sides
     raw = memoryview(bytes(HALF_BYTES))
-    told = [lent(listens, raw) for _ in range(2)]
+    copies = [lent(listens, raw) for _ in range(2)]
     assert listens.copy(raw) is None
-    assert len(told) == 2
+    assert len(copies) == 2
     places = [lent(dials, raw) for _ in range(8)]
     assert dials.copy(raw) is None
     body = listens.borrow(places[0], HALF_BYTES)

@@ -164,9 +164,9 @@ def test_a_dead_name_server_holds_nobody(monkeypatch):
     assert time.monotonic() - began_s < PATIENCE_S
     assert error.cause == "no name server"
     assert "within 0 s" in error.observation
-    held = [each for each in threading.enumerate() if each.name == "name resolution"]
-    assert held
-    assert all(each.daemon for each in held)
+    threads = [each for each in threading.enumerate() if each.name == "name resolution"]
+    assert threads
+    assert all(each.daemon for each in threads)
     over.set()
 
 

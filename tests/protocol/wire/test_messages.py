@@ -30,7 +30,7 @@ def refused(kind, fields):
 
 def test_tags_are_what_they_were():
     """A tag is never given to another message: older peers would misread it."""
-    told = enumerate(
+    names = enumerate(
         [
             "Hello",
             "Challenge",
@@ -95,7 +95,7 @@ def test_tags_are_what_they_were():
         start=1,
     )
     assert [(kind.tag, kind.__name__) for kind in KINDS] == [
-        (tag, name) for tag, name in told if name != "taken once"
+        (tag, name) for tag, name in names if name != "taken once"
     ]
 
 

@@ -114,7 +114,7 @@ def _same(channel: Channel) -> Channel:
 
 
 async def test_memory_comes_back_with_what_is_sent_next():
-    coordinator, worker, owner, heard = await channels()
+    coordinator, worker, owner, receiver = await channels()
     memory = worker.connection.memory
     assert isinstance(memory, SharedSegment)
     worker.send(encode(SENT, VALUES))
@@ -123,7 +123,7 @@ async def test_memory_comes_back_with_what_is_sent_next():
     owner.bodies.clear()
     assert len(memory._lent) == 1
     coordinator.send(encode(AveragedBlockGradient(**PLACE, block=1, chunk=0), VALUES))
-    await heard.until_messages(1)
+    await receiver.until_messages(1)
     assert not memory._lent
     coordinator.abort("the test is over")
     worker.abort("the test is over")

@@ -96,13 +96,13 @@ def recorded(monkeypatch):
 async def test_large_bodies_are_read_in_a_thread_and_small_ones_in_the_event_loop(
     contexts, monkeypatch
 ):
-    (ours, theirs), (_, heard) = await joined(contexts)
+    (ours, theirs), (_, receiver) = await joined(contexts)
     parsed = recorded(monkeypatch)
     for count in (SMALL, LARGE, SMALL):
         ours.send(blob(of_bytes(count)))
-    await heard.until_messages(3)
-    assert [body.nbytes for body in heard.bodies] == [SMALL, LARGE, SMALL]
-    assert all(np.array_equal(body, of_bytes(body.nbytes)) for body in heard.bodies)
+    await receiver.until_messages(3)
+    assert [body.nbytes for body in receiver.bodies] == [SMALL, LARGE, SMALL]
+    assert all(np.array_equal(body, of_bytes(body.nbytes)) for body in receiver.bodies)
     in_threads = sum(nbytes for nbytes, thread in parsed if thread == "bulk in")
     assert LARGE - limits.BULK_BYTES < in_threads <= LARGE
     assert theirs.bytes_received == ours.bytes_sent
@@ -138,18 +138,18 @@ async def test_whatever_is_sent_both_ways_at_once_arrives_in_order(contexts, see
 
 @on_uvloop
 async def test_what_comes_while_nothing_is_to_be_read_is_heard_later(contexts):
-    (ours, theirs), (_, heard) = await joined(contexts)
+    (ours, theirs), (_, receiver) = await joined(contexts)
     for number in range(4):
         ours.send(blob(of_bytes(LARGE), offset=number))
-    await heard.until_messages(1)
+    await receiver.until_messages(1)
     theirs.pause()
-    before = len(heard.messages)
+    before = len(receiver.messages)
     ours.send(Heartbeat())
     await asyncio.to_thread(lambda: None)
-    assert len(heard.messages) == before
+    assert len(receiver.messages) == before
     theirs.resume()
-    await heard.until_messages(5)
-    assert [type(message) for message in heard.messages][-1] in (messages.BlobChunk, Heartbeat)
+    await receiver.until_messages(5)
+    assert [type(message) for message in receiver.messages][-1] in (messages.BlobChunk, Heartbeat)
     ours.abort("done")
     theirs.abort("done")
 
@@ -161,7 +161,7 @@ async def test_a_goodbye_is_read_although_the_peer_has_gone_while_it_was_sent_to
     dialled = socket.create_connection(listener.getsockname())
     accepted, _ = listener.accept()
     listener.close()
-    (ours, theirs), (_, heard) = await joined(contexts, (accepted, dialled))
+    (ours, theirs), (_, receiver) = await joined(contexts, (accepted, dialled))
     transport = ours._transport
     theirs.send(rows(of_bytes(LARGE)))
     theirs.send(rows(of_bytes(LARGE)))
@@ -171,19 +171,19 @@ async def test_a_goodbye_is_read_although_the_peer_has_gone_while_it_was_sent_to
     transport.abort()
     for number in range(4):
         theirs.send(rows(of_bytes(LARGE), offset=number))
-    await heard.until_lost()
-    assert [message.reason for message in heard.messages] == ["the disk is full"]
-    assert isinstance(heard.messages[0], Goodbye)
+    await receiver.until_lost()
+    assert [message.reason for message in receiver.messages] == ["the disk is full"]
+    assert isinstance(receiver.messages[0], Goodbye)
 
 
 @on_uvloop
 async def test_the_end_in_the_middle_of_a_large_body_is_reported(contexts):
-    (ours, theirs), (_, heard) = await joined(contexts)
+    (ours, theirs), (_, receiver) = await joined(contexts)
     whole = b"".join(bytes(each) for each in blob(of_bytes(LARGE)).buffers)
     assert ours._transport is not None
     ours._transport.write(whole[: LARGE // 2])
     ours._transport.close()
-    reason, error = await heard.until_lost()
+    reason, error = await receiver.until_lost()
     assert "rest of a frame" in reason
     assert error is not None
     theirs.abort("done")
@@ -191,40 +191,40 @@ async def test_the_end_in_the_middle_of_a_large_body_is_reported(contexts):
 
 @on_uvloop
 async def test_a_large_body_that_does_not_fit_its_checksum_ends_the_connection(contexts):
-    (ours, theirs), (told, heard) = await joined(contexts)
+    (ours, theirs), (sender, receiver) = await joined(contexts)
     whole = bytearray(b"".join(bytes(each) for each in blob(of_bytes(LARGE)).buffers))
     whole[-1] ^= 1
     assert ours._transport is not None
     ours._transport.write(bytes(whole))
-    reason, _ = await heard.until_lost()
+    reason, _ = await receiver.until_lost()
     assert "checksum" in reason
-    await told.until_messages(1)
-    assert "checksum" in told.messages[0].reason
+    await sender.until_messages(1)
+    assert "checksum" in sender.messages[0].reason
     del theirs
 
 
 @on_uvloop
 async def test_bytes_that_are_no_tls_end_the_connection(contexts):
-    (ours, theirs), (told, heard) = await joined(contexts)
+    (ours, theirs), (sender, receiver) = await joined(contexts)
     socket.socket.send(
         ours._transport._endpoint, b"\x17\x03\x03\x00\x20" + bytes(32)
     )  # a record that nobody encrypted
-    await heard.until_lost()
-    await told.until_lost()
+    await receiver.until_lost()
+    await sender.until_lost()
     assert ours.closed
     assert theirs.closed
 
 
 @on_uvloop
 async def test_whole_messages_before_bytes_that_are_no_tls_are_heard(contexts):
-    (ours, theirs), (_, heard) = await joined(contexts)
+    (ours, theirs), (_, receiver) = await joined(contexts)
     theirs.pause()
     for number in range(3):
         ours.send(blob(of_bytes(100), offset=number))
     socket.socket.send(ours._transport._endpoint, b"\x17\x03\x03\x00\x20" + bytes(32))
     theirs.resume()
-    await heard.until_lost()
-    assert [message.offset for message in heard.messages] == [0, 1, 2]
+    await receiver.until_lost()
+    assert [message.offset for message in receiver.messages] == [0, 1, 2]
     ours.abort("done")
 
 
@@ -246,7 +246,7 @@ async def test_two_that_say_goodbye_at_once_do_not_wait_for_each_other(contexts)
 
 @on_uvloop
 async def test_who_reads_for_a_moment_only_receives_nothing(contexts):
-    (ours, theirs), (_, heard) = await joined(contexts)
+    (ours, theirs), (_, receiver) = await joined(contexts)
     begun, read = asyncio.Event(), asyncio.Event()
     transport = theirs._transport
     transport._reader.do = _then(transport._reader.do, begun)
@@ -259,9 +259,9 @@ async def test_who_reads_for_a_moment_only_receives_nothing(contexts):
     theirs.pause()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert not heard.messages
+    assert not receiver.messages
     theirs.resume()
-    await heard.until_messages(1)
+    await receiver.until_messages(1)
     ours.abort("done")
     theirs.abort("done")
 
@@ -295,14 +295,14 @@ async def test_what_is_no_tls_is_named_so(contexts):
 @on_uvloop
 async def test_threads_end_with_their_connection(contexts):
     before = set(threading.enumerate())
-    (ours, theirs), (heard, _) = await joined(contexts)
+    (ours, theirs), (receiver, _) = await joined(contexts)
     theirs.send(rows(of_bytes(LARGE)))
-    await heard.until_messages(1)
+    await receiver.until_messages(1)
     begun = [thread for thread in threading.enumerate() if thread not in before]
     assert {thread.name for thread in begun} >= {"bulk in", "bulk out"}
     ours.goodbye("the end", retry=False)
     theirs.abort("done")
-    await heard.until_lost()
+    await receiver.until_lost()
     for thread in begun:
         if thread.name.startswith("bulk"):
             await asyncio.to_thread(thread.join, PATIENCE_S)

@@ -221,17 +221,17 @@ def paused(channel: Channel) -> asyncio.Transport:
 @on_uvloop
 async def test_what_came_with_a_message_that_ended_the_connection_is_not_heard():
     async with serving() as served:
-        heard: list[Message] = []
+        handled: list[Message] = []
 
         def end_at_the_first(channel: Channel, received: Received) -> None:
-            heard.append(received.message)
+            handled.append(received.message)
             channel.abort("enough")
 
         served.owner.on_message = end_at_the_first  # type: ignore[method-assign]
         _, writer = await raw(served.port)
         writer.write(flat(encode(Heartbeat())) * 2)
         await served.owner.until_lost()
-        assert heard == [Heartbeat()]
+        assert handled == [Heartbeat()]
         writer.close()
 
 
@@ -631,12 +631,12 @@ async def test_small_messages_do_not_wait_and_dead_links_are_noticed():
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected_text"),
     [
         (None, "the peer closed the connection"),
         (ConnectionResetError(104, "Connection reset by peer"), "Connection reset by peer"),
         (ConnectionResetError(), "the connection was reset"),
     ],
 )
-def test_why_a_connection_ended_is_reported_in_words(error, told):
-    assert reason_of(error) == told
+def test_why_a_connection_ended_is_reported_in_words(error, expected_text):
+    assert reason_of(error) == expected_text

@@ -20,12 +20,12 @@ def mesh(way="sharded", secret=SECRET):
 
 
 def opened(made, *names, hosts=None, dials=()):
-    said = []
+    actions = []
     for name in names:
         made.joined(name, (hosts or {}).get(name, f"host-{name}"))
         port = 0 if name in dials else 7000
-        said = made.opened(name, PeerPort(run_id="run", port=port, fingerprint=bytes(32)))
-    return said
+        actions = made.opened(name, PeerPort(run_id="run", port=port, fingerprint=bytes(32)))
+    return actions
 
 
 def linked(made, *names, mbit=1000.0, but=()):
@@ -37,10 +37,10 @@ def linked(made, *names, mbit=1000.0, but=()):
 
 def test_all_are_told_all_others_with_the_key_of_the_two():
     made = mesh()
-    said = opened(made, "a", "b", "c")
-    assert [action.worker for action in said] == ["a", "b", "c"]
-    assert all(isinstance(action.message, Peers) for action in said)
-    listing = parse(PeerList, said[0].body)
+    actions = opened(made, "a", "b", "c")
+    assert [action.worker for action in actions] == ["a", "b", "c"]
+    assert all(isinstance(action.message, Peers) for action in actions)
+    listing = parse(PeerList, actions[0].body)
     assert [peer.name for peer in listing.peers] == ["b", "c"]
     assert listing.peers[0].key == pair_key(SECRET, "b", "a").hex() != listing.peers[1].key
 
@@ -61,9 +61,9 @@ def test_equal_links_own_equal_parts_and_who_is_reported_once():
     linked(made, *"abcd")
     table = made.choose("abcd", 0)
     assert set(made.owned().values()) <= {0.25, 0.258, 0.242, 0.226, 0.29, 0.222, 0.278}
-    told = made.tell("abcd")
-    assert [action.worker for action in told] == list("abcd")
-    assert all(isinstance(action.message, Owners) for action in told)
+    actions = made.tell("abcd")
+    assert [action.worker for action in actions] == list("abcd")
+    assert all(isinstance(action.message, Owners) for action in actions)
     assert made.tell("abcd") == []
     assert made.choose("abcd", 1) == table
     assert made.tell("abcd") == []
@@ -204,8 +204,8 @@ def test_workers_own_all_chunks_or_the_coordinator_does():
                     made.reown(name)
                 case _:
                     opened(made, name)
-                    linked(made, *made._doors)
-            table = made.choose([*made._doors], step) if rng.random() < 0.5 else made.table
+                    linked(made, *made._listening)
+            table = made.choose([*made._listening], step) if rng.random() < 0.5 else made.table
             assert table.has_peers == (COORDINATOR not in table.members)
             assert parse(OwnerTable, table.to_bytes()) == table
 

@@ -134,9 +134,9 @@ def assert_is_the_plain_sum(round_, microbatches, exchange):
     assert round_.loss == (loss / total if total else 0.0)
 
 
-def place_of(said):
+def place_of(broadcast):
     """Block and chunk of an average."""
-    return said.message.block, said.message.chunk
+    return broadcast.message.block, broadcast.message.chunk
 
 
 def cut(draw, subtree):
@@ -233,21 +233,21 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
         queues.setdefault(worker, []).extend(
             [(subtree, b, c) for b, c in chunks()] + [(subtree, -1, 0)]
         )
-    said: list[tuple[int, int]] = []
+    averaged: list[tuple[int, int]] = []
     while queues:
         worker = data.draw(st.sampled_from(sorted(queues)))
         subtree, block, chunk = queues[worker].pop(0)
         if block < 0:
             assert round_.subtree_loss(worker, subtree_loss(subtree)) in (True, False)
         else:
-            came = values(subtree, block, chunk, exchange)
-            taken = round_.payload(worker, payload(subtree, block, chunk), came)
+            gradient = values(subtree, block, chunk, exchange)
+            taken = round_.payload(worker, payload(subtree, block, chunk), gradient)
             assert not isinstance(taken, NonFinite)
-            said += [place_of(taken)] if taken is not None else []
+            averaged += [place_of(taken)] if taken is not None else []
         if not queues[worker]:
             del queues[worker]
             assert not round_.unfinished(worker)
-    assert sorted(said) == sorted(chunks())
+    assert sorted(averaged) == sorted(chunks())
     assert_is_the_plain_sum(round_, microbatches, exchange)
 
 
@@ -370,8 +370,10 @@ def test_late_duplicates_change_nothing_and_do_not_halt():
 def test_blocks_come_out_as_they_are_complete():
     round_ = two_workers()
     deliver(round_, "ann", Subtree(0, 2))
-    said = round_.payload("bob", payload(Subtree(2, 4), LAST, 0), values(Subtree(2, 4), LAST, 0))
-    assert place_of(said) == (LAST, 0)
+    broadcast = round_.payload(
+        "bob", payload(Subtree(2, 4), LAST, 0), values(Subtree(2, 4), LAST, 0)
+    )
+    assert place_of(broadcast) == (LAST, 0)
     assert not round_.complete
     assert round_.unfinished("bob") == (Subtree(2, 4),)
     assert round_.unfinished("ann") == ()

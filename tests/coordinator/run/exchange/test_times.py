@@ -21,16 +21,16 @@ def members(speeds, here=0):
 def test_a_star_carries_all_payloads_over_one_link_and_owners_their_part():
     """3 payloads against 1.5, 7 against 1.75; more where flows share a link."""
     for hosts in (4, 8):
-        given = members([100.0] * hosts)
-        ratio = star_s(SMALL, given) / sharded_s(SMALL, given)
+        hosts_of_run = members([100.0] * hosts)
+        ratio = star_s(SMALL, hosts_of_run) / sharded_s(SMALL, hosts_of_run)
         assert ratio >= (hosts - 1) / (2 * (hosts - 1) / hosts)
 
 
 def test_where_one_link_is_slow_neither_way_is_quicker_than_it():
-    given = members([60.0, 1000.0, 1000.0, 1000.0], here=1)
+    hosts = members([60.0, 1000.0, 1000.0, 1000.0], here=1)
     slow_s = 5.3e6 * 8 / 60e6
-    assert slow_s < sharded_s(SMALL, given) < 1.3 * slow_s
-    assert slow_s < star_s(SMALL, given) < 1.6 * slow_s
+    assert slow_s < sharded_s(SMALL, hosts) < 1.3 * slow_s
+    assert slow_s < star_s(SMALL, hosts) < 1.6 * slow_s
 
 
 def test_on_quick_links_the_processor_is_what_limits():
@@ -40,10 +40,10 @@ def test_on_quick_links_the_processor_is_what_limits():
 
 
 def test_half_the_bytes_take_half_the_time():
-    given = members([100.0] * 4)
+    hosts = members([100.0] * 4)
     half = Volume(SMALL.up_bytes // 2, SMALL.down_bytes // 2, SMALL.pieces)
     for way in (star_s, sharded_s):
-        assert way(half, given) == pytest.approx(way(SMALL, given) / 2, rel=0.02)
+        assert way(half, hosts) == pytest.approx(way(SMALL, hosts) / 2, rel=0.02)
 
 
 def test_without_a_member_beside_the_coordinator_averages_go_out_once_more():

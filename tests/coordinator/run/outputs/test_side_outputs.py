@@ -133,7 +133,7 @@ def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("change", "count", "told"),
+    ("change", "count", "expected_text"),
     [
         ({"chunk": 3}, PIECE, "no chunk 3 of microbatch 0"),
         ({"microbatch": 2}, PIECE, "of microbatch 2 in this subtree"),
@@ -143,10 +143,10 @@ def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():
         ({"lo": 1, "hi": 3}, PIECE, "is not a subtree"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, count, told):
+def test_what_does_not_fit_is_refused(change, count, expected_text):
     round_ = begun(ann=(Subtree(0, 2),))
     message = pieces(Subtree(0, 2))[0][0].model_copy(update=change)
-    with pytest.raises(OutOfOrder, match=told):
+    with pytest.raises(OutOfOrder, match=expected_text):
         round_.captured("ann", message, np.zeros(count, np.uint8))
 
 

@@ -103,7 +103,7 @@ class Owners:
 
     def average(self, owner: str, number: int) -> None:
         values = np.zeros(MOST, np.float32)
-        place = {**self.round.place, "owners": 1, "block": 0, "chunk": number}
+        place = {**self.round.step_id, "owners": 1, "block": 0, "chunk": number}
         self.round.peer_average(owner, AveragedBlockGradient(**place), values)
         done = ChunkReduced(**place, digest=chunk_digest(values))
         self.round.peer_average(owner, done, ((owner, Subtree(0, 1)),))

@@ -253,8 +253,8 @@ def test_a_record_that_no_release_knows_is_named(tmp_path):
 def test_a_tail_torn_at_any_byte_of_the_last_batch_is_cut(tmp_path):
     path = tmp_path / "j"
     content = write(path, in_batches(2))
-    kept = len(b"".join(content.splitlines(keepends=True)[:-2]))
-    for length in range(kept, len(content)):
+    intact_bytes = len(b"".join(content.splitlines(keepends=True)[:-2]))
+    for length in range(intact_bytes, len(content)):
         path.write_bytes(content[:length])
         journal = Journal(path)
         assert journal.cut_bytes == length - path.stat().st_size

@@ -204,8 +204,10 @@ def test_a_run_that_never_began_leaves_its_directory_free(tmp_path):
 def test_nothing_that_a_run_keeps_can_be_the_name_of_an_export(tmp_path):
     """Nor what is written beside it."""
     directory = RunDirectory(tmp_path)
-    kept = [value for name in dir(directory) if isinstance(value := getattr(directory, name), Path)]
-    names = {path.name for path in kept if path != tmp_path}
+    paths = [
+        value for name in dir(directory) if isinstance(value := getattr(directory, name), Path)
+    ]
+    names = {path.name for path in paths if path != tmp_path}
     assert names
     for name in names | {directory_lock.LOCK_FILE, directory_lock.TERM_FILE, "report.html"}:
         with pytest.raises(ValidationError, match="that a run does not use"):
@@ -230,23 +232,23 @@ def test_a_run_file_that_cannot_be_read_is_reported(tmp_path, content):
         recover(directory)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3, 5])
-def test_the_state_after_the_last_commit_is_had_back(tmp_path, kept):
+@pytest.mark.parametrize("log_mode", [0, 1, 3, 5])
+def test_the_state_after_the_last_commit_is_had_back(tmp_path, log_mode):
     directory = begun(tmp_path)
     log = opened(directory)
     for step in range(5):
         append_step(log, step)
         digest = trained(step).state_digest()
         log.commit(record_of(step, step + 1, state_before=digest))
-        if step + 1 == kept:
+        if step + 1 == log_mode:
             log.roll()
-            keep(directory, trained(kept))
-            log.cut(kept)
+            keep(directory, trained(log_mode))
+            log.cut(log_mode)
     append_step(log, 5)
     log.close()
     found = recover(directory)
     assert found is not None
-    assert found.checkpoint.info.step == kept
+    assert found.checkpoint.info.step == log_mode
     assert (found.step, found.optimizer_step, found.redo) == (5, 5, ())
     assert found.losses == tuple(1.0 / (1 + step) for step in range(5))
     assert found.replica().state_digest() == trained(5).state_digest()

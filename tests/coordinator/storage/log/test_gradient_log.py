@@ -474,8 +474,8 @@ def test_the_index_that_a_log_keeps_up_is_the_one_that_opening_it_finds(tmp_path
             log.roll()
         if step == 2:
             append_step(log, 3, attempt=3)  # of no account, but it takes room
-    kept = [(s.step, s.record, s.chunks, s.end) for s in log.index.following(0)]
-    assert kept == index_of(tmp_path)
+    indexed = [(s.step, s.record, s.chunks, s.end) for s in log.index.following(0)]
+    assert indexed == index_of(tmp_path)
     log.close()
     fresh = opened(tmp_path, term=2, next_step=3, index=scan(tmp_path).index)
     assert [s.step for s in fresh.index.following(0)] == [0, 1, 2]  # step 3 is void
@@ -502,15 +502,15 @@ class Reads:
 
 def test_what_was_missed_is_read_whatever_the_length_of_the_log(tmp_path, monkeypatch):
     costs = []
-    for kept in (10, 400):
-        log = opened(tmp_path / str(kept))
-        for step in range(kept):
+    for length in (10, 400):
+        log = opened(tmp_path / str(length))
+        for step in range(length):
             log_step(log, step)
             if step % 50 == 49:
                 log.roll()
         with monkeypatch.context() as patch:
             reads = Reads(patch)
-            missed = list(log.index.following(kept - 3))
+            missed = list(log.index.following(length - 3))
         assert len(missed) == 3
         costs.append((reads.calls, reads.bytes // 16))  # numbers have more digits later on
         log.close()
@@ -545,13 +545,13 @@ class Faults:
 def test_any_call_of_the_system_may_fail_and_be_made_again(tmp_path, monkeypatch, call, number):
     log = opened(tmp_path)
     Faults(monkeypatch, call, number, half=call == "writev")
-    told = []
+    failures = []
 
     def insist(work):
         try:
             return work()
         except StorageFailed as error:
-            told.append(str(error))
+            failures.append(str(error))
             return work()
 
     for step in range(3):
@@ -562,8 +562,8 @@ def test_any_call_of_the_system_may_fail_and_be_made_again(tmp_path, monkeypatch
         insist(log.roll)
     log.close()
     monkeypatch.undo()
-    assert len(told) == 1
-    assert "No space left on device; make room, then continue" in told[0]
+    assert len(failures) == 1
+    assert "No space left on device; make room, then continue" in failures[0]
     assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0), (1, 2, 0))
     assert scan(tmp_path).cuts == ()
 

@@ -270,9 +270,9 @@ def test_the_best_is_never_removed(tmp_path, better, best):
     for step, figure in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.9), (5, 0.6)):
         digest = write(tmp_path, step).info.state_digest
         write_metrics(tmp_path, step, digest, {"accuracy": figure, "odd": float("nan")})
-    kept = read_metrics(tmp_path, 2)
-    assert kept is not None
-    assert kept.figures == {"accuracy": 0.9}
+    metrics = read_metrics(tmp_path, 2)
+    assert metrics is not None
+    assert metrics.figures == {"accuracy": 0.9}
     pruned = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better=better)
     assert pruned.kept == (best, 5)
     assert latest(tmp_path)[0].info.step == 5
@@ -326,15 +326,15 @@ def test_a_metric_with_a_flipped_bit_is_reported_and_its_checkpoint_kept(tmp_pat
     file.write_bytes(file.read_bytes().replace(b"0.5", b"0.7"))
     with pytest.raises(StorageDamaged, match="does not match its digest"):
         read_metrics(tmp_path, 1)
-    kept = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better="higher").kept
-    assert kept == (1, 2, 3)
+    remaining = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better="higher").kept
+    assert remaining == (1, 2, 3)
 
 
 def test_metrics_of_an_older_release_are_read(tmp_path):
     (write(tmp_path, 1).path / "metrics.json").write_text('{"accuracy": 0.25}')
-    kept = read_metrics(tmp_path, 1)
-    assert kept is not None
-    assert (kept.figures, kept.state_digest) == ({"accuracy": 0.25}, None)
+    metrics = read_metrics(tmp_path, 1)
+    assert metrics is not None
+    assert (metrics.figures, metrics.state_digest) == ({"accuracy": 0.25}, None)
 
 
 def test_values_that_are_not_finite_survive(tmp_path):

@@ -15,8 +15,8 @@ from protocol.wire.messages import InnerCheckpointChunk, InnerStateRequest
 OWN = 1000
 
 
-def states(tmp_path, every=0, own_lengths=(OWN,), guard=lambda: None, **told):
-    return ReplicaStates(RunDirectory(tmp_path), own_lengths, every, guard, **told)
+def states(tmp_path, every=0, own_lengths=(OWN,), guard=lambda: None, **changes):
+    return ReplicaStates(RunDirectory(tmp_path), own_lengths, every, guard, **changes)
 
 
 def content(seed, replicas=3):
@@ -26,56 +26,56 @@ def content(seed, replicas=3):
     return [piece for each in whole for piece in (each[:600], each[600:])]
 
 
-def asked(kept, step, replica, *, attempt=0, own=True):
+def asked(replica_states, step, replica, *, attempt=0, own=True):
     request = InnerStateRequest(term=1, step=step, attempt=attempt, replica=replica, own=own)
-    inner, pieces = kept.answer(request)
+    inner, pieces = replica_states.answer(request)
     return inner, b"".join(pieces)
 
 
-def reached(kept, step, inner, pieces, attempt=0):
+def reached(replica_states, step, inner, pieces, attempt=0):
     for chunk, piece in enumerate(pieces):
         message = InnerCheckpointChunk(
             term=1, step=step, attempt=attempt, replica=1, inner=inner, chunk=chunk,
             last=chunk == len(pieces) - 1,
         )  # fmt: skip
-        kept.write_inner_checkpoint(message, np.frombuffer(piece, np.uint8))
+        replica_states.write_inner_checkpoint(message, np.frombuffer(piece, np.uint8))
 
 
 def test_each_replica_gets_its_own_back(tmp_path):
-    kept, given = states(tmp_path), content(1)
-    told = kept.keep_own(4, given)
+    replica_states, contents = states(tmp_path), content(1)
+    digest = replica_states.keep_own(4, contents)
     for replica in range(3):
-        expected = b"".join(p.tobytes() for p in given[2 * replica :][:2])
-        assert asked(kept, 4, replica) == (0, expected)
-        assert asked(states(tmp_path, step=4, own_digest=told), 4, replica) == (0, expected)
+        expected = b"".join(p.tobytes() for p in contents[2 * replica :][:2])
+        assert asked(replica_states, 4, replica) == (0, expected)
+        assert asked(states(tmp_path, step=4, own_digest=digest), 4, replica) == (0, expected)
 
 
 def test_what_an_older_release_has_written_has_missed_nothing(tmp_path):
-    given = content(1)
-    told = states(tmp_path).keep_own(4, given)
-    newer = states(tmp_path, own_lengths=(OWN + 12, OWN), step=4, own_digest=told)
+    contents = content(1)
+    digest = states(tmp_path).keep_own(4, contents)
+    newer = states(tmp_path, own_lengths=(OWN + 12, OWN), step=4, own_digest=digest)
     for replica in range(3):
-        expected = b"".join(p.tobytes() for p in given[2 * replica :][:2])
+        expected = b"".join(p.tobytes() for p in contents[2 * replica :][:2])
         assert asked(newer, 4, replica) == (0, expected + bytes(12))
-    assert newer.keep_own(5, ()) == told
+    assert newer.keep_own(5, ()) == digest
     assert asked(newer, 5, 1) == asked(newer, 4, 1)
-    assert state_fault(tmp_path / "replicas" / "own-5", (OWN + 12, OWN), told) == ""
+    assert state_fault(tmp_path / "replicas" / "own-5", (OWN + 12, OWN), digest) == ""
 
 
 def test_a_round_that_is_skipped_changes_nothing(tmp_path):
-    kept, given = states(tmp_path), content(1)
-    kept.keep_own(1, ())
-    assert asked(kept, 1, 2) == (0, bytes(OWN))
-    assert kept.keep_own(2, given) == kept.keep_own(3, ())
-    assert asked(kept, 3, 1) == asked(kept, 2, 1)
+    replica_states, contents = states(tmp_path), content(1)
+    replica_states.keep_own(1, ())
+    assert asked(replica_states, 1, 2) == (0, bytes(OWN))
+    assert replica_states.keep_own(2, contents) == replica_states.keep_own(3, ())
+    assert asked(replica_states, 3, 1) == asked(replica_states, 2, 1)
 
 
 @pytest.mark.parametrize("instead", ["nothing", "another round", "fewer replicas", "more"])
 @pytest.mark.parametrize("again", [False, True])
 def test_another_file_in_its_place_is_seen(tmp_path, instead, again):
-    kept = states(tmp_path)
-    kept.keep_own(1, content(2))
-    told = kept.keep_own(2, content(1))
+    replica_states = states(tmp_path)
+    replica_states.keep_own(1, content(2))
+    digest = replica_states.keep_own(2, content(1))
     path = tmp_path / "replicas" / "own-2"
     raw = path.read_bytes()
     path.write_bytes(
@@ -87,75 +87,77 @@ def test_another_file_in_its_place_is_seen(tmp_path, instead, again):
         }[instead]
     )
     if again:
-        kept = states(tmp_path, step=2, own_digest=told)
+        replica_states = states(tmp_path, step=2, own_digest=digest)
     with pytest.raises(StorageDamaged, match="own-2"):
-        asked(kept, 2, 0)
+        asked(replica_states, 2, 0)
 
 
 def test_what_is_damaged_is_not_made_good_by_a_round_that_is_skipped(tmp_path):
-    kept = states(tmp_path)
-    kept.keep_own(1, content(1))
+    replica_states = states(tmp_path)
+    replica_states.keep_own(1, content(1))
     (tmp_path / "replicas" / "own-1").write_bytes(b"")
-    kept.keep_own(2, ())
+    replica_states.keep_own(2, ())
     with pytest.raises(StorageDamaged, match="own-2"):
-        asked(kept, 2, 0)
+        asked(replica_states, 2, 0)
 
 
 @pytest.mark.parametrize("place", [0, 31, 32, 1031, -1])
 def test_a_byte_that_changed_is_seen(tmp_path, place):
-    kept = states(tmp_path)
-    kept.keep_own(1, content(1))
+    replica_states = states(tmp_path)
+    replica_states.keep_own(1, content(1))
     path = tmp_path / "replicas" / "own-1"
     raw = bytearray(path.read_bytes())
     raw[place] ^= 1
     path.write_bytes(raw)
     with pytest.raises(StorageDamaged, match="roll back to a checkpoint"):
-        _ = [asked(kept, 1, replica) for replica in range(3)]
+        _ = [asked(replica_states, 1, replica) for replica in range(3)]
 
 
 def test_the_newest_whole_boundary_of_the_attempt_counts(tmp_path):
-    kept = states(tmp_path)
-    reached(kept, 2, 10, [b"first", b"second"])
-    assert asked(kept, 2, 1, own=False) == (10, b"firstsecond")
-    reached(kept, 2, 5, [b"a late one"])
-    assert asked(kept, 2, 1, own=False) == (10, b"firstsecond")
-    assert asked(kept, 2, 1, own=False, attempt=1) == (0, b"")
-    assert asked(kept, 3, 1, own=False) == (0, b"")
-    assert asked(kept, 2, 0, own=False) == (0, b"")
-    inner, pieces = kept.answer(InnerStateRequest(term=1, step=2, attempt=0, replica=1, own=False))
-    reached(kept, 2, 20, [b"third"])
+    replica_states = states(tmp_path)
+    reached(replica_states, 2, 10, [b"first", b"second"])
+    assert asked(replica_states, 2, 1, own=False) == (10, b"firstsecond")
+    reached(replica_states, 2, 5, [b"a late one"])
+    assert asked(replica_states, 2, 1, own=False) == (10, b"firstsecond")
+    assert asked(replica_states, 2, 1, own=False, attempt=1) == (0, b"")
+    assert asked(replica_states, 3, 1, own=False) == (0, b"")
+    assert asked(replica_states, 2, 0, own=False) == (0, b"")
+    inner, pieces = replica_states.answer(
+        InnerStateRequest(term=1, step=2, attempt=0, replica=1, own=False)
+    )
+    reached(replica_states, 2, 20, [b"third"])
     assert (inner, b"".join(pieces)) == (10, b"firstsecond")
-    assert asked(kept, 2, 1, own=False) == (20, b"third")
+    assert asked(replica_states, 2, 1, own=False) == (20, b"third")
 
 
 def test_a_boundary_that_changed_is_done_without(tmp_path):
-    kept = states(tmp_path)
-    reached(kept, 2, 10, [b"first", b"second"])
+    replica_states = states(tmp_path)
+    reached(replica_states, 2, 10, [b"first", b"second"])
     (tmp_path / "replicas" / "boundary-1").write_bytes(b"firstsecone")
-    assert asked(kept, 2, 1, own=False) == (0, b"")
+    assert asked(replica_states, 2, 1, own=False) == (0, b"")
 
 
 def test_boundaries_that_another_coordinator_removed_are_done_without(tmp_path):
     """It took the directory over, and this one does not know yet."""
-    kept = states(tmp_path)
-    reached(kept, 2, 10, [b"first", b"second"])
+    replica_states = states(tmp_path)
+    reached(replica_states, 2, 10, [b"first", b"second"])
     states(tmp_path)
-    assert asked(kept, 2, 1, own=False) == (0, b"")
+    assert asked(replica_states, 2, 1, own=False) == (0, b"")
 
 
 def test_no_boundary_is_written_into_what_another_coordinator_has(tmp_path):
     def refuses():
         raise RunFailed("it has another coordinator")
 
-    kept = states(tmp_path, guard=refuses)
+    replica_states = states(tmp_path, guard=refuses)
     with pytest.raises(RunFailed):
-        reached(kept, 2, 10, [b"first", b"second"])
+        reached(replica_states, 2, 10, [b"first", b"second"])
     assert not [*tmp_path.rglob("boundary-*")]
 
 
 def test_those_of_checkpoints_and_of_the_last_rounds_are_kept(tmp_path):
-    kept = states(tmp_path, every=5)
+    replica_states = states(tmp_path, every=5)
     for step in range(1, 13):
-        kept.keep_own(step, content(step))
+        replica_states.keep_own(step, content(step))
     assert {5, 9, 10, 11, 12} <= set(replica_state_steps(tmp_path / "replicas"))
     assert {1, 2, 4, 6, 7, 8}.isdisjoint(replica_state_steps(tmp_path / "replicas"))
