@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def describe() -> str:
-    """CPU model, cores this process may use, and versions that matter."""
+    """Return CPU model, cores available to this process, and versions of relevant libraries."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -25,14 +25,14 @@ def describe() -> str:
 
 
 def peak_bytes(pid: int | str = "self") -> int:
-    """The most memory that a process has had resident."""
+    """Return the peak resident memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024
 
 
 def print_heading(title: str) -> None:
-    """What is measured, by which command, on what."""
+    """Print the title, the command and the machine of a measurement."""
     name = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else sys.argv[0]
     print(title)
     print("command:", " ".join(["python -m", name, *sys.argv[1:]]))
@@ -40,7 +40,7 @@ def print_heading(title: str) -> None:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need to be; the first to the left, numbers to the right."""
+    """Print aligned columns: the first to the left, the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
     print()
     for row in (head, ["-" * width for width in widths], *rows):

@@ -1,9 +1,9 @@
 """From a kill to the next committed step, for the coordinator and for a worker.
 
-The coordinator is killed (SIGKILL) at any moment of a step and restarted at once; its workers keep
-their state and reconnect. Twenty logged steps follow the last checkpoint, which its replica must
-apply again. State is parameters and both moments of AdamW. Devices sleep, so steps have a constant
-length; what exceeds it is the recovery.
+The coordinator is killed (SIGKILL) at a random time within a step and restarted at once; its
+workers keep their state and reconnect. Its replica must apply the twenty logged steps since the
+last checkpoint again. State is parameters and both moments of AdamW. Devices sleep, so all steps
+take the same time; the excess is the recovery.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tests.chaos.processes import Coordinator, Event, Worker
 WORKERS = 2
 MICROBATCHES = 8
 LOGGED_STEPS = 20
-"""Since the last checkpoint, at the kill."""
+"""Steps between the last checkpoint and the kill."""
 CALM_STEPS = 6
-"""After each recovery, before anything else is done: the replica catches up in the first few."""
+"""Undisturbed steps after each recovery: the replica catches up in the first few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A state of blocks of so many bytes of parameters, three times that in all."""
+    """Size of a state: `block_bytes` counts parameters; two moments triple it."""
 
     blocks: int
     block_bytes: int
@@ -42,19 +42,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """By its state."""
+        """The size of the state."""
         return f"{3 * self.blocks * self.block_bytes / 1e6:.0f} MB"
 
     @property
     def run_spec(self) -> dict[str, Any]:
-        """Longer than any measurement; checkpoints only when asked for."""
+        """A run longer than any measurement, with checkpoints only on request."""
         return {
             "name": "recovery",
             "task": "scripted",
             "scripted": {"blocks": self.blocks, "block_bytes": self.block_bytes},
             "batch": {"samples": MICROBATCHES, "microbatch": 1},
             "optimizer": {"name": "adamw", "lr": 1e-3},
-            "steps": 400,  # more would be refused for want of room on the disk
+            "steps": 400,  # more would be refused: too little disk space
             "log": "full",
             "checkpoint": {"every": 0},
         }
@@ -64,15 +64,15 @@ CASES = (Case(6, 888_888), Case(12, 2_777_776))
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
-    """One kill; seconds since it.
+class Recovery:
+    """Times after one kill of the coordinator, in seconds since the kill.
 
     Attributes:
-        resumed_s: The new process has started and found the last committed step.
-        connected_s: The first worker is back.
-        ready_s: It has said which state it has.
-        committed_s: The next step is committed.
-        later_s: The longest that a step took of the next few, while the replica caught up.
+        resumed_s: When the new process has found the last committed step.
+        connected_s: When the first worker has reconnected.
+        ready_s: When that worker has reported its state.
+        committed_s: When the next step is committed.
+        later_s: Duration of the longest of the next few steps, while the replica catches up.
     """
 
     resumed_s: float
@@ -83,24 +83,24 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What one case gave.
+class Measurement:
+    """The measurements of one case.
 
     Attributes:
-        step_s: A step that nothing disturbs: median.
-        coordinator: One for each of its kills.
-        worker_s: From a worker's kill to the commit of the step in flight.
-        stopped_s: The same of SIGSTOP: only its lease tells that it does nothing.
+        step_s: Median duration of an undisturbed step.
+        coordinator: One entry per kill of the coordinator.
+        worker_s: Seconds from the kill of a worker to the commit of the step in progress.
+        stopped_s: Seconds from SIGSTOP of a worker to that commit; only its lease reveals it.
     """
 
     step_s: float
-    coordinator: list[Recovered]
+    coordinator: list[Recovery]
     worker_s: list[float]
     stopped_s: list[float]
 
 
 class _Cluster:
-    """A coordinator and workers, what is done to them, and when the commits came."""
+    """A coordinator and its workers, the faults injected into them, and the times of commits."""
 
     def __init__(self, coordinator: Coordinator, microbatch_ms: float, seed: int) -> None:
         self._coordinator = coordinator
@@ -115,19 +115,19 @@ class _Cluster:
             worker.kill()
 
     def commits(self, count: int) -> list[Event]:
-        """The next commits; the time between them is that of undisturbed steps, but the first."""
+        """Wait for the next commits and return them."""
         return [self._next("committed") for _ in range(count)]
 
     def steady(self, count: int) -> None:
-        """So many steps that count as undisturbed."""
+        """Wait for some commits; the times between them count as undisturbed steps."""
         self.calm_s += [b.at_s - a.at_s for a, b in pairwise(self.commits(count))]
 
     def checkpoint(self) -> None:
-        """Have one, and begin counting logged steps anew."""
+        """Request a checkpoint, after which logged steps count from 0."""
         self._coordinator.ask("POST", "/checkpoint")
         self._next("checkpoint")
 
-    def restart(self) -> Recovered:
+    def restart(self) -> Recovery:
         """Kill the coordinator within a step, and start it again."""
         self.checkpoint()
         self.steady(LOGGED_STEPS)
@@ -138,7 +138,7 @@ class _Cluster:
         first = self._next("committed")
         later = self.commits(CALM_STEPS)
         times = [first.at_s, *(event.at_s for event in later)]
-        return Recovered(
+        return Recovery(
             resumed_s=self._first("run_resumed", since) - at_s,
             connected_s=self._first("worker_connected", since) - at_s,
             ready_s=self._first("worker_ready", since) - at_s,
@@ -147,7 +147,7 @@ class _Cluster:
         )
 
     def lose_worker(self) -> float:
-        """Kill a worker within a step; seconds to that step's commit. Another takes its place."""
+        """Kill a worker within a step and replace it; return the seconds to the commit."""
         self.steady(CALM_STEPS)
         self._within_a_step()
         name = self._source.choice(sorted(self._workers))
@@ -161,7 +161,7 @@ class _Cluster:
         return commit.at_s - at_s
 
     def stop_worker(self) -> float:
-        """Stop a worker within a step; seconds to that step's commit. Then it goes on."""
+        """Stop a worker within a step, then resume it; return the seconds to the commit."""
         self.steady(CALM_STEPS)
         self._within_a_step()
         worker = self._workers[self._source.choice(sorted(self._workers))]
@@ -169,7 +169,7 @@ class _Cluster:
         at_s = time.time()
         worker.stop()
         commit = self._coordinator.commit_after(at_s, since)
-        worker.go_on()
+        worker.resume()
         self._since = len(self._coordinator.events)
         self.commits(2 * CALM_STEPS)
         return commit.at_s - at_s
@@ -179,7 +179,7 @@ class _Cluster:
         return Worker(coordinator.address, name, self._backend, coordinator.directory)
 
     def _within_a_step(self) -> None:
-        """Any moment of a step: no event says that one is half done."""
+        """Sleep for a random part of a step: no event marks the middle of one."""
         time.sleep(self._source.uniform(0.0, median(self.calm_s)))
 
     def _next(self, name: str) -> Event:
@@ -191,8 +191,8 @@ class _Cluster:
         return self._coordinator.wait_for(name, lambda e: e.name == name, since=since).at_s
 
 
-def measure(case: Case, kills: int, seed: int = 1) -> Measured:
-    """So many kills of each kind."""
+def measure(case: Case, kills: int, seed: int = 1) -> Measurement:
+    """Measure `kills` faults of each kind."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         spec = directory / "run.yaml"
@@ -208,11 +208,11 @@ def measure(case: Case, kills: int, seed: int = 1) -> Measured:
                 stopped_s = [cluster.stop_worker() for _ in range(kills)]
             finally:
                 cluster.close()
-    return Measured(median(cluster.calm_s), restarts, worker_s, stopped_s)
+    return Measurement(median(cluster.calm_s), restarts, worker_s, stopped_s)
 
 
-def rows(case: Case, measured: Measured) -> list[list[str]]:
-    """The lines of the table for one case."""
+def rows(case: Case, measured: Measurement) -> list[list[str]]:
+    """Return the rows of the table for one case."""
     step_s, restarts = measured.step_s, measured.coordinator
     lines: Sequence[tuple[str, list[float]]] = (
         ("coordinator killed, to the next commit", [r.committed_s for r in restarts]),

@@ -1,12 +1,12 @@
 """Runs with replicas: their loss, their traffic, and how busy they keep machines on slow links.
 
     python -m benchmarks.replicas loss [--inner-steps-in-all N] [--first N] [--out DIR]
-    python -m benchmarks.replicas utilisation [--share N] [--rounds N]
+    python -m benchmarks.replicas utilization [--share N] [--rounds N]
     python -m benchmarks.replicas traffic [--share N] [--rounds N]
 
 `loss` trains `small-llama` synchronously and with K replicas, H inner steps and a codec, all on the
 same number of tokens. It writes each result as soon as it exists, and continues where it was
-interrupted. The others use four workers whose devices only wait. `utilisation` needs root, for
+interrupted. The others use four workers whose devices only wait. `utilization` needs root, for
 hosts with links of a given speed (`benchmarks.hosts`); it divides a state of 540 MB and its inner
 steps by `--share`, so everything that determines the result shrinks alike. `traffic` counts what
 passes the coordinator's connections per sample.
@@ -273,7 +273,7 @@ def a_step(spec: dict[str, Any], mbit: int, inner_ms: float, steps: int, directo
     return Step(took_us / 1e3 / steps, sent / steps / hosts, received / steps / hosts)
 
 
-def measure_utilisation(share: int, rounds: int) -> None:
+def measure_utilization(share: int, rounds: int) -> None:
     """Each kind of link once."""
     if reason := why_not():
         sys.exit(reason)
@@ -319,7 +319,7 @@ def through_coordinator(way: Way, share: int, steps: int, directory: Path) -> fl
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas")
-    parser.add_argument("what", choices=["loss", "show", "utilisation", "traffic"])
+    parser.add_argument("what", choices=["loss", "show", "utilization", "traffic"])
     parser.add_argument("--inner-steps-in-all", type=int, default=2000)
     parser.add_argument("--first", type=int, help="no more cases than these")
     parser.add_argument("--out", type=Path, default=Path("replicas"))
@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         case "traffic":
             measure_traffic(given.share, given.rounds)
         case _:
-            measure_utilisation(given.share, given.rounds)
+            measure_utilization(given.share, given.rounds)
 
 
 if __name__ == "__main__":

@@ -71,11 +71,13 @@ ExpectWorkers = Annotated[
     ),
 ]
 Bind = Annotated[
-    str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free one.")
+    str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free port.")
 ]
 Plaintext = Annotated[
     bool,
-    typer.Option("--plaintext", help="No TLS: anyone on the path can read and change everything."),
+    typer.Option(
+        "--plaintext", help="Turn TLS off: anyone on the path can read and change everything."
+    ),
 ]
 Name = Annotated[
     str, typer.Option(help="Name under which workers find it on the network [host name].")
@@ -246,7 +248,9 @@ def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -
         return int(world)
     if local_workers or resume:
         return max(local_workers, 1)
-    raise UsageError("--expect-workers is missing: how many workers will take part?")
+    raise UsageError(
+        "expected --expect-workers N, got none; give the number of workers that the run waits for"
+    )
 
 
 @app.command()
@@ -304,17 +308,17 @@ def drain(control: Control = DEFAULT_CONTROL) -> None:
 
 @app.command()
 def checkpoint(control: Control = DEFAULT_CONTROL) -> None:
-    """Save the present state of the run."""
+    """Save a checkpoint of the run now."""
     typer.echo(f"saving the state after step {_ask(control, 'POST', '/checkpoint', {})['step']}")
 
 
 @app.command()
 def track(
     run: RunPath,
-    to: Annotated[str, typer.Option(metavar="TRACKER", help="Same values as --track.")],
+    to: Annotated[str, typer.Option(metavar="TRACKER", help="tensorboard, wandb or mlflow.")],
     follow: Annotated[bool, typer.Option("--follow", hidden=True)] = False,
 ) -> None:
-    """Send a tracker every step of a run that it lacks."""
+    """Send a tracker all steps of a run that it does not have yet."""
     from coordinator.tracking.feeding import feed, from_standard_input
     from coordinator.tracking.trackers import check_trackers
 
@@ -345,12 +349,12 @@ def resume(
     overrides: Annotated[
         list[str],
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a key of its run spec, such as steps."
+            "--set", metavar="KEY=VALUE", help="Change a key of the run spec, such as steps."
         ),
     ] = [],  # noqa: B006
     control: Control = DEFAULT_CONTROL,
 ) -> None:
-    """Have a serving coordinator resume a run that was given up, failed or was drained."""
+    """Resume a run that was given up, failed or was drained, on a serving coordinator."""
     command = {"run_id": run, "from_step": from_step, "changes": overrides}
     answer = _ask(control, "POST", "/resume", command, timeout_s=_HASHING_TIMEOUT_S)
     typer.echo(f"{answer['run_id']} continues when the runs before it are over")
@@ -417,14 +421,16 @@ def report(
         Path | None, typer.Option("--output", metavar="FILE", help="Default: DIR/report.html.")
     ] = None,
 ) -> None:
-    """Write one HTML page: what was trained, on which workers, faults, and proofs."""
+    """Write an HTML report: what was trained, on which workers, the faults and the proofs."""
     from coordinator.audit.report import report as report_on
     from coordinator.disk.directory_lock import is_locked
     from coordinator.disk.durable_file import write_output
 
     target = output or directory / "report.html"
     if not os.path.isdir(directory):  # noqa: PTH112 -- False for an invalid name
-        raise UsageError(f"expected a run in {str(directory)!r}, found no such directory")
+        raise UsageError(
+            f"expected a run in {str(directory)!r}, found no such directory; name a run's directory"
+        )
     check_writable(target, "--output")  # before an audit of minutes
     audited = None if is_locked(directory) else _audited(directory)  # its files change
     if write_output(target, report_on(directory, audited).encode()):

@@ -218,7 +218,10 @@ def _directory(options: CoordinatorOptions) -> Path:
     if options.spec is not None:
         _check_free(directory)
     if options.resume and options.spec is None and not directory.is_dir():
-        raise UsageError(f"expected runs to resume in {str(directory)!r}, found no such directory")
+        raise UsageError(
+            f"expected runs to resume in {str(directory)!r}, found no such directory; name it with "
+            f"{option('--out DIR')}"
+        )
     return directory
 
 

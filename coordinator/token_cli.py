@@ -13,13 +13,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Show and change the tokens and keys of workers; also while a coordinator is running.",
+    help="Show and change the tokens and keys of workers, also while a coordinator is running.",
 )
 
 
 @app.command()
 def show() -> None:
-    """Print the join token. Anyone who has it can join: give it to members' machines only."""
+    """Print the join token. Anyone who has it can join as a worker: keep it secret."""
     typer.echo(_opened().join_token().reveal())
 
 
@@ -40,7 +40,7 @@ def rotate(
 
 
 @app.command()
-def revoke(name: Annotated[str, typer.Argument(help="See: coordinator token workers.")]) -> None:
+def revoke(name: Annotated[str, typer.Argument(help="Name, as token workers prints it.")]) -> None:
     """Revoke one worker's key and the join token; the worker is disconnected within seconds."""
     _opened().revoke(name)
     typer.echo(f"the key of {name!r} is revoked, and the join token is new; other keys stay valid")
@@ -48,7 +48,7 @@ def revoke(name: Annotated[str, typer.Argument(help="See: coordinator token work
 
 @app.command()
 def workers() -> None:
-    """List workers with their own keys: since when, the mark in journals, the name."""
+    """List the workers that have a key: since when, its mark in journals, the name."""
     keys = _opened().keys
     marks = keys.marks()
     for name, since in keys.names().items():
@@ -61,7 +61,7 @@ def reader(
         bool, typer.Option("--new", help="Make a new token; the old one becomes invalid.")
     ] = False,
 ) -> None:
-    """Print the token that can only read: status, metrics, events. For Prometheus."""
+    """Print the read-only token for status, metrics and events, such as for Prometheus."""
     credentials = _opened()
     if new:
         credentials.renew_reader_token()
@@ -74,13 +74,16 @@ def control(
         str, typer.Argument(envvar="SAMESTEP_CONTROL", help="Address of the control port.")
     ] = "127.0.0.1:9001",
 ) -> None:
-    """Print a running coordinator's control token, which can command: for its page."""
+    """Print a running coordinator's control token, which its page asks for before commands."""
     from coordinator.operator.control_client import control_token
     from protocol.base.errors import NotAuthorised
 
     token = control_token(address)
     if not token:
-        raise NotAuthorised(f"no coordinator of this user has its control port at {address}")
+        raise NotAuthorised(
+            f"no coordinator of this user has its control port at {address}; start one, or give "
+            "the address of another"
+        )
     typer.echo(token)
 
 

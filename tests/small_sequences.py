@@ -37,17 +37,17 @@ def save_encoder_decoders(directory: Path) -> dict[str, Path]:
     bpe.post_processor = processors.TemplateProcessing(
         single="$A </s>", special_tokens=[("</s>", 1)]
     )
-    fast = transformers.PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
-    made: dict[str, Path] = {}
+    directories: dict[str, Path] = {}
     torch.manual_seed(0)
     marks: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     t5: Any = transformers.T5Config(
-        vocab_size=len(fast), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, **marks
+        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, **marks
     )
     bart: Any = transformers.BartConfig(
-        vocab_size=len(fast), d_model=16, encoder_layers=2, decoder_layers=2,
+        vocab_size=len(tokenizer), d_model=16, encoder_layers=2, decoder_layers=2,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
         decoder_ffn_dim=32, max_position_embeddings=64, bos_token_id=0, forced_eos_token_id=None,
         **marks,
@@ -56,7 +56,7 @@ def save_encoder_decoders(directory: Path) -> dict[str, Path]:
         ("t5", transformers.T5ForConditionalGeneration, t5),
         ("bart", transformers.BartForConditionalGeneration, bart),
     ):
-        made[name] = directory / name
-        kind(config).save_pretrained(made[name])
-        fast.save_pretrained(made[name])
-    return made
+        directories[name] = directory / name
+        kind(config).save_pretrained(directories[name])
+        tokenizer.save_pretrained(directories[name])
+    return directories

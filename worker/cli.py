@@ -84,17 +84,23 @@ def _accept_scripts(value: bool) -> None:
 def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None:
     if shard and not started_by_torchrun():
         raise UsageError(
-            "--shard is for a group of ranks: torchrun --nproc-per-node N -m worker --shard"
+            "--shard: expected a group of ranks, got one process; start it with: "
+            "torchrun --nproc-per-node N -m worker --shard"
         )
     if started_by_torchrun() and not shard:
         raise UsageError(
-            "torchrun is for a frozen base that does not fit on one device: add --shard; to use "
-            "several devices of a machine, start one worker without torchrun: worker --gpus 0,1"
+            "expected --shard under torchrun, which is for a frozen base that does not fit on one "
+            "device; add --shard, or use several devices without torchrun: worker --gpus 0,1"
         )
     if scripted and started_by_torchrun():
-        raise UsageError("a group of ranks takes scripts from its coordinator: --accept-scripts")
+        raise UsageError(
+            "expected no SCRIPT under torchrun, got one; use --accept-scripts instead, so that the "
+            "coordinator sends the script"
+        )
     if started_by_torchrun() and len(options.devices) > 1:
-        raise UsageError("torchrun gives each rank a device: leave out --gpus")
+        raise UsageError(
+            "expected no --gpus under torchrun, which gives each rank a device; leave out --gpus"
+        )
     if scripted and len(options.devices) > 1:
         raise UsageError(
             "expected one device for a script, which holds the module that is trained, got "
@@ -102,7 +108,9 @@ def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None
             "for each device"
         )
     if scripted and options.trace is not None:
-        raise UsageError("--trace is for a worker without SCRIPT: use --accept-scripts")
+        raise UsageError(
+            "--trace: expected a worker without SCRIPT, got one with; use --accept-scripts instead"
+        )
 
 
 Coordinator = Annotated[
@@ -110,15 +118,16 @@ Coordinator = Annotated[
     typer.Option(
         envvar="SAMESTEP_COORDINATOR",
         metavar="HOST[:PORT]|NAME",
-        help="The coordinator's address (port 9000 if none is given), or the name it announces on "
-        "the network [the one on this machine, else on the network].",
+        help="The coordinator's address (default port: 9000), or the name it announces on the "
+        "network [one on this machine, else one on the network].",
     ),
 ]
 BackendName = Annotated[
     str,
     typer.Option(
         envvar="SAMESTEP_BACKEND",
-        help="auto, cuda, cuda1 (a device), cuda0-3, vulkan, cpu, or scripted[:MS] for tests.",
+        help="auto, cuda, cuda1 (one device), cuda0-3 (several), xpu, mps, accelerator, vulkan, "
+        "cpu, or scripted[:MS] for tests.",
     ),
 ]
 Gpus = Annotated[
@@ -133,8 +142,8 @@ AddressFile = Annotated[
     typer.Option(
         envvar="SAMESTEP_ADDRESS_FILE",
         metavar="FILE",
-        help="Read the coordinator's address from its --address-file, again at each attempt to "
-        "connect.",
+        help="Read the coordinator's address from this file, which its --address-file writes; "
+        "read it again at each attempt to connect.",
     ),
 ]
 RetryFor = Annotated[
@@ -143,7 +152,7 @@ RetryFor = Annotated[
         min=0,
         envvar="SAMESTEP_RETRY_FOR",
         metavar="SECONDS",
-        help="Give up after this long without a coordinator or without a step.",
+        help="Exit after this long without a coordinator or without a step.",
     ),
 ]
 DutyName = Annotated[
@@ -151,7 +160,7 @@ DutyName = Annotated[
     typer.Option(
         envvar="SAMESTEP_DUTY",
         metavar="train|evaluate",
-        help="evaluate: only evaluate held-out data, while other workers train.",
+        help="train, or evaluate: only evaluate held-out data while other workers train.",
     ),
 ]
 TokenFile = Annotated[
@@ -242,7 +251,7 @@ def script(
     path: Annotated[Path, typer.Argument(metavar="SCRIPT.py")],
     arguments: Annotated[list[str] | None, typer.Argument()] = None,
 ) -> None:
-    """Run it; every `samestep.fit` in it takes part in the coordinator's run of the same script."""
+    """Run a script; each `samestep.fit` in it joins the coordinator's run of the same script."""
     from worker.main import find, find_again
     from worker.scripts.launch import JoinOptions, run_script
 
@@ -290,7 +299,7 @@ def devices(
         typer.Option("--canonical", help="Test which canonical arithmetic each device supports."),
     ] = False,
 ) -> None:
-    """Show what is here, what fits, and why a device is not usable."""
+    """List this machine's devices, what fits on each, and why a device cannot be used."""
     from backends.canonical_devices import canonical_lines
     from backends.registry import devices as all_devices
     from worker.device_table import device_document, device_lines
@@ -333,7 +342,7 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON document, for scripts.")
     ] = False,
 ) -> None:
-    """Check this machine, and the way to the coordinator, for what usually goes wrong."""
+    """Check this machine and its connection to the coordinator for common problems."""
     from protocol.cli.doctor import report
     from worker.doctor import WorkerPlan, examine
 
@@ -360,7 +369,7 @@ def data(
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Number of samples to show.")] = 5,
 ) -> None:
-    """Show what a model will read of a run's data, and how much of it."""
+    """Show samples of a run's data as the model reads them, and their number."""
     from protocol.spec.files.run_spec_file import load_run_spec
     from worker.data.data_view import CLOSE, OPEN
     from worker.tasks.registry import view

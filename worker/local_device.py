@@ -82,7 +82,10 @@ class LocalDevice:
 
 def _sharded(info: DeviceInfo) -> Backend:
     if info.backend in ("vulkan", "mps"):
-        raise UsageError(f"--shard is for cuda, xpu and cpu, not for {info.backend}")
+        raise UsageError(
+            f"--shard: expected a cuda, xpu or cpu device, got {info.backend}; choose another "
+            "--backend"
+        )
     from backends.eager.sharded import ShardedBackend  # noqa: PLC0415 -- imports torch: seconds
 
     return ShardedBackend(info.backend, info.index)

@@ -35,7 +35,7 @@ def merge(
         str, typer.Option(metavar="float32|bfloat16", help="Type in which the weights are stored.")
     ] = "float32",
 ) -> None:
-    """Add an adapter to its base model for good, and check that it computes the same."""
+    """Merge an adapter into its base model, and check that the result computes the same."""
     from worker.results.merge import merge as merge_into
     from worker.results.saved_model import find
 
@@ -55,7 +55,7 @@ def export(
     directory: Result,
     out: Out,
     gguf: Annotated[
-        str, typer.Option(metavar="|".join(_STORAGES), help="As GGUF, matrices stored as this.")
+        str, typer.Option(metavar="|".join(_STORAGES), help="Type in which matrices are stored.")
     ],
     base: Base = None,
 ) -> None:
@@ -94,7 +94,7 @@ def generate(
             help="Draw only from the likeliest tokens that together have this probability."
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Generate at most this many tokens.")
     ] = 256,
@@ -103,7 +103,7 @@ def generate(
     ] = None,
     base: Base = None,
 ) -> None:
-    """Have a language model answer, with its chat template if it has one."""
+    """Generate text with a language model, with its chat template if it has one."""
     if not 0 < top_p <= 1:
         raise UsageError(f"--top-p: expected a share above 0 and at most 1, got {top_p}")
     if top_p < 1 and temperature == 0:
@@ -199,7 +199,7 @@ logits = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Captured logits of teachers.",
+    help="Read the captured logits of a teacher.",
 )
 
 

@@ -108,7 +108,10 @@ class VulkanProgram:
         if self._coupled is not None:
             trainable = with_backward_loss(trainable, self._coupled.observe)
         if trainable.module is None or trainable.loss is None:
-            raise SamestepError("the vulkan backend needs a torch module and a loss")
+            raise SamestepError(
+                "the vulkan backend needs a torch module and a loss, got a task without them; use "
+                "a cpu or cuda worker"
+            )
         self._device = device
         self._trainable = trainable
         self._loss = trainable.loss

@@ -113,7 +113,9 @@ def audit(
     directory = RunDirectory(path)
     run = directory.read_run()
     if run is None:
-        raise UsageError(f"expected a run in {str(path)!r}, found no run.json")
+        raise UsageError(
+            f"expected a run in {str(path)!r}, found no run.json; name a run's directory"
+        )
     check_journal(directory)
     if not directory.journal.exists():
         raise UsageError(f"the run in {str(path)!r} has not begun: there is nothing to audit yet")

@@ -95,7 +95,10 @@ def report(path: Path, audited: AuditResult | None = None) -> str:
     directory = RunDirectory(path)
     run = directory.read_run()
     if run is None or not directory.journal.exists():
-        raise UsageError(f"expected a run in {str(path)!r}, found no run.json or no journal")
+        raise UsageError(
+            f"expected a run in {str(path)!r}, found no run.json or no journal; name the directory "
+            "of a run that has begun"
+        )
     verified = verify_journal(directory.journal)
     history = read_history(verified.entries)
     sections = [

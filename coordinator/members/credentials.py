@@ -121,7 +121,9 @@ class CoordinatorCredentials:
         """
         token = self._read_token() or self._token
         if token is None:
-            raise UsageError(f"{str(self.token_file)!r} is gone; make it: coordinator token rotate")
+            raise UsageError(
+                f"{str(self.token_file)!r} is gone; make a new one: coordinator token rotate"
+            )
         return token
 
     def look(self) -> list[str]:

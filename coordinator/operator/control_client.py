@@ -109,7 +109,10 @@ async def request(
             f"start one, or name its address with {option('--control HOST:PORT')}"
         ) from None
     if not isinstance(answer, dict):
-        raise Unreachable(f"expected a coordinator at {control}, got an answer of another service")
+        raise Unreachable(
+            f"expected a coordinator at {control}, got an answer from another service; name the "
+            f"coordinator's address with {option('--control HOST:PORT')}"
+        )
     if status == 401:
         raise NotAuthorised(
             f"the coordinator at {control} expects its control token, which is not here; run this "

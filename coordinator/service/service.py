@@ -305,9 +305,15 @@ class Service:
         self._refuse_more_runs()
         here = [self._running, *self.waiting]
         if run_id in (instance.stored.run_id for instance in here if instance is not None):
-            raise UsageError(f"run {run_id!r} is already queued or in progress")
+            raise UsageError(
+                f"expected a run that has ended, got {run_id!r}, which is already queued or in "
+                "progress; follow it with: coordinator status"
+            )
         if Path(run_id).name != run_id or not (directory / "run.json").is_file():
-            raise UsageError(f"expected the name of a run, found no run at {str(directory)!r}")
+            raise UsageError(
+                f"expected the name of a run, found no run at {str(directory)!r}; "
+                "use a name that submit or status prints"
+            )
         lock = self.lock(directory)
         try:
             instance = await asyncio.to_thread(
@@ -327,7 +333,10 @@ class Service:
 
     def _refuse_more_runs(self) -> None:
         if self._is_draining:
-            raise UsageError("the coordinator is draining and takes no more runs")
+            raise UsageError(
+                "the coordinator is draining and takes no more runs; submit the run again after "
+                "the coordinator has restarted"
+            )
         if len(self.waiting) >= limits.QUEUED_RUNS:
             raise QueueFull(
                 f"expected at most {limits.QUEUED_RUNS} queued runs, got one more; submit it when "

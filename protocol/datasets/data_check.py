@@ -85,7 +85,9 @@ def _read(data: DataSpec) -> int:
         return len(read_conversations(data))
     count = sum(1 for _ in parts(data, BadRows(skip=data.skip_bad_rows)))
     if not count:
-        raise DataError(f"expected text in {data.train!r}, found none")
+        raise DataError(
+            f"expected text in {data.train!r}, found none; name other data: --set data.train=FILE"
+        )
     return count
 
 

@@ -136,7 +136,10 @@ def read_labeled_text(spec: DataSpec, known: Sequence[str] | None = None) -> Lab
             conflicts.add(row, locations[first], labels[first])
     conflicts.refuse()
     if not rows:
-        raise DataError(f"expected samples in {spec.train!r}, found none")
+        raise DataError(
+            f"expected samples in {spec.train!r}, found none; name other data: --set "
+            "data.train=FILE"
+        )
     duplicates = rows - len(texts) - conflicts.count
     counts = (duplicates, locations, conflicts.count, bad_rows.count)
     if spec.problem == "regression":

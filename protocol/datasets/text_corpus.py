@@ -77,7 +77,9 @@ def read_text_corpus(spec: DataSpec) -> TextCorpus:
         begins.append(part.begins)
         ends.append(part.ends)
     if not found.texts:
-        raise DataError(f"expected text in {spec.train!r}, found none")
+        raise DataError(
+            f"expected text in {spec.train!r}, found none; name other data: --set data.train=FILE"
+        )
     return TextCorpus(found.texts, begins, ends, found.duplicates, bad_rows.count)
 
 

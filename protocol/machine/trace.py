@@ -44,7 +44,9 @@ class Tracer:
         try:
             return cls(path, process)
         except OSError as error:
-            raise UsageError(f"--trace {str(path)!r} cannot be written: {error.strerror}") from None
+            raise UsageError(
+                f"--trace: expected a file that can be written, got {str(path)!r}: {error.strerror}"
+            ) from None
 
     def instant(self, name: str, track: str, **details: object) -> None:
         """Record an event that happens now."""

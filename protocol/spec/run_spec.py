@@ -528,7 +528,10 @@ def parse_run_spec_text(
 ) -> RunSpec:
     """Validate a YAML text; see `parse_run_spec`."""
     if len(text) > limits.RUN_SPEC_BYTES:
-        raise RunSpecError(f"expected at most {limits.RUN_SPEC_BYTES} bytes in {origin!r}")
+        raise RunSpecError(
+            f"expected at most {limits.RUN_SPEC_BYTES} bytes in {origin!r}, got more; is it a run "
+            "spec?"
+        )
     try:
         document = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

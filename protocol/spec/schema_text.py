@@ -193,10 +193,11 @@ def _range(field: FieldInfo) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a bound without loss: `1,000,000`, `2^63`, `1e-30`."""
+    """Format a bound without loss: `1,000,000`, `2^63`, `1e-30`, `1e+30`."""
     if value >= 2**24 and value == int(value) and int(value).bit_count() == 1:
         return f"2^{int(value).bit_length() - 1}"
-    return f"{int(value):,}" if value == int(value) else f"{value:g}"
+    is_whole = value == int(value) and (isinstance(value, int) or abs(value) < 1e15)
+    return f"{int(value):,}" if is_whole else f"{value:g}"
 
 
 def _meant(keys: list[Key], like: str) -> list[Key]:

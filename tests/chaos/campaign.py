@@ -218,7 +218,7 @@ class _Campaign:
     def _stall(self, worker: Worker, stall_s: float) -> tuple[float, int]:
         at_s, since = time.time(), len(self.coordinator.events)
         worker.stop()
-        timer = threading.Timer(stall_s, worker.go_on)
+        timer = threading.Timer(stall_s, worker.resume)
         timer.start()
         self._timers = [timer, *(each for each in self._timers if each.is_alive())]
         return at_s, since

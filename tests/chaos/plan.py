@@ -1,4 +1,4 @@
-"""Which faults a chaos run meets, and when: all of it follows from one seed."""
+"""Draw the faults of a chaos run and their times from one seed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from protocol.spec.run_spec import LogMode
 
 _FIRST_STEP: Final = 3
 _CALM_STEPS: Final = 30
-"""At the end: those who were hit last come back before the run is over."""
+"""Steps without faults at the end, so that the last victims return before the run ends."""
 _WITHIN_STEP_S: Final = 0.12
-"""A fault comes within so long after a commit, so at any moment of a step."""
+"""A fault follows a commit by at most this, so it can hit any part of a step."""
 _STALL_S: Final = (1.0, 4.0)
 _LONG_STALL_S: Final = (9.0, 11.0)
-"""Longer than a connection may be silent: it is lost, and made again."""
+"""Longer than a connection may be silent, so the worker loses it and reconnects."""
 
 
 class Kind(Enum):
-    """What is done; the value is its name in the table."""
+    """Kind of a fault; the value is its name in the table."""
 
     COORDINATOR = "coordinator killed"
     CHECKPOINT = "coordinator killed while it saves a checkpoint"
@@ -38,11 +38,11 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: What is done.
-        after_step: Not before so many steps are committed, and one since the fault before.
-        delay_s: How long after that commit.
-        victim: Which of the workers, a fraction of their number.
-        stall_s: How long a stopped worker is stopped.
+        kind: Its kind.
+        after_step: Steps committed before the fault, at least one of them since the last fault.
+        delay_s: Time between that commit and the fault.
+        victim: The worker that it hits, as a fraction of their number.
+        stall_s: How long a stopped worker stays stopped.
     """
 
     kind: Kind
@@ -54,10 +54,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much of everything.
+    """Steps of a run, and the number of faults of each group.
 
-    Of the coordinator's kills every sixth takes a worker along, and every sixth comes while a
-    checkpoint is written; every fifth stall is a long one.
+    Every sixth kill of the coordinator also kills a worker, and every sixth happens while a
+    checkpoint is written. Every fifth stall is a long one.
     """
 
     steps: int
@@ -68,7 +68,7 @@ class Size:
 
     @property
     def kinds(self) -> Counter[Kind]:
-        """How often each."""
+        """Number of faults of each kind."""
         sixth = self.coordinator_kills // 6
         return Counter(
             {
@@ -84,7 +84,7 @@ class Size:
 
 
 def draw(seed: int, size: Size) -> list[Fault]:
-    """The faults in order, spread over the steps at random."""
+    """Return the faults in order, at random steps."""
     source = random.Random(seed)
     kinds = list(size.kinds.elements())
     source.shuffle(kinds)
@@ -97,10 +97,10 @@ def draw(seed: int, size: Size) -> list[Fault]:
 def run_document(
     seed: int, size: Size, log: LogMode, *, keep_log: bool, sharded: bool = False
 ) -> dict[str, Any]:
-    """The run spec: small steps without torch, checkpoints and evaluations now and then.
+    """Return the run spec: small steps without torch, with checkpoints and evaluations.
 
-    Its gradients have the values of a dense random sum, so one lost, doubled, or added in another
-    order shows in the digest.
+    Gradients are dense random values, so the digest changes if one of them is lost, counted
+    twice, or added in another order.
     """
     return {
         "name": "chaos",
@@ -119,7 +119,7 @@ def run_document(
 
 
 def counts(faults: Sequence[Fault]) -> Counter[Kind]:
-    """How often each kind is among them."""
+    """Return the number of faults of each kind."""
     return Counter(fault.kind for fault in faults)
 
 

@@ -269,7 +269,7 @@ class Worker:
         self.stopped = True
         self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
         self.stopped = False

@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["protocol", "worker"], enable_loader_ov
     from protocol.base.errors import RemoteProtocolError
     from protocol.wire import frames
     from protocol.wire.connection import Phase
-    from tests.fuzz.handshakes import PLACES, connection, legal_frames
+    from tests.fuzz.handshakes import STATES, connection, legal_frames
     from tests.fuzz.mutations import put_together, taken_apart
 
 _RAW: Final = 1
@@ -43,7 +43,7 @@ def read(data: bytes) -> None:
     """Nothing but RemoteProtocolError may escape, and a broken connection is a closed one."""
     if not data:
         return
-    role, phase = PLACES[(data[0] >> 1) % len(PLACES)]
+    role, phase = STATES[(data[0] >> 1) % len(STATES)]
     reader = connection(role, phase)
     stream = data[1:] if data[0] & _RAW else frame_of(data[1:])
     try:
@@ -58,7 +58,7 @@ def read(data: bytes) -> None:
 def write_seeds(directory: Path) -> None:
     """Every legal frame, so that it need not be found."""
     directory.mkdir(parents=True, exist_ok=True)
-    for place, (role, phase) in enumerate(PLACES):
+    for place, (role, phase) in enumerate(STATES):
         for number, data in enumerate(legal_frames(role, phase)):
             (directory / f"{role}-{phase.value}-{number}").write_bytes(input_of(place, data))
 

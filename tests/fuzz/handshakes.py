@@ -1,7 +1,7 @@
-"""Connections that are as far as they would be after a real handshake, in memory.
+"""Connections in memory, advanced to a given phase by a real handshake.
 
-The bytes are those of one real handshake, with a join token and proofs; they are fed to every
-connection, so that what comes before the broken frame is never a short cut.
+Every connection receives the bytes of one real handshake, with a join token and valid proofs, so
+that tests with broken frames start from a state that real peers reach.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CERTIFICATE = bytes(range(32))
 
 
 class Handshake(NamedTuple):
-    """The four messages of one, in order; who connects sends first."""
+    """The four messages of a handshake, in order; the connecting side sends the first."""
 
     hello: Encoded
     challenge: Encoded
@@ -38,7 +38,7 @@ class Handshake(NamedTuple):
 
 
 def handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome]) -> Handshake:
-    """A real one, both of whose proofs are right."""
+    """Return a handshake with valid proofs from both sides."""
     secret, hello = new_key(), EXAMPLES[first]
     assert isinstance(hello, Hello | PeerHello)
     exchange = Exchange(hello, bytes(range(32, 64)), _CERTIFICATE)
@@ -51,34 +51,34 @@ def handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome])
 _SENT = dict.fromkeys(("coordinator", "worker"), handshake(Hello, Welcome)) | dict.fromkeys(
     ("listener", "dialler"), handshake(PeerHello, PeerWelcome)
 )
-_HEARS = {
+_LEGAL_MESSAGES = {
     "coordinator": FROM_WORKER, "worker": FROM_COORDINATOR, "listener": FROM_DIALLER,
     "dialler": FROM_LISTENER,
 }  # fmt: skip
-PLACES: list[tuple[Role, Phase]] = [
-    (role, phase) for role in ROLES for phase in PHASES if _HEARS[role][phase]
+STATES: list[tuple[Role, Phase]] = [
+    (role, phase) for role in ROLES for phase in PHASES if _LEGAL_MESSAGES[role][phase]
 ]
-"""Roles and phases in which there is anything that may be said."""
+"""Roles and phases in which a peer may send at least one message."""
 
 
 def connection(role: Role, phase: Phase) -> Connection:
-    """This side of a connection whose handshake has come to `phase`."""
-    made = Connection(role)
+    """Return one side of a connection whose handshake has reached `phase`."""
+    side = Connection(role)
     connects = role in ("worker", "dialler")
     for message, sends in zip(_SENT[role], (connects, not connects) * 2, strict=True):
-        if made.phase is phase:
+        if side.phase is phase:
             break
         if sends:
-            made.send(message)
+            side.send(message)
         else:
-            made.receive_data(flat(message))
+            side.receive_data(flat(message))
     if phase is Phase.OPEN:
-        made.blocks = BLOCKS
-    assert made.phase is phase
-    return made
+        side.blocks = BLOCKS
+    assert side.phase is phase
+    return side
 
 
 def legal_frames(role: Role, phase: Phase) -> list[bytes]:
-    """What the peer may say in this phase."""
-    kinds = sorted(_HEARS[role][phase], key=lambda kind: kind.tag)
+    """Return one frame of each message that the peer may send in this phase."""
+    kinds = sorted(_LEGAL_MESSAGES[role][phase], key=lambda kind: kind.tag)
     return [frame(EXAMPLES[kind]) for kind in kinds]

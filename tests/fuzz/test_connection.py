@@ -16,7 +16,7 @@ import pytest
 from protocol.base import limits
 from protocol.base.errors import FrameError, RemoteProtocolError
 from protocol.wire.connection import Connection, Phase
-from tests.fuzz.handshakes import PLACES, connection, legal_frames
+from tests.fuzz.handshakes import STATES, connection, legal_frames
 from tests.fuzz.mutations import MUTATIONS
 from tests.message_samples import EXAMPLES, frame
 from tests.resident_memory import MIB, measured_growth
@@ -28,10 +28,10 @@ PIECES = (1, 3, 18, 100, *[70_000] * 12)
 
 both_sides_and_every_phase = pytest.mark.parametrize(
     ("role", "phase"),
-    PLACES,
+    STATES,
     ids=lambda each: each if isinstance(each, str) else each.value,
 )
-WAYS = len(PLACES) * len(MUTATIONS)
+WAYS = len(STATES) * len(MUTATIONS)
 
 
 def read(reader: Connection, data: bytes, rng: random.Random) -> int:

@@ -1,5 +1,5 @@
-"""Coordinators that `fit` starts in a process of tests are forked off the server, as others are; a
-script that is a process of its own starts them as anybody's does."""
+"""Fork the coordinators that `fit` starts within the test process from the fork server, to save
+their imports. A script that runs as its own process starts them normally."""
 
 import subprocess
 from types import SimpleNamespace
@@ -12,12 +12,12 @@ from tests.processes import forked_popen
 
 @pytest.fixture(autouse=True)
 def _forked_coordinators(monkeypatch):
-    ours = SimpleNamespace(**{**vars(subprocess), "Popen": forked_popen})
-    monkeypatch.setattr(coordinator_subprocess, "subprocess", ours)
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": forked_popen})
+    monkeypatch.setattr(coordinator_subprocess, "subprocess", forking)
 
 
 @pytest.fixture(autouse=True)
 def _any_port(monkeypatch):
-    """Tests beside each other take none of each other's, also where a process listens again."""
+    """Bind to any free port, also when a process listens again: tests run in parallel."""
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
     monkeypatch.setattr(fitting, "_BOUND_TO", [])

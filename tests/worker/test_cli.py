@@ -116,8 +116,8 @@ def test_the_address_may_come_from_torchrun_s_variables():
 def test_ranks_of_torchrun_that_shard_nothing_are_told_of_several_devices():
     code, _, err = worker("--retry-for", "0", TORCHELASTIC_RUN_ID="1", RANK="0", WORLD_SIZE="2")
     assert code == 2
-    assert err.startswith("worker: torchrun is for a frozen base that does not fit on one device: ")
-    assert "start one worker without torchrun: worker --gpus 0,1" in err
+    assert err.startswith("worker: expected --shard under torchrun, which is for a frozen base ")
+    assert "use several devices without torchrun: worker --gpus 0,1" in err
 
 
 def test_a_checkout_that_is_not_installed_finds_itself_from_any_folder(tmp_path):

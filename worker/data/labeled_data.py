@@ -282,7 +282,8 @@ def class_weights(
         counts = np.bincount(labels, minlength=len(names))
         if not counts.all():
             raise DataError(
-                f"cannot balance classes: no training sample of {names[int(counts.argmin())]!r}"
+                "expected training samples of every class to balance them, found none of "
+                f"{names[int(counts.argmin())]!r}; add some, or lower data.holdout"
             )
         return (len(labels) / (len(names) * counts)).astype(np.float32)
     return np.array([asked.get(name, 1.0) for name in names], np.float32)

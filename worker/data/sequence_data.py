@@ -137,7 +137,8 @@ def encode_words(
     """
     if not tokenizer.is_fast:
         raise DataError(
-            "expected a tokenizer that reports the offsets of its tokens (a tokenizer.json)"
+            "expected a tokenizer that reports the offsets of its tokens, got one without; use a "
+            "model with a tokenizer.json"
         )
     text = " ".join(words)
     made = tokenizer(

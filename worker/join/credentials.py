@@ -222,7 +222,10 @@ def _from_file(path: Path, *, must_exist: bool) -> JoinToken | None:
     text = read_secret(path)
     if text is None:
         if must_exist:
-            raise UsageError(f"the token file {str(path)!r} does not exist")
+            raise UsageError(
+                f"the token file {str(path)!r} does not exist; copy the join token there, or name "
+                "another file (--token-file)"
+            )
         return None
     return JoinToken.parse(text, repr(str(path)))
 

@@ -241,7 +241,10 @@ def _refuse_tied_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
             name for name, _ in model.named_modules() if name == asked or name.endswith(f".{asked}")
         ]
         if not found:
-            raise DataError(f"lora.modules_to_save names {asked!r}, which the model does not have")
+            raise DataError(
+                f"lora.modules_to_save names {asked!r}, which the model does not have; correct the "
+                "name, or leave it out"
+            )
         tied = [each for each in owners.values() if len(each) > 1 and {*each} & {*found}]
         if tied:
             others = sorted({*tied[0]} - {*found})
@@ -402,7 +405,10 @@ def _attention_targets(model: torch.nn.Module) -> tuple[str, ...]:
         if layers.issuperset(targets):
             return targets
     names = ", ".join(sorted(layers)[:12])
-    raise DataError(f"expected lora.targets: no attention layer of a known name among {names}")
+    raise DataError(
+        "expected query and value projections with known names to adapt, found none among "
+        f"{names}; name the layers in lora.targets"
+    )
 
 
 def _transposed(model: torch.nn.Module, targets: Sequence[str]) -> bool:

@@ -245,7 +245,7 @@ def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
     if given["vocab_size"] < vocabulary:
         raise DataError(
             f"expected model.config.vocab_size of at least {vocabulary}, the tokenizer's, "
-            f"got {given['vocab_size']}"
+            f"got {given['vocab_size']}: --set model.config.vocab_size={vocabulary}"
         )
     model_type = str(given.pop("model_type"))
     try:
@@ -497,7 +497,8 @@ def _ready(model: Any, spec: ModelSpec, drawn: Mapping[str, int]) -> Pretrained:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise DataError(
-                f"no gradient checkpointing for this model: {describe_error(error)}"
+                "expected a model that supports gradient checkpointing, got: "
+                f"{describe_error(error)}; --set model.gradient_checkpointing=false"
             ) from None
     # Not buffers that are computed anew at each start: their last bits depend on the machine.
     is_narrow = spec.base_dtype != "float32"

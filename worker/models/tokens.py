@@ -95,7 +95,10 @@ def _load(source: str, place: str, keywords: Mapping[str, Any]) -> Any:
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
-            raise DataError(f"the tokenizer of {source!r} has neither a padding nor an end token")
+            raise DataError(
+                f"expected a tokenizer with a padding or an end token in {source!r}, found "
+                "neither; add one (pad_token in tokenizer_config.json)"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 

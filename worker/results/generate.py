@@ -67,11 +67,15 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(
-                f"the tokenizer's chat template refuses it: {describe_error(error)}"
+                "the tokenizer's chat template refuses this conversation: "
+                f"{describe_error(error)}; change the prompt or --system"
             ) from None
         for value, option in ((system, "--system"), (prompt, "the prompt")):
             if value and where_said(without_spaces(text), value) < 0:
-                raise DataError(f"{option}: the tokenizer's chat template leaves it out")
+                raise DataError(
+                    f"{option}: the tokenizer's chat template leaves it out, so the model would "
+                    "not read it; use a model whose template writes it"
+                )
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     elif system is not None:
         raise DataError(

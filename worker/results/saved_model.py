@@ -99,7 +99,10 @@ def find(path: Path) -> SavedModel:
     if path.is_file() and path.suffix == GGUF:
         return SavedModel(path, None, None)
     if not path.is_dir():
-        raise DataError(f"expected a run's or a model's directory at {str(path)!r}, found none")
+        raise DataError(
+            f"expected the directory of a run or a model at {str(path)!r}, found none; check the "
+            "path"
+        )
     if (path / "run.json").is_file():
         return _of_run(path)
     if (path / ADAPTER_CONFIG).is_file():
@@ -168,7 +171,13 @@ def _adapter(directory: Path) -> dict[str, Any]:
         raise DataError(f"cannot read {str(path)!r}: {error}") from None
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
-        raise DataError(f"expected a LoRA adapter in {str(directory)!r}, got {kind or 'no type'}")
+        raise DataError(
+            f"expected a LoRA adapter in {str(directory)!r}, got {kind or 'no type'}; use PEFT's "
+            "own tools for other kinds"
+        )
     if not (directory / ADAPTER_WEIGHTS).is_file():
-        raise DataError(f"expected {ADAPTER_WEIGHTS} in {str(directory)!r}, found none")
+        raise DataError(
+            f"expected {ADAPTER_WEIGHTS} in {str(directory)!r}, found none; copy the directory "
+            "again from where the run left it"
+        )
     return dict(config)

@@ -71,7 +71,7 @@ def run_script(path: Path, arguments: Sequence[str], options: JoinOptions) -> No
         SamestepError: The run refused this worker, or failed.
     """
     if not path.is_file():
-        raise UsageError(f"expected a script, found no file {str(path)!r}")
+        raise UsageError(f"expected a script, found no file {str(path)!r}; check the path")
     folder = path.resolve().parent
     if folder != _HOME and ((folder / "samestep.py").is_file() or (folder / "samestep").is_dir()):
         raise UsageError(

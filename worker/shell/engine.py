@@ -166,8 +166,9 @@ def _check_manifest(spec: RunSpec, manifest: Manifest) -> None:
     changing = [block for block in manifest.blocks if not block.is_trained]
     if changing and spec.replicas is not None:
         raise DataError(
-            f"{changing[0].tensors[0].name!r} changes in forward, which replicas of inner steps "
-            "would each follow by itself; remove replicas, or use layers without running state"
+            "expected layers without running state in a run with replicas, got "
+            f"{changing[0].tensors[0].name!r}, which changes in forward, differently in each "
+            "replica; remove replicas, or replace the layer"
         )
 
 

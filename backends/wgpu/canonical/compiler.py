@@ -80,7 +80,11 @@ def instructions() -> Instructions:
     if machine in {"aarch64", "arm64"}:
         return SETS["neon"]
     if machine not in {"x86_64", "amd64"}:
-        raise BackendUnavailable("cpu", f"there is no canonical arithmetic for {machine}")
+        raise BackendUnavailable(
+            "cpu",
+            f"canonical arithmetic needs an x86-64 or arm64 processor, got {machine}; use another "
+            "machine, or arithmetic: native",
+        )
     features = processor_features()
     available = [name for name, required in _REQUIRED_FEATURES.items() if required <= features]
     requested = os.environ.get(_INSTRUCTIONS, available[-1])

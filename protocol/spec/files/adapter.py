@@ -32,7 +32,10 @@ def adapter_directory(source: str) -> Path:
     path = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (path / name).is_file():
-            raise DataError(f"expected an adapter in PEFT's layout in {source!r}, found no {name}")
+            raise DataError(
+                f"expected an adapter in PEFT's layout in {source!r}, found no {name}; name the "
+                "directory that has it"
+            )
     return path
 
 
@@ -48,7 +51,10 @@ def adapter_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the adapter's {str(path)!r}: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise DataError(f"expected a LoRA adapter in {str(path)!r}, got another kind")
+        raise DataError(
+            f"expected a LoRA adapter in {str(path)!r}, got another kind; remove model.adapter to "
+            "train a new one"
+        )
     odd = [key for key in _UNLIKE if config.get(key)]
     odd += ["bias"] if config.get("bias", "none") != "none" else []
     if odd:

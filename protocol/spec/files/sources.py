@@ -93,7 +93,10 @@ def model_source(source: str) -> str:
             return str(path)
         found = sorted(path.glob("*" + GGUF))
         if len(found) != 1:
-            raise DataError(f"expected a model in {source!r}, found no config.json")
+            raise DataError(
+                f"expected a model in {source!r}, found no config.json; name the directory that "
+                "has it, or one GGUF file"
+            )
         return str(found[0])
     if path.is_file() and path.suffix == GGUF:
         return str(path)
@@ -132,7 +135,8 @@ def text_source(source: str) -> Path:
         found = [file for file in package_files(name) if file.suffix in TEXT_SUFFIXES]
         if len(found) != 1:
             raise DataError(
-                f"expected one {', '.join(TEXT_SUFFIXES)} file in {source!r}, found {len(found)}"
+                f"expected one {', '.join(TEXT_SUFFIXES)} file in {source!r}, found {len(found)}; "
+                "name a file instead: --set data.train=FILE"
             )
         return found[0]
     path = expanded(source)
@@ -234,7 +238,9 @@ def pattern_files(source: str) -> list[Path]:
     found = [Path(name) for name in glob.glob(pattern, recursive=True)]  # noqa: PTH207 -- absolute
     found = sorted((file for file in found if file.is_file()), key=Path.as_posix)
     if not found:
-        raise DataError(f"expected files like {source!r}, found none; --set data.train=FILE")
+        raise DataError(
+            f"expected files like {source!r}, found none; name them: --set data.train=FILE"
+        )
     return found
 
 
@@ -285,7 +291,10 @@ def corpus_files(source: str, pattern: str) -> list[Path]:
             found = [file for file in _visible_files(path) if kind_of(file) in ROW_KINDS]
     if not found:
         wanted = ", ".join(CORPUS_SUFFIXES) if source.startswith(PACKAGE) else repr(pattern)
-        raise DataError(f"expected files like {wanted} (data.pattern) in {source!r}, found none")
+        raise DataError(
+            f"expected files like {wanted} (data.pattern) in {source!r}, found none; name other "
+            "files: --set 'data.pattern=*.md'"
+        )
     return found
 
 

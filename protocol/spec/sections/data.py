@@ -91,12 +91,12 @@ class DataSpec(Section):
         Field(None, ge=2, description="expected number of classes, checked against the data")
     )
     class_weights: Annotated[ClassWeights | None, Needs("problem", ("single-label",))] = Field(
-        None, description="`balanced`, or a weight by label; other labels have weight 1"
+        None, description="`balanced`, or a weight for each label, 1 for labels that are left out"
     )
     sampling: Annotated[ClassWeights | None, Needs("problem", ("single-label",))] = Field(
         None,
-        description="draw the samples of an epoch with replacement, each class equally often "
-        "(`balanced`) or by a weight of a sample by label; other labels have weight 1",
+        description="draw the samples of an epoch with replacement; `balanced`: each class equally "
+        "often; or a weight for each label, 1 for labels that are left out",
     )
     stratify: Annotated[bool, Needs("validation", (None,)), Needs("problem", ("single-label",))] = (
         Field(default=False, description="hold out the same share of each class")
@@ -119,7 +119,7 @@ class DataSpec(Section):
         None, max_length=65_536, description="Jinja template, instead of the tokenizer's own"
     )
     mask_share: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.15, description="of masked-lm: the share of tokens that are predicted"
+        0.15, description="share of tokens that are predicted"
     )
     generate_tokens: Annotated[Count | None, OmittedByDefault()] = Field(
         None,

@@ -133,14 +133,20 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     for parent in parents:
         inner = at.setdefault(parent, {})
         if not isinstance(inner, dict):
-            raise RunSpecError(f"--set {override!r}: {parent!r} has a value and is not a section")
+            raise RunSpecError(
+                f"--set {override!r}: {parent!r} has a value and is not a section; set that key "
+                "itself"
+            )
         at = inner
     try:
         at[last] = read_yaml(text)
     except yaml.constructor.ConstructorError as error:
         raise RunSpecError(f"--set {override!r}: {error.problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError):
-        raise RunSpecError(f"--set {override!r}: expected a YAML value") from None
+        raise RunSpecError(
+            f"--set {override!r}: expected a YAML value after the =; is a quote or bracket left "
+            "open?"
+        ) from None
 
 
 def rename_override(override: str) -> str:

@@ -161,7 +161,7 @@ class LoraSpec(Section):
         default=False, description="multiply by alpha / sqrt(r) instead (Kalajdzievski 2023)"
     )
     dora: bool = Field(
-        default=False, description="learn magnitude and direction apart (Liu et al. 2024)"
+        default=False, description="train magnitude and direction separately (Liu et al. 2024)"
     )
     dropout: Fraction = Field(0.0, description="share of inputs dropped in training")
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
@@ -178,10 +178,10 @@ class LoraSpec(Section):
         (), description="names of modules that are trained in full beside the matrices"
     )
     rank_pattern: Annotated[dict[str, Count], AfterValidator(sort_keys)] = Field(
-        {}, description="another rank for layers whose names end so"
+        {}, description="another rank for layers whose names end with a key"
     )
     alpha_pattern: Annotated[dict[str, PositiveFloat], AfterValidator(sort_keys)] = Field(
-        {}, description="another alpha for layers whose names end so"
+        {}, description="another alpha for layers whose names end with a key"
     )
 
     @model_serializer(mode="wrap")
@@ -210,7 +210,7 @@ class ArithmeticSpec(Section):
     """
 
     mode: Literal["native", "canonical"] = Field(
-        "native", description="native: each device's own; canonical: the same bits on all devices"
+        "native", description="native: each device's own rules; canonical: equal bits on all devices"
     )
     multiply_add: Annotated[Literal["fused", "separate"], Needs("mode", ("canonical",))] = Field(
         "fused", description="canonical: round a multiply-add once (fused) or twice (separate)"

@@ -144,7 +144,7 @@ class PlateauSpec(Section):
         "rel", description="whether threshold is a share of the best value, or a difference"
     )
     cooldown: Every = Field(
-        0, description="evaluations after lowering lr in which none counts as without improvement"
+        0, description="evaluations after a decrease of lr that do not count against patience"
     )
 
 

@@ -85,7 +85,7 @@ class EmbedSpec(Section):
     )
     symmetric: bool = Field(
         default=False,
-        description="also the cross-entropy of each positive's own anchor; the mean of both",
+        description="also score all anchors for each positive; the loss is the mean of both",
     )
 
 

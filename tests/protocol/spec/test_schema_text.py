@@ -41,5 +41,6 @@ def test_bounds_are_words_and_lose_no_digit():
     assert bounds["threads"] == "1 to 256"
     assert bounds["seed"] == "0 or more, below 2^63"
     assert bounds["tokenizer.vocab_size"] == "257 to 1,000,000"
+    assert bounds["optimizer.clip_value"] == "1e-30 to 1e+30"
     assert bounds["dpo.beta"] == "above 0, at most 100"
     assert bounds["optimizer.eps"] == "1e-30 to 1,000"

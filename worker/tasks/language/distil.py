@@ -186,7 +186,8 @@ def _student(spec: DistilRun, tokenizer: Any, vocabulary: int) -> pretrained.Pre
     if loaded.vocabulary < vocabulary:
         raise DataError(
             f"expected a student with at least {vocabulary} tokens, the teacher's, got "
-            f"{loaded.vocabulary}"
+            f"{loaded.vocabulary}; set model.config.vocab_size, or take a student with the "
+            "teacher's tokenizer"
         )
     return loaded
 
