@@ -5,7 +5,7 @@ cd "$(dirname "$0")"
 . ./settings.sh
 . ./step.sh
 [ "$#" -gt 0 ] || { echo "samestep: expected a command, for example: ./control.sh status" >&2; exit 2; }
-job=$(cat coordinator.job 2>/dev/null) || { echo "samestep: no coordinator was started in $PWD" >&2; exit 69; }
+job=$(cat coordinator.job 2>/dev/null) || { echo "samestep: expected a coordinator started in $PWD, found none; run: sbatch coordinator.sbatch" >&2; exit 69; }
 is_running "$job" || fail 69 "the coordinator, job $job, is not running: see samestep-coordinator-$job.log"
 port=$(sed -n 's/.*"control": "\(.*\)".*/\1/p' address.json)
 exec srun --jobid="$job" --overlap --ntasks=1 --quiet coordinator "$@" --control "$port"

@@ -29,7 +29,7 @@ run_step() { # COMMAND...
     local step code limit interrupted=yes at_time_limit=
     limit=$(squeue --noheader --jobs="$job" --format=%l 2>/dev/null)
     case $limit in
-    [0-2]:[0-9][0-9] | 3:00) # it would be requeued for ever, each time before it has begun
+    [0-2]:[0-9][0-9] | 3:00) # it would be requeued forever, each time before it has begun
         fail 2 "expected a time limit of more than 3 minutes, got $limit: jobs leave 2 minutes before it; set --time"
         ;;
     esac

@@ -45,7 +45,7 @@ class Tracer:
             return cls(path, process)
         except OSError as error:
             raise UsageError(
-                f"--trace: expected a file that can be written, got {str(path)!r}: {error.strerror}"
+                f"--trace {str(path)!r} cannot be written: {error.strerror}; name another file"
             ) from None
 
     def instant(self, name: str, track: str, **details: object) -> None:

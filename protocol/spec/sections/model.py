@@ -90,8 +90,8 @@ class ModelSpec(Section):
     added_tokens: Annotated[tuple[AddedText, ...], Field(max_length=4_096), OmittedByDefault()] = (
         Field(
             (),
-            description="texts, such as marks of a chat template, that become tokens of their own; "
-            "with lora only their rows of the embeddings and the head are trained beside it",
+            description="texts to add as tokens, such as marks of a chat template; with lora, only "
+            "their rows of the embeddings and the head are trained in addition to it",
         )
     )
     attention: Literal["eager", "sdpa"] = Field("eager", description="implementation of attention")
@@ -175,7 +175,7 @@ class LoraSpec(Section):
         "mlp.experts.gate_up_proj",
     )
     modules_to_save: tuple[str, ...] = Field(
-        (), description="names of modules that are trained in full beside the matrices"
+        (), description="names of modules that are trained in full, in addition to the matrices"
     )
     rank_pattern: Annotated[dict[str, Count], AfterValidator(sort_keys)] = Field(
         {}, description="another rank for layers whose names end with a key"
@@ -210,7 +210,7 @@ class ArithmeticSpec(Section):
     """
 
     mode: Literal["native", "canonical"] = Field(
-        "native", description="native: each device's own rules; canonical: equal bits on all devices"
+        "native", description="native: each device's own; canonical: equal bits on all devices"
     )
     multiply_add: Annotated[Literal["fused", "separate"], Needs("mode", ("canonical",))] = Field(
         "fused", description="canonical: round a multiply-add once (fused) or twice (separate)"
