@@ -60,6 +60,19 @@ class Listening:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """Other workers can take part, or training has started with them.
+
+    Attributes:
+        workers: The names of those that are connected and not refused.
+        has_started: Whether training has started.
+    """
+
+    workers: frozenset[str]
+    has_started: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorEnded:
     """The subprocess has ended.
 
@@ -194,6 +207,7 @@ class CoordinatorSubprocess:
 
     def _read_events(self, stream: IO[str]) -> None:
         ended: dict[str, Any] | None = None
+        members = _Members()
         for line in stream:
             try:
                 document = json.loads(line)
@@ -211,6 +225,8 @@ class CoordinatorSubprocess:
                 case event:
                     unfit = document["reason"] if event == "worker_unready" else ""
                     self._event_queue.put(Line(document["text"], unfit=unfit))
+                    if change := members.note(document):
+                        self._event_queue.put(change)
         code = self._process.wait()
         self._output.join(_END_TIMEOUT_S)
         if ended is not None:
@@ -228,6 +244,27 @@ class CoordinatorSubprocess:
         for line in stream:
             self._last_output = line.strip() or self._last_output
             self._event_queue.put(Line(line.rstrip("\n"), is_error=True))
+
+
+class _Members:
+    """Which workers can take part, as the coordinator's events say."""
+
+    def __init__(self) -> None:
+        self._workers: set[str] = set()
+        self._has_started = False
+
+    def note(self, document: Mapping[str, Any]) -> WorkersChanged | None:
+        """Take an event; return what it changes, if anything."""
+        match document["event"]:
+            case "worker_connected":
+                self._workers.add(document["worker"])
+            case "worker_disconnected" | "worker_unready":
+                self._workers.discard(document["worker"])
+            case "started":
+                self._has_started = True
+            case _:
+                return None
+        return WorkersChanged(frozenset(self._workers), self._has_started)
 
 
 def error_from(ended: CoordinatorEnded, resume_call: str = "") -> SamestepError:

@@ -57,6 +57,7 @@ from samestep.coordinator_subprocess import (
     Interrupted,
     Line,
     NewRow,
+    WorkersChanged,
     default_bind,
     error_from,
     queue_interrupts,
@@ -64,7 +65,7 @@ from samestep.coordinator_subprocess import (
 )
 from samestep.existing_run import ExistingRun
 from samestep.result import FitResult, read_history
-from samestep.srun import SrunStep
+from samestep.srun import SrunStep, TaskDeadline
 from samestep.worker_thread import Stalled, WorkerEnded, WorkerThread, one_line
 from worker.join.credentials import WorkerCredentials
 from worker.scripts.data_digest import SECONDS
@@ -80,6 +81,9 @@ _OF_OTHER_TASKS: Final = {"init_from", *SECTIONS} - _OWN_KEYS
 _FLOAT16_MODEL: Final = {"config": {"model_type": "script"}, "precision": "float16"}
 """The section `model` that makes the coordinator scale losses; the script defines the model."""
 _SUBMIT_TIMEOUT_S: Final = 600.0
+_LOOK_EVERY_S: Final = 1.0
+_LEAST_IDLE_S: Final = 10.0
+"""A coordinator offers its run at once, but it may be busy."""
 _END_TIMEOUT_S: Final = 60.0
 """Wait for a coordinator that was told to end at once, or whose run has failed."""
 
@@ -165,6 +169,7 @@ def _take_part(call: script.Call, arguments: Arguments, joined_by: JoinOptions |
     step = SrunStep.of()
     if step is None:
         return _begin(call, arguments)
+    step = call.step = replace(step, call=call.number)
     if not step.leads:
         return _join(call, step.join_options(*arguments.backend), arguments.on_log)
     with step.leading():
@@ -393,7 +398,7 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
             asked = {**request, "bind": bind, "directory": str(directory)}
             coordinator = CoordinatorSubprocess(asked, event_queue)
             address = stack.enter_context(coordinator).listening()
-            if step := SrunStep.of():
+            if step := call.step:
                 step.publish(parse_address(bind, "SAMESTEP_BIND")[0], address[1])
             _BOUND_TO[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
             return coordinator, address, event_queue
@@ -407,7 +412,7 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
                 log = _Log(arguments.on_log, coordinator.drain)
                 _until_over(
                     coordinator, worker, event_queue, directory, log.take,
-                    alone=alone, resumed=resumed,
+                    alone=alone, resumed=resumed, deadline=_deadline(call, arguments),
                 )  # fmt: skip
             if log.error is not None:
                 raise log.error
@@ -416,6 +421,13 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
         if not (directory / "result.json").exists():
             raise KeyboardInterrupt  # before the first step
     return _result(call, directory, joined=False)
+
+
+def _deadline(call: script.Call, arguments: Arguments) -> TaskDeadline | None:
+    """The patience with the other tasks of a Slurm step, if the run waits for all of them."""
+    step = call.step
+    waits_for_all = step is not None and arguments.expected_workers == step.tasks
+    return TaskDeadline(step.tasks) if step is not None and waits_for_all else None
 
 
 _Started = TypeVar("_Started")
@@ -485,11 +497,13 @@ def _until_over(
     *,
     alone: bool,
     resumed: bool,
+    deadline: TaskDeadline | None = None,
 ) -> None:
     """Handle events until the coordinator has ended; print its lines.
 
     Raises:
-        SamestepError: The run or its only worker failed, or the run halted with no other worker.
+        SamestepError: The run or its only worker failed, the run halted with no other worker, or a
+            task of this Slurm step did not come in time.
         KeyboardInterrupt: The user interrupted twice.
     """
     failed: Exception | None = None
@@ -497,11 +511,19 @@ def _until_over(
     interrupts = 0
     until_s: float | None = None
     while True:
+        end_s = until_s
+        if end_s is None and deadline is not None and failed is None and not interrupts:
+            end_s = deadline.until_s
+        left_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
         try:
-            event = event_queue.get(timeout=None if until_s is None else until_s - time.monotonic())
-        except (queue.Empty, ValueError):  # ValueError: the timeout is negative
-            coordinator.kill()
-            until_s = None
+            event = event_queue.get(timeout=left_s)
+        except queue.Empty:
+            if until_s is None and deadline is not None:
+                failed = deadline.error()
+                until_s = _end_at_once(coordinator)
+            else:
+                coordinator.kill()
+                until_s = None
             continue
         match event:
             case Line():
@@ -513,11 +535,12 @@ def _until_over(
                 coordinator.drain()
             case NewRow():
                 on_log(event.row)
+            case WorkersChanged(workers, has_started) if deadline is not None:
+                deadline.note(workers, has_started=has_started)
             case WorkerEnded(error=Exception() as error) if worker.ended is None:
                 if alone or isinstance(error, Unreachable):  # the coordinator does not answer
                     failed = error
-                    coordinator.drain()
-                    coordinator.drain()
+                    until_s = _end_at_once(coordinator)
                 else:
                     show(Line(f"samestep: {one_line(error)}", is_error=True))
             case Stalled() if alone:
@@ -536,6 +559,13 @@ def _until_over(
                 return
         if until_s is None and (failed is not None or interrupts > 1):
             until_s = time.monotonic() + _END_TIMEOUT_S
+
+
+def _end_at_once(coordinator: CoordinatorSubprocess) -> float:
+    """Tell a coordinator to end at once; return until when it may take."""
+    coordinator.drain()
+    coordinator.drain()
+    return time.monotonic() + _END_TIMEOUT_S
 
 
 def _end_with(
@@ -651,7 +681,7 @@ def _metrics(values: Mapping[str, float | None]) -> dict[str, float]:
 def _submit(call: script.Call, spec: RunSpec, arguments: Arguments, control: str) -> FitResult:
     status = _run_async(request(control, "GET", "/status"))
     address = parse_address(status["address"], "control", 9000)
-    if step := SrunStep.of():
+    if step := call.step:
         step.publish(*address)
     event_queue: EventQueue = queue.SimpleQueue()
     worker = _worker(
@@ -675,17 +705,33 @@ def _submit(call: script.Call, spec: RunSpec, arguments: Arguments, control: str
     return _joined_result(call, worker)
 
 
-def _follow(worker: WorkerThread, event_queue: EventQueue, on_log: OnLog | None) -> None:
+def _follow(
+    worker: WorkerThread,
+    event_queue: EventQueue,
+    on_log: OnLog | None,
+    problem: Callable[[], SamestepError | None] = lambda: None,
+) -> None:
     """Wait until the run is over or this worker has left it.
 
+    Args:
+        worker: This worker.
+        event_queue: Its events.
+        on_log: See `fit`.
+        problem: Says about once a second why there is nothing left to wait for, if so.
+
     Raises:
-        SamestepError: The worker failed or was refused.
+        SamestepError: The worker failed or was refused, or what `problem` returned.
         SystemExit: The user interrupted; the other workers continue the run.
         Exception: What `on_log` raised; the other workers continue the run.
     """
     interrupted = False
     while True:
-        event = event_queue.get()
+        try:
+            event = event_queue.get(timeout=_LOOK_EVERY_S)
+        except queue.Empty:
+            if worker.ended is None and (error := problem()) is not None:
+                raise error from None
+            continue
         if isinstance(event, Interrupted):
             interrupted = True
             worker.drain()
@@ -734,10 +780,28 @@ def _join(call: script.Call, joined_by: JoinOptions, on_log: OnLog | None) -> Fi
     )  # fmt: skip
     try:
         with queue_interrupts(event_queue):
-            _follow(worker, event_queue, on_log)
+            _follow(worker, event_queue, on_log, lambda: _no_run(worker, joined_by))
     finally:
         worker.end()
     return _joined_result(call, worker)
+
+
+def _no_run(worker: WorkerThread, joined_by: JoinOptions) -> SamestepError | None:
+    """Why a worker that joins need not wait any longer; None if it should.
+
+    The `fit` that would begin the run may have been refused: its coordinator ends then, or, one
+    that serves many runs, never gets this one.
+    """
+    if reason := joined_by.failure():
+        return RunFailed(reason)
+    patience_s = max(joined_by.retry_for_s, _LEAST_IDLE_S)
+    if worker.idle_s < patience_s:
+        return None
+    return Unreachable(
+        f"expected a run from the coordinator at {worker.at} within {patience_s:.0f} s, got none: "
+        "the fit that begins it may have been refused (its output says why); start this worker "
+        "when that run has begun"
+    )
 
 
 def _joined_result(call: script.Call, worker: WorkerThread) -> FitResult:

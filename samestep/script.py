@@ -37,6 +37,7 @@ from protocol.base.regular_file import read_regular
 from protocol.machine.memory import figures_of
 from protocol.spec.run_spec import RunSpec
 from samestep.name_conflicts import is_samestep_file
+from samestep.srun import SrunStep
 from worker.scripts.checks import check_task
 from worker.scripts.launch import accepts_scripts
 from worker.scripts.script_task import ScriptTask
@@ -123,6 +124,7 @@ class Call:
         backend: Name and device of the backend of this process, on which a task is tried.
         built: The task that was built last; None before.
         ready: A task built in advance, for a run spec with the same options; used once.
+        step: The Slurm step whose tasks make this call together; None for a process alone.
     """
 
     script: Script
@@ -131,6 +133,7 @@ class Call:
     backend: tuple[str, int | str | None] = _CPU
     built: ScriptTask | None = None
     ready: tuple[RunSpec, ScriptTask] | None = None
+    step: SrunStep | None = None
 
     def task(self, spec: RunSpec) -> ScriptTask:
         """Build the task of a run spec, or use the one that is ready.

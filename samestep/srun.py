@@ -8,13 +8,14 @@ must share that directory, as they share a home.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,10 @@ _FIND_FOR_S: Final = 600.0
 _LOOK_FOR_S: Final = 1.0
 _REPORT_EVERY_S: Final = 30.0
 _RETRY_FOR_S: Final = 300.0
+_ALL_WITHIN_S: Final = 600.0
+"""A task that has failed before `fit` never comes; one that loads a large model takes minutes."""
+_KEPT_FOR_S: Final = 30 * 86_400.0
+"""Files of steps that Slurm has killed are removed after that time; no step runs for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class SrunStep:
         nodes: On how many nodes they run.
         local_task: Number of this process among the tasks of its node.
         name: Of this start of the step, unique on its cluster.
+        call: Which call of `fit` within the script, counted from 1: each has files of its own, so
+            that no task takes an earlier call's failure for the present one's.
     """
 
     task: int
@@ -54,6 +61,7 @@ class SrunStep:
     nodes: int
     local_task: int
     name: str
+    call: int = 1
 
     @staticmethod
     def of(environment: Mapping[str, str] = os.environ) -> SrunStep | None:
@@ -87,7 +95,7 @@ class SrunStep:
     @property
     def address_file(self) -> Path:
         """Where task 0 publishes the coordinator's address."""
-        return state_home() / "srun" / f"{self.name}.json"
+        return state_home() / "srun" / f"{self.name}.{self.call}.json"
 
     @property
     def _failure_file(self) -> Path:
@@ -111,6 +119,7 @@ class SrunStep:
     def leading(self) -> Iterator[None]:
         """Within, this task is in `fit`; where that fails, the other tasks are told why."""
         self._failure_file.unlink(missing_ok=True)
+        _remove_older(self.address_file.parent, time.time() - _KEPT_FOR_S)
         try:
             yield
         except Exception as error:
@@ -138,7 +147,13 @@ class SrunStep:
             duty="train",
             tell=_say_nothing,
             find_again=lambda: find_in_file(path, 0.0, _say_nothing),
+            failure=self._failure,
         )
+
+    def _failure(self) -> str:
+        """Why task 0 has failed; empty if it has not."""
+        reason = read_secret(self._failure_file)
+        return f"task 0 of this srun step failed: {reason}" if reason else ""
 
     async def _find(self) -> tuple[str, int]:
         """Wait for the coordinator's address.
@@ -157,8 +172,8 @@ class SrunStep:
                     "samestep.fit; if it has failed, srun's output says why "
                     "(srun --kill-on-bad-exit=1 ends all tasks then)"
                 )
-            if reason := read_secret(self._failure_file):
-                raise RunFailed(f"task 0 of this srun step failed: {reason}")
+            if reason := self._failure():
+                raise RunFailed(reason)
             try:
                 return await find_in_file(self.address_file, _LOOK_FOR_S, _say_nothing)
             except Unreachable:
@@ -182,6 +197,46 @@ class SrunStep:
         """
         cards = _cards(backend) if device is None else 0
         return backend, self.local_task % cards if cards > 1 else device
+
+
+@dataclass(slots=True)
+class TaskDeadline:
+    """Task 0's patience with the other tasks, until training starts.
+
+    Attributes:
+        tasks: How many tasks the step has.
+        until_s: When its patience ends, as `time.monotonic`; None: no task is missing.
+    """
+
+    tasks: int
+    until_s: float | None = field(default_factory=lambda: time.monotonic() + _ALL_WITHIN_S)
+    _present: int = 0
+
+    def note(self, workers: Collection[str], *, has_started: bool) -> None:
+        """Note which workers are there; once training has started, none of them is waited for."""
+        self._present = len(workers)
+        if has_started or self._present >= self.tasks:
+            self.until_s = None
+        elif self.until_s is None:
+            self.until_s = time.monotonic() + _ALL_WITHIN_S
+
+    def error(self) -> Unreachable:
+        """The error of a task that has not come in time."""
+        return Unreachable(
+            f"expected all {self.tasks} tasks of this srun step in samestep.fit within "
+            f"{_ALL_WITHIN_S:.0f} s, got {self._present}: see in the output of the others why "
+            "they failed (srun --kill-on-bad-exit=1 ends all tasks then), or start with fewer: "
+            "SAMESTEP_EXPECT_WORKERS"
+        )
+
+
+def _remove_older(directory: Path, than_s: float) -> None:
+    """Remove files of steps that ended long ago without removing them, or failed."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < than_s:
+                    path.unlink()
 
 
 @cache

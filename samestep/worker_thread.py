@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +16,7 @@ from protocol.base.errors import ExitCode, text_of
 from protocol.machine.event_loop import new_event_loop
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Received
-from protocol.wire.messages import Commit, EndRun, Halt
+from protocol.wire.messages import Commit, EndRun, Halt, StartRun, Welcome
 from protocol.wire.transport import Channel
 from samestep.coordinator_subprocess import EventQueue, NewRow
 from worker.join.credentials import WorkerCredentials
@@ -71,6 +72,8 @@ class _OneRunClient(Client):
     halted: Callable[[str], None]
     committed: Callable[[dict[str, float]], None]
     ended: EndRun | None = None
+    idle_since_s: float | None = None
+    """When the coordinator welcomed this worker, if it has offered no run since."""
 
     def on_message(self, channel: Channel, received: Received) -> None:
         """See `Client`; also records commits and the end of the run."""
@@ -84,6 +87,10 @@ class _OneRunClient(Client):
                 self.rows[step]["learning_rate"] = message.scalars.learning_rate
             if is_new:
                 self.committed(self.rows[step])
+        elif isinstance(message, Welcome):
+            self.idle_since_s = time.monotonic()
+        elif isinstance(message, StartRun):
+            self.idle_since_s = None
         elif isinstance(message, EndRun):
             self.ended = message
             self.drain()
@@ -134,6 +141,17 @@ class WorkerThread:
     @property
     def ended(self) -> EndRun | None:
         return self._client.ended if self._client is not None else None
+
+    @property
+    def idle_s(self) -> float:
+        """For how long this worker has been connected without a run; 0 with one."""
+        since_s = self._client.idle_since_s if self._client is not None else None
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    @property
+    def at(self) -> str:
+        """The coordinator's address."""
+        return self._target.at
 
     def drain(self) -> None:
         """Finish the work in progress and leave."""

@@ -7,6 +7,7 @@ the token instead.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 
 from coordinator.members.credentials import CoordinatorCredentials
@@ -47,6 +48,11 @@ def invitation(
     there, *others = reachable_addresses(host) or [""]
     if not there:
         yield "other machines cannot reach this one: it is on no network (ip addr)"
+        return
+    if os.environ.get("SLURM_JOB_ID"):  # ssh to nodes is rarely allowed, and they share a home
+        yield "on another node of this cluster, in one line:"
+        home = f"SAMESTEP_HOME={shlex.quote(str(credentials.home))}"
+        yield f"  {home} worker --coordinator {format_address(there, port)}{option}"
         return
     if to_terminal:
         token = credentials.join_token().reveal()

@@ -66,7 +66,9 @@ from protocol.datasets.capture_index import INDEX
 _LINE_INTERVAL_S: Final = 2.0
 """Between two progress lines, if the output is not a terminal."""
 _FIRST_WAITING_S: Final = 5.0
-"""Until the first line about waiting; each next one comes after twice as long."""
+"""Until the first line about waiting; each next one comes after twice as long, up to
+`_WAITING_EVERY_S`."""
+_WAITING_EVERY_S: Final = 60.0
 
 _SENTENCES: Final[dict[type[Event], str]] = {
     WorkerConnected: "worker {worker} connected, backend {backend}; {workers} connected",
@@ -236,7 +238,7 @@ class ProgressConsole:
         if not waiting:
             self._waiting_since_s, self._wait_before_line_s = now_s, _FIRST_WAITING_S
         elif now_s - self._waiting_since_s >= self._wait_before_line_s:
-            self._wait_before_line_s *= 2
+            self._wait_before_line_s += min(self._wait_before_line_s, _WAITING_EVERY_S)
             present = {*self._service.sessions, *(execution.run.unfit if execution else ())}
             absent = ", ".join(sorted(self._service.known - present))
             before = f"; connected before: {absent}" if absent else ""

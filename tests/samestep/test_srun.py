@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from protocol.base.errors import DataError, RunFailed, Unreachable
 from protocol.machine.secret_file import write_secret
-from samestep import srun
-from samestep.srun import SrunStep
+from samestep import fitting, srun
+from samestep.coordinator_subprocess import CoordinatorEnded, WorkersChanged, _Members
+from samestep.srun import SrunStep, TaskDeadline
 
 TASK = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_LOCALID": "1",
@@ -96,3 +102,95 @@ def test_where_no_file_is_shared_it_says_what_must_be(home, monkeypatch, capsys)
 def test_each_task_of_a_node_takes_its_own_card(monkeypatch, cards, backend, device, taken):
     monkeypatch.setattr(srun, "_cards", lambda _: cards)
     assert step_of().device_of(backend, device) == (backend, taken)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_later_call_of_fit_does_not_hide_why_an_earlier_one_failed():
+    """Task 0 may catch the error and go on at once; the others are still in the earlier call."""
+    first = step_of()
+    joining = first.join_options("cpu", None)
+    with pytest.raises(DataError), first.leading():
+        raise DataError("expected more samples")
+    second = replace(first, call=2)
+    with second.leading():
+        assert joining.failure() == "task 0 of this srun step failed: expected more samples"
+        assert not second.join_options("cpu", None).failure()
+
+
+def test_files_of_steps_that_were_killed_are_removed(home):
+    for name, modified_s in (("1.0.0.1.json", 0), ("1.0.0.1.failed", 0), ("6.0.0.1.json", 4e9)):
+        write_secret(home / "srun" / name, "{}")
+        os.utime(home / "srun" / name, (modified_s, modified_s))
+    with step_of().leading():
+        assert [path.name for path in (home / "srun").iterdir()] == ["6.0.0.1.json"]
+
+
+def worker(*events, idle_s=0.0):
+    """A worker that has joined, and its events."""
+    event_queue: Any = queue.SimpleQueue()
+    for event in events:
+        event_queue.put(event)
+    joined: Any = SimpleNamespace(ended=None, idle_s=idle_s, at="127.0.0.1:9000")
+    return joined, event_queue
+
+
+@pytest.mark.parametrize(
+    ("failure", "idle_s", "expected"),
+    [
+        ("task 0 of this srun step failed: no data", 0.0, "^task 0 .* failed: no data$"),
+        ("", 300.0, "expected a run from the coordinator at 127.0.0.1:9000 within 300 s, got none"),
+    ],
+)
+def test_a_worker_does_not_wait_for_a_run_that_never_begins(monkeypatch, failure, idle_s, expected):
+    monkeypatch.setattr(fitting, "_LOOK_EVERY_S", 0.0)
+    joined, event_queue = worker(idle_s=idle_s)
+    options = replace(step_of().join_options("cpu", None), failure=lambda: failure)
+    with pytest.raises((RunFailed, Unreachable), match=expected):
+        fitting._follow(joined, event_queue, None, lambda: fitting._no_run(joined, options))
+
+
+def test_a_worker_waits_for_a_run_for_a_while():
+    options = replace(step_of().join_options("cpu", None), failure=str, retry_for_s=0.0)
+    assert fitting._no_run(worker(idle_s=9.9)[0], options) is None
+    assert fitting._no_run(worker(idle_s=10.0)[0], options) is not None
+
+
+class Draining:
+    """A coordinator that ends when it is told to."""
+
+    def __init__(self, *events):
+        _, self.event_queue = worker(*events)
+
+    def drain(self):
+        self.event_queue.put(CoordinatorEnded(0))
+
+
+def test_task_0_does_not_wait_for_ever_for_a_task_that_has_failed(monkeypatch, tmp_path):
+    monkeypatch.setattr(srun, "_ALL_WITHIN_S", 0.0)
+    coordinator: Any = Draining(WorkersChanged(frozenset("ab"), has_started=False))
+    with pytest.raises(Unreachable, match=r"expected all 3 tasks .* within 0 s, got 2: .*_EXPECT_"):
+        fitting._until_over(
+            coordinator, worker()[0], coordinator.event_queue, tmp_path, print,
+            alone=False, resumed=False, deadline=TaskDeadline(3),
+        )  # fmt: skip
+
+
+def test_only_tasks_that_can_take_part_are_counted_and_none_once_training_has_started():
+    members, deadline = _Members(), TaskDeadline(2)
+
+    def note(event, **fields):
+        change = members.note({"event": event, **fields})
+        assert change is not None
+        deadline.note(change.workers, has_started=change.has_started)
+        return deadline.until_s is not None
+
+    assert members.note({"event": "said"}) is None
+    assert [
+        note("worker_connected", worker="a"),
+        note("worker_connected", worker="b"),
+        note("worker_unready", worker="b", reason="no rule"),
+        note("worker_connected", worker="c"),
+        note("worker_disconnected", worker="c"),
+        note("started"),
+        note("worker_disconnected", worker="a"),
+    ] == [True, False, True, False, True, False, False]

@@ -28,6 +28,7 @@ class JoinOptions:
         find: Returns the coordinator's address; may search the network.
         name: The worker's name.
         find_again: Searches again for a coordinator that was found on the network.
+        failure: Returns why the process that begins the run has failed; empty if it has not.
         fit_was_called: Whether the script has called `samestep.fit`, which sets this.
     """
 
@@ -40,6 +41,7 @@ class JoinOptions:
     duty: Duty
     tell: Callable[[str], None]
     find_again: FindAgain | None = None
+    failure: Callable[[], str] = str
     fit_was_called: bool = False
 
 

@@ -81,6 +81,16 @@ def test_all_are_in_the_lines_to_paste(machine, tmp_path):
     assert others == "  or at 192.168.1.20:9000"
 
 
+@pytest.mark.usefixtures("machine")
+def test_in_a_job_of_slurm_workers_on_other_nodes_read_the_token_from_the_shared_home(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    _, where, line = lines(tmp_path, "0.0.0.0")
+    assert where == "on another node of this cluster, in one line:"
+    assert line == f"  SAMESTEP_HOME={tmp_path} worker --coordinator 192.168.1.20:9000"
+
+
 def test_a_machine_on_no_network_reports_it(machine, tmp_path):
     del machine[0][1:]
     assert lines(tmp_path, "0.0.0.0")[-1] == (

@@ -169,6 +169,18 @@ def test_who_cannot_take_part_is_named_once_while_the_run_waits():
     )
 
 
+def test_lines_about_waiting_come_once_a_minute_at_most(monkeypatch):
+    told, screen = progress()
+    told._service.current.run = staged("invite ann", workers="2")
+    now_s = told._waiting_since_s
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    for _ in range(300):
+        now_s += 1
+        told.tick()
+    seconds = re.findall(r"waiting (\d+) s for", screen.getvalue())
+    assert [int(each) + 1 for each in seconds] == [6, 11, 21, 41, 81, 141, 201, 261]
+
+
 def test_what_was_waited_for_in_another_phase_is_not_counted():
     console, screen = progress()
     run = staged("invite ann", workers="1")
