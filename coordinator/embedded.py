@@ -58,5 +58,6 @@ def _options(request: bytes) -> CoordinatorOptions:
         from_step=None, from_copies=None,
         local_workers=0, local_backend="auto", local_devices=(),
         address_file=None, trace=None, trackers=(), log_json=False,
+        may_change=document["may_change"],
         script=document["script"],
     )  # fmt: skip

@@ -286,7 +286,12 @@ def _queue(
             service.submit(options.spec, directory, blobs)
         return True
     if RunDirectory(directory).read_run_file() is not None:
-        if service.resume(directory, options.spec, options.from_step, options.changes) is not None:
+        spec, changes = options.spec, options.changes
+        if options.may_change and spec is not None:
+            resumed = service.resume(directory, changes=spec)
+        else:
+            resumed = service.resume(directory, spec, options.from_step, changes)
+        if resumed is not None:
             return True
         text = f"the run in {str(directory)!r} has finished; there is nothing to resume"
         console.print(Text(text), soft_wrap=True)

@@ -24,6 +24,7 @@ class CoordinatorOptions:
     Attributes:
         name: The name announced on the network if others can reach `bind`; empty for none.
         changes: With `resume` and no `spec`: `key=value` pairs to change in the run's spec.
+        may_change: With `resume` and `spec`: whether that may be a change of the run's spec.
         script: The script whose `samestep.fit` started it; empty for a notebook, None without one.
     """
 
@@ -46,6 +47,7 @@ class CoordinatorOptions:
     log_json: bool
     data_roots: tuple[Path, ...] = ()
     changes: tuple[str, ...] = ()
+    may_change: bool = False
     script: str | None = None
 
 

@@ -9,7 +9,9 @@ from typing import Any, Self
 
 from protocol.base.errors import MessageError, Mismatch
 from protocol.base.regular_file import read_json
+from protocol.exact.schedule import learning_rate
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
+from protocol.spec.spec_changes import changes_between, refused_change
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +44,43 @@ class ExistingRun:
         number = (self.spec.options.get("script") or {}).get("call")
         return number if isinstance(number, int) else None
 
-    def check(self, spec: RunSpec) -> None:
-        """Check that a run spec is this run's.
+    def check(self, spec: RunSpec) -> tuple[str, ...]:
+        """Check that a run spec is this run's, or one that a resumed run may change to.
+
+        Returns:
+            Each change, as `steps: 10 -> 20`.
 
         Raises:
             Mismatch: It is not; names what differs.
         """
         if spec == self.spec:
-            return
+            return ()
+        if not refused_change(self.spec, spec):
+            return tuple(changes_between(self.spec, spec))
         before, now = _flat(self.spec), _flat(spec)
         differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         changes = ", ".join(_change(key, before.get(key), now.get(key)) for key in differing[:3])
+        remedy = "use the same arguments"
+        if "script" in differing:
+            remedy = "use the same script (it can read what changes, such as steps, from sys.argv)"
         raise Mismatch(
             f"resume: expected the arguments of the run in {str(self.directory)!r}, got another "
-            f"{changes}; use the same arguments, or another directory"
+            f"{changes}; {remedy}, or another directory"
         )
+
+    def other_rates(self, spec: RunSpec, epoch_samples: int) -> int:
+        """The first step of this run whose learning rate another run spec changes; 0 if none.
+
+        Args:
+            spec: The other run spec.
+            epoch_samples: How many samples an epoch has.
+        """
+        steps, now = (each.steps_with(epoch_samples) for each in (self.spec, spec))
+        before, after = self.spec.optimizer, spec.optimizer
+        for step in range(min(steps, now)):
+            if learning_rate(before, step, steps) != learning_rate(after, step, now):
+                return step + 1
+        return 0
 
 
 def _outcome(directory: Path) -> object:

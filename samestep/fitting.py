@@ -210,8 +210,9 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
         if control_address is not None:
             return _submit(call, spec, arguments, control_address)
         if existing is not None:
-            existing.check(spec)
-            if existing.finished:
+            if changes := existing.check(spec):
+                _report_changes(existing, spec, changes, task.manifest.epoch_samples)
+            elif existing.finished:
                 call.task(spec)
                 text = f"the run in {str(existing.directory)!r} has finished; nothing left to do"
                 show(Line(text))
@@ -307,6 +308,18 @@ def _report_sampled_digests(task: ScriptTask) -> None:
             ))  # fmt: skip
 
 
+def _report_changes(
+    existing: ExistingRun, spec: RunSpec, changes: tuple[str, ...], epoch_samples: int
+) -> None:
+    """Say how a resumed run changes, and whether its result is that of one undisturbed run."""
+    show(Line(f"the run in {str(existing.directory)!r} continues with {', '.join(changes)}"))
+    if first := existing.other_rates(spec, epoch_samples):
+        show(Line(
+            "samestep: the learning rates of earlier steps are other ones in the changed schedule, "
+            f"from step {first} on: the result is not that of one run with these arguments"
+        ))  # fmt: skip
+
+
 def _extra_keys(settings: Mapping[str, object] | None) -> dict[str, Any]:
     given = _as_json(settings or {})
     given.pop("optimizer", None)  # what torch's objects cannot say: see `OptimizerArguments`
@@ -386,6 +399,7 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
         "script": "" if call.script.path is None else call.script.name,
         "expect_workers": arguments.expected_workers,
         "resume": arguments.resume,
+        "may_change": arguments.resume,
         "records": arguments.on_log is not None,
     }
     with (

@@ -104,7 +104,7 @@ def load_run(
     spec: RunSpec | None = None,
     from_step: int | None = None,
     permitted: PermittedFiles | None = None,
-    changes: Sequence[str] = (),
+    changes: Sequence[str] | RunSpec = (),
 ) -> RunInstance | None:
     """Load the run in a locked directory to continue it.
 
@@ -113,7 +113,8 @@ def load_run(
         spec: The expected run spec; None for any.
         from_step: Roll back to the checkpoint after this many steps, even in a finished run.
         permitted: Which files the run may read that it has not read before; None for all.
-        changes: `key=value` pairs to change in its run spec first, even of a finished run.
+        changes: `key=value` pairs to change in its run spec first, or its whole new spec, even of
+            a finished run.
 
     Returns:
         None if there is no run, or it has finished.

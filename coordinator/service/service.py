@@ -268,7 +268,7 @@ class Service:
         directory: Path,
         spec: RunSpec | None = None,
         from_step: int | None = None,
-        changes: Sequence[str] = (),
+        changes: Sequence[str] | RunSpec = (),
     ) -> str | None:
         """Queue the run in a directory to continue it.
 
@@ -276,7 +276,7 @@ class Service:
             directory: Of the run.
             spec: The expected run spec; None for any.
             from_step: First roll back to the checkpoint after this many steps.
-            changes: `key=value` pairs to change in its run spec first.
+            changes: `key=value` pairs to change in its run spec first, or its whole new spec.
 
         Returns:
             The run's ID; None if there is no run, or it has finished.

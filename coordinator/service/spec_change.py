@@ -24,7 +24,8 @@ from coordinator.storage.file_digests import file_digest, present_digests
 from coordinator.storage.recovery import recover
 from coordinator.storage.rollback import set_result_aside
 from protocol.base.errors import UsageError
-from protocol.spec.run_spec import parse_run_spec_bytes
+from protocol.base.option_names import option
+from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.spec.spec_changes import changed_spec, changes_between
 
 
@@ -47,7 +48,7 @@ class SpecChange:
         cls,
         directory: RunDirectory,
         stored: StoredRun,
-        changes: Sequence[str],
+        changes: Sequence[str] | RunSpec,
         from_step: int | None,
     ) -> SpecChange | None:
         """Check a change; return None if it changes nothing.
@@ -55,7 +56,7 @@ class SpecChange:
         Args:
             directory: Of the run.
             stored: The run as it is.
-            changes: `key=value` pairs.
+            changes: `key=value` pairs, or the whole new spec.
             from_step: Steps that a rollback will leave; None without one.
 
         Raises:
@@ -79,8 +80,9 @@ class SpecChange:
         steps = spec.steps_with(recovery.manifest.epoch_samples)
         if steps < step or (steps == step and directory.read_result() is not None):
             raise UsageError(
-                f"--set: the run has taken {step} steps, and the changed run spec has {steps}: set "
-                f"steps (or epochs) to more, or go back first (--from-step N)"
+                f"{option('--set steps')}: the run has taken {step} steps, and the changed run "
+                f"spec has {steps}: set steps (or epochs) to more, or go back first "
+                "(coordinator --resume --from-step N)"
             )
         document = spec.model_dump(mode="json")
         changed = StoredRun(stored.run_id, spec, document)

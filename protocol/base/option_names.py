@@ -15,6 +15,7 @@ _ARGUMENTS: Final = {
     "--out DIR": "directory=DIR",
     "--resume": "resume=True",
     "--set": "settings",
+    "--set steps": "steps",
 }
 _for_script: list[bool] = [False]
 

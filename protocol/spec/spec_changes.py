@@ -65,12 +65,14 @@ _NEW_RUN: Final = (
 )
 
 
-def changed_spec(spec: RunSpec, overrides: Sequence[str]) -> tuple[RunSpec, tuple[str, ...]]:
-    """Apply `key=value` pairs to the spec of a run that is to be resumed.
+def changed_spec(
+    spec: RunSpec, changes: Sequence[str] | RunSpec
+) -> tuple[RunSpec, tuple[str, ...]]:
+    """Change the spec of a run that is to be resumed.
 
     Args:
         spec: The run's.
-        overrides: As in `parse_run_spec`.
+        changes: `key=value` pairs, as in `parse_run_spec`, or the whole new spec.
 
     Returns:
         The new spec, and each change, as `steps: 10 -> 20`; none if nothing changes.
@@ -79,6 +81,13 @@ def changed_spec(spec: RunSpec, overrides: Sequence[str]) -> tuple[RunSpec, tupl
         RunSpecError: The result is not valid.
         UsageError: A key may not change.
     """
+    new = changes if isinstance(changes, RunSpec) else _with_overrides(spec, changes)
+    if fault := refused_change(spec, new):
+        raise UsageError(f"--set: {fault}")
+    return new, tuple(changes_between(spec, new))
+
+
+def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     document = spec.model_dump(mode="json", exclude_defaults=True)
     # Its sources were resolved when the run began.
     init_from = document.pop("init_from", None)
@@ -86,10 +95,7 @@ def changed_spec(spec: RunSpec, overrides: Sequence[str]) -> tuple[RunSpec, tupl
         for key in _OF_SCHEDULES & document.get("optimizer", {}).keys():
             del document["optimizer"][key]
     new = parse_run_spec(document, overrides, "the run's spec")
-    new = new.model_copy(update={"init_from": init_from})
-    if fault := refused_change(spec, new):
-        raise UsageError(f"--set: {fault}")
-    return new, tuple(changes_between(spec, new))
+    return new.model_copy(update={"init_from": init_from})
 
 
 def refused_change(spec: RunSpec, new: RunSpec) -> str:

@@ -110,6 +110,37 @@ def test_a_run_that_has_finished_is_given_again(capsys):
     assert capsys.readouterr().out == "the run in 'done' has finished; nothing left to do\n"
 
 
+def test_a_finished_run_goes_on_for_more_steps_as_one_that_was_begun_with_them(capsys):
+    whole = samestep.fit(line, steps=6, **FEW)
+    samestep.fit(line, steps=3, directory="more", **FEW)
+    capsys.readouterr()
+    rest = samestep.fit(line, steps=6, directory="more", resume=True, **FEW)
+    assert (rest.outcome, rest.steps, rest.digest) == ("finished", 6, whole.digest)
+    assert len(rest.history) == 6
+    told = capsys.readouterr().out
+    assert "the run in 'more' continues with steps: 3 -> 6\n" in told
+    assert "learning rates" not in told
+    with pytest.raises(UsageError, match=r"steps: the run has taken 6 steps, .* has 5: set steps"):
+        samestep.fit(line, steps=5, directory="more", resume=True, **FEW)
+
+
+def test_a_longer_schedule_is_not_silently_another_run(capsys):
+    falling = {**FEW, "optimizer": {"name": "sgd", "lr": 0.1, "schedule": "linear"}}
+    samestep.fit(line, steps=2, directory="falling", **falling)
+    rest = samestep.fit(line, steps=4, directory="falling", resume=True, **falling)
+    assert [row["learning_rate"] for row in rest.history] == pytest.approx([0.1, 0.05, 0.05, 0.025])
+    told = capsys.readouterr().out
+    assert "from step 2 on: the result is not that of one run with these arguments" in told
+
+
+def test_a_schedule_whose_rates_weigh_the_average_cannot_change():
+    free = {**FEW, "optimizer": {"name": "schedule-free", "lr": 0.1}}
+    samestep.fit(line, steps=1, directory="free", **free)
+    free["optimizer"] = {"name": "schedule-free", "lr": 0.2}
+    with pytest.raises(Mismatch, match=r"another optimizer.lr .*, steps \(1, now 2\)"):
+        samestep.fit(line, steps=2, directory="free", resume=True, **free)
+
+
 def values_of(module):
     return {name: value.tolist() for name, value in module.state_dict().items()}
 

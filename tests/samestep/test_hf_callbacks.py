@@ -178,6 +178,19 @@ def test_an_error_in_a_callback_is_raised_and_the_run_can_be_resumed(tmp_path, c
     assert again.fitted.digest == whole.fitted.digest
 
 
+def test_a_resumed_run_may_have_more_steps(tmp_path):
+    def trained(name, steps, resume=None):
+        made = trainer(
+            samestep.hf.Trainer, tmp_path / name, max_steps=steps, lr_scheduler_type="constant"
+        )
+        made.train(resume_from_checkpoint=resume)
+        assert made.state.global_step == made.state.max_steps == steps
+        return made.fitted.digest
+
+    trained("more", 2)
+    assert trained("more", 5, resume=True) == trained("whole", 5)
+
+
 def test_without_a_run_there_is_nothing_to_resume(tmp_path):
     for given, message in ((True, "expected a run in"), (str(tmp_path), "which has no run.json")):
         with pytest.raises(SamestepError, match=message):
