@@ -18,6 +18,20 @@ is_running() { # JOB
     [ -n "$(squeue --noheader --jobs="$1" --states=RUNNING --format=%i 2>/dev/null)" ]
 }
 
+# What the coordinator has left to its workers if it ended with an error that needs its user; empty if
+# that was before this job.
+failure() {
+    local text
+    text=$(cat coordinator.failed 2>/dev/null) || :
+    [ "$text" = "$earlier" ] || printf '%s' "$text"
+}
+earlier=$(cat coordinator.failed 2>/dev/null) || :
+
+end_with_coordinator() {
+    until [ -n "$(failure)" ]; do sleep "${LOOK_EVERY_S:-10}"; done
+    scancel --quiet --signal=TERM "$job.0"
+}
+
 is_preempted() {
     scontrol --oneliner show job "$job" | grep -q ' PreemptTime=[0-9]'
 }
@@ -26,7 +40,7 @@ is_preempted() {
 # makes coordinator and worker finish what they have begun and leave. USR1 comes to this script before
 # the time limit (--signal in the job's head).
 run_step() { # COMMAND...
-    local step code limit interrupted=yes at_time_limit=
+    local step code limit watcher= interrupted=yes at_time_limit=
     limit=$(squeue --noheader --jobs="$job" --format=%l 2>/dev/null)
     case $limit in
     [0-2]:[0-9][0-9] | 3:00) # it would be requeued forever, each time before it has begun
@@ -36,12 +50,25 @@ run_step() { # COMMAND...
     trap 'at_time_limit=yes interrupted=yes; scancel --quiet --signal=TERM "$job.0" 2>/dev/null || :' USR1
     srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit "$@" &
     step=$!
+    if [ "$1" != coordinator ]; then
+        end_with_coordinator >/dev/null 2>&1 &
+        watcher=$!
+    fi
     while [ -n "$interrupted" ]; do
         interrupted= code=0
         wait "$step" || code=$? # a trap ends `wait` too; a later `wait` still gives the exit code
     done
+    [ -z "$watcher" ] || kill "$watcher" 2>/dev/null || :
     # The coordinator says itself whether the run is finished; a worker finds none to ask.
     if [ "$1" != coordinator ] && is_finished; then exit 0; fi
+    if [ "$1" != coordinator ] && [ -n "$(failure)" ]; then fail 2 "$(failure)"; fi
+    case "$1 $code" in
+    "coordinator 2" | "coordinator 77" | "coordinator 78") # its workers need not hold their nodes
+        printf 'the coordinator, job %s, ended with exit code %s at %s: see samestep-coordinator-%s.log, then submit both again\n' \
+            "$job" "$code" "$(date +%FT%T)" "$job" >coordinator.failed.new
+        mv coordinator.failed.new coordinator.failed
+        ;;
+    esac
     # One that still waits for its coordinator is ended by the signal.
     if [ "$code" -eq 143 ] && { [ -n "$at_time_limit" ] || is_preempted; }; then code=0; fi
     if [ "$code" -ne 0 ]; then exit "$code"; fi

@@ -254,13 +254,15 @@ def _load_best(trainer: Any, result: FitResult) -> None:
     """Load the weights of the best evaluation into the model.
 
     Raises:
-        DataError: This process does not have them.
+        DataError: The files in the run's directory were removed or changed.
     """
     if result.directory is None:
-        raise DataError(
-            "load_best_model_at_end: expected the run's directory on this machine, got none, as "
-            "this worker joined: take the best weights from the process that started the run"
+        # No reason to fail: the run has succeeded, and the process that began it has them.
+        _LOG.warning(
+            "load_best_model_at_end: this worker joined the run and keeps its last weights; the "
+            "best ones are in the run's directory, in best/, where the run was started"
         )
+        return
     best = result.directory / "best"
     named = dict(trainer.model.named_parameters())
     with torch.no_grad():

@@ -244,6 +244,25 @@ def test_a_worker_that_waits_for_its_coordinator_is_requeued_at_its_time_limit(s
     assert scripts.read("scontrol.txt") == "requeue 7"
 
 
+def test_workers_end_with_a_coordinator_that_needs_its_user(scripts):
+    """A run spec that is refused: they would hold their nodes until they give up, a day later."""
+    assert scripts.run("coordinator.sbatch", CODE="1")[0] == 1
+    assert scripts.read("coordinator.failed") is None, "resubmitted, it finds its workers"
+    assert scripts.run("coordinator.sbatch", CODE="2")[0] == 2
+    (scripts.directory / "step.pid").unlink()
+    process = scripts.start("worker.sbatch", LOOK_EVERY_S="0.01")
+    until_s = time.monotonic() + PATIENCE_S
+    while scripts.read("step.pid") is None and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert process.poll() is None, "that was before this job"
+    failed = scripts.directory / "coordinator.failed"
+    failed.write_text(failed.read_text().replace("7", "8"))
+    text, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    assert text.startswith("samestep: the coordinator, job 8, ended with exit code 2 at 20")
+    assert text.endswith(": see samestep-coordinator-8.log, then submit both again\n")
+
+
 @pytest.mark.parametrize("limit", ["0:30", "2:59", "3:00"])
 def test_a_time_limit_that_leaves_no_time_to_run_is_refused(scripts, limit):
     code, text = scripts.run("coordinator.sbatch", LIMIT=limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import samestep.hf
 from protocol.base.errors import SamestepError
 from protocol.exact.samples import SampleOrder
 from protocol.spec.sections.tasks import BatchSpec
+from samestep.hf.training import _load_best
 
 torch.manual_seed(3)
 X = torch.randn(24, 4)
@@ -222,6 +224,12 @@ def test_early_stopping_and_the_best_model_are_those_of_the_stock_trainer(
     for theirs, ours in zip(found[0][:4], found[1][:4], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     torch.testing.assert_close(found[1][4], found[0][4], rtol=1e-4, atol=1e-5)
+
+
+def test_who_joined_and_has_no_best_weights_hears_where_they_are(caplog):
+    joined: Any = SimpleNamespace(directory=None)
+    _load_best(trainer=None, result=joined)
+    assert "keeps its last weights; the best ones are in the run's directory" in caplog.text
 
 
 def test_a_metric_that_is_not_computed_is_named(tmp_path):

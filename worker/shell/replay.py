@@ -12,7 +12,8 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +40,10 @@ _GRADIENT_OF_OUR_TASK: Final = f"{_GRADIENT} (check this machine with worker doc
 _REMEDY: Final = (
     "remove state that one call passes to the next (a moving average, a memory bank, a queue, a "
     "separate generator)"
+)
+_INITIAL: Final = "the values that initial_parameters() returns"
+_COPIES: Final = (
+    "return copies that were made when the task was built, not arrays that training uses"
 )
 
 
@@ -83,9 +88,11 @@ class ReplayCheck:
         self._last_step = spec.steps_with(task.manifest.epoch_samples)
         self._every = [spec.checkpoint.every, spec.evaluate_every if spec.stop else 0]
         self._steps = 0
+        self._initial = self._initial_digest()
         self._before = self._observe()
         if self._objects:
-            self._try_other_weights()
+            with self._initial_values_named(_IN_TRIAL):
+                self._try_other_weights()
 
     def begin_again(self) -> None:
         """Count steps from 0 again, for another run or another state."""
@@ -110,6 +117,10 @@ class ReplayCheck:
         Raises:
             DataError: State has changed; names the culprit.
         """
+        with self._initial_values_named(_IN_TRAINING):
+            self._replay(parameters, in_place=in_place)
+
+    def _replay(self, parameters: list[Array], *, in_place: bool) -> None:
         others = self._task.initial_parameters()
         if in_place:
             _swap(parameters, others)
@@ -124,6 +135,30 @@ class ReplayCheck:
             if in_place:
                 _swap(parameters, others)
             self._program.load(parameters)
+
+    def _initial_digest(self) -> str:
+        """Digest of the initial values that a user's task class returns; empty for other tasks,
+        which return copies."""
+        if not self._objects or isinstance(self._task, HasUserObjects):
+            return ""
+        hasher = blake3(max_threads=blake3.AUTO)
+        for values in self._task.initial_parameters():
+            hasher.update(np.ascontiguousarray(values).view(np.uint8))
+        return hasher.hexdigest()
+
+    @contextmanager
+    def _initial_values_named(self, when: str) -> Iterator[None]:
+        """Name the initial values as the culprit of an error within, if they have changed.
+
+        A comparison loads them: if they are the arrays that training changes, it is made at other
+        weights, and what it finds is no state of the loss.
+        """
+        try:
+            yield
+        except DataError as error:
+            if self._initial_digest() == self._initial:
+                raise
+            raise _state_error(_INITIAL, when, _COPIES) from error
 
     def _observe(self) -> _Observed:
         """Observe one microbatch at the weights that are loaded."""
@@ -220,10 +255,10 @@ def refuse_unstable_batch(spec: RunSpec, task: Task, make: Callable[[], Batch]) 
         raise _state_error(culprit, _BETWEEN_CALLS)
 
 
-def _state_error(what: str, when: str = _IN_TRAINING) -> DataError:
+def _state_error(what: str, when: str = _IN_TRAINING, remedy: str = _REMEDY) -> DataError:
     return DataError(
         f"expected only the trained weights to change, but {what} changed {when}: the result would "
-        f"depend on which worker computes what; {_REMEDY}"
+        f"depend on which worker computes what; {remedy}"
     )
 
 

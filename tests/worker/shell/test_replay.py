@@ -265,3 +265,25 @@ def test_caches_and_logs_train(device):
     assert isinstance(found.built, events.Built), found.built
     for _ in range(STEPS):
         assert isinstance(found.take_step(), events.Applied)
+
+
+class Live(Own):
+    """A task whose initial values are those that the module has just now."""
+
+    def initial_parameters(self):
+        named = dict(self.module.named_parameters())
+        return [
+            np.concatenate([named[t.name].detach().numpy().ravel() for t in block.tensors])
+            for block in self.manifest.blocks
+        ]
+
+
+def test_initial_values_that_training_changes_are_named_as_the_cause(device):
+    found = device(Live())
+    refused = found.built if isinstance(found.built, events.BuildFailed) else found.take_step()
+    with pytest.raises(
+        type(refused.error),
+        match=r"but the values that initial_parameters\(\) returns changed .*; return copies",
+    ) as raised:
+        raise refused.error
+    assert "moving average" not in str(raised.value)
