@@ -143,7 +143,7 @@ class ReplayCheck:
             return ""
         hasher = blake3(max_threads=blake3.AUTO)
         for values in self._task.initial_parameters():
-            hasher.update(np.ascontiguousarray(values).view(np.uint8))
+            hasher.update(np.ascontiguousarray(values).tobytes())
         return hasher.hexdigest()
 
     @contextmanager
