@@ -437,11 +437,12 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
     return _result(call, directory, joined=False)
 
 
-def _deadline(call: script.Call, arguments: Arguments) -> TaskDeadline | None:
+def _deadline(call: script.Call, arguments: Arguments) -> TaskDeadline:
     """The patience with the other tasks of a Slurm step, if the run waits for all of them."""
     step = call.step
-    waits_for_all = step is not None and arguments.expected_workers == step.tasks
-    return TaskDeadline(step.tasks) if step is not None and waits_for_all else None
+    if step is not None and arguments.expected_workers == step.tasks:
+        return TaskDeadline(step.tasks)
+    return TaskDeadline(0, None)
 
 
 _Started = TypeVar("_Started")
@@ -511,13 +512,13 @@ def _until_over(
     *,
     alone: bool,
     resumed: bool,
-    deadline: TaskDeadline | None = None,
+    deadline: TaskDeadline,
 ) -> None:
     """Handle events until the coordinator has ended; print its lines.
 
     Raises:
-        SamestepError: The run or its only worker failed, the run halted with no other worker, or a
-            task of this Slurm step did not come in time.
+        SamestepError: The run or its only worker failed, or the run halted with no other worker, or
+            a task of this Slurm step did not come in time.
         KeyboardInterrupt: The user interrupted twice.
     """
     failed: Exception | None = None
@@ -525,19 +526,15 @@ def _until_over(
     interrupts = 0
     until_s: float | None = None
     while True:
-        end_s = until_s
-        if end_s is None and deadline is not None and failed is None and not interrupts:
-            end_s = deadline.until_s
-        left_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
+        waits = until_s is None and not interrupts
         try:
-            event = event_queue.get(timeout=left_s)
+            event = event_queue.get(timeout=_left_s(deadline.until_s if waits else until_s))
         except queue.Empty:
-            if until_s is None and deadline is not None:
-                failed = deadline.error()
-                until_s = _end_at_once(coordinator)
+            if waits:
+                failed, until_s = deadline.error(), _end_at_once(coordinator)
             else:
                 coordinator.kill()
-                until_s = None
+                until_s = deadline.until_s = None
             continue
         match event:
             case Line():
@@ -549,7 +546,7 @@ def _until_over(
                 coordinator.drain()
             case NewRow():
                 on_log(event.row)
-            case WorkersChanged(workers, has_started) if deadline is not None:
+            case WorkersChanged(workers, has_started):
                 deadline.note(workers, has_started=has_started)
             case WorkerEnded(error=Exception() as error) if worker.ended is None:
                 if alone or isinstance(error, Unreachable):  # the coordinator does not answer
@@ -558,11 +555,7 @@ def _until_over(
                 else:
                     show(Line(f"samestep: {one_line(error)}", is_error=True))
             case Stalled() if alone:
-                failed = RunFailed(
-                    f"halted: {event.reason}; if this machine caused it, fix it and repeat the "
-                    f"step with {_resume_call(directory)}; if script, data or arguments did, "
-                    "change them and start in another directory"
-                )
+                failed = _halted(event.reason, directory)
                 coordinator.drain()
             case CoordinatorEnded():
                 if event.exit_code and interrupts > 1:
@@ -573,6 +566,18 @@ def _until_over(
                 return
         if until_s is None and (failed is not None or interrupts > 1):
             until_s = time.monotonic() + _END_TIMEOUT_S
+
+
+def _halted(reason: str, directory: Path) -> RunFailed:
+    return RunFailed(
+        f"halted: {reason}; if this machine caused it, fix it and repeat the step with "
+        f"{_resume_call(directory)}; if script, data or arguments did, change them and start in "
+        "another directory"
+    )
+
+
+def _left_s(until_s: float | None) -> float | None:
+    return None if until_s is None else max(until_s - time.monotonic(), 0.0)
 
 
 def _end_at_once(coordinator: CoordinatorSubprocess) -> float:

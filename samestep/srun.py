@@ -204,7 +204,7 @@ class TaskDeadline:
     """Task 0's patience with the other tasks, until training starts.
 
     Attributes:
-        tasks: How many tasks the step has.
+        tasks: How many tasks the step has; 0: none is waited for.
         until_s: When its patience ends, as `time.monotonic`; None: no task is missing.
     """
 

@@ -113,8 +113,7 @@ def load_run(
         spec: The expected run spec; None for any.
         from_step: Roll back to the checkpoint after this many steps, even in a finished run.
         permitted: Which files the run may read that it has not read before; None for all.
-        changes: `key=value` pairs to change in its run spec first, or its whole new spec, even of
-            a finished run.
+        changes: As in `SpecChange.of`, made first, even of a finished run.
 
     Returns:
         None if there is no run, or it has finished.

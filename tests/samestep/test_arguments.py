@@ -28,6 +28,7 @@ from samestep.coordinator_subprocess import (
     Line,
 )
 from samestep.fitting import _until_over
+from samestep.srun import TaskDeadline
 from samestep.worker_thread import WorkerEnded
 from tests.samestep.specs import SPEC
 from worker.scripts.script_task import ScriptTask
@@ -215,7 +216,10 @@ class Ended:
 
     def until_over(self, directory, *, alone=True):
         both: Any = self
-        _until_over(both, both, self.happened, directory, print, alone=alone, resumed=False)
+        _until_over(
+            both, both, self.happened, directory, print,
+            alone=alone, resumed=False, deadline=TaskDeadline(0, None),
+        )  # fmt: skip
 
 
 UNFIT = Line("worker a cannot take part: no rule for 'sort'", unfit="no rule for 'sort'")
