@@ -68,17 +68,6 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         assert update.average(total, 3.0, out)
         update.square_sum(out)
 
-    sums = [total.copy() for _ in range(WORKERS)]  # they grow by each step, within float32
-    whole = Block(name="all", kind="block", tensors=(TensorSpec(name="x", shape=(elements,)),))
-
-    def coordinator_step() -> None:
-        reducer = Reducer(WORKERS, Codecs(), [0], lambda _: out)
-        for worker, values in enumerate(sums):
-            reducer.put(0, str(worker), Subtree(worker, worker + 1), 1.0, values)
-        update.square_sum(out)
-        block_digest(whole, out)
-        step_and_digest(step, state)
-
     rounded = bfloat16.rounded(total.copy())
     bodies = {codec: codecs.packed(rounded, codec).view(np.uint8) for codec in CODECS}
 
@@ -90,7 +79,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         "state digest, format 1": partial(digest, newest=False),
         "state digest": partial(digest, newest=True),
         "adamw, check and digest": partial(step_and_digest, step, state),
-        f"coordinator's step, {WORKERS} workers": coordinator_step,
+        f"coordinator's step, {WORKERS} workers": coordinator_step(step, state, total, out),
         "add, bfloat16, and check": partial(add, tree_sum.add_rounded),
         "average, check, sum of squares": average,
         "round to bfloat16": lambda: bfloat16.rounded(rounded),
@@ -102,6 +91,24 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         },
     }
     return works, state[1:]
+
+
+def coordinator_step(
+    step: Callable[..., None], state: list[Array], total: Array, out: Array
+) -> Work:
+    """Return what a coordinator computes in a step: sum, norm, digest, update."""
+    sums = [total.copy() for _ in range(WORKERS)]  # they grow by each step, within float32
+    block = Block(name="all", kind="block", tensors=(TensorSpec(name="x", shape=(len(out),)),))
+
+    def work() -> None:
+        reducer = Reducer(WORKERS, Codecs(), [0], lambda _: out)
+        for worker, values in enumerate(sums):
+            reducer.put(0, str(worker), Subtree(worker, worker + 1), 1.0, values)
+        update.square_sum(out)
+        block_digest(block, out)
+        step_and_digest(step, state)
+
+    return work
 
 
 def step_and_digest(step: Callable[..., None], state: list[Array]) -> None:
