@@ -517,8 +517,7 @@ def _until_over(
     """Handle events until the coordinator has ended; print its lines.
 
     Raises:
-        SamestepError: The run or its only worker failed, or the run halted with no other worker, or
-            a task of this Slurm step did not come in time.
+        SamestepError: The run, its only worker or a task of this Slurm step failed.
         KeyboardInterrupt: The user interrupted twice.
     """
     failed: Exception | None = None
@@ -559,13 +558,17 @@ def _until_over(
                 coordinator.drain()
             case CoordinatorEnded():
                 if event.exit_code and interrupts > 1:
-                    _show(pending_lines)
-                    text = f"ended at once; resume from the checkpoint: {_resume_call(directory)}"
-                    raise KeyboardInterrupt(text if _has_checkpoint(directory) else "")
+                    raise _ended_at_once(pending_lines, directory)
                 _end_with(event, failed, pending_lines, directory, resumed=resumed)
                 return
         if until_s is None and (failed is not None or interrupts > 1):
             until_s = time.monotonic() + _END_TIMEOUT_S
+
+
+def _ended_at_once(pending_lines: list[Line], directory: Path) -> KeyboardInterrupt:
+    _show(pending_lines)
+    text = f"ended at once; resume from the checkpoint: {_resume_call(directory)}"
+    return KeyboardInterrupt(text if _has_checkpoint(directory) else "")
 
 
 def _halted(reason: str, directory: Path) -> RunFailed:
