@@ -1,4 +1,4 @@
-"""A run of real processes that meets a plan of faults, and the proof that it did not matter."""
+"""Run real processes with a plan of faults, and prove that the result did not change."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from tests.processes import ended
 
 WORKERS: Final = 3
 MICROBATCH_MS: Final = 20.0
-"""Twelve microbatches over three workers: a step takes 80 ms of sleep, and the exchange."""
+"""With twelve microbatches and three workers, a step takes 80 ms plus the exchange."""
 _FAREWELL_S: Final = 10.0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a campaign has shown.
+    """The measurements and results of a campaign.
 
     Attributes:
-        seconds: To the next commit, after each fault, by kind.
-        slowest: The fault that took longest: seconds, its kind, the step in progress.
-        step_s: Between commits that no fault came between, median.
-        steps: Committed.
-        redone: Commits of steps that had been told to be committed before.
-        lives: Of the coordinator.
-        checkpoints_cut: Kills that came before the checkpoint was whole.
-        owners: How often slices were given to owners.
-        loop_held_ms: Processor time that a coordinator's event loop was held at most; none where it
-            was never over the limit.
-        wall_s: From the first fault to the end of the run.
-        weights_digest: Of the result.
-        audit: What the audit said, its last line.
+        seconds: Seconds from each fault to the next commit, by kind.
+        slowest: The slowest of these: seconds, kind of fault, step in progress.
+        step_s: Median time between commits without a fault between them.
+        steps: Steps committed.
+        redone: Commits of steps that had already been reported as committed.
+        lives: Starts of the coordinator.
+        checkpoints_cut: Kills before a checkpoint was complete.
+        owners: Number of times that chunks were assigned to owners.
+        loop_held_ms: Longest processor time for which a coordinator's event loop was blocked; 0 if
+            it never exceeded the limit.
+        wall_s: Time from the first fault to the end of the run.
+        weights_digest: Weights digest of the result.
+        audit: Last line of the audit's output.
     """
 
     seconds: dict[Kind, list[float]] = field(default_factory=dict)
@@ -71,12 +71,12 @@ def run_campaign(
     anew: bool = True,
     sharded: bool = False,
 ) -> Outcome:
-    """Run it undisturbed with one worker, a star, then with all the faults; compare, and audit.
+    """Run once undisturbed (one worker, a star) and once with all faults; compare, and audit.
 
-    Unless `anew`, processes are forked off one that has imported all, which is quicker.
+    Without `anew`, processes are forked from one that has imported everything, which is faster.
 
     Raises:
-        AssertionError: The faults have shown, or the run does not go on.
+        AssertionError: The results differ, or the run does not continue.
     """
     directory.mkdir(parents=True, exist_ok=True)
     spec = directory / "run.yaml"
@@ -105,7 +105,7 @@ def run_campaign(
 
 
 def _undisturbed(directory: Path, spec: Path, *, anew: bool) -> dict[str, Any]:
-    """One worker that does not even take its time: its speed is in no bit."""
+    """Run with one worker that computes in no time: speed affects no bit."""
     arguments = ["--run", str(spec), "--expect-workers", "1"]
     with Coordinator(directory, arguments, anew=anew) as coordinator:
         worker = Worker(coordinator.address, "alone", "scripted:0", directory, anew=anew)

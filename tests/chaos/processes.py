@@ -1,7 +1,7 @@
-"""A coordinator that is killed and started again, and workers, as real processes on loopback.
+"""Real processes on loopback: a coordinator that is killed and restarted, and its workers.
 
-Events come from the coordinator's own log (`--log-json`): it begins with the process, so nothing
-is missed while a reader connects, and each line says when it happened.
+Events come from the coordinator's own log (`--log-json`). The log begins with the process, so no
+event is missed while a reader connects, and each line has its time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.resident_memory import Growth, measured_growth
 
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE_S: Final = 60.0
-"""Longer than anything here may take, on a busy machine too."""
+"""The limit for any wait, also on a busy machine."""
 
 
 class Stuck(AssertionError):
-    """What was waited for did not come; the text has the last words of everyone."""
+    """An expected event did not come; the text has the last output of each process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Event:
 
     Attributes:
         name: What happened.
-        at_s: When, in seconds of `time.time`.
-        life: Which start of the coordinator said it; the first is 1.
-        fields: All of the line.
+        at_s: Its time, in seconds of `time.time`.
+        life: The start of the coordinator that logged it; the first is 1.
+        fields: All fields of the line.
     """
 
     name: str
@@ -55,19 +55,19 @@ class Event:
 
 
 class Coordinator:
-    """One command line, started again and again. At the end of the context it is killed.
+    """A coordinator that can be restarted; it is killed at the end of the context.
 
     Attributes:
-        address: For workers.
-        events: Of all lives, in order.
-        life: How often it was started.
-        step: Steps committed, as far as events have said.
+        address: Address for workers.
+        events: Events of all lives, in order.
+        life: Number of starts.
+        step: Steps committed, according to events.
 
     Args:
-        directory: For the run (in `run`) and logs.
-        arguments: Of the command, less addresses, --out and --resume.
-        module: What is started.
-        anew: Each start imports everything, as a user's does; see `tests.processes`.
+        directory: Directory for the run (in `run`) and logs.
+        arguments: Arguments of the command besides addresses, --out and --resume.
+        module: Python module to start.
+        anew: Import everything at each start, as users do; see `tests.processes`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Coordinator:
         self.kill()
 
     def start(self) -> None:
-        """Start it, for the first time or again."""
+        """Start or restart it."""
         self.life += 1
         self._process = start(*self._command, stdout=Path(os.devnull), anew=self._anew)
         reading = (self._process, self.life)
@@ -112,10 +112,10 @@ class Coordinator:
         self._reader.start()
 
     def kill(self) -> float:
-        """End it with SIGKILL; returns once all that it has said is in `events`.
+        """Send SIGKILL, and wait until its whole log is in `events`.
 
         Returns:
-            When it was killed, in seconds of `time.time`.
+            The time of the kill, in seconds of `time.time`.
         """
         assert self._process is not None
         assert self._reader is not None
@@ -126,7 +126,7 @@ class Coordinator:
         return at_s
 
     def wait_for_exit(self) -> int:
-        """Its exit code, once the run is over."""
+        """Wait for the end of the run and return the exit code."""
         assert self._process is not None
         assert self._reader is not None
         try:
@@ -138,13 +138,13 @@ class Coordinator:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time of the process that runs now."""
+        """Processor time of the current process."""
         assert self._process is not None
         # A process's clock by its number, made as in glibc's clock_getcpuclockid.
         return time.clock_gettime((~self._process.pid << 3) | 2)
 
     def memory(self) -> AbstractContextManager[Growth]:
-        """How much its memory grows during the body of a with statement."""
+        """Measure how much its memory grows within a `with` block."""
         assert self._process is not None
         return measured_growth(self._process.pid)
 
@@ -152,16 +152,16 @@ class Coordinator:
         self, what: str, accept: Callable[[Event], bool], since: int = 0,
         patience_s: float = PATIENCE_S,
     ) -> Event:  # fmt: skip
-        """The first event that is accepted.
+        """Wait for the first event that `accept` accepts, and return it.
 
         Args:
-            what: For the text, if it does not come.
-            accept: Says which.
-            since: Those before this place in `events` are not looked at.
-            patience_s: How long it may take.
+            what: Name of the event in the error.
+            accept: Predicate.
+            since: Index in `events` to start from.
+            patience_s: Longest time to wait.
 
         Raises:
-            Stuck: It did not come, or the coordinator has ended by itself.
+            Stuck: It did not come, or the coordinator has ended.
         """
         deadline_s = time.monotonic() + patience_s
         looked_at = since
@@ -179,16 +179,16 @@ class Coordinator:
                 self._changed.wait(min(left_s, 1.0))
 
     def commit_after(self, at_s: float, since: int) -> Event:
-        """The first step committed after this time."""
+        """Wait for the first commit after this time, and return it."""
         return self.wait_for(
             "a commit", lambda e: e.name == "committed" and e.at_s > at_s, since=since
         )
 
     def ask(self, method: str, path: str) -> dict[str, Any]:
-        """One request to the control port.
+        """Send one request to the control port and return the answer.
 
         Raises:
-            OSError: It does not answer.
+            OSError: The coordinator does not answer.
         """
         host, _, port = self.control.rpartition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=10)
@@ -199,7 +199,7 @@ class Coordinator:
         return answer
 
     def told(self, complaint: str) -> str:
-        """The complaint, with what is known of the present."""
+        """Return the complaint with the status and the last lines of the log."""
         lines = [complaint]
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
             lines.append(f"status: {self.ask('GET', '/status')}")
@@ -235,7 +235,7 @@ _NUMBERS = itertools.count(1)
 
 
 class Worker:
-    """One worker process; what it says goes to a file in `logs`. `anew` and `module` as of
+    """A worker process that writes its output to a file in `logs`; `anew` and `module` are as in
     `Coordinator`."""
 
     def __init__(
@@ -250,7 +250,7 @@ class Worker:
     ) -> None:
         self.name = name
         self.stopped = False
-        # A file of its own: one of the same name may still be writing to the last.
+        # One file per process: an earlier worker of this name may still be writing to its own.
         self.log = logs / f"{name}-{next(_NUMBERS)}.log"
         self._process = start(
             module, "--coordinator", address, "--name", name, "--backend", backend,
@@ -258,33 +258,33 @@ class Worker:
         )  # fmt: skip
 
     def kill(self) -> float:
-        """End it with SIGKILL; when, in seconds of `time.time`."""
+        """Send SIGKILL; return the time, in seconds of `time.time`."""
         at_s = time.time()
         self._process.kill()
         self._process.wait()
         return at_s
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         self.stopped = True
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
         self.stopped = False
 
     def drain(self) -> None:
-        """SIGTERM: it finishes what it has and leaves."""
+        """Send SIGTERM: the worker finishes its microbatches and leaves."""
         self._process.terminate()
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code; None while the process runs."""
         return self._process.poll()
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        """Its exit code.
+        """Wait for the end of the process and return the exit code.
 
         Raises:
             Stuck: It does not end.
@@ -295,7 +295,7 @@ class Worker:
             raise Stuck(f"worker {self.name!r} does not end: {self.words()}") from None
 
     def words(self) -> str:
-        """The last of what it has said."""
+        """Return the end of its output."""
         return self.log.read_text(errors="replace")[-2000:]
 
 
