@@ -71,6 +71,7 @@ def undisturbed(tmp_path_factory):
 
     yield digest
     process.kill()
+    process.communicate()
 
 
 def log_of(directory, pattern):
@@ -128,6 +129,16 @@ def test_mistakes_end_a_job_in_one_line_and_it_is_not_requeued(slurm, run, monke
     slurm.run("scancel", coordinator)
     slurm.wait_until(lambda: not slurm.states(coordinator))
     assert "requeueing" not in log_of(run, "samestep-coordinator-*.log")
+    # Workers that wait for a coordinator whose run spec is refused do not hold their nodes.
+    monkeypatch.setitem(slurm.environment, "LOOK_EVERY_S", "0.2")
+    secret.chmod(0o600)
+    (run / "run.yaml").write_text(RUN.replace("scripted", "unheard-of"))
+    waiting = slurm.submit("worker.sbatch", "-x", "node1", cwd=run)
+    slurm.wait_until(lambda: log_of(run, f"samestep-worker-{waiting}_*.log"))
+    refused = slurm.submit("coordinator.sbatch", "-w", "node1", cwd=run)
+    slurm.wait_until(lambda: not slurm.states(refused) and not slurm.states(waiting))
+    told = log_of(run, f"samestep-worker-{waiting}_*.log")
+    assert f"the coordinator, job {refused}, ended with exit code 2" in told, told
 
 
 @pytest.mark.slow
