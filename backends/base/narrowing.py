@@ -1,7 +1,7 @@
 """Narrow the weights of a frozen base one at a time, as they are read from a model's mapped file.
 
 A weight is read in parts, by several threads, and its pages of the file leave memory at once. So
-memory holds the narrow base, one weight as it was, and a few parts, whatever the size of the model.
+memory holds the narrow base, one original weight and a few parts, for models of any size.
 """
 
 from __future__ import annotations

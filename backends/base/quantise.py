@@ -185,8 +185,8 @@ def _half_scales(scales: Array) -> Array:
 def _nibbles(whole: NDArray[np.int8]) -> NDArray[np.uint32]:
     nibbles = (whole + np.int8(8)).astype(np.uint32).reshape(-1, 8)
     words = np.zeros(len(nibbles), np.uint32)
-    for place in range(8):
-        words |= nibbles[:, place] << np.uint32(4 * place)
+    for position in range(8):
+        words |= nibbles[:, position] << np.uint32(4 * position)
     return words
 
 

@@ -40,12 +40,12 @@ class NarrowExperts(nn.Module):
         combine = given._apply_gate if given.has_gate else given.act_fn  # noqa: SLF001
         total = torch.zeros_like(hidden_states)
         for expert in range(len(self.stacks["down_proj"])):
-            token, place = torch.where(top_k_index == expert)
+            token, choice = torch.where(top_k_index == expert)
             if not len(token):
                 continue
             states = combine(self._linear(first, expert, hidden_states[token]))
             states = self._linear("down_proj", expert, states)
-            states = states * top_k_weights[token, place, None]
+            states = states * top_k_weights[token, choice, None]
             total = total.index_add(0, token, states.to(total.dtype))
         return total
 

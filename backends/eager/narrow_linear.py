@@ -169,10 +169,10 @@ def product(
     """Return a linear layer's output; autograd keeps no copy of the weight."""
     kind = _computed_in(given)
     operand = bench.operand(weight, kind)
-    place = operand.untyped_storage().data_ptr()
+    address = operand.untyped_storage().data_ptr()
 
     def kept(tensor: torch.Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() != place:
+        if tensor.untyped_storage().data_ptr() != address:
             return tensor
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 

@@ -1,8 +1,8 @@
 """Limits the connections to the control port, in number and in time without a token.
 
 Any process of this machine can connect. A connection without the token is closed after the time of
-a handshake, and the oldest such one when a new connection needs its place. One with the token
-stays.
+a handshake, and the oldest such one when a new connection needs its slot. One with the token stays
+open.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _LimitedConnection(asyncio.Protocol):
             self.deadline = None
 
     def end(self) -> None:
-        """Close the connection now; its place is free at once."""
+        """Close the connection now; its slot is free at once."""
         self.trust()
         self._on_closed(self)
         if self._transport is not None:

@@ -512,10 +512,10 @@ class Execution:
 
         Also at a restart, which may have taken steps back.
         """
-        for place in self.run.spec.checkpoint.copies:
-            self._copying = self._spawn(self._copy(step, place, self._copying))
+        for target in self.run.spec.checkpoint.copies:
+            self._copying = self._spawn(self._copy(step, target, self._copying))
 
-    async def _copy(self, step: int, place: str, before: asyncio.Task[None] | None) -> None:
+    async def _copy(self, step: int, target: str, before: asyncio.Task[None] | None) -> None:
         """Copy the newest checkpoint after the copy before it.
 
         An error stops nothing; its beginning and its end are reported.
@@ -527,17 +527,17 @@ class Execution:
         try:
             async with self._storage.holding_newest() as newest:
                 step = newest
-                result = await asyncio.to_thread(copy_checkpoint, directory, step, place, keep)
+                result = await asyncio.to_thread(copy_checkpoint, directory, step, target, keep)
         except (SamestepError, OSError) as error:
-            if place not in self._failed_copies:
-                self._failed_copies.add(place)
-                self._emit(CopyFailed(step, place, text_of(error)))
+            if target not in self._failed_copies:
+                self._failed_copies.add(target)
+                self._emit(CopyFailed(step, target, text_of(error)))
         else:
-            if place in self._failed_copies:
-                self._failed_copies.remove(place)
-                self._emit(CopyRecovered(step, place))
+            if target in self._failed_copies:
+                self._failed_copies.remove(target)
+                self._emit(CopyRecovered(step, target))
             if result:
-                self._emit(CheckpointCopied(step, place))
+                self._emit(CheckpointCopied(step, target))
 
     # Workers that lack the run's state.
 

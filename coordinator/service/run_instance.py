@@ -89,8 +89,8 @@ def begin_run(
         UsageError: The directory holds a run, or the spec's directories for copies cannot be used.
         StorageFailed: A write failed.
     """
-    for place in spec.checkpoint.copies:
-        check_directory(place)
+    for copies_directory in spec.checkpoint.copies:
+        check_directory(copies_directory)
     directory = RunDirectory(lock.directory)
     directory.begin(run_id, spec)
     if blobs is not None:

@@ -198,14 +198,14 @@ class Subscribers:
         """Send a logged step, unless the run ends: the worker may be in the next run already."""
         commit = logged.record.commit
         if commit.scalars is not None:
-            place = {"term": term, "step": commit.step, "attempt": commit.attempt}
+            step_id = {"term": term, "step": commit.step, "attempt": commit.attempt}
             async for block, chunk, values in storage.chunks(logged):
                 await channel.room()
                 if channel.closed or self.over:
                     return
                 is_block = manifest.blocks[block].kind == "block"
                 kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
-                message = kind(**place, block=block, chunk=chunk)
+                message = kind(**step_id, block=block, chunk=chunk)
                 channel.send(encode(message, packed(values, self._codec)))
         if not self.over:
             channel.send(encode(commit.model_copy(update={"term": term})))

@@ -134,10 +134,10 @@ def check_directory(to: str) -> None:
     Raises:
         UsageError: It is not a directory, or cannot be written.
     """
-    place = _directory(to)
+    directory = _directory(to)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise UsageError(
@@ -157,8 +157,8 @@ def _directory(to: str) -> Path:
             f"checkpoint.copies: expected a directory, with a / in it, got {to!r}; copies on "
             "workers are no longer supported"
         )
-    place = Path(os.path.expanduser(to))  # noqa: PTH111  (leaves an unknown ~name as it is)
-    path = place.absolute()
+    directory = Path(os.path.expanduser(to))  # noqa: PTH111  (leaves an unknown ~name as it is)
+    path = directory.absolute()
     there = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
     if not there.is_dir():
         which = "that" if there == path else repr(str(there))
@@ -166,7 +166,7 @@ def _directory(to: str) -> Path:
             f"checkpoint.copies: expected a directory at {to!r}, but {which} is not one; move "
             "it away, or name another directory"
         )
-    return place
+    return directory
 
 
 def copy_checkpoint(directory: RunDirectory, step: int, to: str, keep: int) -> bool:
@@ -191,38 +191,38 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: str, keep: int) -> b
     """
     run = directory.read_run()
     assert run is not None
-    place = _directory(to) / run.run_id / _copy_name(step)
-    with storing("copy a checkpoint to", place):
-        make_directory(place.parent)
-    remove_temporaries(place.parent)
-    copies = [_describe(copy) for copy in _copies(place.parent)]
+    target = _directory(to) / run.run_id / _copy_name(step)
+    with storing("copy a checkpoint to", target):
+        make_directory(target.parent)
+    remove_temporaries(target.parent)
+    copies = [_describe(copy) for copy in _copies(target.parent)]
     entries: Sequence[Entry] = verify_journal(directory.journal).entries if copies else ()
-    existing = next((copy for copy in copies if copy.name == place.name), None)
-    _check_rivals(copies, entries, place.parent)
+    existing = next((copy for copy in copies if copy.name == target.name), None)
+    _check_rivals(copies, entries, target.parent)
     is_new = existing is None or not _is_current(existing, entries)
     if is_new:
-        entries = _make(directory, step, place)
+        entries = _make(directory, step, target)
     for name in _to_remove([copy for copy in copies if copy is not existing], entries, keep):
-        remove_checkpoint(place.parent / name)
-    remove_temporaries(place.parent)
+        remove_checkpoint(target.parent / name)
+    remove_temporaries(target.parent)
     return is_new
 
 
-def _make(directory: RunDirectory, step: int, place: Path) -> tuple[Entry, ...]:
+def _make(directory: RunDirectory, step: int, target: Path) -> tuple[Entry, ...]:
     """Make and verify a copy, replacing one with another history; return the lines of its
     journal."""
-    temporary = place.with_name(place.name + TEMPORARY_SUFFIX)
+    temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
     source = checkpoint_path(directory.checkpoints, step)
     try:
-        with storing("copy a checkpoint to", place):
+        with storing("copy a checkpoint to", target):
             temporary.mkdir()
         _copy_small_files(directory, temporary)
         _copy_tree(source, checkpoint_path(RunDirectory(temporary).checkpoints, step))
         entries = _verify(RunDirectory(temporary)).entries
-        remove_checkpoint(place)
-        with storing("copy a checkpoint to", place):
-            temporary.replace(place)
-            sync_directory(place.parent)
+        remove_checkpoint(target)
+        with storing("copy a checkpoint to", target):
+            temporary.replace(target)
+            sync_directory(target.parent)
     except SamestepError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -200,9 +200,9 @@ class RunStorage:
         """
         await self._do("log", self._opened)
 
-    def append(self, place: ChunkId, values: Array) -> None:
+    def append(self, key: ChunkId, values: Array) -> None:
         """Append a chunk of averages, which must not change until the step is committed."""
-        self._unwritten.append((place, values))
+        self._unwritten.append((key, values))
         self._unwritten_bytes += values.nbytes
         if self._unwritten_bytes >= limits.LOG_BATCH_BYTES:
             self._write_chunks()
@@ -217,11 +217,11 @@ class RunStorage:
             self._write_timer = None
 
         def work() -> None:
-            for number, (place, values) in enumerate(chunks):
+            for number, (key, values) in enumerate(chunks):
                 try:
-                    self._opened().append_chunk(place, values)
+                    self._opened().append_chunk(key, values)
                 except SamestepError as error:
-                    remaining = {(place.step, place.attempt) for place, _ in chunks[number:]}
+                    remaining = {(key.step, key.attempt) for key, _ in chunks[number:]}
                     self._failed_attempts = dict.fromkeys(remaining, error)
                     raise
 

@@ -183,7 +183,7 @@ class _Wandb:
 
     def __init__(self, tracked: TrackedRun) -> None:
         wandb = _library("wandb")
-        self._place = tracked.directory / "last_step.json"
+        self._last_step_file = tracked.directory / "last_step.json"
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or _PROJECT,
             id=tracked.run_id,
@@ -194,7 +194,7 @@ class _Wandb:
             settings=wandb.Settings(console="off", silent=True, disable_git=True),
         )
         try:
-            last_step = int(read_json(self._place)["step"])
+            last_step = int(read_json(self._last_step_file)["step"])
         except (OSError, ValueError, KeyError, TypeError):
             last_step = -1
         self._last = max(last_step, int(self._run.step) - 1)
@@ -207,7 +207,7 @@ class _Wandb:
         self._last = row.step
 
     def flush(self) -> None:
-        replace_file(self._place, json.dumps({"step": self._last}).encode())
+        replace_file(self._last_step_file, json.dumps({"step": self._last}).encode())
 
     def close(self, outcome: str) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))

@@ -14,7 +14,7 @@ KINDS: Final = ("cuda", "xpu", "mps", "accelerator", "vulkan", "cpu")
 AUTO_ORDER: Final = tuple(
     kind for kind in KINDS if kind != "accelerator" and (kind != "mps" or sys.platform == "darwin")
 )
-"""Not torch's other accelerators: nobody has tried one."""
+"""Without torch's other accelerators, on which samestep was never tried."""
 BACKENDS: Final = ("auto", *KINDS, "scripted")
 _NUMBERED: Final = re.compile(r"(cpu|cuda|xpu|accelerator|vulkan)([0-9]{1,4})(?:-([0-9]{1,4}))?")
 

@@ -141,7 +141,7 @@ class DeviceError(SamestepError):
 
 
 class DeviceOutOfMemory(DeviceError):
-    """A device has too little memory for something; it goes on computing what fits."""
+    """A device has too little memory for something; it can still compute what fits."""
 
 
 class SubnormalsFlushed(DeviceError):

@@ -97,7 +97,7 @@ WRITEBACK_BYTES: Final = 1 * MIB
 """Bytes appended to a file before writeback starts, so that a commit syncs only the rest."""
 PAGE_CACHE_TAIL_BYTES: Final = 32 * MIB
 """End of the log that stays in the page cache, for workers that reconnect soon. More would take
-memory from other programs, and finding it anew at every step can cost more than writing it."""
+memory from other programs, and searching it at every step can cost more than writing it."""
 RECEIVED_AHEAD_BYTES: Final = 64 * MIB
 """State and averages that may wait for a worker's engine before it stops reading."""
 SEND_QUEUE_BYTES: Final = 64 * MIB
@@ -161,7 +161,7 @@ BLOB_BYTES: Final = 2**44
 BLOB_NAME_BYTES: Final = 1_024
 BLOB_NAME_PART_BYTES: Final = 255
 UNANSWERED_BLOB_BYTES: Final = 4 * BODY_BYTES
-"""Data that a worker requests at once; a slow worker makes nobody buffer more."""
+"""Data that a worker requests at once: for a slow worker, no more than this is buffered."""
 UNANSWERED_BLOB_CHUNKS: Final = 64
 """Chunks that a worker requests at once: small files need not wait for each other."""
 LOSS_SCALE_FACTOR: Final = 2.0**24

@@ -51,7 +51,7 @@ def end_when_interrupted(command: str) -> None:
         sys.stderr.write(f"{command}: interrupted\n")
         sys.exit(ExitCode.INTERRUPTED)
 
-    # A process started in a shell's background ignores Ctrl-C, and must go on doing so.
+    # A process started in a shell's background ignores Ctrl-C, and must continue to.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
 
@@ -106,7 +106,7 @@ class EndRequests:
         self._first: tuple[int, float] | None = None
 
     def is_new(self, number: int, now_s: float) -> bool:
-        """Take a signal; whether it is a request of its own."""
+        """Count a signal; return whether it is a new request."""
         if self._first is None:
             self._first = number, now_s
             return True

@@ -1,8 +1,8 @@
 """Standard streams whose failures never end a process.
 
 If a reader has gone (`| head -1`), a disk is full or a terminal has closed, output is lost, and the
-process goes on to the exit code of its work. Everything that writes to `sys.stdout` or `sys.stderr`
-(print, typer, rich, structlog) goes through here.
+process continues and ends with the exit code of its work. Everything that writes to `sys.stdout` or
+`sys.stderr` (print, typer, rich, structlog) goes through here.
 
 A command waits for a reader that has stopped (`| less`, Ctrl-S). A daemon calls
 `never_wait_for_readers` and loses lines until they are read again.
@@ -51,7 +51,7 @@ class _DroppingFile(io.FileIO):
         return length
 
     def _write(self, rest: memoryview) -> int:
-        """Write `rest`; return how many bytes nobody read."""
+        """Write `rest`; return how many bytes were not read."""
         while rest and self._is_writable():
             rest = rest[super().write(rest[: self._piece_bytes]) or 0 :]
         return rest.nbytes

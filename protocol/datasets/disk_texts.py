@@ -102,8 +102,10 @@ class DiskFile:
             raise self._failed(error) from None
 
     def _failed(self, error: OSError) -> StorageFailed:
-        place = str(self._directory or tempfile.gettempdir())
-        return StorageFailed("keep the data in", place, f"{error.strerror}; TMPDIR names another")
+        directory = str(self._directory or tempfile.gettempdir())
+        return StorageFailed(
+            "keep the data in", directory, f"{error.strerror}; TMPDIR names another"
+        )
 
 
 class DiskTexts(Sequence[str]):

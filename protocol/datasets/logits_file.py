@@ -236,13 +236,13 @@ def _records(table: Any, layout: CaptureLayout) -> Records:
         counts = lists.value_lengths().to_numpy()
         if name == "loss_mask":
             records["rows"] = counts
-        place = records[name]
+        column = records[name]
         expected = records["rows"].astype(np.int64) if name != "input_ids" else counts
-        if (counts != expected).any() or counts.max(initial=0) > place.shape[1]:
+        if (counts != expected).any() or counts.max(initial=0) > column.shape[1]:
             raise ValueError(f"the lists of {name} have lengths that do not fit")
         flat = lists.flatten()
-        dtype = place.dtype
-        if place.ndim == 2:
+        dtype = column.dtype
+        if column.ndim == 2:
             values = flat.to_numpy(zero_copy_only=False)
         else:
             content = flat.buffers()[1]
@@ -250,7 +250,7 @@ def _records(table: Any, layout: CaptureLayout) -> Records:
             start = flat.offset * width
             raw = np.frombuffer(content, np.uint8)[start : start + len(flat) * width]
             values = raw.view(dtype).reshape(len(flat), layout.top_k)
-        place[np.arange(place.shape[1]) < counts[:, None]] = values
+        column[np.arange(column.shape[1]) < counts[:, None]] = values
     if (
         table.column("input_ids").combine_chunks().value_lengths().to_numpy()
         != records["rows"].astype(np.int64) + 1

@@ -21,7 +21,7 @@ from protocol.spec.files import sources
 from protocol.spec.sections.data import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS, USUAL_PATTERN, DataSpec
 
 LONE_FILE_CHARACTERS: Final = 4_096
-"""A text file named alone is cut at the first line end after so many."""
+"""Characters after which a text file that is named alone is cut, at the next line end."""
 _USUAL_COLUMN: Final = DataSpec.model_fields["text"].default
 
 

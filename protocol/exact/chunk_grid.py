@@ -1,9 +1,9 @@
 """The chunks of a step's gradient, in the order in which they are sent.
 
-A chunk is the unit of the exchange: of what one message carries, of what one owner averages, and of
-what the gradient log records. The last block comes first, as backward gives them. A worker with
-several subtrees sends each of them in this order, so whoever sums needs to hold, of all that it
-lets come, the same few chunks of every subtree, whatever the number of workers.
+A chunk is the unit of the exchange: one message carries a chunk, one owner averages it, and the
+gradient log records it. The last block comes first, in the order of backward. A worker with several
+subtrees sends each of them in this order. So the receiver holds only a few chunks of every subtree
+at a time, for any number of workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ChunkGrid:
     """Number the chunks of a step from 0, in the order in which they are sent.
 
     Attributes:
-        blocks: The manifest's.
+        blocks: The manifest's blocks.
         count: The number of chunks.
     """
 
@@ -48,38 +48,39 @@ class ChunkGrid:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of one whole gradient in float32."""
+        """Size of a whole gradient in float32."""
         return self._ends_bytes[-1]
 
     def has(self, block: int, chunk: int) -> bool:
-        """Whether there is such a chunk."""
+        """Whether this chunk exists."""
         return block < len(self.blocks) and chunk < self.blocks[block].chunks
 
     def number(self, block: int, chunk: int) -> int:
-        """The number of a block's chunk."""
+        """Return the number of a block's chunk."""
         return self._first[block] + chunk
 
     def chunk(self, number: int) -> tuple[int, int]:
-        """Block, and chunk within it."""
+        """Return the block, and the chunk within it."""
         return self._chunks[number]
 
     def of_block(self, block: int) -> range:
-        """The numbers of a block's chunks."""
+        """Return the numbers of a block's chunks."""
         return range(self._first[block], self._first[block] + self.blocks[block].chunks)
 
     def elements(self, number: int) -> int:
-        """The number of values in a chunk."""
+        """Return the number of values in a chunk."""
         return (self._ends_bytes[number + 1] - self._ends_bytes[number]) // 4
 
     def end(self, start: int, length_bytes: int) -> int:
-        """The number after the last chunk that fits into so many bytes from `start` on; at least
-        one chunk counts as fitting."""
+        """Return the number after the last chunk that fits into `length_bytes` from `start` on; at
+        least one chunk counts as fitting."""
         reach = bisect_right(self._ends_bytes, self._ends_bytes[start] + length_bytes) - 1
         return min(max(reach, start + 1), self.count)
 
 
 def chunk_digest(values: Array | NDArray[Any]) -> bytes:
-    """The first 16 bytes of BLAKE3 over an average: its owner announces it, all others check it."""
+    """Return the first 16 bytes of BLAKE3 over an average: its owner announces it, receivers check
+    it."""
     return blake3(values.view("u1").data).digest(DIGEST_BYTES)
 
 
@@ -99,7 +100,7 @@ def divide_chunks(shares: Sequence[float], grid: ChunkGrid) -> list[int]:
     for number in range(grid.count):
         elements = max(grid.elements(number), 1)
         total_assigned += elements
-        # Whoever lacks the most of what it should have by now.
+        # The owner that is furthest below its share so far.
         lacking = [
             share / total * total_assigned - assigned_share
             for share, assigned_share in zip(shares, assigned, strict=True)

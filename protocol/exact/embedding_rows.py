@@ -1,4 +1,4 @@
-"""Embeddings of samples as bytes: one row per sample, its fields one after the other.
+"""Embeddings of samples as bytes: one row per sample, which joins its fields.
 
 The rows of a step, in the order of its microbatches, are what a loss over the whole step reads.
 They are joined by position and never added, always float32 and int64 in little-endian order: the

@@ -2,8 +2,8 @@
 
 One class wherever gradients are reduced: at the owner of a chunk, be it the coordinator or a
 worker, and among the devices of one worker by blocks. Arrival order cannot change a bit: the tree
-fixes what is added to what. Sums may come twice, from several workers, or as parts of sums that
-come later; what is covered already changes nothing.
+fixes what is added to what. Sums may arrive twice, from several workers, or as parts of sums that
+arrive later; a sum that is already included changes nothing.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class NonFinite:
 
     Attributes:
         subtree: The microbatches whose sum has it.
-        worker: Who computed that sum; None where it became non-finite in the sum over workers.
+        worker: The worker that computed that sum; None if only the sum over workers is non-finite.
         block: The number of the gradient's block; None for a loss or an embedding.
-        device: Which of the worker's devices, if it has several.
+        device: The worker's device, if it has several.
         is_embedding: Whether it is in an embedding.
     """
 
@@ -72,7 +72,7 @@ class NonFinite:
     is_embedding: bool = False
 
     def describe(self, blocks: Sequence[Block], *, has_replicas: bool) -> str:
-        """Say what is not finite. A leaf is a whole replica in a run that `has_replicas`."""
+        """Describe what is not finite. In a run that `has_replicas`, a leaf is a whole replica."""
         gradient = "difference" if has_replicas else "gradient"
         quantity = "embedding" if self.is_embedding else "loss"
         if self.block is not None:
@@ -118,8 +118,8 @@ class Reducer(Generic[Piece]):
     """Reduce the pieces of a gradient along the tree over a step's microbatches.
 
     Args:
-        microbatches: How many leaves the tree has.
-        exchange: How sums and averages are rounded.
+        microbatches: Number of leaves of the tree.
+        exchange: The codecs, by which sums and averages are rounded.
         pieces: The pieces to reduce.
         average_into: Returns the flat float32 array that receives a piece's average. None makes a
             pre-reducer, which hands out sums and leaves the check for NaN to whoever averages.
@@ -169,8 +169,8 @@ class Reducer(Generic[Piece]):
         return sums is None or sums.covers(subtree)
 
     def missing(self, subtree: Subtree, known_missing: Collection[int] = ()) -> set[int]:
-        """The microbatches of `subtree` of which any piece is missing, with those `known_missing`
-        to be."""
+        """Return the microbatches of `subtree` of which any piece is missing, and those in
+        `known_missing`."""
         missing = set(known_missing)
         for partial in self._partials.values():
             if len(missing) == subtree.leaves:
@@ -185,21 +185,22 @@ class Reducer(Generic[Piece]):
         """Add a subtree's sum of a piece; `values` belongs to the reducer from then on.
 
         Args:
-            piece: Which one; it is among those to reduce.
-            worker: Who computed the sum.
+            piece: The piece; one of those to reduce.
+            worker: The worker that computed the sum.
             subtree: The microbatches in it.
             weight: Their weight.
             values: Flat float32, rounded to the precision of the exchange.
 
         Returns:
-            The result once all microbatches are in, or what is not finite (without its block).
+            The result once all microbatches are included, or what is not finite (without its
+            block).
         """
         partial = self._partials[piece]
         sums = partial.sums
         if sums is None or sums.covers(subtree):
             return None
-        # Once added, nobody can tell whose NaN it was. A sum over all microbatches shows it in the
-        # average, unless its weight is zero.
+        # Checked before adding, since a sum does not show whose NaN it was. A sum over all
+        # microbatches shows it in the average, unless its weight is zero.
         is_whole_step = weight > 0 and subtree == root(self._microbatches)
         if self._average_into is not None and not (is_whole_step or is_finite(values)):
             return NonFinite(subtree, worker)
@@ -220,7 +221,7 @@ class Reducer(Generic[Piece]):
         return Reduced(total, total_weight, partial.origins.total or ())
 
     def _average(self, total: Array, weight: float, out: Array) -> bool:
-        """Write the average, rounded as it travels; returns whether it is finite."""
+        """Write the average, rounded as it is sent; return whether it is finite."""
         if not math.isfinite(weight):
             return False
         # A small weight can overflow where the sum did not.

@@ -300,7 +300,7 @@ class Replica:
         """Update a block by a rule that reads each tensor as a whole; whether all is finite."""
         block, finite = self._blocks[index], True
         factors = tensor_slices(FACTORS, block)
-        for (tensor, part), (_, place), rule in zip(
+        for (tensor, part), (_, factors_slice), rule in zip(
             block.slices(), factors, self._rules[index], strict=True
         ):
             if is_absent(gradient[part]):
@@ -311,7 +311,7 @@ class Replica:
                 rule.scalars(scalars),
                 self.parameters[index][part].reshape(tensor.shape),
                 gradient[part].reshape(tensor.shape),
-                self._state[FACTORS][index][place],
+                self._state[FACTORS][index][factors_slice],
                 decay=rule.decays,
                 average=self._average(index, part),
             )

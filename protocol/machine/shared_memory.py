@@ -124,24 +124,24 @@ class SharedMemory:
                 self._free_bytes += old.length
                 self._free.setdefault(old.length, []).append(old.offset)
 
-    def give_back(self, place: Extent) -> None:
+    def give_back(self, extent: Extent) -> None:
         """Free an extent; thread-safe, and safe in finalizers."""
-        size = max(1, -(-place.length // _PAGE_BYTES)) * _PAGE_BYTES
-        self._given_back.append(Extent(place.offset, size))
+        size = max(1, -(-extent.length // _PAGE_BYTES)) * _PAGE_BYTES
+        self._given_back.append(Extent(extent.offset, size))
 
-    def check(self, place: Extent) -> None:
+    def check(self, extent: Extent) -> None:
         """Check an extent that another process has sent.
 
         Raises:
             OutOfOrder: It is outside the file, or not aligned to float32.
         """
-        if place.offset % 4 or place.offset + place.length > _SPAN_BYTES:
-            raise OutOfOrder(f"expected an extent of shared memory, got {place}")
+        if extent.offset % 4 or extent.offset + extent.length > _SPAN_BYTES:
+            raise OutOfOrder(f"expected an extent of shared memory, got {extent}")
 
-    def forget(self, place: Extent) -> None:
+    def forget(self, extent: Extent) -> None:
         """Unmap pages that this process has read, so that they no longer count as its memory."""
-        start = -(-place.offset // _PAGE_BYTES) * _PAGE_BYTES
-        length = (place.offset + place.length - start) // _PAGE_BYTES * _PAGE_BYTES
+        start = -(-extent.offset // _PAGE_BYTES) * _PAGE_BYTES
+        length = (extent.offset + extent.length - start) // _PAGE_BYTES * _PAGE_BYTES
         if length > 0:
             self._map.madvise(mmap.MADV_DONTNEED, start, length)
 
@@ -149,26 +149,26 @@ class SharedMemory:
         """Close the descriptor; the memory stays mapped while it is used."""
         os.close(self.fd)
 
-    def array(self, place: Extent, dtype: type[np.generic] = np.float32) -> NDArray[Any]:
+    def array(self, extent: Extent, dtype: type[np.generic] = np.float32) -> NDArray[Any]:
         """Return an extent as a flat array; the caller frees the extent."""
-        view: NDArray[Any] = self._whole[place.offset : place.offset + place.length].view(dtype)
+        view: NDArray[Any] = self._whole[extent.offset : extent.offset + extent.length].view(dtype)
         return view
 
     def leased(
-        self, place: Extent, give_back: Any, dtype: type[np.generic] = np.float32
+        self, extent: Extent, give_back: Any, dtype: type[np.generic] = np.float32
     ) -> NDArray[Any]:
         """Return an extent as a flat array; `give_back(extent)` is called with its last view."""
-        return np.asarray(_Lease(self._start, place, give_back, dtype, self))
+        return np.asarray(_Lease(self._start, extent, give_back, dtype, self))
 
     def new_array(self, elements: int, *, once: bool = False) -> NDArray[np.float32]:
         """Allocate a flat float32 array that is freed with its last view; with `once`, its pages
         return to the system, since no array of that size will follow."""
-        place = self.new(4 * elements)
+        extent = self.new(4 * elements)
         if once:
-            self._once.add(place.offset)
-        return self.leased(place, self.give_back)
+            self._once.add(extent.offset)
+        return self.leased(extent, self.give_back)
 
-    def place_of(self, values: NDArray[Any]) -> Extent | None:
+    def extent_of(self, values: NDArray[Any]) -> Extent | None:
         """Return the extent of a contiguous array; None if it is elsewhere in memory."""
         offset = values.ctypes.data - self._start
         inside = 0 <= offset < _SPAN_BYTES and values.flags.c_contiguous
@@ -176,9 +176,9 @@ class SharedMemory:
 
     def put(self, values: NDArray[Any]) -> Extent:
         """Copy a flat array into a new extent."""
-        place = self.new(values.nbytes)
-        np.copyto(self.array(place, values.dtype.type), values)
-        return place
+        extent = self.new(values.nbytes)
+        np.copyto(self.array(extent, values.dtype.type), values)
+        return extent
 
 
 class _Lease:
@@ -187,24 +187,24 @@ class _Lease:
     def __init__(
         self,
         start: int,
-        place: Extent,
+        extent: Extent,
         give_back: Any,
         dtype: type[np.generic],
         owner: SharedMemory,
     ) -> None:
-        self._place = place
+        self._extent = extent
         self._give_back = give_back
         self._owner = owner  # the mapping outlives its views
         kind = np.dtype(dtype)
         self.__array_interface__ = {
-            "data": (start + place.offset, not owner._writable),  # noqa: SLF001 -- one file, one idea
-            "shape": (place.length // kind.itemsize,),
+            "data": (start + extent.offset, not owner._writable),  # noqa: SLF001 -- one file, one idea
+            "shape": (extent.length // kind.itemsize,),
             "typestr": kind.str,
             "version": 3,
         }
 
     def __del__(self) -> None:
-        self._give_back(self._place)
+        self._give_back(self._extent)
 
 
 def _reserve(fd: int, offset: int, size: int) -> None:

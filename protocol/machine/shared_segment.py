@@ -79,22 +79,22 @@ class SharedSegment:
         if self._copied_bytes + len(raw) > self._most_copied_bytes:
             return None
         self._copied_bytes += len(raw)
-        place = self._own.put(np.frombuffer(raw, np.uint8))
-        return self._own.leased(place, self._give_back_copy, np.uint8)
+        extent = self._own.put(np.frombuffer(raw, np.uint8))
+        return self._own.leased(extent, self._give_back_copy, np.uint8)
 
-    def _give_back_copy(self, place: Extent) -> None:
-        self._copied_bytes -= place.length
-        self._own.give_back(place)
+    def _give_back_copy(self, extent: Extent) -> None:
+        self._copied_bytes -= extent.length
+        self._own.give_back(extent)
 
     def lend(self, values: Bytes) -> int | None:
         """Return the offset of an array in this side's memory, and keep it until the other side
         returns it; None for an array elsewhere."""
-        place = self._own.place_of(values)
-        if place is None:
+        extent = self._own.extent_of(values)
+        if extent is None:
             return None
-        self._lent[place.offset] = values
-        self._times[place.offset] += 1
-        return place.offset
+        self._lent[extent.offset] = values
+        self._times[extent.offset] += 1
+        return extent.offset
 
     def returned(self, offsets: tuple[int, ...]) -> None:
         """Release arrays that the other side has read.
@@ -115,27 +115,28 @@ class SharedSegment:
         Raises:
             OutOfOrder: It is outside the memory.
         """
-        place = Extent(offset, length)
-        self._other.check(place)
-        return self._other.leased(place, self._read, np.uint8)
+        extent = Extent(offset, length)
+        self._other.check(extent)
+        return self._other.leased(extent, self._read, np.uint8)
 
-    def _read(self, place: Extent) -> None:
-        if not self._stays_mapped(place):
-            self._other.forget(place)
-        self._unneeded.append(place)
+    def _read(self, extent: Extent) -> None:
+        if not self._stays_mapped(extent):
+            self._other.forget(extent)
+        self._unneeded.append(extent)
 
-    def _stays_mapped(self, place: Extent) -> bool:
-        more = place.length - self._mapped.get(place.offset, 0)
+    def _stays_mapped(self, extent: Extent) -> bool:
+        more = extent.length - self._mapped.get(extent.offset, 0)
         if more <= 0:
             return True
         if self._mapped_bytes + more > limits.SEGMENT_MAPPED_BYTES:
             return False
-        self._mapped[place.offset] = place.length
+        self._mapped[extent.offset] = extent.length
         self._mapped_bytes += more
         return True
 
     def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
-        """Return offsets of borrowed arrays that are done, if there are `at_least` so many."""
+        """Return the offsets of borrowed arrays that are no longer used, once there are
+        `at_least`."""
         if len(self._unneeded) < at_least:
             return ()
         offsets: list[int] = []
@@ -172,13 +173,13 @@ class SegmentOwner:
         """
         if self._averages_bytes + 4 * elements > limits.SEGMENT_AVERAGES_BYTES:
             return None
-        place = self._own.new(4 * elements)
-        self._averages_bytes += place.length
-        return self._own.leased(place, self._give_back)
+        extent = self._own.new(4 * elements)
+        self._averages_bytes += extent.length
+        return self._own.leased(extent, self._give_back)
 
-    def _give_back(self, place: Extent) -> None:
-        self._averages_bytes -= place.length
-        self._own.give_back(place)
+    def _give_back(self, extent: Extent) -> None:
+        self._averages_bytes -= extent.length
+        self._own.give_back(extent)
 
     def trim(self) -> None:
         """Return unused memory to the system, for arrays of other sizes."""

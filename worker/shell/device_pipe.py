@@ -236,7 +236,7 @@ def order_codec(worker: SharedMemory) -> Codec:
     """
 
     def write(values: Values) -> Extent | bytes:
-        return worker.place_of(values) or values.tobytes()
+        return worker.extent_of(values) or values.tobytes()
 
     def read(location: Any, dtype: np.dtype[Any]) -> Values:
         if isinstance(location, bytes):

@@ -218,7 +218,7 @@ class Mesh:
         return self._set(table.model_copy(update={"owners": owners}))
 
     def tell(self, workers: Collection[str]) -> list[Action]:
-        """Send the table to those of these workers that do not have it."""
+        """Send the table to each of these workers that does not have it."""
         message = Owners(run_id=self._run_id, term=self._term, number=self.number)
         document = self.table.to_bytes()
         new = [name for name in sorted(workers) if self._reported.get(name) != self.number]
@@ -307,7 +307,7 @@ class Mesh:
 
 
 def _shares(speeds: Sequence[float]) -> list[float]:
-    """How much each is to own, so that all links are busy for about as long.
+    """Return the share that each member owns, so that all links are busy for about as long.
 
     A member of speed b that owns the share f of n members' chunks sends 1 - f of a payload to
     other owners and its average to n - 1 others: 1 + (n - 2) f payloads, and receives as many.

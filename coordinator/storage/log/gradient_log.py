@@ -123,11 +123,11 @@ class GradientLog:
         """What is kept of later steps."""
         return self._mode
 
-    def append_chunk(self, place: ChunkId, values: Array) -> None:
+    def append_chunk(self, key: ChunkId, values: Array) -> None:
         """Append a chunk of averaged gradients of the next step; it is not synced yet.
 
         Args:
-            place: Identifies the chunk. One of a newer attempt voids those of older attempts; one
+            key: Identifies the chunk. One of a newer attempt voids those of older attempts; one
                 that was appended before changes nothing.
             values: Flat float32, shape (n,), n at most `limits.CHUNK_ELEMENTS`. Must not change
                 until the step is committed.
@@ -135,19 +135,19 @@ class GradientLog:
         Raises:
             StorageFailed: The chunk is not in the log; the call can be repeated.
         """
-        assert place.step == self.next_step
-        assert (place.block, place.chunk) in self._chunks
-        if place in self._pending:
+        assert key.step == self.next_step
+        assert (key.block, key.chunk) in self._chunks
+        if key in self._pending:
             return
-        attempt = (place.term, place.attempt)
+        attempt = (key.term, key.attempt)
         if attempt != self._attempt:
             self._pending.clear()
             self._attempt = attempt
         if self._mode == "full":
             self._check_before_mending()
             with self._file.use("append to"):
-                self._write(RecordKind.CHUNK, chunk_payload(place, values))
-        self._pending[place] = values
+                self._write(RecordKind.CHUNK, chunk_payload(key, values))
+        self._pending[key] = values
 
     def commit(self, record: CommitRecord) -> None:
         """Commit the next step, and return when it is durable.
@@ -164,7 +164,7 @@ class GradientLog:
         assert commit.step == self.next_step
         if commit.scalars is not None and self._mode == "full":
             assert self._attempt == (commit.term, commit.attempt)
-            appended = {(place.block, place.chunk) for place in self._pending}
+            appended = {(key.block, key.chunk) for key in self._pending}
             assert appended == self._chunks, "a step is committed only with all of its gradients"
         self._check_before_mending()
         self._sync_name()
@@ -280,5 +280,5 @@ class GradientLog:
 
     def _rewrite(self) -> None:
         chunks = self._pending if self._mode == "full" else {}
-        for place, values in chunks.items():
-            self._write(RecordKind.CHUNK, chunk_payload(place, values))
+        for key, values in chunks.items():
+            self._write(RecordKind.CHUNK, chunk_payload(key, values))

@@ -22,15 +22,15 @@ from coordinator.disk.durable_file import storing
 from coordinator.disk.older_names import OLDER_TERM
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.storage.log.log_records import (
-    PLACE,
+    CHUNK_ID,
     Array,
     Head,
     RecordKind,
     SegmentHeader,
+    read_chunk_id,
     read_commit,
     read_head,
     read_payload,
-    read_place,
     split_chunk,
 )
 from protocol.base.errors import StorageDamaged
@@ -251,11 +251,11 @@ def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple
             record = split_chunk(payload) if payload is not None else None
             if record is None:
                 raise damaged(logged.path, head.offset, "a chunk does not match its checksum")
-            place, values = record
-            if (place.term, place.attempt) != (commit.term, commit.attempt):
+            key, values = record
+            if (key.term, key.attempt) != (commit.term, commit.attempt):
                 continue
-            number, chunk = place.block, place.chunk
-            if place.step != commit.step or (number, chunk) not in missing:
+            number, chunk = key.block, key.chunk
+            if key.step != commit.step or (number, chunk) not in missing:
                 raise damaged(logged.path, head.offset, "a chunk does not fit the manifest")
             block, length = blocks[number], lengths[number]
             start = chunk * length
@@ -281,12 +281,12 @@ def _chunk_lengths(fd: int, logged: LoggedStep, blocks: tuple[Block, ...]) -> li
     lengths = [block.chunk_elements for block in blocks]
     for head in logged.chunks:
         with storing("read", logged.path):
-            place = read_place(fd, head)
-        if place is None or place.chunk or place.block >= len(blocks):
+            key = read_chunk_id(fd, head)
+        if key is None or key.chunk or key.block >= len(blocks):
             continue
-        elements = (head.payload_bytes - PLACE.size) // 4
-        if 0 < elements != blocks[place.block].chunk_slice(0).stop:
-            lengths[place.block] = elements
+        elements = (head.payload_bytes - CHUNK_ID.size) // 4
+        if 0 < elements != blocks[key.block].chunk_slice(0).stop:
+            lengths[key.block] = elements
     return lengths
 
 
@@ -319,9 +319,9 @@ def segment_base(path: Path) -> int:
 
 def damaged(path: Path, offset: int | None, reason: str) -> StorageDamaged:
     """Make the error of a damaged segment."""
-    place = "" if offset is None else f"byte {offset}"
+    location = "" if offset is None else f"byte {offset}"
     remedy = "restore it from a copy, or roll back to a checkpoint before it (--from-step N)"
-    return StorageDamaged(str(path), place, f"{reason}; {remedy}")
+    return StorageDamaged(str(path), location, f"{reason}; {remedy}")
 
 
 def _numbers(path: Path) -> tuple[int, int]:

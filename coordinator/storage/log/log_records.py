@@ -38,11 +38,11 @@ Array = NDArray[np.float32]
 
 FORMAT: Final = 1
 MAGIC: Final = b"SSLR"
-PLACE: Final = struct.Struct("<QQQII")
+CHUNK_ID: Final = struct.Struct("<QQQII")
 _HEAD: Final = struct.Struct("<4sIIQ")
 _HEAD_CHECK: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _HEAD_CHECK.size
-_PAYLOAD_BYTES: Final = limits.BODY_BYTES + PLACE.size
+_PAYLOAD_BYTES: Final = limits.BODY_BYTES + CHUNK_ID.size
 _SEARCH_BYTES: Final = 1 * limits.MIB
 
 
@@ -117,11 +117,11 @@ def record_buffers(
     return [memoryview(head + _head_check(head, offset)), *payload]
 
 
-def chunk_payload(place: ChunkId, values: Array) -> list[memoryview]:
+def chunk_payload(key: ChunkId, values: Array) -> list[memoryview]:
     """Encode a chunk record's payload; on a little-endian machine without a copy of the values."""
     assert values.dtype == np.float32
     flat = np.ascontiguousarray(values).reshape(-1).astype("<f4", copy=False)
-    return [memoryview(PLACE.pack(*place)), flat.view(np.uint8).data]
+    return [memoryview(CHUNK_ID.pack(*key)), flat.view(np.uint8).data]
 
 
 def read_head(fd: int, offset: int) -> Head | None:
@@ -153,7 +153,7 @@ def read_payload(fd: int, head: Head) -> bytes | None:
     return raw if is_intact else None
 
 
-def read_place(fd: int, head: Head) -> ChunkId | None:
+def read_chunk_id(fd: int, head: Head) -> ChunkId | None:
     """Return which chunk a record says it has, unchecked; None if the record is not a chunk.
 
     Raises:
@@ -161,17 +161,17 @@ def read_place(fd: int, head: Head) -> ChunkId | None:
     """
     if head.kind is not RecordKind.CHUNK:
         return None
-    raw = os.pread(fd, PLACE.size, head.offset + HEAD_BYTES)
-    return ChunkId(*PLACE.unpack(raw)) if len(raw) == PLACE.size else None
+    raw = os.pread(fd, CHUNK_ID.size, head.offset + HEAD_BYTES)
+    return ChunkId(*CHUNK_ID.unpack(raw)) if len(raw) == CHUNK_ID.size else None
 
 
 def split_chunk(payload: bytes) -> tuple[ChunkId, Array] | None:
     """Return a chunk record's identity and values (a view of the payload); None if it is not a
     chunk."""
-    if len(payload) < PLACE.size or (len(payload) - PLACE.size) % 4:
+    if len(payload) < CHUNK_ID.size or (len(payload) - CHUNK_ID.size) % 4:
         return None
-    values = np.frombuffer(payload, "<f4", offset=PLACE.size)
-    return ChunkId(*PLACE.unpack_from(payload)), values.astype(np.float32, copy=False)
+    values = np.frombuffer(payload, "<f4", offset=CHUNK_ID.size)
+    return ChunkId(*CHUNK_ID.unpack_from(payload)), values.astype(np.float32, copy=False)
 
 
 def read_commit(payload: bytes) -> CommitRecord | None:

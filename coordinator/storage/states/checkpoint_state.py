@@ -105,11 +105,11 @@ class CheckpointState:
         replica.restore(self.step, self.optimizer_step)
 
     def _fill(self, kind: PartKind, block: int, part: slice, out: Array) -> None:
-        for tensor, place in tensor_slices(kind, self._blocks[block]):
-            lo, hi = max(place.start, part.start), min(place.stop, part.stop)
+        for tensor, extent in tensor_slices(kind, self._blocks[block]):
+            lo, hi = max(extent.start, part.start), min(extent.stop, part.stop)
             if lo < hi:
                 file, name = self._location(kind, tensor)
-                file.read_into(name, lo - place.start, out[lo - part.start : hi - part.start])
+                file.read_into(name, lo - extent.start, out[lo - part.start : hi - part.start])
 
     def _location(self, kind: PartKind, tensor: TensorSpec) -> tuple[SafetensorsFile, str]:
         if kind == "parameters":

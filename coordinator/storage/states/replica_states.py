@@ -8,9 +8,9 @@ In `replicas/` of the run's directory:
                         it saves work and decides no bit: a restart can do without
 
 Nothing in an `own` file is trusted: the BLAKE3 of its digests is `own_digest` in the commit that
-leads to the round, in log and journal. Before any replica has state of its own the file is empty,
-and that digest is `NOTHING_YET`. The files are kept that a restart may roll back to: those of the
-last rounds, and of every checkpoint.
+leads to the round, in log and journal. Before the first round there is no per-replica state: the
+file is empty, and that digest is `NOTHING_YET`. Files of the last rounds and of every checkpoint
+are kept, since a restart may roll back to them.
 """
 
 from __future__ import annotations

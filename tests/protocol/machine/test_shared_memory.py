@@ -34,14 +34,14 @@ def test_what_one_process_puts_there_another_reads():
 def test_a_part_is_given_out_again_only_when_no_view_of_it_is_left():
     memory = SharedMemory()
     values = memory.new_array(1000)
-    first = memory.place_of(values)
+    first = memory.extent_of(values)
     view = values[10:20].data.cast("B")
     del values
     gc.collect()
-    assert memory.place_of(memory.new_array(1000)) != first
+    assert memory.extent_of(memory.new_array(1000)) != first
     view.release()
     del view
-    assert first in [memory.place_of(memory.new_array(1000)) for _ in range(2)]
+    assert first in [memory.extent_of(memory.new_array(1000)) for _ in range(2)]
 
 
 def test_what_is_needed_once_is_the_system_s_again():
@@ -61,7 +61,7 @@ def test_arrays_lie_as_a_matrix_product_wants_them():
 
 def test_what_is_elsewhere_has_no_place_in_it():
     memory = SharedMemory()
-    assert memory.place_of(np.zeros(3, np.float32)) is None
+    assert memory.extent_of(np.zeros(3, np.float32)) is None
 
 
 @pytest.mark.parametrize("refuse", ["too little is free", "the kernel says so"])
