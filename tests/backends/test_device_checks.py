@@ -39,28 +39,28 @@ def machine(tmp_path):
     return make
 
 
-def told(name: str, machine: KernelFiles, *indices: int) -> list[str]:
+def finding_lines(name: str, machine: KernelFiles, *indices: int) -> list[str]:
     return [each.line() for each in device_findings(name, indices or (0,), machine)]
 
 
 def test_the_cpu_computes(machine):
-    (line,) = told("cpu", machine())
+    (line,) = finding_lines("cpu", machine())
     assert line.startswith("ok       device: cpu 0: ")
     assert line.endswith(", computes")
 
 
 @pytest.mark.skipif(not HAS_VULKAN, reason="no Vulkan device here")
 def test_a_vulkan_device_computes_and_software_is_taken_by_name_only(machine):
-    lines = told("vulkan", machine())
+    lines = finding_lines("vulkan", machine())
     assert lines
     assert all(line.startswith("ok       device: vulkan ") for line in lines)
     assert all(line.endswith(", computes") for line in lines)
-    assert not any("llvmpipe" in line for line in told("auto", machine()))
+    assert not any("llvmpipe" in line for line in finding_lines("auto", machine()))
 
 
 def test_a_device_that_computes_wrongly_or_not_at_all(machine, monkeypatch):
     monkeypatch.setattr("backends.device_trial._squared_error", lambda m, a: m(a["x"]).sum())
-    (wrong,) = told("cpu", machine())
+    (wrong,) = finding_lines("cpu", machine())
     assert wrong.startswith("failure  device: cpu 0: ")
     assert "computes wrongly" in wrong
 
@@ -68,7 +68,7 @@ def test_a_device_that_computes_wrongly_or_not_at_all(machine, monkeypatch):
         raise RuntimeError("out of\n memory")
 
     monkeypatch.setattr("backends.device_trial._squared_error", broken)
-    (broken_line,) = told("cpu", machine())
+    (broken_line,) = finding_lines("cpu", machine())
     assert broken_line.startswith("failure  device: cpu 0: ")
     assert "cannot compute: out of memory" in broken_line
 
@@ -84,15 +84,15 @@ def test_cards_are_counted_by_maker(machine):
 @pytest.mark.skipif(HAS_CUDA, reason="CUDA is usable here")
 class TestWithoutCuda:
     def test_no_card_is_no_fault(self, machine):
-        assert not any("cuda" in line for line in told("auto", machine()))
+        assert not any("cuda" in line for line in finding_lines("auto", machine()))
 
     def test_a_card_without_a_driver(self, machine):
-        line = next(line for line in told("auto", machine(NVIDIA)) if "cuda" in line)
+        line = next(line for line in finding_lines("auto", machine(NVIDIA)) if "cuda" in line)
         assert line.startswith("warning  device: cuda: ")
         assert "install NVIDIA's driver 580 or later from NVIDIA's repository" in line
 
     def test_a_backend_that_was_asked_for(self, machine):
-        line = told("cuda", machine(NVIDIA))[-1]
+        line = finding_lines("cuda", machine(NVIDIA))[-1]
         assert line.startswith("failure  device: cuda: ")
 
     @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ class TestWithoutCuda:
 
     @staticmethod
     def about_cuda(machine, loaded: str) -> str:
-        lines = told("auto", machine(NVIDIA, driver=DRIVER.replace("470.57.02", loaded)))
+        lines = finding_lines("auto", machine(NVIDIA, driver=DRIVER.replace("470.57.02", loaded)))
         line = next(line for line in lines if "cuda" in line)
         assert line.startswith("warning  device: cuda: ")
         return line
@@ -148,12 +148,12 @@ def test_the_driver_that_scripts_are_told_is_the_one_for_the_locked_cuda():
 @pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device here")
 class TestWithCuda:
     def test_each_card_computes(self):
-        lines = told("cuda", KernelFiles())
+        lines = finding_lines("cuda", KernelFiles())
         assert lines
         assert all(line.startswith("ok       device: cuda ") for line in lines)
 
     def test_a_number_that_does_not_exist(self):
-        line = told("cuda", KernelFiles(), 99)[-1]
+        line = finding_lines("cuda", KernelFiles(), 99)[-1]
         assert line.startswith("failure  device: there is no cuda device 99")
 
 

@@ -42,7 +42,7 @@ def plan(tmp_path):
     return make
 
 
-def found(plan: ServicePlan, check: str) -> Finding:
+def findings(plan: ServicePlan, check: str) -> Finding:
     (finding,) = [each for each in examine(plan) if each.check == check]
     return finding
 
@@ -79,17 +79,17 @@ def test_a_sound_machine_has_no_failure_and_nothing_is_left(plan, tmp_path):
 
 def test_secrets_that_fit(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
-    fits = found(plan(), "secrets")
+    fits = findings(plan(), "secrets")
     assert fits.outcome == "ok"
     assert "no worker's key yet" in fits.found
-    assert found(plan(), "state mode").outcome == "ok"
+    assert findings(plan(), "state mode").outcome == "ok"
 
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token", "workers.json"])
 def test_a_secret_that_others_may_read(plan, tmp_path, name):
     CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     (tmp_path / "home" / "coordinator" / name).chmod(0o640)
-    wrong = found(plan(), "secrets")
+    wrong = findings(plan(), "secrets")
     assert wrong.outcome == "failure"
     assert f"{name}' can be read by others (mode 0640)" in wrong.found
     assert "chmod 600" in wrong.found
@@ -106,7 +106,7 @@ def test_a_secret_that_others_may_read(plan, tmp_path, name):
 def test_a_secret_that_is_lost(plan, tmp_path, name, expected_text):
     CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator" / name).unlink()
-    wrong = found(plan(), "secrets")
+    wrong = findings(plan(), "secrets")
     outcome = "warning" if name == "join.token" else "failure"
     assert (wrong.outcome, expected_text in wrong.found) == (outcome, True)
     assert not (tmp_path / "home" / "coordinator" / name).exists()
@@ -116,7 +116,7 @@ def test_a_token_and_keys_without_a_certificate(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     for name in ("certificate.pem", "key.pem"):
         (tmp_path / "home" / "coordinator" / name).unlink()
-    wrong = found(plan(), "secrets")
+    wrong = findings(plan(), "secrets")
     assert "certificate.pem and key.pem are missing" in wrong.found
     assert (wrong.outcome, "every worker needs that token" in wrong.advice) == ("warning", True)
 
@@ -134,7 +134,7 @@ def test_a_token_and_keys_without_a_certificate(plan, tmp_path):
 def test_a_secret_that_is_none(plan, tmp_path, name, expected, text):
     CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     write_secret(tmp_path / "home" / "coordinator" / name, text)
-    wrong = found(plan(), "secrets")
+    wrong = findings(plan(), "secrets")
     assert wrong.outcome == ("warning" if name == "join.token" else "failure")
     assert expected in wrong.line()
     assert name in wrong.line()
@@ -145,13 +145,13 @@ def test_a_token_of_another_certificate(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
     other = CoordinatorCredentials.open(tmp_path / "other").join_token().reveal()
     write_secret(tmp_path / "home" / "coordinator" / "join.token", other)
-    assert "belongs to another certificate" in found(plan(), "secrets").found
+    assert "belongs to another certificate" in findings(plan(), "secrets").found
 
 
 def test_a_state_directory_that_is_open_to_others(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator").chmod(0o755)
-    wrong = found(plan(), "state mode")
+    wrong = findings(plan(), "state mode")
     assert (wrong.outcome, "chmod 700" in wrong.advice) == ("warning", True)
 
 
@@ -171,21 +171,21 @@ def test_a_run_directory_that_is_full(plan, tmp_path):
 
 def test_a_slow_disk(plan, monkeypatch):
     monkeypatch.setattr(doctor, "SLOW_SYNC_MS", 0.0)
-    slow = found(plan(), "sync")
+    slow = findings(plan(), "sync")
     assert (slow.outcome, "each step waits" in slow.advice) == ("warning", True)
 
 
 def test_unfinished_runs(plan, tmp_path):
     RunDirectory(tmp_path / "runs" / "one").begin("one", scripted_spec())
-    below = found(plan(), "runs")
+    below = findings(plan(), "runs")
     assert below.outcome == "warning"
     assert below.advice == f"coordinator --out {tmp_path}/runs --resume"
     assert str(tmp_path / "runs" / "one") in below.found
-    alone = found(plan(directory=tmp_path / "runs" / "one"), "runs")
+    alone = findings(plan(directory=tmp_path / "runs" / "one"), "runs")
     assert alone.outcome == "warning"
     lock = DirectoryLock.acquire(tmp_path / "runs")
     try:
-        assert found(plan(), "runs").outcome == "ok"
+        assert findings(plan(), "runs").outcome == "ok"
     finally:
         lock.release()
 
@@ -193,7 +193,7 @@ def test_unfinished_runs(plan, tmp_path):
 def test_a_run_that_cannot_be_read(plan, tmp_path):
     RunDirectory(tmp_path / "runs").begin("one", scripted_spec())
     (tmp_path / "runs" / "result.json").write_text("{")
-    assert found(plan(), "runs").outcome == "failure"
+    assert findings(plan(), "runs").outcome == "failure"
 
 
 # Ports.
@@ -205,30 +205,30 @@ def test_a_port_in_use_by_someone_else(plan):
             ("workers' port", {"bind": ("127.0.0.1", port)}),
             ("control port", {"control": ("127.0.0.1", port)}),
         ):
-            wrong = found(plan(**changes), check)
+            wrong = findings(plan(**changes), check)
             assert wrong.outcome == "failure"
             assert f"127.0.0.1:{port} is in use" in wrong.found
 
 
 def test_an_address_that_is_not_this_machine_s(plan):
-    wrong = found(plan(bind=("192.0.2.77", 0)), "workers' port")
+    wrong = findings(plan(bind=("192.0.2.77", 0)), "workers' port")
     assert (wrong.outcome, "cannot be bound" in wrong.found) == ("failure", True)
-    wrong = found(plan(bind=("no-such-host.invalid", 0)), "workers' port")
+    wrong = findings(plan(bind=("no-such-host.invalid", 0)), "workers' port")
     assert (wrong.outcome, "cannot be bound" in wrong.found) == ("failure", True)
 
 
 def test_a_control_port_that_others_could_reach(plan):
-    wrong = found(plan(control=("0.0.0.0", 0)), "control port")
+    wrong = findings(plan(control=("0.0.0.0", 0)), "control port")
     assert (wrong.outcome, "ssh -N -L" in wrong.found) == ("failure", True)
 
 
 def test_loopback_is_not_for_others(plan):
-    alone = found(plan(), "reachable")
+    alone = findings(plan(), "reachable")
     assert (alone.outcome, "--bind 0.0.0.0:" in alone.advice) == ("warning", True)
 
 
 def test_all_addresses(plan):
-    every = found(plan(bind=("0.0.0.0", 0)), "reachable")
+    every = findings(plan(bind=("0.0.0.0", 0)), "reachable")
     if every.outcome == "ok":
         assert "worker doctor --coordinator" in every.found
     else:  # a machine without a network
@@ -240,7 +240,7 @@ def test_a_machine_without_a_network(plan):
         subprocess.run(
             ["ip", "-n", made.namespace("alone").name, "addr", "flush", "dev", "eth0"], check=True
         )
-        alone = made.run_on("alone", lambda: found(plan(bind=("0.0.0.0", 0)), "reachable"))
+        alone = made.run_on("alone", lambda: findings(plan(bind=("0.0.0.0", 0)), "reachable"))
     assert (alone.outcome, "no address that others can reach" in alone.found) == ("failure", True)
 
 

@@ -146,7 +146,7 @@ class Ledger:
         if commit.term == stored_term(self.directory.path):
             self._durable.add((commit.term, commit.step, commit.attempt))
 
-    def told(self, commit: Commit) -> None:
+    def broadcast(self, commit: Commit) -> None:
         """A coordinator broadcasts a commit."""
         place = (commit.term, commit.step, commit.attempt)
         assert place in self._durable, "a commit is told before it is durable, or by a side cut off"

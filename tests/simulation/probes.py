@@ -190,7 +190,7 @@ class Probes:
                 assert same, "a microbatch lost or doubled"
 
     def _commit_told(self, coordinator: CoordinatorProcess, commit: Commit) -> None:
-        coordinator.ledger.told(commit)
+        coordinator.ledger.broadcast(commit)
         execution = coordinator.execution
         assert execution is not None
         progress = execution.run.progress

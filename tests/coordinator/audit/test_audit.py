@@ -165,8 +165,8 @@ def test_a_run_with_crashes_is_sound(tmp_path, mode):
         if run.replica.step % 3 == 0:
             run.checkpoint()
         if run.term < 4 and run.replica.step % 2 == 0:
-            found = run.crash_and_resume()
-            if mode == "checkpoint" and found.redo:
+            recovery = run.crash_and_resume()
+            if mode == "checkpoint" and recovery.redo:
                 run.step()
     path = run.finish()
     result = audit(path)

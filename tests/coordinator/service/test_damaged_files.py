@@ -129,12 +129,12 @@ def resumed(path: Path) -> tuple[str, str]:
     """What a restart takes on: the digest of the state, and what it has to say; maybe neither."""
     lock = lock_directory(path)
     try:
-        found = load_run(lock)
+        instance = load_run(lock)
     finally:
         lock.release()
-    if found is None or found.restart is None:
+    if instance is None or instance.restart is None:
         return "", ""
-    recovery = found.restart.recovery
+    recovery = instance.restart.recovery
     return recovery.replica().state_digest(), "; ".join(recovery.notes)
 
 
@@ -230,11 +230,11 @@ def test_without_its_log_a_run_does_not_take_steps_again_unasked(tmp_path):
     with pytest.raises(StorageDamaged, match=r"log' .*the 5 steps .*got 3;.*--from-step 3"):
         resumed(run)
     lock = lock_directory(run)
-    found = load_run(lock, from_step=3)
+    instance = load_run(lock, from_step=3)
     lock.release()
-    assert found is not None
-    assert found.restart is not None
-    assert found.restart.recovery.step == 3
+    assert instance is not None
+    assert instance.restart is not None
+    assert instance.restart.recovery.step == 3
 
 
 def test_a_run_that_waits_is_bound_before_its_journal_begins(tmp_path):

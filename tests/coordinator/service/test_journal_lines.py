@@ -24,7 +24,7 @@ TRAINS = (
 )  # fmt: skip
 
 
-def told(*commands):
+def run_and_records(*commands):
     """The run after these commands, and the records of all they led to."""
     stage = Stage(workers="2", steps="2", parts="2")
     records: list[Record] = []
@@ -40,7 +40,7 @@ def kinds(records):
 
 
 def test_from_the_first_manifest_to_a_halt():
-    run, records = told(*TRAINS, ("payload", "bob", "2-4", "value=nan"))
+    run, records = run_and_records(*TRAINS, ("payload", "bob", "2-4", "value=nan"))
     assert kinds(records) == [ManifestSettled, ViewChanged, Planned, Halted]
     _, view, planned, halted = records
     assert (view.change, view.view, [member.name for member in view.members]) == (
@@ -53,7 +53,7 @@ def test_from_the_first_manifest_to_a_halt():
 
 
 def test_what_a_lost_worker_leaves_is_planned_again_with_its_cause():
-    _, records = told(*TRAINS, ("lost", "bob"))
+    _, records = run_and_records(*TRAINS, ("lost", "bob"))
     fault, view, planned = records[3:]
     assert (fault.what, fault.worker, fault.reason) == (
         "worker_lost", "bob", "the connection is over",
@@ -65,18 +65,22 @@ def test_what_a_lost_worker_leaves_is_planned_again_with_its_cause():
 
 
 def test_a_worker_that_was_let_go_is_no_fault():
-    _, records = told(*TRAINS, ("drains", "bob"), ("subtree", "bob", "2-4"), ("lost", "bob"))
+    _, records = run_and_records(
+        *TRAINS, ("drains", "bob"), ("subtree", "bob", "2-4"), ("lost", "bob")
+    )
     assert Fault not in kinds(records)
     view = records[-1]
     assert (view.change, view.worker, [member.name for member in view.members]) == (
         "drained", "bob", ["ann"],
     )  # fmt: skip
-    _, records = told(*TRAINS, ("drains", "bob"), ("lost", "bob"))  # it had not finished
+    _, records = run_and_records(*TRAINS, ("drains", "bob"), ("lost", "bob"))  # it had not finished
     assert records[3].what == "worker_lost"
 
 
 def test_a_late_worker_is_noted_with_what_is_done_about_it():
-    _, records = told(*TRAINS, ("tick", "100"), ("subtree", "bob", "2-4"), ("tick", "5100"))
+    _, records = run_and_records(
+        *TRAINS, ("tick", "100"), ("subtree", "bob", "2-4"), ("tick", "5100")
+    )
     late, planned, speculated = records[3:]
     assert (late.what, late.worker, late.reason) == (
         "straggler", "ann", "step 0, owing gradients",
@@ -86,7 +90,7 @@ def test_a_late_worker_is_noted_with_what_is_done_about_it():
 
 
 def test_a_worker_that_is_refused_is_a_fault():
-    _, records = told(*TRAINS, ("invite", "cem"), ("ready", "cem", "data=other"))
+    _, records = run_and_records(*TRAINS, ("invite", "cem"), ("ready", "cem", "data=other"))
     assert (records[-1].what, records[-1].worker) == ("refused", "cem")
     assert "same data" in records[-1].reason
 
@@ -110,12 +114,12 @@ def test_a_worker_that_is_refused_is_a_fault():
     ],
 )
 def test_what_else_is_noted_and_what_is_not(event, kind):
-    run, _ = told()
+    run, _ = run_and_records()
     assert isinstance(record_of(event, run), kind)
 
 
 def test_a_commit_says_whose_subtrees_make_it_up():
-    _, records = told(*TRAINS, ("subtree", "ann", "0-2"), ("subtree", "bob", "2-4"))
+    _, records = run_and_records(*TRAINS, ("subtree", "ann", "0-2"), ("subtree", "bob", "2-4"))
     (commit,) = [record for record in records if isinstance(record, Committed)]
     assert commit.counted == ({"ann": ((0, 2),), "bob": ((2, 4),)},)
     assert (commit.step, commit.loss, commit.skipped) == (0, 0.5, False)

@@ -44,8 +44,8 @@ async def test_a_finished_run_goes_back_and_comes_to_the_same_end(tmp_path):
     result = await gone_on(directory.path, from_step=10)
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
-    found = audit(directory.path)
-    assert found.ok, found.lines()
+    audited = audit(directory.path)
+    assert audited.ok, audited.lines()
     resumptions = [
         e.record for e in read_journal(directory.journal) if isinstance(e.record, Resumed)
     ]
@@ -54,7 +54,7 @@ async def test_a_finished_run_goes_back_and_comes_to_the_same_end(tmp_path):
     [aside] = directory.set_aside.iterdir()
     assert json.loads((aside / "result.json").read_text()) == reference
     assert checkpoint_steps(aside / "checkpoints") == [15, 20]
-    assert "set-aside" in "\n".join(found.lines())
+    assert "set-aside" in "\n".join(audited.lines())
 
 
 async def test_a_run_whose_copies_can_lie_nowhere_is_refused(tmp_path):
@@ -162,19 +162,19 @@ def test_a_segment_that_continues_after_the_checkpoint_is_cut_and_kept_whole_asi
     whole = segment.read_bytes()
     roll_back(run.directory, 3, 2)
     assert (run.directory.set_aside / "term-000002" / "log" / segment.name).read_bytes() == whole
-    found = recover(run.directory)
-    assert found is not None
-    assert (found.step, found.index.last, found.notes) == (3, 2, ())
-    assert found.replica().state_digest() == state_digest
+    recovery = recover(run.directory)
+    assert recovery is not None
+    assert (recovery.step, recovery.index.last, recovery.notes) == (3, 2, ())
+    assert recovery.replica().state_digest() == state_digest
     # The rest of it would count again if only the newer segment were set aside.
-    run.term, run.replica = 2, found.replica()
+    run.term, run.replica = 2, recovery.replica()
     run.log = run.open_log()
     run.step()
     run.log.close()
     roll_back(run.directory, 0, 3)
-    found = recover(run.directory)
-    assert found is not None
-    assert (found.step, found.index.last) == (0, None)
+    recovery = recover(run.directory)
+    assert recovery is not None
+    assert (recovery.step, recovery.index.last) == (0, None)
 
 
 @pytest.mark.parametrize(

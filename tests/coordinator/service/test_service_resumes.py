@@ -236,8 +236,8 @@ async def test_without_its_term_a_run_loses_no_step(tmp_path):
         live.worker("w0")
         result = await live.result(run_id)
     assert result["weights_digest"] == reference["weights_digest"]
-    found = audit(tmp_path / "runs" / run_id)
-    assert found.ok, found.lines()
+    audited = audit(tmp_path / "runs" / run_id)
+    assert audited.ok, audited.lines()
 
 
 async def test_a_run_of_an_older_release_continues_with_the_same_bits(tmp_path):

@@ -58,9 +58,9 @@ async def test_ten_steps_and_ten_more_are_one_run_of_twenty(tmp_path):
     assert change.before != change.spec_digest
     [aside] = (run / "set-aside").iterdir()
     assert json.loads((aside / "result.json").read_text()) == first
-    found = audit(run)
-    assert found.ok, found.lines()
-    assert any("changed after 10 steps: steps: 10 -> 20" in line for line in found.lines())
+    audited = audit(run)
+    assert audited.ok, audited.lines()
+    assert any("changed after 10 steps: steps: 10 -> 20" in line for line in audited.lines())
     assert "steps: 10 -&gt; 20" in report(run)
 
 
@@ -71,8 +71,8 @@ async def test_another_rate_counts_from_its_step_and_the_audit_knows_both(tmp_pa
     await gone_on(run, *changes)
     assert audit(run).ok
     await gone_on(run, from_step=4)
-    found = audit(run)
-    assert found.ok, found.lines()  # steps 4 and 5 are now of the newest spec
+    audited = audit(run)
+    assert audited.ok, audited.lines()  # steps 4 and 5 are now of the newest spec
     stored = RunDirectory(run).read_run()
     assert stored is not None
     assert stored.spec.optimizer.lr == 0.001

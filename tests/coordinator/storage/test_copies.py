@@ -146,11 +146,11 @@ def test_a_copy_made_while_the_run_continues_is_enough(tmp_path):
     assert "steps 3 to 5 were committed: they are done again" in summary
     assert "4 were skipped" in summary
     lock = lock_directory(tmp_path / "again")
-    found = load_run(lock)
-    assert found is not None
-    assert found.restart is not None
-    assert found.restart.recovery.step == 3
-    assert found.restart.recovery.replica().state_digest() == state
+    instance = load_run(lock)
+    assert instance is not None
+    assert instance.restart is not None
+    assert instance.restart.recovery.step == 3
+    assert instance.restart.recovery.replica().state_digest() == state
     lock.release()
 
 

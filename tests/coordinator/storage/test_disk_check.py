@@ -70,7 +70,7 @@ def test_the_choice_that_fits_is_named(tmp_path, monkeypatch, free, spec, remedy
 async def test_a_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
     state_there, digests = threading.Event(), CoordinatorReplica.state_0
 
-    async def told(self):
+    async def digest_then_signal(self):
         applied = await digests(self)
         asyncio.get_running_loop().call_later(0.1, state_there.set)
         return applied
@@ -79,7 +79,7 @@ async def test_a_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
         assert state_there.wait(60)
         check_disk_space(*given)
 
-    monkeypatch.setattr(CoordinatorReplica, "state_0", told)
+    monkeypatch.setattr(CoordinatorReplica, "state_0", digest_then_signal)
     monkeypatch.setattr(run_storage, "check_disk_space", looked_late)
     spec = scripted_spec(
         steps=1000, scripted={"blocks": 3, "block_bytes": 8192, "samples": 64},

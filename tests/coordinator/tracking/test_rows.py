@@ -38,10 +38,10 @@ class Written:
         for record in records:
             self._journal.append(record)
         self._journal.sync()
-        return [told(row) for row in self.rows.read()]
+        return [step_and_values(row) for row in self.rows.read()]
 
 
-def told(row: Row) -> tuple[int, dict[str, float]]:
+def step_and_values(row: Row) -> tuple[int, dict[str, float]]:
     assert row.at_s > 1_700_000_000
     return row.step, row.values
 
@@ -67,4 +67,4 @@ def test_steps_that_are_done_again_are_reported_once(tmp_path):
     after = written.read(resumed, commit(1, 2.0), commit(2, 1.0), ended(3, "finished"))
     assert after == [(3, {"loss": 1.0})]
     again = Rows(tmp_path / "journal.jsonl")
-    assert [told(row) for row in again.read()] == [*before, *after]
+    assert [step_and_values(row) for row in again.read()] == [*before, *after]

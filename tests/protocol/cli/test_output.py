@@ -40,8 +40,8 @@ def one_run(directory: Path, *, steps: int = 3) -> str:
 @pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
 def test_a_run_finishes_whatever_its_streams_are(tmp_path, streams):
     """The coordinator and the worker that it starts have the same ones."""
-    found = ended(one_run(tmp_path), streams, tmp_path)
-    assert found.returncode == 0
+    result = ended(one_run(tmp_path), streams, tmp_path)
+    assert result.returncode == 0
     assert json.loads((tmp_path / "out" / "result.json").read_bytes())["outcome"] == "finished"
 
 
@@ -92,12 +92,12 @@ def test_a_full_disk_behind_the_output_is_reported_once():
         "from protocol.cli.output import keep_reporting; keep_reporting('worker'); import os;"
         "[print('x', flush=True) for _ in range(3)]; print('é\\udcff'); os._exit(0)"
     )
-    found = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", f'{sys.executable} -c "{code}" >/dev/full'], cwd=ROOT, check=False,
         capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"},
     )  # fmt: skip
-    assert found.returncode == 0
-    assert found.stderr == (
+    assert result.returncode == 0
+    assert result.stderr == (
         "worker: standard output cannot be written: No space left on device; lines are lost; "
         "the work continues\n"
     )
@@ -105,11 +105,11 @@ def test_a_full_disk_behind_the_output_is_reported_once():
 
 def test_marks_that_an_encoding_lacks_are_written_otherwise():
     code = "from protocol.cli.output import keep_reporting as k; k('worker'); print('\\u4f60')"
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True,
         env={"PYTHONIOENCODING": "ascii"},
     )  # fmt: skip
-    assert (found.returncode, found.stdout) == (0, "\\u4f60\n")
+    assert (result.returncode, result.stdout) == (0, "\\u4f60\n")
 
 
 @pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
@@ -122,5 +122,5 @@ def test_standard_streams_that_cannot_be_used_cost_what_is_written_to_them(strea
     )
     line = f'{sys.executable} -c "{code}" {streams}; exit ${{PIPESTATUS[0]}}'
     environment = {"PATH": "/usr/bin:/bin"}
-    found = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment, check=False)
-    assert found.returncode == 0
+    result = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment, check=False)
+    assert result.returncode == 0

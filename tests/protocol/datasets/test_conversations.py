@@ -38,7 +38,9 @@ def written(directory: Path, row: dict[str, Any], form: str) -> str:
     return str(path)
 
 
-def said(directory: Path, row: dict[str, Any], form: str = "jsonl", **spec: Any) -> list[list[str]]:
+def turns(
+    directory: Path, row: dict[str, Any], form: str = "jsonl", **spec: Any
+) -> list[list[str]]:
     [one] = read_conversations(DataSpec(train=written(directory, row, form), **spec))
     return [[message.role, message.content] for message in one.messages]
 
@@ -46,18 +48,18 @@ def said(directory: Path, row: dict[str, Any], form: str = "jsonl", **spec: Any)
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
 def test_alpacas_system_and_history_come_before_the_instruction(tmp_path, form):
     row = {**ALPACA, "system": "Be brief.", "history": HISTORY}
-    assert said(tmp_path, row, form, format="alpaca") == [
+    assert turns(tmp_path, row, form, format="alpaca") == [
         ["system", "Be brief."], ["user", "What is 1?"], ["assistant", "One."], ["user", "Why?"],
         ["assistant", "It is."], ["user", "And 2?"], ["assistant", "Four."],
     ]  # fmt: skip
     empty = {**ALPACA, "system": "", "history": []}
-    assert len(said(tmp_path, empty, "jsonl", format="alpaca")) == 2
+    assert len(turns(tmp_path, empty, "jsonl", format="alpaca")) == 2
 
 
 def test_a_system_column_is_the_first_message(tmp_path):
     for form, row in (("prompt-completion", PROMPT), ("messages", MESSAGES)):
         with_it = {**row, "rules": "Be brief."}
-        found = said(tmp_path, with_it, format=form, columns={"system": "rules"})
+        found = turns(tmp_path, with_it, format=form, columns={"system": "rules"})
         assert found == [["system", "Be brief."], ["user", "Hi"], ["assistant", "Hello."]]
     path = written(tmp_path, {**PAIR, "system": "Be brief."}, "jsonl")
     [pair] = read_preferences(DataSpec(train=path))
@@ -96,7 +98,7 @@ def test_what_would_not_be_heeded_is_refused(tmp_path, form, row, message, file)
     if file == "parquet" and form != "messages":
         return
     with pytest.raises(DataError, match=message) as raised:
-        said(tmp_path, row, file, format=form)
+        turns(tmp_path, row, file, format=form)
     assert "\n" not in str(raised.value)
 
 
@@ -109,7 +111,7 @@ def test_what_says_nothing_or_steers_nothing_is_skipped(tmp_path):
         "source": "web",
         "label": "greeting",
     }
-    assert len(said(tmp_path, row, format="prompt-completion")) == 2
+    assert len(turns(tmp_path, row, format="prompt-completion")) == 2
 
 
 def test_pairs_have_tools_too(tmp_path):

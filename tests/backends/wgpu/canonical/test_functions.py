@@ -48,7 +48,7 @@ FUNCTIONS: dict[str, tuple[str, Callable[[Exact, Exact], Exact]]] = {
 
 
 @cache
-def given() -> tuple[Floats, Floats]:
+def function_inputs() -> tuple[Floats, Floats]:
     """Random bits of all exponents, and the ranges where a function changes most."""
     bits = _DRAW.integers(0, 2**32, 4 * _EACH, np.uint32).view(np.float32)
     ranges = [_DRAW.uniform(low, high, _EACH).astype(np.float32) for low, high in _RANGES]
@@ -60,7 +60,7 @@ def given() -> tuple[Floats, Floats]:
 @cache
 def computed(convention: Convention) -> dict[str, Floats]:
     """Every function of the same numbers, by one kernel."""
-    x, y = given()
+    x, y = function_inputs()
     texts = [text for text, _ in FUNCTIONS.values()]
     lines = [f"out[i + {n * len(x)}u] = {text};" for n, text in enumerate(texts)]
     source = "\n".join([
@@ -86,7 +86,7 @@ def computed(convention: Convention) -> dict[str, Floats]:
 
 
 @cache
-def told() -> dict[str, float]:
+def documented_ulps() -> dict[str, float]:
     """What the documentation says of each function."""
     text = (Path(__file__).parents[4] / "docs" / "canonical.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE)
@@ -96,7 +96,7 @@ def told() -> dict[str, float]:
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_as_accurate_as_documented(name: str, fused: bool) -> None:  # noqa: FBT001
-    x, y = given()
+    x, y = function_inputs()
     got = computed(Convention(fused=fused))[name]
     with np.errstate(all="ignore"):
         expected = FUNCTIONS[name][1](x.astype(np.float64), y.astype(np.float64))
@@ -106,4 +106,4 @@ def test_functions_are_as_accurate_as_documented(name: str, fused: bool) -> None
     same = (got == rounded) | (np.isnan(got) & np.isnan(rounded))
     assert same[~finite].all(), x[~finite & ~same][:3]
     worst = float(error[finite].max())
-    assert worst <= told()[name] <= 2, (worst, x[finite][error[finite].argmax()])
+    assert worst <= documented_ulps()[name] <= 2, (worst, x[finite][error[finite].argmax()])

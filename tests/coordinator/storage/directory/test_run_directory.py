@@ -246,12 +246,12 @@ def test_the_state_after_the_last_commit_is_had_back(tmp_path, log_mode):
             log.cut(log_mode)
     append_step(log, 5)
     log.close()
-    found = recover(directory)
-    assert found is not None
-    assert found.checkpoint.info.step == log_mode
-    assert (found.step, found.optimizer_step, found.redo) == (5, 5, ())
-    assert found.losses == tuple(1.0 / (1 + step) for step in range(5))
-    assert found.replica().state_digest() == trained(5).state_digest()
+    recovery = recover(directory)
+    assert recovery is not None
+    assert recovery.checkpoint.info.step == log_mode
+    assert (recovery.step, recovery.optimizer_step, recovery.redo) == (5, 5, ())
+    assert recovery.losses == tuple(1.0 / (1 + step) for step in range(5))
+    assert recovery.replica().state_digest() == trained(5).state_digest()
 
 
 def test_the_tail_that_a_crash_left_is_cut_and_noted(tmp_path):
@@ -262,11 +262,11 @@ def test_the_tail_that_a_crash_left_is_cut_and_noted(tmp_path):
     log.close()
     os.truncate(log.segment, log.segment.stat().st_size - 1)
     (directory.checkpoints / "step-0000000001.part").mkdir()
-    found = recover(directory)
-    assert found is not None
-    assert found.step == 1
-    assert len(found.notes) == 1
-    assert "cut" in found.notes[0]
+    recovery = recover(directory)
+    assert recovery is not None
+    assert recovery.step == 1
+    assert len(recovery.notes) == 1
+    assert "cut" in recovery.notes[0]
     assert not list(tmp_path.rglob("*.part"))
     again = recover(directory)
     assert again is not None
@@ -283,12 +283,12 @@ def test_without_averages_steps_are_done_again_from_the_checkpoint(tmp_path):
     log.commit(record_of(2, 3))
     log.commit(record_of(3, 3, skip=True))
     log.close()
-    found = recover(directory)
-    assert found is not None
-    assert (found.step, found.optimizer_step) == (2, 2)
-    assert [record.commit.step for record in found.redo] == [2, 3]
-    assert found.redo[1].commit.scalars is None
-    assert found.replica().state_digest() == trained(2).state_digest()
+    recovery = recover(directory)
+    assert recovery is not None
+    assert (recovery.step, recovery.optimizer_step) == (2, 2)
+    assert [record.commit.step for record in recovery.redo] == [2, 3]
+    assert recovery.redo[1].commit.scalars is None
+    assert recovery.replica().state_digest() == trained(2).state_digest()
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_its_log(tmp_path):
@@ -301,17 +301,17 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_its_log(tmp_path
     log_step(log, 4)
     log.close()
     (checkpoint_path(directory.checkpoints, 4) / "optimizer.safetensors").unlink()
-    found = recover(directory)
-    assert found is not None
-    assert found.step == 5
-    assert "checkpoint skipped" in found.notes[0]
-    assert found.replica().state_digest() == trained(5).state_digest()
+    recovery = recover(directory)
+    assert recovery is not None
+    assert recovery.step == 5
+    assert "checkpoint skipped" in recovery.notes[0]
+    assert recovery.replica().state_digest() == trained(5).state_digest()
     # With the log cut, what is left of it follows nothing.
     opened(directory, term=2, next_step=5).cut(4)
-    found = recover(directory)
-    assert found is not None
-    assert found.step == 0
-    assert any("done again" in note for note in found.notes)
+    recovery = recover(directory)
+    assert recovery is not None
+    assert recovery.step == 0
+    assert any("done again" in note for note in recovery.notes)
 
 
 def test_a_log_without_any_checkpoint_follows_nothing(tmp_path):
@@ -337,10 +337,10 @@ def test_a_replay_that_leads_elsewhere_is_refused(tmp_path):
     append_step(log, 1)
     log.commit(record_of(1, 2, state_before="0" * 64))
     log.close()
-    found = recover(directory)
-    assert found is not None
+    recovery = recover(directory)
+    assert recovery is not None
     with pytest.raises(StorageDamaged, match="do not lead"):
-        found.replica()
+        recovery.replica()
 
 
 def test_the_result_is_read_if_it_is_one(tmp_path):

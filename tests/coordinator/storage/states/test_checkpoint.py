@@ -64,11 +64,11 @@ def test_a_state_comes_back_bit_for_bit(tmp_path, name):
     replica.skip()
     losses = [0.5, 0.25, 0.125, float("nan")]
     made = write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, term=7, losses=losses)
-    found, passed = latest(tmp_path)
-    assert (found, passed) == (made, ())
-    assert found.info.losses == (0.5, 0.25, 0.125, None)
-    assert (found.info.term, found.info.step, found.info.optimizer_step) == (7, 4, 3)
-    loaded = load_replica(found, MANIFEST, optimizer)
+    checkpoint, passed = latest(tmp_path)
+    assert (checkpoint, passed) == (made, ())
+    assert checkpoint.info.losses == (0.5, 0.25, 0.125, None)
+    assert (checkpoint.info.term, checkpoint.info.step, checkpoint.info.optimizer_step) == (7, 4, 3)
+    loaded = load_replica(checkpoint, MANIFEST, optimizer)
     assert loaded.state_digest() == replica.state_digest()
     for mine, theirs in zip(replica.parts(), loaded.parts(), strict=True):
         assert mine.values.tobytes() == theirs.values.tobytes()
@@ -81,13 +81,13 @@ def test_missed_updates_come_back_and_a_worker_is_sent_them(tmp_path):
     replica.apply(gradients, commit_of(2, 3).scalars)
     assert replica.has_missed
     write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, term=7, losses=[1.0] * 3)
-    found, _ = latest(tmp_path)
-    names = set(load_file(found.path / "optimizer.safetensors"))
+    checkpoint, _ = latest(tmp_path)
+    names = set(load_file(checkpoint.path / "optimizer.safetensors"))
     assert {"missed_updates/layer.0.bias", "missed_updates/head"} <= names
-    loaded = load_replica(found, MANIFEST, SPEC.optimizer)
+    loaded = load_replica(checkpoint, MANIFEST, SPEC.optimizer)
     assert loaded.state_digest() == replica.state_digest()
     joining = trained(3)
-    with CheckpointState(found, MANIFEST, SPEC.optimizer) as saved:
+    with CheckpointState(checkpoint, MANIFEST, SPEC.optimizer) as saved:
         for kind, block, chunk in saved.pieces():
             joining.load_piece(kind, block, chunk, saved.read(StatePiece(kind, block, chunk)))
     assert joining.state_digest() == replica.state_digest()
@@ -124,8 +124,8 @@ def test_a_flipped_byte_in_any_file_is_found_and_the_one_before_is_taken(tmp_pat
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
             if json_equal(file, whole):
                 continue
-            found, passed = latest(tmp_path)
-            assert found == good, (file, at)
+            checkpoint, passed = latest(tmp_path)
+            assert checkpoint == good, (file, at)
             assert len(passed) == 1
             assert path.name in passed[0]
         file.write_bytes(whole)
@@ -197,8 +197,8 @@ def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monk
                 pass
             else:
                 break
-        found, passed = latest(root)
-        assert found.info.step in {1, 2}
+        checkpoint, passed = latest(root)
+        assert checkpoint.info.step in {1, 2}
         assert passed == ()
         write(root, 2)
         assert latest(root)[0].info.step == 2
