@@ -19,6 +19,7 @@ import pytest
 from tests.cluster import PATIENCE_S, ROOT
 from tests.commands import called
 from tests.processes import start
+from tests.samestep.scripts import close
 from tests.slurm_cluster import slurm_cluster
 
 STEPS = 120
@@ -71,7 +72,8 @@ def undisturbed(tmp_path_factory):
 
     yield digest
     process.kill()
-    process.communicate()
+    process.wait()
+    close(process)
 
 
 def log_of(directory, pattern):
