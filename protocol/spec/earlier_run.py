@@ -14,7 +14,7 @@ from typing import Any, Final
 from protocol.base.errors import DataError, RunSpecError
 from protocol.base.regular_file import read_json
 
-TRAINED: Final = "samestep.json"
+RESULT_INFO_FILE: Final = "samestep.json"
 """File beside the result of a classify run; see `worker.tasks.labels.result_info`."""
 
 
@@ -63,7 +63,7 @@ class EarlierRun:
 
 
 def _own(directory: Path) -> dict[str, Any]:
-    path = directory / TRAINED
+    path = directory / RESULT_INFO_FILE
     try:
         found = _document(path)
     except (FileNotFoundError, NotADirectoryError):  # a GGUF file has no directory of its own

@@ -17,7 +17,7 @@ import torch
 from backends.base.additivity import measured, seeded
 from backends.base.steady_draws import LEVELS, SteadyDraws
 from protocol.base.errors import DataError
-from worker.tasks.checks.additivity import modes_kept
+from worker.tasks.checks.additivity import preserve_modes
 
 SAMPLES: Final = "samestep.samples"
 """Name of an extra entry of a batch: the number of its samples, a float32 tensor."""
@@ -106,7 +106,7 @@ class SummedLoss:
         it."""
         model = self._trainer.model
         sample: Mapping[str, Any] = {}
-        with modes_kept(model), _buffers_kept(model):
+        with preserve_modes(model), _buffers_kept(model):
             model.train()
             for sample in samples:
                 one, two = (self._value(sample, torch.tensor(n)) for n in (1, 2))

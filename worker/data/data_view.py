@@ -227,7 +227,7 @@ def _counts_of(tokens: Tokens, loss_mask: Counted) -> str:
 
 
 def _sample_numbers(training_samples: int, samples: int, seed: int) -> list[int]:
-    return holdout.measured(training_samples, samples, seed).tolist() if samples else []
+    return holdout.evaluation_subset(training_samples, samples, seed).tolist() if samples else []
 
 
 def _all(samples: Samples) -> Iterator[Sample]:

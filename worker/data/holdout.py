@@ -72,12 +72,12 @@ def split_by_class(
     return sorted(train), sorted(held_out)
 
 
-def measured(samples: int, limit: int | None, seed: int) -> NDArray[np.int64]:
-    """Return which held-out samples are measured on, rising: all, or `limit` drawn by the seed.
+def evaluation_subset(samples: int, limit: int | None, seed: int) -> NDArray[np.int64]:
+    """Return the held-out samples to evaluate, in ascending order: all, or `limit` drawn samples.
 
     Args:
-        samples: How many are held out.
-        limit: At most so many, or None.
+        samples: Number of held-out samples.
+        limit: Most samples to evaluate; None for all.
         seed: The run's seed.
     """
     return np.sort(permutation(seed, 0, samples)[:limit])

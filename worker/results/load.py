@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from backends.base import draws
 from backends.base.frozen_base import round_frozen_base
 from protocol.base.errors import DataError, describe_error
+from protocol.spec.earlier_run import RESULT_INFO_FILE
 from protocol.spec.files.sources import model_source
 from protocol.spec.sections.model import ModelSpec
 from worker.models import pretrained
@@ -23,7 +24,7 @@ from worker.models.added_tokens import fill_rows
 from worker.models.lora import LOG_SCALE, adapter_name
 from worker.models.tokens import load_tokenizer, tokenizer_in
 from worker.results.saved_model import ADAPTER_WEIGHTS, SavedModel
-from worker.tasks.labels.result_info import FILE, ResultInfo
+from worker.tasks.labels.result_info import ResultInfo
 
 _PEFT_PREFIX = "base_model.model."
 PROBE_TOKENS = 24
@@ -64,7 +65,8 @@ def load(saved: SavedModel, base: str | None) -> LoadedModel:
     Raises:
         DataError: A model, adapter or tokenizer cannot be loaded, or the base is another one.
     """
-    trained = ResultInfo.read(saved.directory) if (saved.directory / FILE).is_file() else None
+    has_info = (saved.directory / RESULT_INFO_FILE).is_file()
+    trained = ResultInfo.read(saved.directory) if has_info else None
     source = model_source(saved.base(base))
     loaded = _base(source, trained, embeds=saved.embeds)
     _refuse_another_base(saved, source, loaded.weights_digest)

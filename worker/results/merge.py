@@ -18,13 +18,13 @@ import torch
 
 from protocol import __version__
 from protocol.base.errors import DataError, SamestepError, StorageFailed
+from protocol.spec.earlier_run import RESULT_INFO_FILE
 from protocol.spec.model_card import CARD, CardFacts, card_text
 from protocol.spec.sections.model import ModelSpec
 from worker.models import pretrained
 from worker.models.tokens import tokenizer_files
 from worker.results.load import PROBE_TOKENS, LoadedModel, load, load_bare, probe, vocabulary_of
 from worker.results.saved_model import SENTENCE_TRANSFORMERS_FILES, SavedModel
-from worker.tasks.labels.result_info import FILE
 
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCE: Final = 1e-5
@@ -191,7 +191,7 @@ def _save(model: Any, loaded: LoadedModel, new: Path) -> None:
             }
         )
         result_info = loaded.trained.model_copy(update={"lora": None, "model": whole})
-        (new / FILE).write_text(result_info.document(), encoding="utf-8")
+        (new / RESULT_INFO_FILE).write_text(result_info.document(), encoding="utf-8")
 
 
 def _read_back(new: Path, loaded: LoadedModel) -> pretrained.Pretrained:

@@ -48,7 +48,7 @@ from worker.scripts.own_generators import ReadingGenerators
 from worker.scripts.samplers import sampling_of
 from worker.scripts.user_task import UserTask
 from worker.tasks.base.evaluation_modes import parts_in_evaluation, put_in_evaluation
-from worker.tasks.checks.additivity import NotASum, SumTrial, modes_kept, on_device
+from worker.tasks.checks.additivity import NotASum, SumTrial, on_device, preserve_modes
 from worker.tasks.checks.reachable_state import (
     moved_state,
     reachable_state,
@@ -149,7 +149,7 @@ class ScriptTask:
         if self._sum_trial is None:
             return
         try:
-            self._sum_trial.refuse()
+            self._sum_trial.check()
         except NotASum as error:
             if self._coupled is None:
                 raise
@@ -259,7 +259,8 @@ class ScriptTask:
         """
         batch = self._collate(self.user.train, self._samples_from(0), 1)
         arrays, module = self._on_device(self._nested.flatten(batch)), self.user.module
-        with modes_kept(module), seeded(0, self._device), _user_errors("embed, or batch_loss,", {}):
+        errors = _user_errors("embed, or batch_loss,", {})
+        with preserve_modes(module), seeded(0, self._device), errors:
             module.eval()
             return coupled_loss(self.user, self._embed, arrays, sizes)
 
@@ -462,7 +463,7 @@ class ScriptTask:
             batch = self._nested.flatten(self._collate(self.user.train, self._samples_from(0), 1))
             self._loss_of_first_samples(module, self._on_device(batch))
 
-        with modes_kept(module), seeded(0, self._device):
+        with preserve_modes(module), seeded(0, self._device):
             module.train()
             changed = changed_by(module, forward)
         names = dict.fromkeys([*changed, *sorted(statistics)])
@@ -527,7 +528,7 @@ class ScriptTask:
             raise DataError(
                 f"expected at most {max(0, most)} metrics{each}, got {len(user.metrics)}"
             )
-        with modes_kept(user.module), torch.no_grad(), seeded(0, self._device):
+        with preserve_modes(user.module), torch.no_grad(), seeded(0, self._device):
             user.module.eval()
             for held_out in self._held_out.sets:
                 first = self._held_out_batch(held_out.parts.start)

@@ -864,7 +864,7 @@ class Engine:
             return
         trial, job.trial = job.trial, None
         try:
-            trial.refuse_after_steps(job.replica.step, job.replica.parameters)
+            trial.check_after_steps(job.replica.step, job.replica.parameters)
         except DataError as error:
             self._refuse_task(job, error)
 

@@ -25,7 +25,7 @@ from protocol.spec.run_spec import (
     TagRun,
     TeacherLogitsRun,
 )
-from worker.tasks.base.evaluation_modes import with_modes_kept
+from worker.tasks.base.evaluation_modes import keep_evaluation_modes
 from worker.tasks.base.task import Task
 
 _METHODS: Final = ("initial_parameters", "batch", "evaluation_batch")
@@ -65,43 +65,43 @@ def build(spec: RunSpec) -> Task:
     """Build the task: read its data and model, so this may take seconds.
 
     Raises:
-        DataError: Data, model source or an extra that the task needs is not there, or there are
+        DataError: Data, the model source or an extra that the task needs is missing, or there are
             fewer samples than a microbatch has.
     """
-    # Progress bars are not for a log. Read when the libraries are imported.
+    # Progress bars would clutter the log. Libraries read this variable when they are imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    task = _build_user_task(spec) if spec.is_own_task else _build_known(spec)
+    task = _build_user_task(spec) if spec.is_own_task else _build_built_in(spec)
     check_samples(task.manifest.train_samples, spec)
     return task
 
 
 def view(spec: RunSpec, samples: int) -> Iterator[str]:
-    """Show what a model will read of the data, as lines for a person.
+    """Yield lines that show a person what the model will read of the data.
 
     Args:
-        spec: Of a task that reads text.
-        samples: How many are shown.
+        spec: A run spec whose task reads text.
+        samples: Number of samples to show.
 
     Raises:
-        DataError: The task reads no such data, it cannot be used, or an extra is missing.
+        DataError: The task reads no text, its data cannot be used, or an extra is missing.
     """
     if not isinstance(spec, _ReadsText):
         raise DataError(f"expected a task that reads text, got {spec.task}, whose data is not text")
     try:
         from worker.data.data_view import data_lines  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise _without(error, spec) from None
+        raise _missing_extra(error, spec) from None
     return data_lines(spec, samples)
 
 
-def _build_known(spec: RunSpec) -> Task:
+def _build_built_in(spec: RunSpec) -> Task:
     try:
         return _build(spec)
     except ModuleNotFoundError as error:
-        raise _without(error, spec) from None
+        raise _missing_extra(error, spec) from None
 
 
-def _without(error: ModuleNotFoundError, spec: RunSpec) -> DataError:
+def _missing_extra(error: ModuleNotFoundError, spec: RunSpec) -> DataError:
     extra = _EXTRAS.get(spec.task, "worker")
     return DataError(
         f"the task {spec.task!r} needs {error.name!r}; pip install 'samestep[{extra}]'"
@@ -117,10 +117,11 @@ def _build(spec: RunSpec) -> Task:
 def _build_user_task(spec: RunSpec) -> Task:
     """Import a task class that is installed on every worker, and call it with the run spec.
 
-    Whoever may submit a run may have an installed module imported here.
+    So anyone who may submit a run can have any installed module imported here.
 
     Raises:
-        DataError: It is not installed here, is no task class, or what it builds is no task.
+        DataError: The module is not installed here, the class is not a task class, or it builds
+            something other than a task.
     """
     module_name, _, class_name = spec.task.partition(":")
     try:
@@ -130,18 +131,20 @@ def _build_user_task(spec: RunSpec) -> Task:
             f"the task {spec.task!r} cannot be imported on this worker ({error}); "
             "install its package here"
         ) from None
-    kind = getattr(module, class_name, None)
-    if not isinstance(kind, type) or not all(callable(getattr(kind, m, None)) for m in _METHODS):
+    task_class = getattr(module, class_name, None)
+    if not isinstance(task_class, type) or not all(
+        callable(getattr(task_class, m, None)) for m in _METHODS
+    ):
         raise DataError(
             f"expected {spec.task!r} to be a class with the methods {', '.join(_METHODS)}"
         )
-    task: Task = kind(spec)
+    task: Task = task_class(spec)
     if not isinstance(getattr(task, "manifest", None), Manifest):
         raise DataError(f"expected a Manifest as {spec.task!r}'s attribute manifest")
     trainable = getattr(task, "trainable", None)
     if trainable is None or trainable.blocks != task.manifest.blocks:
         raise DataError(f"expected {spec.task!r} to have a trainable with the manifest's blocks")
-    kept = with_modes_kept(trainable)
-    if kept is not trainable:
-        vars(task)["trainable"] = kept
+    with_modes = keep_evaluation_modes(trainable)
+    if with_modes is not trainable:
+        vars(task)["trainable"] = with_modes
     return task

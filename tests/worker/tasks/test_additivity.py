@@ -19,7 +19,7 @@ from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import parse_run_spec
 from worker.models.blocks import cut_into_blocks
 from worker.scripts.script_task import ScriptTask
-from worker.tasks.base.evaluation_modes import with_modes_kept
+from worker.tasks.base.evaluation_modes import keep_evaluation_modes
 from worker.tasks.checks.additivity import sum_trial_of
 
 SPEC = parse_run_spec({
@@ -435,7 +435,7 @@ def test_a_task_of_a_packages_own_is_tried_as_a_script_is():
     trial = sum_trial_of(Own(0.0))
     assert trial is not None
     values = [np.ones(block.elements, np.float32) for block in Own(0.0).manifest.blocks]
-    trial.refuse_after_steps(2, values)
+    trial.check_after_steps(2, values)
     with pytest.raises(DataError, match="counts once for each microbatch"):
         sum_trial_of(Own(1e-3))
 
@@ -448,5 +448,5 @@ def test_a_part_in_evaluation_mode_stays_in_it_where_a_packages_own_task_is_trie
         digests={},
     )  # fmt: skip
     loss = lambda m, a: squares(m["head"], [a["x"], a["y"]]) + m["body"](a["x"])  # noqa: E731
-    task.trainable = with_modes_kept(Trainable(task.manifest.blocks, module, loss))
+    task.trainable = keep_evaluation_modes(Trainable(task.manifest.blocks, module, loss))
     assert sum_trial_of(task) is not None

@@ -157,7 +157,7 @@ def test_a_result_labels_new_texts(tiny, rows, tmp_path, lora, data):
     ended = called("worker", "classify", str(saved), str(rows), "--pair-column", "more", "--json")
     assert len(ended.stdout.splitlines()) == len(ROWS)
     alone = called("worker", "classify", str(saved), texts[0])
-    assert "expected two texts for each answer" in alone.stderr
+    assert "expected pairs of texts, as the run had, got an odd number, 1; give" in alone.stderr
 
 
 def test_standardized_numbers_are_measured_and_shown_as_in_the_data(tiny, tmp_path):

@@ -1,7 +1,7 @@
 """Keep parts of a module in evaluation mode during training.
 
-A training loop calls `module.train()` and then, for example, `body.eval()`. A task says the same by
-how it builds its module: submodules in evaluation mode inside a module in training mode stay in
+A training loop calls `module.train()` and then, for example, `body.eval()`. A task builds its
+module in the same state: submodules in evaluation mode, inside a module in training mode, stay in
 evaluation mode. A module that is in evaluation mode as a whole, as `from_pretrained` returns it, is
 trained in training mode.
 """
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def with_modes_kept(trainable: Trainable) -> Trainable:
-    """Return a trainable whose loss keeps these parts in evaluation mode; itself without any.
+def keep_evaluation_modes(trainable: Trainable) -> Trainable:
+    """Return a trainable whose loss keeps the module's parts in evaluation mode there.
+
+    Without such parts, the trainable itself is returned.
 
     Raises:
         DataError: See `parts_in_evaluation`.
@@ -30,7 +32,7 @@ def with_modes_kept(trainable: Trainable) -> Trainable:
     if not names or loss is None:
         return trainable
 
-    def kept(module: Any, arrays: Mapping[str, Any]) -> Any:
+    def loss_in_modes(module: Any, arrays: Mapping[str, Any]) -> Any:
         put_in_evaluation(module, names)
         return loss(module, arrays)
 
@@ -38,12 +40,12 @@ def with_modes_kept(trainable: Trainable) -> Trainable:
     if coupled is not None:
         embed = coupled.embed
 
-        def kept_embed(module: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        def embed_in_modes(module: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
             put_in_evaluation(module, names)
             return embed(module, arrays)
 
-        coupled = replace(coupled, embed=kept_embed)
-    return replace(trainable, loss=kept, coupled=coupled, in_evaluation=frozenset(names))
+        coupled = replace(coupled, embed=embed_in_modes)
+    return replace(trainable, loss=loss_in_modes, coupled=coupled, in_evaluation=frozenset(names))
 
 
 def parts_in_evaluation(module: nn.Module) -> list[str]:
@@ -52,9 +54,9 @@ def parts_in_evaluation(module: nn.Module) -> list[str]:
     Raises:
         DataError: `from_pretrained` set the mode of a trained submodule, so the intent is unknown.
     """
-    if not _trains(module):
+    if not _has_training_part(module):
         return []
-    parts = {id(each) for name, part in _topmost(module, "") for each in _kept(name, part)}
+    parts = {id(each) for name, part in _topmost(module, "") for each in _parts_to_keep(name, part)}
     return [name for name, part in module.named_modules() if id(part) in parts]
 
 
@@ -75,10 +77,10 @@ def _topmost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _topmost(child, f"{name}.{child_name}" if name else child_name)
 
 
-def _kept(name: str, part: nn.Module) -> Iterator[nn.Module]:
+def _parts_to_keep(name: str, part: nn.Module) -> Iterator[nn.Module]:
     if hasattr(type(part), "from_pretrained"):
-        if _trains(part):
-            return  # layers that were added since, such as adapters: no mode was chosen for it
+        if _has_training_part(part):
+            return  # layers were added to it, such as adapters: its mode was not chosen
         if any(parameter.requires_grad for parameter in part.parameters()):
             raise DataError(
                 f"expected {name!r}, which is trained, in training mode, got it in evaluation mode "
@@ -88,5 +90,5 @@ def _kept(name: str, part: nn.Module) -> Iterator[nn.Module]:
     yield from (each for each in part.modules() if not each.training)
 
 
-def _trains(module: nn.Module) -> bool:
+def _has_training_part(module: nn.Module) -> bool:
     return any(each.training for each in module.modules())

@@ -1,7 +1,7 @@
-'''What a task is: everything the worker needs of a training job, made from the run spec alone.
+'''The interface of a task: all that a worker needs of a training job, built from the run spec.
 
-A task of your own is a class that takes the run spec. Install its module on every worker (the
-coordinator does without) and name it in the run spec, with whatever it wants to know:
+A task of your own is a class whose constructor takes the run spec. Install its module on every
+worker (the coordinator does not need it) and name it in the run spec, with the options it reads:
 
     task: "my_package:Curve"
     options: {width: 16}
@@ -51,7 +51,7 @@ coordinator does without) and name it in the run spec, with whatever it wants to
             )
 
         def initial_parameters(self):
-            # By our own draws: torch's depend on the instruction set.
+            # torch's draws depend on the instruction set, so these are samestep's.
             return [
                 np.concatenate([
                     draws.with_deviation(
@@ -97,7 +97,7 @@ class ReadsFiles(Protocol):
         """Return the listed names of missing files of these training samples."""
 
     def missing_of_part(self, part: int) -> tuple[str, ...]:
-        """Return the listed names of missing files of a held-out part."""
+        """Return the listed names of missing files of an evaluation part."""
 
     def blank(self, samples: int) -> Batch:
         """Make a microbatch of the shapes of `batch` without reading any file."""
@@ -123,15 +123,15 @@ class HasUserObjects(Protocol):
 
 
 class Task(Protocol):
-    """A training job: the same on every worker, bit for bit where the machines allow."""
+    """A training job, the same on every worker: bit for bit where their numerics profiles agree."""
 
     @property
     def manifest(self) -> Manifest:
-        """Return blocks, sample counts, metrics, digests of what was read, and how to save."""
+        """Return blocks, sample counts, metrics, digests of inputs, and the export's layout."""
 
     @property
     def trainable(self) -> Trainable:
-        """Return model and loss for a backend."""
+        """Return the model and its loss for a backend."""
 
     def initial_parameters(self) -> list[Array]:
         """Return the initial values: one flat float32 array per block of the manifest."""
@@ -143,4 +143,4 @@ class Task(Protocol):
         """
 
     def evaluation_batch(self, part: int) -> Batch:
-        """Make the batch of one held-out part, below `manifest.evaluation_parts`."""
+        """Make the batch of an evaluation part (a number below `manifest.evaluation_parts`)."""

@@ -6,10 +6,10 @@ A task reads its data, loads its model, and passes both on with its loss:
         def __init__(self, spec: MyRun) -> None:
             data = read_my_data(spec)
             loaded = load_my_model(spec.model)
-            tuned = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
+            model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
             super().__init__(
                 spec,
-                tuned,
+                model,
                 Split(len(data.train), data.train.batch, data.parts, data.held_out.batch),
                 Objective(my_loss, my_evaluation, METRICS),
                 digests=data.digests,
@@ -41,10 +41,10 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The samples of a task.
+    """The training and evaluation samples of a task.
 
     Attributes:
-        train_samples: How many are trained on.
+        train_samples: Number of training samples.
         batch: Makes a batch of training samples, given their numbers below `train_samples`.
         parts: The held-out samples of each evaluation part.
         evaluation_batch: Makes a batch of held-out samples.
@@ -63,9 +63,9 @@ class Objective:
     """What a task minimizes and reports.
 
     Attributes:
-        loss: Of the module and a batch: a float32 scalar, summed over the weight of the batch; None
-            where the loss couples all samples of a step.
-        evaluate: Of the module and a batch: the sums that `metrics` are made of.
+        loss: Maps the module and a batch to the batch's summed loss, a float32 scalar; None if the
+            loss couples all samples of a step.
+        evaluate: Maps the module and a batch to the sums from which `metrics` are computed.
         metrics: The evaluation metrics.
     """
 
@@ -74,21 +74,21 @@ class Objective:
     metrics: tuple[Metric, ...]
 
 
-def in_parts(rows: Rows, samples: int) -> list[Rows]:
+def split_into_parts(rows: Rows, samples: int) -> list[Rows]:
     """Cut held-out samples into evaluation parts of at most `samples` each."""
     return [rows[lo : lo + samples] for lo in range(0, len(rows), samples)]
 
 
 ROWS: Final = "rows"
-"""In an evaluation batch: the numbers of its samples, (samples,) int64."""
+"""The array of an evaluation batch with its samples' numbers, (samples,) int64."""
 
 
-def numbered(batch: Callable[[Rows], Batch]) -> Callable[[Rows], Batch]:
-    """Return what makes the same batches with the numbers of their samples."""
+def with_sample_numbers(batch: Callable[[Rows], Batch]) -> Callable[[Rows], Batch]:
+    """Wrap a function that makes batches: its batches have the array `ROWS` too."""
 
     def batch_with_rows(rows: Rows) -> Batch:
-        made = batch(rows)
-        return replace(made, arrays={**made.arrays, ROWS: np.array(rows, np.int64)})
+        original = batch(rows)
+        return replace(original, arrays={**original.arrays, ROWS: np.array(rows, np.int64)})
 
     return batch_with_rows
 
@@ -96,7 +96,7 @@ def numbered(batch: Callable[[Rows], Batch]) -> Callable[[Rows], Batch]:
 def logits_of(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return the logits of a batch of texts, in float32 whatever forward computes in."""
+    """Return the logits of a batch of texts in float32, whatever precision forward has."""
     inputs = {name: arrays[name] for name in _INPUTS if name in arrays}
     logits: torch.Tensor = module(**inputs, **options).logits.float()
     return logits
@@ -110,11 +110,11 @@ class TransformerTask:
 
     Args:
         spec: The run spec.
-        tuned: The model, and what of it is trained.
+        model: The model and its trained parameters.
         split: The samples.
         objective: The loss and the metrics.
-        digests: Of what was read, for the manifest.
-        notes: Counts that a user should see, for the manifest.
+        digests: Digests of the inputs, for the manifest.
+        notes: Counts to report to the user, for the manifest.
         files: Text files that are saved with the result.
         coupled: A loss over all samples of a step.
     """
@@ -122,7 +122,7 @@ class TransformerTask:
     def __init__(
         self,
         spec: ModelRun,
-        tuned: TrainableModel,
+        model: TrainableModel,
         split: Split,
         objective: Objective,
         *,
@@ -132,25 +132,25 @@ class TransformerTask:
         coupled: CoupledLoss | None = None,
     ) -> None:
         self._split = split
-        self._initial = tuned.initial_values()
+        self._initial = model.initial_values()
         self.manifest = Manifest(
-            blocks=tuned.blocks,
+            blocks=model.blocks,
             train_samples=split.train_samples,
             sampling=split.sampling,
             evaluation_parts=len(split.parts),
             metrics=objective.metrics,
-            digests={**tuned.digests, **digests},
-            notes={**notes, **tuned.notes},
-            export=tuned.export(files),
+            digests={**model.digests, **digests},
+            notes={**notes, **model.notes},
+            export=model.export(files),
             embeddings=None if coupled is None else coupled.layout,
         )
-        trainable = tuned.trainable(
+        trainable = model.trainable(
             spec.seed, spec.threads, loss=objective.loss, evaluate=objective.evaluate
         )
         self.trainable = with_backward_loss(replace(trainable, coupled=coupled))
 
     def initial_parameters(self) -> list[Array]:
-        """Return the checkpoint's values; LoRA matrices and new heads as drawn from the seed."""
+        """Return the checkpoint's values; LoRA matrices and new heads are drawn from the seed."""
         return [values.copy() for values in self._initial]
 
     def batch(self, samples: Sequence[int]) -> Batch:
@@ -158,5 +158,5 @@ class TransformerTask:
         return self._split.batch(np.asarray(samples, np.int64))
 
     def evaluation_batch(self, part: int) -> Batch:
-        """Make the batch of one held-out part."""
+        """Make the batch of one evaluation part."""
         return self._split.evaluation_batch(self._split.parts[part])

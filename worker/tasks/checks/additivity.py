@@ -1,9 +1,9 @@
 """Check on real samples that a user's loss is a sum over samples, before a run and during it.
 
-For losses that users wrote, in a script or in a package. A copy of the model in float64 computes
+For losses that users wrote, in a script or in a package. A float64 copy of the model computes the
 loss and gradients of several samples together and of each alone, in training mode. Its weights are
-perturbed first: tensors that are initialized to zero, like LoRA's B, would hide a penalty on them.
-After some steps the check is repeated with the weights of then.
+perturbed first: a tensor that is initialized to zero, like LoRA's B, would hide a penalty on it.
+After some steps the check is repeated with the current weights.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from worker.tasks.base.task import DrawsBatches, ReadsFiles, Task
 _COPY_ELEMENTS: Final = 1 << 27
 """Largest model that is copied in float64: 1 GiB."""
 _KEPT_ELEMENTS: Final = 1 << 26
-"""Largest model whose copy is kept for the second check."""
+"""Largest model whose copy stays in memory until the second check."""
 _SMALL_ELEMENTS: Final = 1 << 20
 """Largest model that is checked with eight samples and all levels of draws; larger ones use three
 samples and two levels."""
 _MEDIUM_ELEMENTS: Final = 1 << 24
 """Largest model that is checked with three samples; larger ones use two."""
-_AGAIN: Final = 3
+_RECHECK_SAMPLES: Final = 3
 """Number of samples for the checks with other draws and in evaluation mode."""
 _CANDIDATES: Final = 64
 """Number of samples to choose from."""
 _CANDIDATE_BYTES: Final = 1 << 26
-"""Limit on the bytes of their arrays."""
+"""Limit on the size of the candidates' arrays."""
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
-"""Its multiples modulo 1 are evenly spread and follow no period of the data."""
-_MOVED: Final = 0.02
-"""Perturbation of weights, times the tensor's root mean square; 0.01 for zeros."""
+"""Multiples of it, modulo 1, are evenly spread and match no period of the data."""
+_PERTURBATION: Final = 0.02
+"""Perturbation of weights, as a share of the tensor's root mean square; 0.01 for zeros."""
 _CPU: Final = torch.device("cpu")
-_SAME: Final = 256
-"""Float spacings within which two terms count as equal."""
+_EQUAL_SPACINGS: Final = 256
+"""Two values count as equal within this many float spacings."""
 
 
 class NotASum(DataError):
     """A loss or its gradients do not add up over samples.
 
     Attributes:
-        is_mean: It is a mean over samples, or over their weights.
+        is_mean: Whether the loss is a mean over samples, or over their weights.
     """
 
     def __init__(self, text: str, *, is_mean: bool = False) -> None:
@@ -71,11 +71,11 @@ class NotASum(DataError):
 
 @runtime_checkable
 class HasSumTrial(Protocol):
-    """A task that has checked its loss itself."""
+    """A task that checks its loss itself."""
 
     @property
     def sum_trial(self) -> SumTrial | None:
-        """Return the check, to repeat it; None for a loss of a whole microbatch."""
+        """Return the check, so that it can be repeated; None for a loss of a whole microbatch."""
 
 
 def sum_trial_of(task: Task) -> SumTrial | None:
@@ -86,19 +86,19 @@ def sum_trial_of(task: Task) -> SumTrial | None:
     """
     if isinstance(task, HasSumTrial):
         return task.sum_trial
-    trained = task.trainable
-    if trained.module is None or trained.loss is None or trained.rows is not None:
+    trainable = task.trainable
+    if trainable.module is None or trainable.loss is None or trainable.rows is not None:
         return None
-    if isinstance(task, ReadsFiles):  # what is not here yet cannot be tried
+    if isinstance(task, ReadsFiles):  # its samples may not have been fetched yet
         return None
     trial = SumTrial(task)
-    trial.refuse()
+    trial.check()
     return trial
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """How a loss is computed."""
+class _Mode:
+    """How to compute a loss: mode of the module, level of draws, with or without gradients."""
 
     training: bool
     level: float
@@ -123,11 +123,11 @@ def _raised_for(trial: LossTrial, numbers: Sequence[int]) -> Iterator[None]:
 
 
 class SumTrial:
-    """Checks a task's loss on a copy of its model, made when the task was built.
+    """Checks a task's loss on a copy of its model, made when the task is built.
 
     Args:
-        task: One with a torch module and a loss.
-        device: Where it is computed, and where the module is until `refuse` returns.
+        task: A task with a torch module and a loss.
+        device: The device that computes the check, and of the module until `check` returns.
     """
 
     def __init__(self, task: Task, device: torch.device = _CPU) -> None:
@@ -136,55 +136,59 @@ class SumTrial:
         assert task.trainable.loss is not None
         self._task = task
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = task.trainable.loss
-        self._given: nn.Module = task.trainable.module
-        self._elements = sum(parameter.numel() for parameter in self._given.parameters())
+        self._original: nn.Module = task.trainable.module
+        self._elements = sum(parameter.numel() for parameter in self._original.parameters())
         is_small, is_medium = (
             self._elements <= most for most in (_SMALL_ELEMENTS, _MEDIUM_ELEMENTS)
         )
-        self._wanted = 8 if is_small else 3 if is_medium else 2
+        self._sample_count = 8 if is_small else 3 if is_medium else 2
         self._levels = LEVELS if is_small else LEVELS[:2]
         self._names = [t.name for block in task.manifest.blocks for t in block.tensors]
         self._module, self._is_wide = self._copy(wide=True)
 
-    def refuse(self) -> None:
+    def check(self) -> None:
         """Check the loss before the run.
 
         Raises:
-            NotASum: It is not a sum over samples.
-            DataError: It is not finite, or raises.
+            NotASum: The loss is not a sum over samples.
+            DataError: The loss is not finite, or raises.
         """
         if self._task.manifest.train_samples > 1:
-            self._in_either_width(lambda: self._try(0, moved=True))
-            if self._module is not self._given and (
+            self._in_either_width(lambda: self._try(0, perturb=True))
+            if self._module is not self._original and (
                 any(map(hooks_need_backward, self._trained_originals().values()))
                 or self._reaches_the_original()
             ):
-                copied, self._module = (self._module, self._is_wide), self._given
+                copied, self._module = (self._module, self._is_wide), self._original
                 self._is_wide = False
-                self._in_either_width(lambda: self._try(0, moved=True))
+                self._in_either_width(lambda: self._try(0, perturb=True))
                 self._module, self._is_wide = copied
-        if self._module is None or self._elements > _KEPT_ELEMENTS or self._module is self._given:
+        if (
+            self._module is None
+            or self._elements > _KEPT_ELEMENTS
+            or self._module is self._original
+        ):
             self.close()
         else:
             self._module.cpu()
 
-    def refuse_after_steps(self, step: int, parameters: Sequence[Array]) -> None:
-        """Check the loss once more, on other samples, with the weights of now.
+    def check_after_steps(self, step: int, parameters: Sequence[Array]) -> None:
+        """Check the loss again, on other samples and with the current weights.
 
         Args:
-            step: The number of steps taken.
-            parameters: The trained values, a flat array per block.
+            step: Number of steps taken.
+            parameters: The current weights, a flat float32 array per block.
 
         Raises:
-            NotASum: It is no sum over samples.
+            NotASum: The loss is not a sum over samples.
         """
         if self._task.manifest.train_samples > 1 and self._module is not None:
             self._module.to(self._device)
             self._load(parameters)
             try:
-                self._try(_CANDIDATES, moved=False)
+                self._try(_CANDIDATES, perturb=False)
             except _RaisedError:
-                pass  # the run itself will tell
+                pass  # the run itself will raise it
             except NotASum as error:
                 raise NotASum(f"after step {step}: {error}", is_mean=error.is_mean) from None
         self.close()
@@ -196,56 +200,60 @@ class SumTrial:
     # The check.
 
     def _in_either_width(self, attempt: Callable[[], None]) -> None:
-        """Compute in float64 if the model can, else in its own dtypes."""
+        """Run the attempt in float64 if the model supports it, else in the model's dtypes."""
         try:
             attempt()
         except _RaisedError as raised:
             if not self._is_wide:
-                raise self._told_of(raised) from raised.error
+                raise self._describe_failure(raised) from raised.error
             self._module, self._is_wide = self._copy(wide=False)
             self._in_either_width(attempt)
 
-    def _try(self, offset: int, *, moved: bool) -> None:
+    def _try(self, offset: int, *, perturb: bool) -> None:
         assert self._module is not None
-        samples = _Samples(self._task, offset, self._wanted, self._device)
+        samples = _Samples(self._task, offset, self._sample_count, self._device)
         if not samples.numbers:
             return
-        is_brief = not moved and self._elements > _SMALL_ELEMENTS  # the run waits for it
-        with modes_kept(self._module), self._moved(wanted=moved), suppress(TooManyDrawsError):
+        is_brief = not perturb and self._elements > _SMALL_ELEMENTS  # the run waits for it
+        with (
+            preserve_modes(self._module),
+            self._perturbed(should_perturb=perturb),
+            suppress(TooManyDrawsError),
+        ):
             self._try_at_these_weights(samples, is_brief=is_brief)
 
     def _try_at_these_weights(self, samples: _Samples, *, is_brief: bool) -> None:
-        way = _Way(training=True, level=LEVELS[0], gradients=self._has_gradients())
-        parts = self._choose(samples, way)
-        drew = self._refuse_apart(samples, way, parts)
+        mode = _Mode(training=True, level=LEVELS[0], gradients=self._has_gradients())
+        parts = self._choose(samples, mode)
+        has_draws = self._check_sums(samples, mode, parts)
         if is_brief:
             return
-        if drew:
+        if has_draws:
             for level in self._levels[1:]:
-                other = _Way(way.training, level, way.gradients)
-                self._refuse_apart(samples, other, None)
-        with suppress(_RaisedError):  # some models are called otherwise in evaluation
-            self._refuse_apart(samples, _Way(False, LEVELS[0], False), None)
+                other = _Mode(mode.training, level, mode.gradients)
+                self._check_sums(samples, other, None)
+        with suppress(_RaisedError):  # in evaluation mode some models take other arguments
+            self._check_sums(samples, _Mode(False, LEVELS[0], False), None)
 
-    def _choose(self, samples: _Samples, way: _Way) -> Parts:
-        """Choose samples with gradients, as far as there are any; return what each gives alone."""
-        trial, silent, parts = self._trial(way), [], Parts()
+    def _choose(self, samples: _Samples, mode: _Mode) -> Parts:
+        """Choose samples, if possible with gradients; return the results of each alone."""
+        trial, silent, parts = self._trial(mode), [], Parts()
         last: Evaluation | None = None
         first: Evaluation | None = None
         for number in samples.candidates():
             last = self._alone(trial, samples, number)
             if not last.is_finite:
                 continue
-            if not last.counts and way.gradients:
+            if not last.counts and mode.gradients:
                 silent.append((number, last))
                 continue
             first = first or last
             samples.choose(number)
             parts.add(last)
-            if samples.enough:
+            if samples.has_enough:
                 break
         for number, computed in silent:
-            if samples.enough:
+            if samples.has_enough:
                 break
             first = first or computed
             samples.choose(number)
@@ -253,38 +261,38 @@ class SumTrial:
         if first is None:
             assert last is not None
             raise DataError(f"expected a finite loss of the first samples, got {last.loss:.9g}")
-        # What counts repetitions is to see some.
+        # One sample twice reveals a loss that treats repetitions differently.
         parts.add(first)
         return parts
 
-    def _refuse_apart(self, samples: _Samples, way: _Way, parts: Parts | None) -> bool:
-        """Compare samples together with each alone; return whether random numbers were drawn.
+    def _check_sums(self, samples: _Samples, mode: _Mode, parts: Parts | None) -> bool:
+        """Compare a batch of samples with each of them alone; return whether the loss draws.
 
         Raises:
-            NotASum: The result together is not the sum of the results alone.
+            NotASum: The batch's loss or a gradient is not the sum of the single samples'.
         """
-        trial, chosen = self._trial(way), samples.chosen
+        trial, chosen = self._trial(mode), samples.chosen
         if parts is None:
-            chosen = chosen[:_AGAIN]
+            chosen = chosen[:_RECHECK_SAMPLES]
             alone = [self._alone(trial, samples, number) for number in chosen]
             parts = Parts.of(*alone, alone[0])
         chosen = [*chosen, chosen[0]]
         with _raised_for(trial, chosen):
-            apart = trial.apart(samples.batch(chosen), parts)
-        if apart is not None:
-            self._refuse(apart, samples, way)
+            discrepancy = trial.apart(samples.batch(chosen), parts)
+        if discrepancy is not None:
+            self._refuse(discrepancy, samples, mode)
         return parts.drew
 
-    def _refuse(self, apart: Discrepancy, samples: _Samples, way: _Way) -> None:
-        kind = _Kind.of(self._trial(way), samples)
+    def _refuse(self, discrepancy: Discrepancy, samples: _Samples, mode: _Mode) -> None:
+        diagnosis = _Diagnosis.of(self._trial(mode), samples)
         in_mode = ""
-        if way.training and self._adds_up_in_evaluation(samples, way):
+        if mode.training and self._adds_up_in_evaluation(samples, mode):
             in_mode = " in training mode"
-        raise NotASum(_words(apart, kind, in_mode), is_mean=kind.is_mean)
+        raise NotASum(_describe(discrepancy, diagnosis, in_mode), is_mean=diagnosis.is_mean)
 
-    def _adds_up_in_evaluation(self, samples: _Samples, way: _Way) -> bool:
+    def _adds_up_in_evaluation(self, samples: _Samples, mode: _Mode) -> bool:
         try:
-            self._refuse_apart(samples, _Way(False, way.level, way.gradients), None)
+            self._check_sums(samples, _Mode(False, mode.level, mode.gradients), None)
         except (NotASum, _RaisedError, TooManyDrawsError):
             return False
         return True
@@ -293,7 +301,7 @@ class SumTrial:
         with _raised_for(trial, [number]):
             return trial.of(samples.batch([number]))
 
-    def _told_of(self, raised: _RaisedError) -> Exception:
+    def _describe_failure(self, raised: _RaisedError) -> Exception:
         if concerns_device(raised.error):
             return raised.error
         alone = len(raised.numbers) == 1
@@ -305,7 +313,7 @@ class SumTrial:
         )
 
     def _hint(self, raised: _RaisedError) -> str:
-        """Return what to do about a known error."""
+        """Return what to do about an error with a known cause; empty for others."""
         text = str(raised.error)
         if "use_reentrant" in text:
             return ": write use_reentrant=False where checkpoint is called"
@@ -314,18 +322,18 @@ class SumTrial:
             hooked = [name for name, each in named.items() if has_accumulated_hook(each)]
             return f": let the hook of {', '.join(map(repr, hooked))} return nothing"
         alone = len(raised.numbers) == 1
-        return ": is there a layer across the batch?" if alone and self._pairs(raised) else ""
+        return ": is there a layer across the batch?" if alone and self._works_twice(raised) else ""
 
-    def _pairs(self, raised: _RaisedError) -> bool:
-        """Return whether a sample that raises alone does not raise when it is there twice."""
+    def _works_twice(self, raised: _RaisedError) -> bool:
+        """Return whether a batch with the sample twice works, though the sample alone raises."""
         twice = {
             name: torch.cat([array, array]) if array.dim() else array
             for name, array in raised.batch.items()
         }
         try:
-            way = _Way(training=True, level=LEVELS[0], gradients=self._has_gradients())
-            self._trial(way).of(twice)
-        except Exception:  # noqa: BLE001 -- it is only about the words
+            mode = _Mode(training=True, level=LEVELS[0], gradients=self._has_gradients())
+            self._trial(mode).of(twice)
+        except Exception:  # noqa: BLE001 -- only the hint depends on it
             return False
         return True
 
@@ -333,29 +341,29 @@ class SumTrial:
         """Return whether the loss reads weights of the original model through a closure."""
         assert self._module is not None
         trial = LossTrial(self._module, self._loss_in_its_width, self._trained_originals())
-        samples = _Samples(self._task, 0, self._wanted, self._device)
+        samples = _Samples(self._task, 0, self._sample_count, self._device)
         try:
             return bool(trial.of(samples.first()).gradients)
-        except Exception:  # noqa: BLE001 -- it has been tried
+        except Exception:  # noqa: BLE001 -- the check itself has passed
             return False
 
     # The copy.
 
     def _trained_originals(self) -> dict[str, nn.Parameter]:
-        named = dict(self._given.named_parameters())
+        named = dict(self._original.named_parameters())
         return {name: named[name] for name in self._names}
 
     def _copy(self, *, wide: bool) -> tuple[nn.Module | None, bool]:
         """Copy the module; return it and whether it is in float64."""
         if self._elements > _COPY_ELEMENTS:
-            return self._given, False
+            return self._original, False
         try:
-            made = copy.deepcopy(self._given)
+            made = copy.deepcopy(self._original)
         except Exception:  # noqa: BLE001 -- a model that cannot be copied can be trained
-            return self._given, False
-        given = dict(self._given.named_parameters())
-        for name, parameter in made.named_parameters():  # no copy has its original's hooks
-            hooks: Any = given[name]._backward_hooks  # noqa: SLF001 -- None of most
+            return self._original, False
+        given = dict(self._original.named_parameters())
+        for name, parameter in made.named_parameters():  # deepcopy does not copy hooks
+            hooks: Any = given[name]._backward_hooks  # noqa: SLF001 -- None for most
             for hook in (hooks or {}).values():
                 parameter.register_hook(hook)  # type: ignore[no-untyped-call]
         return (made.double() if wide else made), wide
@@ -368,15 +376,15 @@ class SumTrial:
     def _has_gradients(self) -> bool:
         return sum(each.numel() for each in self._trained().values()) <= _COPY_ELEMENTS
 
-    def _trial(self, way: _Way) -> LossTrial:
+    def _trial(self, mode: _Mode) -> LossTrial:
         assert self._module is not None
-        self._module.train(way.training)
+        self._module.train(mode.training)
         return LossTrial(
             self._module,
             self._loss_in_its_width,
-            self._trained() if way.gradients else {},
-            way.level,
-            accumulates=self._module is self._given,
+            self._trained() if mode.gradients else {},
+            mode.level,
+            accumulates=self._module is self._original,
         )
 
     def _loss_in_its_width(self, module: Any, arrays: Arrays) -> torch.Tensor:
@@ -392,15 +400,15 @@ class SumTrial:
     def _load(self, parameters: Sequence[Array]) -> None:
         trained = self._trained()
         for block, values in zip(self._task.manifest.blocks, parameters, strict=True):
-            for tensor, place in block.slices():
+            for tensor, part in block.slices():
                 trained[tensor.name].copy_(
-                    torch.from_numpy(values[place].reshape(tensor.shape).copy())
+                    torch.from_numpy(values[part].reshape(tensor.shape).copy())
                 )
 
     @contextmanager
-    def _moved(self, *, wanted: bool) -> Iterator[None]:
-        """Perturb the trained weights while entered."""
-        if not wanted or not self._has_gradients():
+    def _perturbed(self, *, should_perturb: bool) -> Iterator[None]:
+        """Perturb the trained weights within the context, and restore them afterwards."""
+        if not should_perturb or not self._has_gradients():
             yield
             return
         trained, generator = self._trained(), torch.Generator().manual_seed(0)
@@ -408,9 +416,9 @@ class SumTrial:
         with torch.no_grad():
             for each in trained.values():
                 size = float(each.square().mean().sqrt()) if each.numel() else 0.0
-                by = _MOVED * size or 0.01
+                scale = _PERTURBATION * size or 0.01
                 draws = torch.randn(each.shape, generator=generator, dtype=each.dtype)
-                each.add_(draws.to(each.device), alpha=by)
+                each.add_(draws.to(each.device), alpha=scale)
         try:
             yield
         finally:
@@ -423,31 +431,31 @@ class _Samples:
     """Samples spread over the data and over the kinds of labels, and their batches.
 
     Args:
-        task: Whose.
-        offset: So many of the order of candidates are left out.
-        wanted: How many are chosen.
-        device: Where batches are.
+        task: The task that makes batches.
+        offset: Number of candidates to skip.
+        count: Number of samples to choose.
+        device: The device of the batches.
     """
 
-    def __init__(self, task: Task, offset: int, wanted: int, device: torch.device) -> None:
+    def __init__(self, task: Task, offset: int, count: int, device: torch.device) -> None:
         self._task = task
         self._device = device
         self.chosen: list[int] = []
-        self._wanted = wanted
-        self._tried = _CANDIDATES if wanted > 3 else 12
-        count = task.manifest.train_samples
+        self._sample_count = count
+        self._candidate_count = _CANDIDATES if count > 3 else 12
+        samples = task.manifest.train_samples
         self.numbers = list(dict.fromkeys(
-            int((place * _GOLDEN) % 1 * count) for place in range(offset, offset + _CANDIDATES)
+            int((index * _GOLDEN) % 1 * samples) for index in range(offset, offset + _CANDIDATES)
         ))  # fmt: skip
         self._rows: dict[int, int] = {}
         self._drawn: Arrays = {}
         if isinstance(task, DrawsBatches) and _draws(task, self.numbers[:2]):
-            self._cut(task)
+            self._draw_jointly(task)
 
     @property
-    def enough(self) -> bool:
+    def has_enough(self) -> bool:
         """Return whether enough samples are chosen."""
-        return len(self.chosen) >= self._wanted
+        return len(self.chosen) >= self._sample_count
 
     def choose(self, number: int) -> None:
         """Choose this sample."""
@@ -462,7 +470,7 @@ class _Samples:
             rows = [self._rows[number] for number in numbers]
             count = float(len(self._rows))
             return {
-                # A single number is a setting, unless it is how many samples there are.
+                # A scalar is a setting, unless it equals the number of samples.
                 name: array[rows]
                 if array.dim()
                 else torch.where(array == count, len(rows), array).to(array.dtype)
@@ -476,7 +484,7 @@ class _Samples:
         return self.batch(self.numbers[:1])
 
     def candidates(self) -> list[int]:
-        """Return candidates in order: one of each kind of label first."""
+        """Return the candidates, starting with one for each kind of label."""
         kinds: dict[object, int] = {}
         rest, size = [], 0
         for number in self.numbers:
@@ -486,11 +494,11 @@ class _Samples:
                 rest.append(number)
             if size > _CANDIDATE_BYTES:
                 break
-        return [*kinds.values(), *rest][: self._tried]
+        return [*kinds.values(), *rest][: self._candidate_count]
 
-    def _cut(self, task: DrawsBatches) -> None:
-        """Make a batch whose random draws are those of the rows of one larger batch."""
-        numbers = self.numbers[: self._tried]
+    def _draw_jointly(self, task: DrawsBatches) -> None:
+        """Draw one large batch, so that a sample's random draws are the same in every batch."""
+        numbers = self.numbers[: self._candidate_count]
         arrays = task.drawn_batch(numbers, 1).arrays
         by_sample = all(len(array) == len(numbers) for array in arrays.values() if array.ndim)
         self.numbers = numbers if by_sample and len(numbers) > 1 else []
@@ -508,7 +516,7 @@ def _plain(batch: Batch) -> Mapping[str, np.ndarray[Any, Any]]:
 
 
 def _labels(arrays: Arrays) -> object:
-    """Return the kind of a sample: its scalar integers."""
+    """Return what tells kinds of samples apart: a sample's scalar integers."""
     return tuple(
         (name, float(array))
         for name, array in sorted(arrays.items())
@@ -517,19 +525,20 @@ def _labels(arrays: Arrays) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a loss is that is not a sum, as far as two samples show.
+class _Diagnosis:
+    """Why a loss is not a sum, as far as two samples show.
 
     Attributes:
-        is_mean: A sample twice gives what it gives once.
-        once: A term that is added once per batch, whatever is in it; None without one.
+        is_mean: Whether a sample twice has the same loss as once.
+        constant_term: A term that is added once per batch, whatever its samples; None if there is
+            none.
     """
 
     is_mean: bool
-    once: float | None
+    constant_term: float | None
 
     @staticmethod
-    def of(trial: LossTrial, samples: _Samples) -> _Kind:
+    def of(trial: LossTrial, samples: _Samples) -> _Diagnosis:
         """Classify a loss by the first two chosen samples."""
         first, second = samples.chosen[0], samples.chosen[-1]
         try:
@@ -537,42 +546,44 @@ class _Kind:
                 trial.of(samples.batch(numbers))
                 for numbers in ([first], [second], [first, second], [first, first])
             ]
-        except Exception:  # noqa: BLE001 -- it is only about the words
-            return _Kind(is_mean=False, once=None)
+        except Exception:  # noqa: BLE001 -- only the message depends on it
+            return _Diagnosis(is_mean=False, constant_term=None)
         one, other, pair, twice = (each.loss for each in computed)
-        near = _SAME * max(each.epsilon for each in computed) * max(map(abs, (one, other, pair)))
-        once = 2 * one - twice
-        is_once = first != second and abs(once) > near and abs(one + other - pair - once) <= near
+        epsilon = max(each.epsilon for each in computed)
+        near = _EQUAL_SPACINGS * epsilon * max(map(abs, (one, other, pair)))
+        constant = 2 * one - twice
+        is_constant_in_pair = abs(one + other - pair - constant) <= near
+        has_constant = first != second and abs(constant) > near and is_constant_in_pair
         is_mean = abs(twice - one) <= near < abs(one)
-        return _Kind(is_mean and not is_once, once if is_once else None)
+        return _Diagnosis(is_mean and not has_constant, constant if has_constant else None)
 
 
-def _words(apart: Discrepancy, kind: _Kind, in_mode: str) -> str:
+def _describe(discrepancy: Discrepancy, diagnosis: _Diagnosis, in_mode: str) -> str:
     shown = (
-        f"{apart.whole:.9g} of {len(apart.parts) - 1} samples and the first once more together and "
-        f"{sum(apart.parts):.9g} as the sum of each alone{in_mode}"
+        f"{discrepancy.whole:.9g} of {len(discrepancy.parts) - 1} samples and the first once more "
+        f"together and {sum(discrepancy.parts):.9g} as the sum of each alone{in_mode}"
     )
-    if kind.is_mean:
+    if diagnosis.is_mean:
         return (
             f'expected a loss summed over samples, got a mean ({shown}): write reduction="sum" or '
             f".sum(), as samestep divides by the number of samples, or by weight=; or "
             f"{WHOLE_MICROBATCH}"
         )
-    if kind.once is not None:
+    if diagnosis.constant_term is not None:
         return (
-            f"expected a loss that adds up over samples, got {shown}: a term of {kind.once:.3g} "
-            "counts once for each microbatch, whatever samples it has; a penalty on weights "
-            "belongs in the optimizer's weight_decay, any other term must be multiplied by the "
-            "number of samples in the batch"
+            f"expected a loss that adds up over samples, got {shown}: a term of "
+            f"{diagnosis.constant_term:.3g} counts once for each microbatch, whatever samples it "
+            "has; a penalty on weights belongs in the optimizer's weight_decay, any other term must "
+            "be multiplied by the number of samples in the batch"
         )
-    if apart.tensor is not None:
+    if discrepancy.tensor is not None:
         return (
-            f"expected gradients that add up over samples, got one of {apart.tensor!r} by samples "
-            f"together that is {apart.off:.3g} off the sum of each alone's{in_mode}, though the "
-            "loss adds up: the result would depend on how many samples a microbatch has; leave out "
-            "what works across the batch in backward, such as scale_grad_by_freq, or a Function or "
-            "hook that normalizes, and state that one call leaves to the next (a moving average, a "
-            "memory bank); a penalty on weights belongs in the optimizer's weight_decay"
+            f"expected gradients that add up over samples, got one of {discrepancy.tensor!r} by "
+            f"samples together that is {discrepancy.off:.3g} off the sum of each alone's{in_mode}, "
+            "though the loss adds up: the result would depend on how many samples a microbatch has; "
+            "leave out what works across the batch in backward, such as scale_grad_by_freq, or a "
+            "Function or hook that normalizes, and state that one call leaves to the next (a moving "
+            "average, a memory bank); a penalty on weights belongs in the optimizer's weight_decay"
         )
     return (
         f"expected a loss that adds up over samples, got {shown}: a loss across samples "
@@ -591,7 +602,7 @@ def _shape_of(loss: object) -> str:
 
 @contextmanager
 def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Have a module of the CPU's on a device while entered."""
+    """Move a module from the CPU to a device within the context."""
     if device == _CPU:
         yield
         return
@@ -606,8 +617,8 @@ def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the training mode of each submodule afterwards."""
+def preserve_modes(module: nn.Module) -> Iterator[None]:
+    """Restore the training mode of each submodule at the end of the context."""
     modes = [(each, each.training) for each in module.modules()]
     try:
         yield

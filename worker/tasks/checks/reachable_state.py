@@ -1,15 +1,15 @@
 """Find state that a user's model, loss, collator, data set or task keeps between calls.
 
-A microbatch is computed by whoever is free, so its result must not depend on what was computed
-before. The walk records every number, text, array and generator that it reaches, after one call and
-after another on the same samples: a difference is a counter or a generator. A cache is neither: an
-entry may come or go, and so may whatever the first call sets.
+Any idle worker may compute a microbatch, so its result must not depend on earlier microbatches. A
+walk over the objects records every number, text, array and generator that it reaches, after a call
+and after a second one on the same samples: what differs is a counter or a generator. A cache is
+neither, so entries may be added or removed, and so may values that the first call sets.
 
-`worker.shell.replay` and `worker.tasks.checks.additivity` compare what is computed, and so miss
-what does not show in the calls that they make: a counter that acts in every fiftieth call, a
-generator whose draw is left out for now. Such a run would end with exit code 0 and weights that
-depend on who computed what. Before training this walk refuses it (`refuse_changes`); after training
-it finds generators and tensors that no gradient shows yet, and names the culprit.
+`worker.shell.replay` and `worker.tasks.checks.additivity` compare results, so they miss state with
+no effect on the calls that they make: a counter that acts in every fiftieth call, a generator whose
+draws are not used yet. Such a run would end with exit code 0, and its weights would depend on which
+worker computed what. Before training, this walk refuses such state (`refuse_changes`); after
+training, it finds generators and tensors that affect no gradient yet, and names the culprit.
 """
 
 from __future__ import annotations
@@ -49,41 +49,41 @@ from backends.base.trainable_checks import WHOLE_MICROBATCH
 from protocol.base.errors import DataError
 
 State = dict[str, int | str]
-"""By the way to it: a value as text, or the length of a list or set, which may grow."""
+"""By path: a value as text, or the length of a list or set, which may grow."""
 
 Digests = Mapping[str, tuple[tuple[int, ...], str]]
-"""Shape and digest of a tensor, by the name that an error shows."""
+"""Shape and digest of each tensor, by its name in errors."""
 _WORDS_PER_SUM: Final = 1024
-"""Of a tensor on a card: the card adds up so many words as integers, in which every changed bit
-changes a sum, and only the sums are copied to the host."""
+"""Words of a tensor that a card adds up as integers, so that only sums are copied to the host; a
+changed bit changes its sum."""
 
 _OBJECTS: Final = 50_000
-"""Looked at in all, the nearest first."""
+"""Most objects to visit, the nearest first."""
 _ENTRIES: Final = 256
-"""Looked at of a container, the first ones."""
+"""Most entries to visit of a container, the first ones."""
 _ELEMENTS: Final = 4096
-"""Looked at of an array, evenly spread."""
-_SHOWN: Final = 60
+"""Most elements of an array to digest, evenly spread."""
+_MESSAGE_CHARACTERS: Final = 60
 _OF_MODULE: Final = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _DOT: Final = r".\1"
-"""In the way to a tensor: people know it by its name in the state dict."""
+"""In the path to a tensor, which people know by its name in the state dict."""
 
 _PLAIN = bool, int, float, complex, str, bytes, bytearray, array, np.generic, type(None)
 _METHODS = MethodType | BuiltinMethodType | MethodWrapperType
-_LEFT_ALONE = ModuleType, io.IOBase, logging.Logger, logging.Handler, torch.dtype, torch.device
+_SKIPPED = ModuleType, io.IOBase, logging.Logger, logging.Handler, torch.dtype, torch.device
 _LIBRARY: Final = tuple(
     Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "purelib", "platlib")
 )
 
 _ROOT: Final = Path(__file__).resolve().parents[3]
-_OURS: Final = tuple(
+_OWN_PACKAGES: Final = tuple(
     _ROOT / name for name in ("backends", "coordinator", "protocol", "samestep", "worker")
 )
 _ELEMENT: Final = re.compile(r"\[\d+\]")
-"""In the path to an entry by number: of a window or a log, which may hold other values."""
+"""In the path to an entry of a list, such as a window or a log, which may have other values."""
 _CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, deque, set)
 
-_Found = Iterator[tuple[str, object]]
+_Members = Iterator[tuple[str, object]]
 
 
 class Fingerprint(str):
@@ -99,41 +99,41 @@ class Fingerprint(str):
 
 def reachable_state(roots: Mapping[str, object]) -> State:
     """Return all mutable state reachable from `roots`, by its path from their names."""
-    return _Walk().all(roots)
+    return _Walk().visit_all(roots)
 
 
 def reached_tensors(roots: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the tensors reachable from `roots`, by their path from their names."""
     walk = _Walk()
-    walk.all(roots)
+    walk.visit_all(roots)
     return {_OF_MODULE.sub(_DOT, path): tensor for path, tensor in walk.tensors.items()}
 
 
 def reached_generators(roots: Mapping[str, object]) -> dict[str, object]:
     """Return the random generators reachable from `roots`, by their path from their names."""
     walk = _Walk()
-    walk.all(roots)
+    walk.visit_all(roots)
     return walk.generators
 
 
 def moved_state(before: State, after: State) -> str | None:
     """Name a generator or a tensor that changed between two calls on the same samples.
 
-    Other calls lie between the two. So a number may differ (the longest sample so far), as may a
-    tensor that was recreated in another shape, and an entry of a list.
+    There were other calls between the two, so a number may differ (the longest sample so far), as
+    may a tensor that was recreated in another shape, and an entry of a list.
     """
-    for path, was in before.items():
-        now = after.get(path, was)
-        if not isinstance(was, Fingerprint) or not isinstance(now, Fingerprint) or was == now:
+    for path, old in before.items():
+        new = after.get(path, old)
+        if not isinstance(old, Fingerprint) or not isinstance(new, Fingerprint) or old == new:
             continue
-        is_generator = was.kind.endswith(" at")
-        if is_generator or (was.kind == now.kind and not _ELEMENT.search(path)):
+        is_generator = old.kind.endswith(" at")
+        if is_generator or (old.kind == new.kind and not _ELEMENT.search(path)):
             return _name_of(path)
     return None
 
 
 def unlike_state(one: State, other: State) -> str | None:
-    """Name what differs in the other state, or is new in it: the likely culprit.
+    """Name the value that most likely causes a difference: one that changed, else a new one.
 
     Tensors come before numbers, entries of containers before attributes.
     """
@@ -151,21 +151,21 @@ def _name_of(path: str) -> str:
 
 
 class Containers:
-    """Return the contents of all dicts, lists, sets and user objects reachable from `roots`."""
+    """The contents of all dicts, lists, sets and user objects reachable from `roots`."""
 
     def __init__(self, roots: Mapping[str, object]) -> None:
         walk = _Walk()
-        walk.all(roots)
+        walk.visit_all(roots)
         self._contents = [(each, _contents(each)) for each in walk.containers]
 
     def restore(self) -> None:
-        """Remove what was added since, and restore what was removed."""
+        """Undo additions and removals."""
         for container, contents in self._contents:
-            now = _contents(container)
-            alike = len(now) == len(contents) and all(
-                one is other for one, other in zip(now, contents, strict=True)
+            new = _contents(container)
+            is_unchanged = len(new) == len(contents) and all(
+                one is other for one, other in zip(new, contents, strict=True)
             )
-            if alike:
+            if is_unchanged:
                 continue
             container.clear()
             if isinstance(container, dict):
@@ -177,7 +177,7 @@ class Containers:
 
 
 def _contents(container: Any) -> list[object]:
-    """Return the elements; of a dict keys and values alternately."""
+    """Return the elements of a container; for a dict, keys and values alternately."""
     if isinstance(container, dict):
         return [each for item in container.items() for each in item]
     return list(container)
@@ -187,13 +187,13 @@ def refuse_changes(before: State, after: State) -> None:
     """Refuse state that changed between two calls on the same samples.
 
     Raises:
-        DataError: Names what changed.
+        DataError: State changed; names it.
     """
-    for path, was in before.items():
-        now = after.get(path, was)
-        shrunk = isinstance(was, int) and isinstance(now, int) and now < was
-        if shrunk or (isinstance(was, str) and now != was):
-            instead = (
+    for path, old in before.items():
+        new = after.get(path, old)
+        shrunk = isinstance(old, int) and isinstance(new, int) and new < old
+        if shrunk or (isinstance(old, str) and new != old):
+            remedy = (
                 "take a layer without running state (no spectral_norm, no running statistics), or "
                 f"{WHOLE_MICROBATCH}"
                 if "._buffers[" in path
@@ -202,14 +202,14 @@ def refuse_changes(before: State, after: State) -> None:
             )
             raise DataError(
                 f"expected a model, loss, collator and data set that keep nothing from one call "
-                f"to the next, got {_name_of(path)}, which goes from {_shown(was)} to "
-                f"{_shown(now)} on the same samples: {instead}"
+                f"to the next, got {_name_of(path)}, which goes from {_abbreviated(old)} to "
+                f"{_abbreviated(new)} on the same samples: {remedy}"
             )
 
 
-def _shown(value: int | str) -> str:
+def _abbreviated(value: int | str) -> str:
     text = str(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MESSAGE_CHARACTERS else f"{text[:_MESSAGE_CHARACTERS]}..."
 
 
 class _Walk:
@@ -218,7 +218,7 @@ class _Walk:
     Attributes:
         tensors: Tensors, by their path.
         generators: Random generators, by their path.
-        containers: Of the user or of a module, whose contents may change.
+        containers: Containers of the user or of a module, whose contents may change.
     """
 
     def __init__(self) -> None:
@@ -229,25 +229,25 @@ class _Walk:
         self._seen: dict[int, object] = {}
         self._next: deque[tuple[str, object, bool]] = deque()
 
-    def all(self, roots: Mapping[str, object]) -> State:
+    def visit_all(self, roots: Mapping[str, object]) -> State:
         self._next.extend((name, root, True) for name, root in roots.items())
         while self._next and len(self._seen) < _OBJECTS:
             path, value, counts = self._next.popleft()
-            self._look(path, value, counts=counts)
+            self._visit(path, value, counts=counts)
         return self._state
 
-    def _look(self, path: str, value: object, *, counts: bool) -> None:
-        """Record a value or what it holds; a library's own numbers do not count."""
+    def _visit(self, path: str, value: object, *, counts: bool) -> None:
+        """Record a value or queue its members; a library's internal numbers do not count."""
         if isinstance(value, _PLAIN):
             if counts:
                 self._state[path] = repr(value)
             return
-        if id(value) in self._seen or isinstance(value, _LEFT_ALONE):
+        if id(value) in self._seen or isinstance(value, _SKIPPED):
             return
-        self._seen[id(value)] = value  # held, so that no other object has its id meanwhile
-        drawn = position_of(value)
-        if drawn is not None:
-            self._state[path] = drawn
+        self._seen[id(value)] = value  # a reference, so that its id is not reused
+        position = position_of(value)
+        if position is not None:
+            self._state[path] = position
             if not isinstance(value, itertools.count):
                 self.generators[path] = value
         elif isinstance(value, torch.Tensor | np.ndarray):
@@ -256,10 +256,12 @@ class _Walk:
             if counts:
                 self._state[path] = _elements(value)
         else:
-            counts = _users(value, above=counts)
+            counts = _counts_as_state(value, above=counts)
             if counts:
                 self._note_container(path, value)
-            self._next.extend((way, held, counts) for way, held in _held(path, value))
+            self._next.extend(
+                (member_path, member, counts) for member_path, member in _members(path, value)
+            )
 
     def _note_container(self, path: str, value: object) -> None:
         if isinstance(value, list | deque | set):
@@ -274,31 +276,31 @@ class _Walk:
 
 def position_of(value: object) -> str | None:
     """Return the position of a generator or a counter; None for anything else."""
-    stands: object
+    position: object
     match value:
         case random.SystemRandom():
-            return None  # stands nowhere
+            return None  # it has no state
         case random.Random():
-            stands = value.getstate()
+            position = value.getstate()
         case np.random.Generator():
-            stands = value.bit_generator.state
+            position = value.bit_generator.state
         case np.random.BitGenerator():
-            stands = value.state
+            position = value.state
         case np.random.RandomState():
-            stands = value.get_state()
+            position = value.get_state()
         case torch.Generator():
-            stands = value.get_state().numpy().tobytes()
+            position = value.get_state().numpy().tobytes()
         case itertools.count():
             return repr(value)
         case _:
             return None
     with np.printoptions(threshold=100_000):
-        digest = blake3(repr(stands).encode()).hexdigest(8)
+        digest = blake3(repr(position).encode()).hexdigest(8)
         return Fingerprint(f"{type(value).__name__} at {digest}")
 
 
 def _elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
-    """Digest an array's elements, a sample of them if many; not those that an update changes."""
+    """Digest an array's elements, or a sample of many; 0 for parameters, which updates change."""
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return 0
     try:
@@ -310,14 +312,14 @@ def _elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
             raw = repr(value.flat[:_ENTRIES].tolist()).encode()
         else:
             raw = np.ascontiguousarray(value.flat[:: max(1, value.size // _ELEMENTS)]).tobytes()
-    except Exception:  # noqa: BLE001 -- without elements of its own: meta, sparse, a subclass
+    except Exception:  # noqa: BLE001 -- without readable elements: meta, sparse, a subclass
         return 0
     shape = tuple(value.shape)
     return Fingerprint(f"{type(value).__name__} of {shape} {blake3(raw).hexdigest(8)}")
 
 
-def _users(value: object, *, above: bool) -> bool:
-    """Return whether an object's numbers are state: those of user objects and of models."""
+def _counts_as_state(value: object, *, above: bool) -> bool:
+    """Return whether an object's numbers count as state, as those of user objects and models do."""
     if isinstance(value, list | tuple | deque | set | dict | partial | _METHODS):
         return above
     if isinstance(value, FunctionType):
@@ -328,8 +330,8 @@ def _users(value: object, *, above: bool) -> bool:
     return any(True for _ in _users_functions(kind)) or kind.__module__ == "__main__"
 
 
-def _held(path: str, value: Any) -> _Found:
-    """Yield what an object holds, with the path to it."""
+def _members(path: str, value: Any) -> _Members:
+    """Yield the members of an object, with their paths."""
     match value:
         case dict():
             for key, each in itertools.islice(value.items(), _ENTRIES):
@@ -351,7 +353,7 @@ def _held(path: str, value: Any) -> _Found:
         case GeneratorType():
             if value.gi_frame is not None:
                 yield f"{path} (where it stands)", value.gi_frame.f_lasti
-                yield from _named(path, value.gi_frame.f_locals)
+                yield from _attributes(path, value.gi_frame.f_locals)
         case Iterator():
             yield f"{path} (what is left)", operator.length_hint(value, -1)
             yield from ((path, each) for each in gc.get_referents(value))
@@ -360,18 +362,18 @@ def _held(path: str, value: Any) -> _Found:
             yield from _of_instance(path, value)
 
 
-def _named(path: str, named: Mapping[str, object]) -> _Found:
+def _attributes(path: str, named: Mapping[str, object]) -> _Members:
     return ((f"{path}.{name}", each) for name, each in list(named.items()))
 
 
-def _of_instance(path: str, value: object) -> _Found:
-    """Yield attributes; of some objects only those that the user's classes name."""
+def _of_instance(path: str, value: object) -> _Members:
+    """Yield attributes; of some library objects only those that the user's classes mention."""
     kind = type(value)
     attributes = dict(getattr(value, "__dict__", {}))
     if getattr(kind, "only_own_names", False):
         names = {n for each in _users_functions(kind) for n in _names(each.__code__)}
         attributes = {name: each for name, each in attributes.items() if name in names}
-    yield from _named(path, attributes)
+    yield from _attributes(path, attributes)
     for slot in (s for each in kind.__mro__ for s in _slots(each)):
         if hasattr(value, slot):
             yield f"{path}.{slot}", getattr(value, slot)
@@ -384,7 +386,7 @@ def _slots(kind: type) -> Iterable[str]:
     return [name for name in named if not name.startswith("__")]
 
 
-def _of_class(kind: type) -> _Found:
+def _of_class(kind: type) -> _Members:
     """Yield attributes and functions of an object's user classes."""
     for each in kind.__mro__:
         if any(_of_user(f.__code__.co_filename) for f in _functions(each)):
@@ -408,13 +410,13 @@ def _users_functions(kind: type) -> Iterator[FunctionType]:
         yield from (f for f in _functions(each) if _of_user(f.__code__.co_filename))
 
 
-def _of_function(path: str, function: FunctionType) -> _Found:
-    """Yield a function's defaults, attributes and closure; of the user's also its globals."""
+def _of_function(path: str, function: FunctionType) -> _Members:
+    """Yield a function's defaults, attributes and closure; of the user's own also its globals."""
     yield f"{path} (its defaults)", function.__defaults__
     yield f"{path} (its defaults)", function.__kwdefaults__
-    yield from _named(path, function.__dict__)
+    yield from _attributes(path, function.__dict__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # nothing in it yet
+        with contextlib.suppress(ValueError):  # the cell is empty
             yield f"{path}.{name}", cell.cell_contents
     if not _of_user(function.__code__.co_filename):
         return
@@ -422,13 +424,13 @@ def _of_function(path: str, function: FunctionType) -> _Found:
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
         if isinstance(value, ModuleType) and _of_user(getattr(value, "__file__", None) or "<"):
-            both = names & vars(value).keys()
-            yield from ((f"{name}.{each}", vars(value)[each]) for each in both)
+            shared_names = names & vars(value).keys()
+            yield from ((f"{name}.{each}", vars(value)[each]) for each in shared_names)
         yield f"the global {name}", value
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the globals and attributes that a function and its inner functions name."""
+    """Return the globals and attributes that a function and its inner functions mention."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
@@ -439,7 +441,7 @@ def _of_user(file: str) -> bool:
     if file.startswith("<"):
         return not file.startswith(("<frozen", "<string", "<__array"))  # a prompt, a notebook
     path = Path(file).resolve()
-    return not any(path.is_relative_to(home) for home in (*_OURS, *_LIBRARY))
+    return not any(path.is_relative_to(home) for home in (*_OWN_PACKAGES, *_LIBRARY))
 
 
 # Frozen tensors of a module: all elements.
@@ -461,23 +463,25 @@ def frozen_tensors(module: nn.Module) -> Digests:
 
 
 def moved_tensor(before: Digests, after: Digests) -> str | None:
-    """Name a tensor with other elements; one of another shape was recreated, like a cache."""
+    """Name a tensor whose elements changed; one of another shape was recreated, like a cache."""
     for name, (shape, digest) in before.items():
-        now = after.get(name, (shape, digest))
-        if now[0] == shape and now[1] != digest:
+        new = after.get(name, (shape, digest))
+        if new[0] == shape and new[1] != digest:
             return name
     return None
 
 
 def _digest(tensor: torch.Tensor) -> str | None:
     """Digest a tensor; None if its elements cannot be read (meta, sparse)."""
-    own = getattr(tensor, "_local_tensor", tensor).detach()  # of a sharded one: this rank's part
-    if own.is_meta or own.layout is not torch.strided:
+    local = getattr(
+        tensor, "_local_tensor", tensor
+    ).detach()  # of a sharded tensor, this rank's part
+    if local.is_meta or local.layout is not torch.strided:
         return None
-    raw = own.contiguous().reshape(-1).view(torch.uint8)
-    if own.device.type == "cpu":
+    raw = local.contiguous().reshape(-1).view(torch.uint8)
+    if local.device.type == "cpu":
         return blake3(raw.numpy().data).hexdigest(16)
-    words = raw.view(torch.int32) if raw.numel() % 4 == 0 and own.element_size() >= 4 else raw
+    words = raw.view(torch.int32) if raw.numel() % 4 == 0 and local.element_size() >= 4 else raw
     whole = words.numel() // _WORDS_PER_SUM * _WORDS_PER_SUM
     sums = words[:whole].view(-1, _WORDS_PER_SUM).sum(1, dtype=torch.int64)
     hasher = blake3(sums.cpu().numpy().tobytes())

@@ -1,8 +1,8 @@
-"""Evaluation metrics of a classifier, and the sums they are made of.
+"""Evaluation metrics of a classifier, and the sums from which they are computed.
 
-A held-out part sends only the cells of its confusion matrix that are not zero: at most
-`PART_SAMPLES`, which is what one message holds, for any number of classes. With several labels a
-text, it sends hits, misses and false alarms, of each class where one message holds those of all.
+An evaluation part sends only the nonzero cells of its confusion matrix: at most `PART_SAMPLES` of
+them, which fit in one message for any number of classes. For multi-label data it sends hits, misses
+and false alarms, by class if those of all classes fit in one message.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from protocol.base.fields import cut_text
 from protocol.spec.manifest import Metric, Ratio
 
 PART_SAMPLES: Final = 24
-"""Held-out samples in a part; `EvalResult` holds so many sums, and two of each sample."""
+"""Samples in an evaluation part: `EvalResult` has room for two sums of each and some more."""
 CLASSES_IN_FULL: Final = 32
-"""With more classes there are no metrics by class: each would need two cells per class."""
+"""With more classes there are no metrics by class, since each needs two cells per class."""
 LABELS_IN_FULL: Final = 20
-"""With several labels a text: three counts of each of so many, and two more, are 62 sums."""
+"""Most labels with F1 by class: three counts of each and two more fit in a message."""
 _SHOWN_BYTES: Final = 80
-"""Limit on a class's name."""
+"""Limit on a class's name in a metric's."""
 CONFUSION_CLASSES: Final = 8
-"""Up to so many classes the confusion counts are metrics too."""
+"""Most classes whose confusion counts are metrics too."""
 
 
-def confusion_sums(true: Sequence[int], chosen: Sequence[int], classes: int) -> Sums:
+def confusion_sums(true: Sequence[int], predicted: Sequence[int], classes: int) -> Sums:
     """Return the counts of one part.
 
     Args:
-        true: Labels by number, at most `PART_SAMPLES`.
-        chosen: The model's labels.
-        classes: The number of classes.
+        true: True labels by number, at most `PART_SAMPLES`.
+        predicted: The model's labels, by number.
+        classes: Number of classes.
 
     Returns:
-        Cells "true,chosen"; with too many classes only "samples" and "correct".
+        The counts of cells "true,predicted"; above `CLASSES_IN_FULL` only "samples" and "correct".
     """
     if classes > CLASSES_IN_FULL:
-        correct = sum(1 for a, b in zip(true, chosen, strict=True) if a == b)
+        correct = sum(1 for a, b in zip(true, predicted, strict=True) if a == b)
         return {"samples": len(true), "correct": correct}
-    counts = Counter(zip(true, chosen, strict=True))
+    counts = Counter(zip(true, predicted, strict=True))
     return {_cell(*pair): count for pair, count in counts.items()}
 
 
-def label_sums(true: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> Sums:
-    """Return counts over one part, where a text may have several labels.
+def label_sums(true: NDArray[np.bool_], predicted: NDArray[np.bool_]) -> Sums:
+    """Return the counts of one part of multi-label data.
 
     Args:
-        true: (samples, classes).
-        chosen: What the model said, likewise.
+        true: True labels, (samples, classes).
+        predicted: The model's labels, (samples, classes).
     """
-    exact = int((true == chosen).all(axis=1).sum())
+    exact = int((true == predicted).all(axis=1).sum())
     sums: dict[str, float] = {"samples": len(true), "exact": exact}
-    counts = {"hit": true & chosen, "missed": true & ~chosen, "false": ~true & chosen}
+    counts = {"hit": true & predicted, "missed": true & ~predicted, "false": ~true & predicted}
     for kind, cells in counts.items():
         if true.shape[1] > LABELS_IN_FULL:
             sums[kind] = int(cells.sum())
@@ -67,10 +67,10 @@ def label_sums(true: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> Sums:
 
 
 def label_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
-    """Return micro F1, the share of texts whose labels are all right, and F1 by class.
+    """Return micro F1, the share of texts whose labels are all correct, and F1 by class.
 
     Args:
-        names: Of the classes; with more than `LABELS_IN_FULL` there is no F1 by class.
+        names: Names of the classes; above `LABELS_IN_FULL` there is no F1 by class.
     """
     exact = Metric(name="exact_match", numerator={"exact": 1}, denominator={"samples": 1})
     if len(names) > LABELS_IN_FULL:
@@ -82,17 +82,17 @@ def label_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
 
 
 def _f1_of(name: str, classes: Sequence[str]) -> Metric:
-    """Return 2 hits / (2 hits + misses + false alarms) of these classes together."""
+    """Return 2 hits / (2 hits + misses + false alarms), each summed over these classes."""
     hits = {f"hit{each}": 2.0 for each in classes}
     others = {f"{kind}{each}": 1.0 for kind in ("missed", "false") for each in classes}
     return Metric(name=name, numerator=hits, denominator=hits | others)
 
 
 def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
-    """Return accuracy, that of the majority class, F1 (macro and by class), and counts.
+    """Return accuracy, that of always predicting the majority class, F1, and confusion counts.
 
     Args:
-        names: Of the classes, in the order of their numbers.
+        names: Names of the classes, by number.
         majority: The class with the most training samples.
     """
     if len(names) > CLASSES_IN_FULL:
@@ -118,7 +118,7 @@ def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
 
 
 def _shown(names: Sequence[str]) -> list[str]:
-    """Return printable names for metrics, with their numbers where two would look alike."""
+    """Return printable names for metrics, with numbers if two would be equal."""
     shown = [cut_text(name, _SHOWN_BYTES) for name in names]
     if len(set(shown)) == len(shown) and not any("][" in name for name in shown):
         return shown
@@ -127,7 +127,7 @@ def _shown(names: Sequence[str]) -> list[str]:
 
 
 def _f1(number: int, classes: int) -> Ratio:
-    """Return 2 tp / (2 tp + fp + fn) in cells."""
+    """Return the F1 of a class, 2 tp / (2 tp + fp + fn), as a ratio of cells."""
     hit = _cell(number, number)
     missed = {_cell(number, other): 1.0 for other in range(classes) if other != number}
     false = {_cell(other, number): 1.0 for other in range(classes) if other != number}
@@ -139,10 +139,10 @@ def _confusion(names: Sequence[str]) -> Iterator[Metric]:
     if len(names) > CONFUSION_CLASSES:
         return
     for a, true in enumerate(names):
-        for b, said in enumerate(names):
-            name = f"confusion[{true}][{said}]"
+        for b, predicted in enumerate(names):
+            name = f"confusion[{true}][{predicted}]"
             yield Metric(name=name, numerator={_cell(a, b): 1}, detail=True)
 
 
-def _cell(true: int, chosen: int) -> str:
-    return f"{true},{chosen}"
+def _cell(true: int, predicted: int) -> str:
+    return f"{true},{predicted}"

@@ -1,7 +1,6 @@
 """Task classify: an encoder or decoder learns labels of texts, or of pairs of texts.
 
-One label a text (`data.problem: single-label`), any number of them (multi-label), or a number
-(regression).
+A text has one label (`data.problem: single-label`), several (multi-label) or a number (regression).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import nn
 
 from backends.base.interface import Sums
 from protocol.exact.samples import permutation
+from protocol.spec.earlier_run import RESULT_INFO_FILE
 from protocol.spec.manifest import Metric, pair_sums
 from protocol.spec.run_spec import ClassifyRun
 from worker.data import holdout
@@ -30,9 +30,9 @@ from worker.tasks.base.transformer import (
     Rows,
     Split,
     TransformerTask,
-    in_parts,
     logits_of,
-    numbered,
+    split_into_parts,
+    with_sample_numbers,
 )
 from worker.tasks.labels.class_counts import (
     PART_SAMPLES,
@@ -41,7 +41,7 @@ from worker.tasks.labels.class_counts import (
     label_metrics,
     label_sums,
 )
-from worker.tasks.labels.result_info import FILE, result_info
+from worker.tasks.labels.result_info import result_info
 
 
 class Classify(TransformerTask):
@@ -55,11 +55,11 @@ class Classify(TransformerTask):
             spec.model, names, samples.padding, spec.seed, problem=problem
         )
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
-        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
+        model = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         check_tokens(max(samples.padding, samples.tokens.highest), loaded.vocabulary)
-        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
-        parts = parts_of_like_length(samples.tokens, data.held_out[measured], spec.seed)
+        subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = parts_of_like_length(samples.tokens, data.held_out[subset], spec.seed)
         info = result_info(
             spec,
             names,
@@ -70,18 +70,18 @@ class Classify(TransformerTask):
         )
         super().__init__(
             spec,
-            tuned,
+            model,
             Split(
                 len(data.train),
                 lambda n: samples.batch(data.train[n]),
                 parts,
-                numbered(samples.batch),
+                with_sample_numbers(samples.batch),
                 data.sampling,
             ),
             _OBJECTIVES[problem](data, loaded.forward_options),
             digests=data.digests,
             notes=data.notes,
-            files={FILE: info.document(), **tokenizer_files(data.tokenizer)},
+            files={RESULT_INFO_FILE: info.document(), **tokenizer_files(data.tokenizer)},
         )
 
 
@@ -90,13 +90,13 @@ VALUE: Final = "value"
 
 
 def parts_of_like_length(tokens: DiskArrays, held_out: Rows, seed: int) -> list[Rows]:
-    """Cut held-out texts into parts of similar length: less padding.
+    """Divide held-out texts into parts of similar length, for less padding.
 
-    The parts are shuffled, since neighboring parts go to the same worker.
+    The parts are shuffled: neighboring ones go to the same worker, which would get all long texts.
     """
     lengths = tokens.lengths
     ranked = sorted(held_out.tolist(), key=lambda number: (lengths[number], number))
-    parts = in_parts(np.array(ranked, np.int64), PART_SAMPLES)
+    parts = split_into_parts(np.array(ranked, np.int64), PART_SAMPLES)
     return [parts[number] for number in permutation(seed, 0, len(parts))]
 
 
@@ -115,7 +115,7 @@ def class_loss(
 def labels_loss(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return the binary cross-entropy, its mean over classes summed over samples."""
+    """Return the sum over samples of each one's mean binary cross-entropy over classes."""
     logits = logits_of(module, arrays, options)
     losses = nn.functional.binary_cross_entropy_with_logits(
         logits, arrays["labels"], reduction="none"
@@ -133,10 +133,10 @@ def value_loss(
 
 def _single_label(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
     def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
-        chosen = logits_of(module, arrays, options).argmax(dim=1)
-        return confusion_sums(arrays["labels"].tolist(), chosen.tolist(), len(data.names))
+        predicted = logits_of(module, arrays, options).argmax(dim=1)
+        return confusion_sums(arrays["labels"].tolist(), predicted.tolist(), len(data.names))
 
-    # The class with the most training samples; the first one of equals.
+    # The class with the most training samples; in a tie, the one with the lowest number.
     majority = int(np.bincount(data.samples.targets[data.train]).argmax())
     metrics = class_metrics(data.names, majority)
     return Objective(partial(class_loss, options=options), evaluate, metrics)
@@ -144,8 +144,10 @@ def _single_label(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
 
 def _multi_label(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
     def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
-        chosen = (logits_of(module, arrays, options) > 0).cpu().numpy()  # probability over a half
-        return label_sums(arrays["labels"].cpu().numpy() > 0, chosen)
+        predicted = (
+            (logits_of(module, arrays, options) > 0).cpu().numpy()
+        )  # probability above one half
+        return label_sums(arrays["labels"].cpu().numpy() > 0, predicted)
 
     metrics = label_metrics(data.names)
     return Objective(partial(labels_loss, options=options), evaluate, metrics)

@@ -1,6 +1,6 @@
 """Label new texts with the result of a classify run: `worker classify DIRECTORY TEXT...`.
 
-A text is read, cut and computed as the run did with its held-out samples, by the same code.
+The code that read, truncated and computed the run's held-out samples does the same to new texts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _HALF: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model says of a text.
+    """The labels or the value that the model predicts for a text.
 
     Attributes:
-        text: The text, or both texts of a pair; of tags its words.
-        labels: The likeliest label; of multi-label results all above one half; of regression none;
-            of tags one for each word, O for those beyond `max_tokens`.
-        scores: The probability of each label; of regression the value, by its name.
-        problem: Which kind of labels.
+        text: The text, both texts of a pair, or for tags the words.
+        labels: The likeliest label; for multi-label results all with a probability above one half;
+            for regression none; for tags one per word, with O for words beyond `max_tokens`.
+        scores: The probability of each label; for regression the value, by its name.
+        problem: The kind of labels.
         is_tagged: Whether each word has a label.
     """
 
@@ -72,20 +72,20 @@ def classify(
     """Label texts with the result of a `classify` run.
 
     Args:
-        directory: Where the run left its adapter or model.
-        texts: Each is labeled by itself; for a result on pairs two that follow are a pair.
-        backend: Gives what computes; called once all that is cheap to check is there.
+        directory: The run's directory `adapter` or `model`.
+        texts: The texts to label; for a result on pairs, every two consecutive ones are a pair.
+        backend: Returns the backend; called after all cheap checks, since it may take seconds.
 
     Raises:
-        DataError: The directory holds no such result, its base model is missing or another one, or
-            a text of a pair is missing.
+        DataError: The directory has no such result, its base model is missing or has other weights,
+            or a text of a pair is missing.
     """
     info = ResultInfo.read(directory)
     source, weights = info.base(directory), _weights(directory, info)
     model_source(source)
-    with _open(weights):
+    with _open_weights(weights):
         pass
-    # Seconds of imports; the errors above come at once.
+    # These imports take seconds; the errors above should not wait for them.
     from worker.models.tokens import check_tokens, load_tokenizer  # noqa: PLC0415
     from worker.tasks.labels.classify import class_loss  # noqa: PLC0415
 
@@ -97,10 +97,10 @@ def classify(
     if info.task == "tag":
         yield from _tagged(texts, tokenizer, classifier, info, _values(weights, classifier))
         return
-    given = _texts(texts, info)
-    samples = _encoded(given, tokenizer, info)
+    inputs = _texts(texts, info)
+    samples = _encoded(inputs, tokenizer, info)
     check_tokens(max(padding, samples.tokens.highest), loaded.vocabulary)
-    batches = [samples.batch(np.array([row])) for row in range(len(given))]
+    batches = [samples.batch(np.array([row])) for row in range(len(inputs))]
     trainable = classifier.trainable(
         info.seed,
         1,
@@ -109,18 +109,18 @@ def classify(
     )
     program = backend().compile(trainable, batches[0])
     program.load(_values(weights, classifier))
-    for text, batch in zip(given, batches, strict=True):
-        found = program.evaluate(batch)
-        scores = {name: found[str(number)] for number, name in enumerate(info.labels)}
+    for text, batch in zip(inputs, batches, strict=True):
+        sums = program.evaluate(batch)
+        scores = {name: sums[str(number)] for number, name in enumerate(info.labels)}
         yield Prediction(text, _chosen(info, scores), scores, info.problem)
     program.close()
 
 
 def _model(directory: Path, info: ResultInfo, source: str, tokenizer: Any) -> TrainableModel:
-    """Load the base with its head, and add what was trained of it, without its values.
+    """Load the base with its head and build the trained modules, without their values.
 
     Raises:
-        DataError: The base is another one.
+        DataError: The base has other weights than the one that the run trained.
     """
     from worker.models.pretrained import load_classifier, load_tagger  # noqa: PLC0415
     from worker.models.tokens import with_added_tokens  # noqa: PLC0415
@@ -135,13 +135,13 @@ def _model(directory: Path, info: ResultInfo, source: str, tokenizer: Any) -> Tr
         loaded = load_classifier(model, info.labels, padding, info.seed, problem=info.problem)
     loaded = with_added_tokens(loaded, model, tokenizer)
     kind: TaskType = "TOKEN_CLS" if info.task == "tag" else "SEQ_CLS"
-    tuned = TrainableModel.of(loaded, model, info.lora, kind, info.seed, heads=heads)
+    trainable_model = TrainableModel.of(loaded, model, info.lora, kind, info.seed, heads=heads)
     if info.lora is not None and loaded.weights_digest != info.base_weights:
         raise DataError(
             f"the model {source!r} is not the one that {str(directory)!r} was trained on: its "
             "weights have another digest; get that model's files again"
         )
-    return tuned
+    return trainable_model
 
 
 def _tagged(
@@ -157,59 +157,61 @@ def _tagged(
     from worker.data.sequence_data import encode_words  # noqa: PLC0415
     from worker.tasks.base.transformer import logits_of  # noqa: PLC0415
 
-    named = dict(tagger.module.named_parameters())
+    parameters = dict(tagger.module.named_parameters())
     with torch.no_grad():
         for block, array in zip(tagger.blocks, values, strict=True):
-            for tensor, place in block.slices():
-                named[tensor.name].copy_(torch.from_numpy(array[place].reshape(tensor.shape)))
+            for tensor, part in block.slices():
+                parameters[tensor.name].copy_(torch.from_numpy(array[part].reshape(tensor.shape)))
         tagger.module.eval()
         for text in texts:
             words = text.split()
             if not words:
-                raise DataError("expected text, got none")
+                raise DataError("expected words to tag, got an empty text; leave it out")
             ids, numbers, _ = encode_words(tokenizer, words, info.max_tokens)
-            read = torch.from_numpy(ids)[None]
-            arrays = {"input_ids": read, "attention_mask": torch.ones_like(read)}
-            chosen = logits_of(tagger.module, arrays, tagger.loaded.forward_options)[0].argmax(-1)
+            tokens = torch.from_numpy(ids)[None]
+            arrays = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            predicted = logits_of(tagger.module, arrays, tagger.loaded.forward_options)[0].argmax(
+                -1
+            )
             tags = ["O"] * len(words)
-            for at, word in enumerate(numbers.tolist()):
+            for position, word in enumerate(numbers.tolist()):
                 if word >= 0:
-                    tags[word] = info.labels[int(chosen[at])]
+                    tags[word] = info.labels[int(predicted[position])]
             yield Prediction(tuple(words), tuple(tags), {}, info.problem, is_tagged=True)
 
 
 def _texts(texts: Sequence[str], info: ResultInfo) -> list[tuple[str, ...]]:
-    # As a run reads its data: the spaces around a text are no part of it.
+    # A run strips spaces around texts when it reads its data.
     stripped = [text.strip() for text in texts]
     if not info.has_pairs:
         return [(text,) for text in stripped]
     if len(stripped) % 2:
         raise DataError(
-            f"expected two texts for each answer, as the run had, got {len(stripped)}; give the "
-            "second text too"
+            f"expected pairs of texts, as the run had, got an odd number, {len(stripped)}; give "
+            "the second text of each pair too"
         )
     return [*zip(stripped[::2], stripped[1::2], strict=True)]
 
 
-def _encoded(given: Sequence[tuple[str, ...]], tokenizer: Any, info: ResultInfo) -> LabeledSamples:
+def _encoded(inputs: Sequence[tuple[str, ...]], tokenizer: Any, info: ResultInfo) -> LabeledSamples:
     from worker.data.labeled_data import LabeledSamples, encode_pairs, encoded  # noqa: PLC0415
 
     types = None
     if info.has_pairs:
-        pairs = [(first, second) for first, second in given]
+        pairs = [(first, second) for first, second in inputs]
         tokens, types, _ = encode_pairs(tokenizer, pairs, info.max_tokens)
     else:
-        lone = (text for (text,) in given)
-        tokens, _ = encoded(tokenizer, lone, info.max_tokens, "text {}".format)
+        single = (text for (text,) in inputs)
+        tokens, _ = encoded(tokenizer, single, info.max_tokens, "text {}".format)
     padding = int(tokenizer.pad_token_id)
-    targets = np.zeros(len(given), np.int64)
+    targets = np.zeros(len(inputs), np.int64)
     return LabeledSamples(tokens, types, targets, None, padding, info.max_tokens)
 
 
 def _scores(
     classifier: TrainableModel, info: ResultInfo, module: Any, arrays: Mapping[str, Any]
 ) -> Sums:
-    """Return the score of each label by its number, for a lone text."""
+    """Return the score of each label, by its number, for a batch of one text."""
     from worker.tasks.base.transformer import logits_of  # noqa: PLC0415
 
     logits = logits_of(module, arrays, classifier.loaded.forward_options)[0]
@@ -232,9 +234,9 @@ def _chosen(info: ResultInfo, scores: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def _heads(directory: Path) -> list[str] | None:
-    """Return the modules that the adapter trained in full; None if it does not say."""
-    named = adapter_config(directory).get("modules_to_save")
-    return list(dict.fromkeys(map(str, named))) if named else None
+    """Return the modules that the adapter trained in full; None if its config names none."""
+    modules = adapter_config(directory).get("modules_to_save")
+    return list(dict.fromkeys(map(str, modules))) if modules else None
 
 
 def _weights(directory: Path, info: ResultInfo) -> Path:
@@ -243,7 +245,7 @@ def _weights(directory: Path, info: ResultInfo) -> Path:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def _open_weights(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "np") as tensors:
             yield tensors
@@ -255,18 +257,20 @@ def _values(path: Path, classifier: TrainableModel) -> list[Array]:
     """Read the trained tensors, one flat array per block.
 
     Raises:
-        DataError: The file is not what the run wrote.
+        DataError: The file lacks a tensor, or one has another shape or dtype.
     """
     from worker.models.lora import adapter_name  # noqa: PLC0415
 
     name_of = adapter_name if classifier.lora else str
-    with _open(path) as tensors:
+    with _open_weights(path) as tensors:
         names = tensors.keys()
         stored = {name_of(name): name for name in names}
-        wanted = [[name_of(tensor.name) for tensor in block.tensors] for block in classifier.blocks]
+        names_by_block = [
+            [name_of(tensor.name) for tensor in block.tensors] for block in classifier.blocks
+        ]
         values = [
-            [np.asarray(tensors.get_tensor(stored.get(name, name))) for name in of_block]
-            for of_block in wanted
+            [np.asarray(tensors.get_tensor(stored.get(name, name))) for name in block_names]
+            for block_names in names_by_block
         ]
     for block, arrays in zip(classifier.blocks, values, strict=True):
         for tensor, array in zip(block.tensors, arrays, strict=True):

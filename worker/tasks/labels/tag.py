@@ -1,6 +1,6 @@
 """Task tag: an encoder learns a tag for each word, such as named entities or parts of speech.
 
-A word of several tokens is labeled at its first, as transformers' token classification does.
+The label of a word is that of its first token, as in transformers' token classification.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Sums
+from protocol.spec.earlier_run import RESULT_INFO_FILE
 from protocol.spec.manifest import Metric, Ratio
 from protocol.spec.run_spec import TagRun
 from worker.data import holdout
@@ -20,12 +21,18 @@ from worker.data.sequence_data import read_tagged_data
 from worker.models import pretrained
 from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
-from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts, logits_of
-from worker.tasks.labels.result_info import FILE, result_info
+from worker.tasks.base.transformer import (
+    Objective,
+    Split,
+    TransformerTask,
+    logits_of,
+    split_into_parts,
+)
+from worker.tasks.labels.result_info import result_info
 
 _PART_SAMPLES: Final = 16
 KINDS_IN_FULL: Final = 20
-"""Of entities: three counts of each of so many, and two more, are the sums of one message."""
+"""Most kinds of entities with F1 by kind: three counts of each, and two more, fit in a message."""
 
 
 class Tag(TransformerTask):
@@ -35,16 +42,16 @@ class Tag(TransformerTask):
         data = read_tagged_data(spec)
         loaded = pretrained.load_tagger(spec.model, data.names, spec.seed)
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
-        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "TOKEN_CLS", spec.seed)
+        model = TrainableModel.of(loaded, spec.model, spec.lora, "TOKEN_CLS", spec.seed)
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         check_tokens(data.highest, loaded.vocabulary)
-        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
-        parts = in_parts(data.held_out[measured], _PART_SAMPLES)
+        subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = split_into_parts(data.held_out[subset], _PART_SAMPLES)
         options = loaded.forward_options
         info = result_info(spec, data.names, loaded.weights_digest)
         super().__init__(
             spec,
-            tuned,
+            model,
             Split(len(data.train), lambda n: data.batch(data.train[n]), parts, data.batch),
             Objective(
                 partial(tag_loss, options=options),
@@ -53,7 +60,7 @@ class Tag(TransformerTask):
             ),
             digests=data.digests,
             notes=data.notes,
-            files={FILE: info.document(), **tokenizer_files(data.tokenizer)},
+            files={RESULT_INFO_FILE: info.document(), **tokenizer_files(data.tokenizer)},
         )
 
 
@@ -73,11 +80,11 @@ def _evaluate(
     options: Mapping[str, Any],
     names: Sequence[str],
 ) -> Sums:
-    chosen = logits_of(module, arrays, options).argmax(dim=-1).cpu()
+    predicted = logits_of(module, arrays, options).argmax(dim=-1).cpu()
     labels = arrays["labels"].cpu()
     rows = [
         (a[a != NOTHING].tolist(), b[a != NOTHING].tolist())
-        for a, b in zip(labels, chosen, strict=True)
+        for a, b in zip(labels, predicted, strict=True)
     ]
     return span_sums([([names[n] for n in a], [names[n] for n in b]) for a, b in rows], names)
 
@@ -85,20 +92,20 @@ def _evaluate(
 def spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
     """Yield the entities of a sentence: kind, first word, end.
 
-    B-x begins one, and so does I-x or E-x behind anything but x; E-x (or L-x) is its last word, and
-    S-x (or U-x) an entity of one word. So conlleval has it, and seqeval.
+    B-x begins an entity, and so does I-x or E-x that does not follow x. E-x (or L-x) is its last
+    word, S-x (or U-x) an entity of one word. These are the rules of conlleval and seqeval.
     """
     kind, start = "", 0
-    for at, tag in enumerate([*tags, "O"]):
+    for index, tag in enumerate([*tags, "O"]):
         mark, name = _mark_and_kind(tag)
         continues = mark in _INSIDE and name == kind
         if kind and not continues:
-            yield kind, start, at
+            yield kind, start, index
             kind = ""
         if mark and not continues:
-            kind, start = name, at
+            kind, start = name, index
         if kind and mark in _LAST:
-            yield kind, start, at + 1
+            yield kind, start, index + 1
             kind = ""
 
 
@@ -106,13 +113,13 @@ _FIRST, _INSIDE, _LAST = frozenset("BSU"), frozenset("IEL"), frozenset("ELSU")
 
 
 def _mark_and_kind(tag: str) -> tuple[str, str]:
-    """Split a tag such as B-PER; both are empty of a tag that marks no entity."""
+    """Split a tag such as B-PER; both parts are empty if the tag marks no entity."""
     mark, _, kind = tag.partition("-")
     return (mark, kind) if mark in _FIRST | _INSIDE and kind else ("", "")
 
 
 def _kinds(names: Sequence[str]) -> list[str]:
-    """Return the kinds of entities; none where tags do not mark the beginning of any."""
+    """Return the kinds of entities; none if the tags do not mark entities."""
     return sorted({kind for _, kind in map(_mark_and_kind, names) if kind})
 
 
@@ -120,29 +127,29 @@ def span_sums(pairs: Sequence[tuple[Sequence[str], Sequence[str]]], names: Seque
     """Return counts over sentences.
 
     Args:
-        pairs: Of each sentence the true tags and those of the model.
-        names: Of all tags.
+        pairs: True tags and the model's tags of each sentence.
+        names: Names of all tags.
     """
     kinds = _kinds(names)
     number = {kind: str(n) if len(kinds) <= KINDS_IN_FULL else "" for n, kind in enumerate(kinds)}
     sums: dict[str, float] = {"words": 0, "correct": 0}
-    for true, chosen in pairs:
+    for true, predicted in pairs:
         sums["words"] += len(true)
-        sums["correct"] += sum(a == b for a, b in zip(true, chosen, strict=True))
-        ours, theirs = {*spans(true)}, {*spans(chosen)}
-        for count, found in (
-            ("hit", ours & theirs),
-            ("missed", ours - theirs),
-            ("false", theirs - ours),
+        sums["correct"] += sum(a == b for a, b in zip(true, predicted, strict=True))
+        true_spans, predicted_spans = {*spans(true)}, {*spans(predicted)}
+        for count, matches in (
+            ("hit", true_spans & predicted_spans),
+            ("missed", true_spans - predicted_spans),
+            ("false", predicted_spans - true_spans),
         ):
-            for kind, _, _ in found:
+            for kind, _, _ in matches:
                 key = f"{count}{number[kind]}"
                 sums[key] = sums.get(key, 0) + 1
     return sums
 
 
 def span_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
-    """Return word accuracy, and the F1 of entities, by kind where there are few kinds."""
+    """Return word accuracy and the F1 of entities, also by kind up to `KINDS_IN_FULL`."""
     accuracy = Metric(name="accuracy", numerator={"correct": 1}, denominator={"words": 1})
     kinds = _kinds(names)
     if not kinds:

@@ -1,7 +1,7 @@
 """Task causal-lm: a decoder learns to predict the next token of running text or conversations.
 
-A new small model is trained whole from its configuration, an existing one whole or with LoRA.
-`worker.data.language_data` makes the samples.
+A model that is initialized from a configuration is trained in full, a loaded one in full or with
+LoRA. `worker.data.language_data` makes the samples.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from worker.models import pretrained
 from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.models.vocabulary_loss import token_losses
-from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts
+from worker.tasks.base.transformer import Objective, Split, TransformerTask, split_into_parts
 
 PART_TOKENS: Final = 1_024
-"""Held-out tokens per evaluation part, unless one sample is longer: their logits must fit in
-memory."""
+"""Tokens per evaluation part, unless one sample is longer: their logits must fit in memory."""
 
 
 class CausalLM(TransformerTask):
@@ -37,15 +36,15 @@ class CausalLM(TransformerTask):
         data = read_language_data(spec, spec.data.holdout)
         loaded = load_model(spec, data.tokenizer)
         check_tokens(data.highest, loaded.vocabulary)
-        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
+        model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
         options = loaded.forward_options
         if spec.data.packing:
-            check_packing(tuned.module, loaded.vocabulary, options)
-        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
-        parts = in_parts(measured, max(1, PART_TOKENS // spec.data.max_tokens))
+            check_packing(model.module, loaded.vocabulary, options)
+        subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = split_into_parts(subset, max(1, PART_TOKENS // spec.data.max_tokens))
         super().__init__(
             spec,
-            tuned,
+            model,
             Split(len(data.train), data.train.batch, parts, data.held_out.batch),
             Objective(
                 partial(token_loss, options=options, at_once=loaded.tokens_at_once),
@@ -70,10 +69,10 @@ METRICS: Final = (
 
 
 def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
-    """The model that is named, or a new one for this tokenizer.
+    """Load the model that the run spec names, or initialize one for this tokenizer.
 
     Raises:
-        DataError: It cannot be had, or has not the positions for a sample.
+        DataError: It cannot be loaded, or has fewer positions than a sample has tokens.
     """
     if spec.model.config is None:
         loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)
@@ -88,7 +87,7 @@ def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
 def token_loss(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any], at_once: int = 0
 ) -> torch.Tensor:
-    """Cross-entropy in float32, summed over the tokens predicted; see `vocabulary_loss`."""
+    """Return the cross-entropy in float32, summed over predicted tokens; see `vocabulary_loss`."""
     inputs = {name: arrays[name] for name in ("input_ids", "position_ids") if name in arrays}
     return token_losses(module, {**inputs, **options}, arrays["labels"], at_once)
 

@@ -1,7 +1,7 @@
 """Task distil: a student learns the captured distribution of a teacher over each next token.
 
-The text is the capture's, as tokens. Its last samples, which the capture has shuffled, are held
-out, or another capture is used for evaluation.
+The samples are the capture's, in its shuffled order. The last of them are held out, unless the run
+spec names another capture for evaluation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from worker.models.trainable_model import TrainableModel
 from worker.tasks.language.causal_lm import METRICS
 
 _PART_TOKENS: Final = 1_024
-"""Held-out tokens in a part, if a sample is not longer: their logits must fit in memory."""
+"""Tokens per evaluation part, unless one sample is longer: their logits must fit in memory."""
 
 _METRICS: Final = (
     *METRICS,
@@ -46,8 +46,8 @@ _METRICS: Final = (
 
 
 class Distil:
-    """Batches hold input_ids and labels, both (samples, the capture's tokens), int64, and what
-    `distillation_loss.teacher_arrays` gives."""
+    """Batches hold input_ids and labels, both (samples, the capture's tokens), int64, and the
+    arrays of `distillation_loss.teacher_arrays`."""
 
     def __init__(self, spec: DistilRun) -> None:
         directory = Path(spec.data.train)
@@ -59,8 +59,8 @@ class Distil:
         tokenizer = _tokenizer(spec, directory, facts.tokenizer)
         loaded = _student(spec, tokenizer, layout.vocabulary)
         _check_length(spec, loaded, layout.tokens)
-        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
-        self._initial = tuned.initial_values()
+        model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
+        self._initial = model.initial_values()
         files = {} if tokenizer is None else tokenizer_files(tokenizer)
         samples = self._samples.index.samples
         self._train = trained_on(samples, spec.data)
@@ -68,35 +68,35 @@ class Distil:
         if spec.data.validation is not None:
             self._held_out = CapturedSamples(Path(spec.data.validation))
             check_alike(self._samples.index, self._held_out.index, spec.data.validation)
-        own = self._held_out is not self._samples
-        first = 0 if own else self._train
-        self._measured = first + holdout.measured(
+        has_validation = self._held_out is not self._samples
+        first = 0 if has_validation else self._train
+        self._evaluated_samples = first + holdout.evaluation_subset(
             self._held_out.index.samples - first, spec.data.holdout_samples, spec.seed
         )
         self._part_samples = max(1, _PART_TOKENS // layout.tokens)
         self.manifest = Manifest(
-            blocks=tuned.blocks,
+            blocks=model.blocks,
             train_samples=self._train,
-            evaluation_parts=-(-len(self._measured) // self._part_samples),
+            evaluation_parts=-(-len(self._evaluated_samples) // self._part_samples),
             metrics=_METRICS,
             digests={
-                **tuned.digests,
+                **model.digests,
                 "teacher": facts.teacher,
                 "vocabulary": facts.tokenizer,
                 "data": _files_digest(self._samples),
-                **({"validation": _files_digest(self._held_out)} if own else {}),
+                **({"validation": _files_digest(self._held_out)} if has_validation else {}),
             },
             notes={
                 "captured_samples": samples,
                 "logits_of_each_token": layout.top_k,
                 "student_padding_not_compared": max(0, loaded.vocabulary - layout.vocabulary),
-                **tuned.notes,
+                **model.notes,
             },
-            export=tuned.export(files),
+            export=model.export(files),
             row_groups=_row_groups(self._samples, self._train),
         )
         options = loaded.forward_options
-        self.trainable = tuned.trainable(
+        self.trainable = model.trainable(
             spec.seed,
             spec.threads,
             loss=partial(_total, loss=self._loss, options=options),
@@ -104,19 +104,19 @@ class Distil:
         )
 
     def initial_parameters(self) -> list[Array]:
-        """Return the checkpoint's values, or those drawn from the seed."""
+        """Return the values of the checkpoint, or values drawn from the seed."""
         return [values.copy() for values in self._initial]
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """Make a batch of training samples, by their numbers in the capture.
 
         Raises:
-            DataError: Their file is missing, damaged, or another capture's.
+            DataError: Their file is missing or damaged, or belongs to another capture.
         """
         return self._batch(self._samples.read(samples))
 
     def evaluation_batch(self, part: int) -> Batch:
-        """Make a batch of about `_PART_TOKENS` held-out tokens; errors as of `batch`."""
+        """Make a batch of about `_PART_TOKENS` held-out tokens; raises what `batch` raises."""
         return self._batch(self._held_out.read(self._part(part)))
 
     def missing(self, samples: Sequence[int]) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ class Distil:
     def missing_of_part(self, part: int) -> tuple[str, ...]:
         """See `worker.tasks.base.task.ReadsFiles`."""
         if self._held_out is not self._samples:
-            return ()  # a capture of its own is fetched before the run begins
+            return ()  # a capture for evaluation is fetched in full before the run begins
         return self._samples.missing(self._part(part))
 
     def blank(self, samples: int) -> Batch:
@@ -146,8 +146,8 @@ class Distil:
 
     def _part(self, part: int) -> list[int]:
         lo = part * self._part_samples
-        chosen: list[int] = self._measured[lo : lo + self._part_samples].tolist()
-        return chosen
+        samples: list[int] = self._evaluated_samples[lo : lo + self._part_samples].tolist()
+        return samples
 
     def _batch(self, records: Records) -> Batch:
         tokens = records["input_ids"].astype(np.int64)
@@ -158,25 +158,25 @@ class Distil:
 
 
 def _tokenizer(spec: DistilRun, directory: Path, digest: str) -> Any:
-    """Load the capture's tokenizer, else the student's own; None if there is neither.
+    """Load the student's tokenizer, for a new student the capture's; None if it has none.
 
     Raises:
         DataError: The student's tokenizer differs from the teacher's.
     """
-    beside = tokenizer_in(directory) if (directory / TOKENIZER).is_file() else None
+    captured = tokenizer_in(directory) if (directory / TOKENIZER).is_file() else None
     if spec.model.source is None:
-        return beside
-    own = load_tokenizer(spec.model.source)
-    if vocabulary_digest(own.get_vocab()) != digest:
+        return captured
+    tokenizer = load_tokenizer(spec.model.source)
+    if vocabulary_digest(tokenizer.get_vocab()) != digest:
         raise tokenizers_differ(spec.model.name or spec.model.source)
-    return own
+    return tokenizer
 
 
 def _student(spec: DistilRun, tokenizer: Any, vocabulary: int) -> pretrained.Pretrained:
     """Load the student, with at least the teacher's vocabulary.
 
     Raises:
-        DataError: Its vocabulary is smaller, or it cannot be loaded.
+        DataError: The student cannot be loaded, or has a smaller vocabulary.
     """
     if spec.model.config is None:
         loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)
@@ -200,8 +200,8 @@ def _check_length(spec: DistilRun, student: pretrained.Pretrained, tokens: int) 
     """
     longest = pretrained.positions(student.model)
     if tokens > longest:
-        anew = f"--set model.config.max_position_embeddings={tokens}"
-        remedy = "take one with more" if spec.model.config is None else anew
+        new_config = f"--set model.config.max_position_embeddings={tokens}"
+        remedy = "take one with more" if spec.model.config is None else new_config
         raise DataError(
             f"expected a student of at least {tokens} positions, as samples of this capture have "
             f"tokens, got {longest}: {remedy}, or capture with data.max_tokens={longest}"
@@ -210,20 +210,20 @@ def _check_length(spec: DistilRun, student: pretrained.Pretrained, tokens: int) 
 
 def _row_groups(samples: CapturedSamples, train: int) -> tuple[tuple[int, ...], ...]:
     """Return the sizes of the row groups of the training samples, by file."""
-    found, left = [], train
+    sizes, samples_left = [], train
     for file in samples.index.files:
         groups = []
         for group in file.row_groups:
-            if left > 0:
-                groups.append(min(group, left))
-            left -= group
+            if samples_left > 0:
+                groups.append(min(group, samples_left))
+            samples_left -= group
         if groups:
-            found.append(tuple(groups))
-    return tuple(found)
+            sizes.append(tuple(groups))
+    return tuple(sizes)
 
 
 def _files_digest(samples: CapturedSamples) -> str:
-    """Return the digest of the list of files, which holds their digests."""
+    """Return the digest of the list of files, which has the digest of each."""
     return digest_arrays({"index": np.frombuffer(samples.index.to_bytes(), np.uint8)})
 
 

@@ -22,7 +22,7 @@ from worker.models import pretrained
 from worker.models.tokens import check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.models.vocabulary_loss import token_losses
-from worker.tasks.base.transformer import Objective, Split, TransformerTask, in_parts
+from worker.tasks.base.transformer import Objective, Split, TransformerTask, split_into_parts
 
 PART_PAIRS: Final = 4
 
@@ -30,7 +30,7 @@ PART_PAIRS: Final = 4
 class Dpo(TransformerTask):
     """Batches hold input_ids and labels, both (pairs, 2, tokens), int64: chosen, then rejected.
 
-    A label is the token behind its input where that is part of the last answer, else `NOTHING`.
+    A label is the token after its input if that is part of the last answer, else `NOTHING`.
     """
 
     def __init__(self, spec: DpoRun) -> None:
@@ -40,16 +40,16 @@ class Dpo(TransformerTask):
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         check_tokens(data.pairs.highest, loaded.vocabulary)
-        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
-        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
+        subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
         settings: dict[str, Any] = {"beta": spec.dpo.beta, "options": loaded.forward_options}
         super().__init__(
             spec,
-            tuned,
+            model,
             Split(
                 len(data.train),
                 lambda samples: data.pairs.batch(data.train[samples]),
-                in_parts(data.held_out[measured], PART_PAIRS),
+                split_into_parts(data.held_out[subset], PART_PAIRS),
                 data.pairs.batch,
             ),
             Objective(
@@ -77,7 +77,7 @@ def dpo_loss(
     options: Mapping[str, Any],
     at_once: int = 0,
 ) -> torch.Tensor:
-    """-log sigmoid of the margins, summed over pairs; `at_once` as in `vocabulary_loss`."""
+    """Sum -log sigmoid of the margins over pairs; see `vocabulary_loss` for `at_once`."""
     return -nn.functional.logsigmoid(_margins(module, arrays, beta, options, at_once)).sum()
 
 
@@ -90,7 +90,7 @@ def _margins(
 ) -> torch.Tensor:
     """Return the reward of each chosen answer minus that of the rejected, (pairs,), float32."""
     training = module.training
-    # No dropout in the base: its noise would look like something the adapter has learned.
+    # Without dropout in the base: its noise would look like a preference of the adapter.
     module.eval()
     with torch.no_grad(), module.disable_adapter():
         reference = _log_likelihoods(module, arrays, options, at_once)

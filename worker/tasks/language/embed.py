@@ -1,7 +1,7 @@
 """Task embed: an encoder or decoder learns embeddings of texts for retrieval.
 
-Each anchor should score highest with its own passage among all passages of the step, whoever
-computed them: the loss couples all samples of a step (`backends.base.coupled_loss`).
+Each anchor should score highest with its own passage among all passages of the step, on whichever
+worker they were embedded: the loss couples all samples of a step (`backends.base.coupled_loss`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from worker.models.tokens import check_tokens, tokenizer_files, with_added_token
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask
 
-_HIGHESTLOG_SCALE: Final = math.log(100.0)
+_LARGEST_LOG_SCALE: Final = math.log(100.0)
 _TEXTS_AT_ONCE: Final = 64
-"""Texts that evaluation embeds, and anchors that it ranks, at once."""
+"""Texts that evaluation embeds at once, and anchors that it ranks at once."""
 _RANKS: Final = (1, 5, 10)
 
 
@@ -46,13 +46,13 @@ class Embed(TransformerTask):
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         check_tokens(max(data.padding, data.texts.highest), loaded.vocabulary)
-        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "FEATURE_EXTRACTION", spec.seed)
+        model = TrainableModel.of(loaded, spec.model, spec.lora, "FEATURE_EXTRACTION", spec.seed)
         if spec.embed.learn_temperature:
             scale = torch.tensor(-math.log(spec.embed.temperature), dtype=torch.float32)
-            tuned.module.register_parameter(LOG_SCALE, nn.Parameter(scale))
-            tuned = replace(tuned, blocks=cut_into_blocks(tuned.module))
-        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
-        parts = [data.held_out[measured]] if len(measured) else []
+            model.module.register_parameter(LOG_SCALE, nn.Parameter(scale))
+            model = replace(model, blocks=cut_into_blocks(model.module))
+        subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = [data.held_out[subset]] if len(subset) else []
         encoder = Encoder(spec.embed, loaded.forward_options)
         width = int(loaded.config.get_text_config().hidden_size)
         passages = data.rows.shape[1] - 1
@@ -66,7 +66,7 @@ class Embed(TransformerTask):
         )
         super().__init__(
             spec,
-            tuned,
+            model,
             Split(len(data.train), lambda n: data.batch(data.train[n]), parts, data.batch),
             Objective(None, encoder.evaluate, encoder.metrics),
             digests=data.digests,
@@ -78,11 +78,11 @@ class Embed(TransformerTask):
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """What the run spec makes of a model's states: embeddings, their losses, and their ranks.
+    """Embeddings from a model's states, their losses, and the ranks of passages.
 
     Attributes:
         spec: The section `embed`.
-        options: Go along with every forward.
+        options: Arguments of every forward.
     """
 
     spec: EmbedSpec
@@ -90,11 +90,11 @@ class Encoder:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """The evaluation metrics; the temperature where it is learned."""
+        """The evaluation metrics, with the temperature if it is learned."""
         return METRICS if self.spec.learn_temperature else METRICS[:-1]
 
     def encode(self, module: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return embeddings of texts, float32 (texts, width), of (texts, tokens) token numbers."""
+        """Embed texts: return (texts, width) float32 for ids and mask of (texts, tokens)."""
         states = module(input_ids=ids, attention_mask=mask, **self.options).last_hidden_state
         states = states.float()
         match self.spec.pooling:
@@ -123,65 +123,67 @@ class Encoder:
         return self._losses(module, fields, slice(0, len(fields["anchor"])))
 
     def _losses(
-        self, module: nn.Module, fields: Mapping[str, torch.Tensor], own: slice
+        self, module: nn.Module, fields: Mapping[str, torch.Tensor], part: slice
     ) -> torch.Tensor:
         anchors, passages = fields["anchor"], fields["passages"]
         # All positives, then all negatives: pair i's positive is passage i.
         candidates = passages.transpose(0, 1).flatten(0, 1)
         numbers = fields["passage_numbers"].transpose(0, 1).flatten()
-        target = torch.arange(len(anchors), device=anchors.device)[own]
+        target = torch.arange(len(anchors), device=anchors.device)[part]
         scale = self._scale(module)
-        scores = scale * (anchors[own] @ candidates.T)
-        same = _belong_together(fields, numbers, own)
-        losses = cross_entropy(scores.masked_fill(same, -torch.inf), target, reduction="none")
+        scores = scale * (anchors[part] @ candidates.T)
+        excluded = _not_negatives(fields, numbers, part)
+        losses = cross_entropy(scores.masked_fill(excluded, -torch.inf), target, reduction="none")
         if not self.spec.symmetric:
             return losses
-        # The other way: anchors for each positive. Equal rows and columns are left out alike.
-        scores = scale * (candidates[: len(anchors)][own] @ anchors.T)
-        same = same[:, : len(anchors)]
-        others = cross_entropy(scores.masked_fill(same, -torch.inf), target, reduction="none")
+        # The reverse direction: anchors as candidates for each positive, with the same exclusions.
+        scores = scale * (candidates[: len(anchors)][part] @ anchors.T)
+        excluded = excluded[:, : len(anchors)]
+        others = cross_entropy(scores.masked_fill(excluded, -torch.inf), target, reduction="none")
         return (losses + others) / 2
 
     def _scale(self, module: nn.Module) -> torch.Tensor | float:
         if not self.spec.learn_temperature:
             return 1.0 / self.spec.temperature
-        scale: torch.Tensor = getattr(module, LOG_SCALE)  # traced, it is no nn.Parameter
-        return scale.clamp(max=_HIGHESTLOG_SCALE).exp()
+        scale: torch.Tensor = getattr(module, LOG_SCALE)  # in a trace it is not an nn.Parameter
+        return scale.clamp(max=_LARGEST_LOG_SCALE).exp()
 
     def evaluate(self, module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
         """Rank the distinct passages of all held-out rows for each anchor."""
         fields = {
-            "anchor": self._encode_some(module, arrays["anchor_ids"], arrays["anchor_mask"]),
+            "anchor": self._encode_in_batches(module, arrays["anchor_ids"], arrays["anchor_mask"]),
             "passages": self._passages(module, arrays),
             "anchor_number": arrays["anchor_number"],
             "passage_numbers": arrays["passage_numbers"],
         }
         count = len(fields["anchor"])
         sums = dict.fromkeys(["loss_sum", "reciprocal", *(f"within_{k}" for k in _RANKS)], 0.0)
-        for own in _slices(count):
-            sums["loss_sum"] += float(self._losses(module, fields, own).double().sum())
+        for part in _slices(count):
+            sums["loss_sum"] += float(self._losses(module, fields, part).double().sum())
         for rank in ranks(fields):
             sums["reciprocal"] += 1.0 / rank if rank <= _RANKS[-1] else 0.0
-            for most in _RANKS:
-                sums[f"within_{most}"] += rank <= most
+            for k in _RANKS:
+                sums[f"within_{k}"] += rank <= k
         scale = self._scale(module)
         return {**sums, "pairs": count, "temperature": 1.0 / float(scale), "parts": 1}
 
-    def _encode_some(
+    def _encode_in_batches(
         self, module: nn.Module, ids: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Embed texts some at a time, without most columns that are padding in all of them: of few
-        widths, since a compiled device makes a program for each."""
-        found = []
+        """Embed texts in batches, without most columns that are padding in a whole batch.
+
+        Widths are multiples of `PADDING_TOKENS`: a device that compiles needs a program for each.
+        """
+        embeddings = []
         for part in _slices(len(ids)):
             longest = int(mask[part].sum(dim=1).max())
             width = -(-longest // PADDING_TOKENS) * PADDING_TOKENS
-            found.append(self.encode(module, ids[part, :width], mask[part, :width]))
-        return torch.cat(found)
+            embeddings.append(self.encode(module, ids[part, :width], mask[part, :width]))
+        return torch.cat(embeddings)
 
     def _passages(self, module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
         ids, mask = arrays["passage_ids"], arrays["passage_mask"]
-        flat = self._encode_some(module, ids.flatten(0, 1), mask.flatten(0, 1))
+        flat = self._encode_in_batches(module, ids.flatten(0, 1), mask.flatten(0, 1))
         return flat.reshape(*ids.shape[:2], -1)
 
     def files(self, width: int, max_tokens: int) -> dict[str, str]:
@@ -216,37 +218,37 @@ class Encoder:
         return {name: json.dumps(each, indent=2) + "\n" for name, each in documents.items()}
 
 
-def _belong_together(
-    fields: Mapping[str, torch.Tensor], numbers: torch.Tensor, own: slice
+def _not_negatives(
+    fields: Mapping[str, torch.Tensor], numbers: torch.Tensor, part: slice
 ) -> torch.Tensor:
-    """Return which candidates are no negatives of an anchor, (anchors, candidates).
+    """Return which candidates to exclude as negatives of each anchor, (anchors, candidates) bool.
 
-    Those of another pair whose text is the own positive's, or whose anchor is the same text. The
-    own positive stays.
+    These are candidates of other pairs that equal the anchor's positive, or whose anchor equals it.
+    The anchor's own positive stays.
     """
     anchors, positives = fields["anchor_number"], fields["passage_numbers"][:, 0]
-    count, places = len(anchors), torch.arange(len(numbers), device=anchors.device)
-    same_passage = positives[own, None] == numbers[None]
-    of_same_anchor = anchors[own, None] == anchors.repeat(len(numbers) // count)[None]
-    own_positive = places[:count][own, None] == places[None]
-    return (same_passage | (of_same_anchor & (places < count)[None])) & ~own_positive
+    count, positions = len(anchors), torch.arange(len(numbers), device=anchors.device)
+    same_passage = positives[part, None] == numbers[None]
+    of_same_anchor = anchors[part, None] == anchors.repeat(len(numbers) // count)[None]
+    own_positive = positions[:count][part, None] == positions[None]
+    return (same_passage | (of_same_anchor & (positions < count)[None])) & ~own_positive
 
 
 def ranks(fields: Mapping[str, torch.Tensor]) -> Iterator[int]:
     """Yield the rank of the best passage that answers each anchor, from 1.
 
-    Among all distinct passages; those with an equal score rank before it.
+    All distinct passages are ranked; those with an equal score come before it.
     """
     numbers = fields["passage_numbers"].cpu().numpy()
     anchors = fields["anchor_number"].cpu().numpy()
     _, first, distinct = np.unique(numbers, return_index=True, return_inverse=True)
     positives = distinct.reshape(numbers.shape)[:, 0]
     candidates = fields["passages"].flatten(0, 1)[torch.from_numpy(first)]
-    for own in _slices(len(anchors)):
-        is_answer = np.zeros((len(anchors[own]), len(first)), np.bool_)
-        rows, pairs = np.nonzero(anchors[own, None] == anchors[None])
+    for part in _slices(len(anchors)):
+        is_answer = np.zeros((len(anchors[part]), len(first)), np.bool_)
+        rows, pairs = np.nonzero(anchors[part, None] == anchors[None])
         is_answer[rows, positives[pairs]] = True
-        scores = (fields["anchor"][own] @ candidates.T).cpu().numpy()
+        scores = (fields["anchor"][part] @ candidates.T).cpu().numpy()
         best = np.where(is_answer, scores, -np.inf).max(axis=1, keepdims=True)
         yield from (1 + ((scores >= best) & ~is_answer).sum(axis=1)).tolist()
 
@@ -265,4 +267,4 @@ METRICS: Final = (
     ),
     Metric(name="temperature", numerator={"temperature": 1}, denominator={"parts": 1}),
 )
-"""MRR and recall count the first passage that answers, among all held-out passages."""
+"""MRR and recall count the best-ranked passage that answers, among all held-out passages."""

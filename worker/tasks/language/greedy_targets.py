@@ -1,6 +1,6 @@
-"""Targets that an encoder-decoder writes for a batch of sources, each token the likeliest one.
+"""Greedy decoding: generate a target for each source of a batch, always taking the likeliest token.
 
-What transformers' `generate(do_sample=False, num_beams=1)` writes.
+The targets are those of transformers' `generate(do_sample=False, num_beams=1)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 _WIDTH_MULTIPLE: Final = 16
-"""A device that compiles whole calls gets targets padded to this: few shapes."""
+"""Targets are padded to a multiple of this, since some devices compile a program per shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class GreedyDecoding:
         start: The token that the decoder begins with.
         padding: The padding token.
         ends: The tokens that end a target.
-        max_tokens: The most tokens of a target.
+        max_tokens: Most tokens of a target.
     """
 
     start: int
@@ -44,7 +44,7 @@ class GreedyDecoding:
         decoder = self._decoder(module, inputs)
         samples, device = len(inputs["input_ids"]), inputs["input_ids"].device
         column = torch.full((samples, 1), self.start, device=device)
-        written: list[list[int]] = [[] for _ in range(samples)]
+        targets: list[list[int]] = [[] for _ in range(samples)]
         unfinished = set(range(samples))
         for _ in range(self.max_tokens):
             tokens = decoder.next_logits(column).argmax(dim=-1)
@@ -53,16 +53,16 @@ class GreedyDecoding:
                 if token in self.ends:
                     unfinished.discard(row)
                 if row in unfinished:
-                    written[row].append(token)
+                    targets[row].append(token)
             if not unfinished:
                 break
-        return written
+        return targets
 
     def _decoder(
         self, module: nn.Module, inputs: Mapping[str, torch.Tensor]
     ) -> _CachedDecoder | _WholeCalls:
-        # Models of transformers, and peft's around them, keep the state of attention; a device's
-        # stand-in for one computes whole calls.
+        # Only models of transformers, and peft's wrappers of them, cache attention. Other backends
+        # replace the module by one that computes whole calls.
         if hasattr(type(module), "generate"):
             return _CachedDecoder(module, inputs)
         width = -(-self.max_tokens // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
@@ -71,19 +71,19 @@ class GreedyDecoding:
 
 
 class _CachedDecoder:
-    """Encodes the sources once, and computes each token from the state that the last one left."""
+    """Encodes the sources once, and computes each token from cached keys and values."""
 
     def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
         self._module = module
-        self._known: dict[str, Any] = dict(inputs)
+        self._inputs: dict[str, Any] = dict(inputs)
 
     def next_logits(self, column: torch.Tensor) -> torch.Tensor:
-        """Return the next token's logits, (samples, vocabulary), behind these, (samples, 1)."""
-        out: Any = self._module(**self._known, decoder_input_ids=column, use_cache=True)
-        encoded = BaseModelOutput(last_hidden_state=out.encoder_last_hidden_state)
-        self._known = {
-            "attention_mask": self._known["attention_mask"],
-            "encoder_outputs": encoded,
+        """Append tokens, (samples, 1), and return the next logits, (samples, vocabulary)."""
+        out: Any = self._module(**self._inputs, decoder_input_ids=column, use_cache=True)
+        encoder_outputs = BaseModelOutput(last_hidden_state=out.encoder_last_hidden_state)
+        self._inputs = {
+            "attention_mask": self._inputs["attention_mask"],
+            "encoder_outputs": encoder_outputs,
             "past_key_values": out.past_key_values,
         }
         logits: torch.Tensor = out.logits[:, -1].float()
@@ -91,7 +91,7 @@ class _CachedDecoder:
 
 
 class _WholeCalls:
-    """Computes each token from the sources and all tokens before, padded behind."""
+    """Computes each token from the sources and all previous tokens, padded at the end."""
 
     def __init__(
         self, module: nn.Module, inputs: Mapping[str, torch.Tensor], text: torch.Tensor

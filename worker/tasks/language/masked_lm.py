@@ -1,8 +1,8 @@
 """Task masked-lm: an encoder (BERT, RoBERTa) learns to fill in masked tokens of running text.
 
-A share of the tokens of each sample is chosen; of those 80 % become the mask token, 10 % another
-token and 10 % stay (Devlin et al. 2018, arXiv:1810.04805). Masks of a microbatch are drawn by its
-own seed, so every worker that computes it draws the same; those of evaluation never change.
+A share of the tokens of each sample is selected. Of those, 80 % become the mask token, 10 % another
+token, and 10 % stay as they are (Devlin et al. 2018, arXiv:1810.04805). A microbatch's masks are
+drawn from its seed, so they are the same on every worker. Masks of evaluation never change.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from worker.tasks.base.transformer import (
     Rows,
     Split,
     TransformerTask,
-    in_parts,
     logits_of,
+    split_into_parts,
 )
 from worker.tasks.language.causal_lm import METRICS, PART_TOKENS
 
@@ -52,17 +52,17 @@ class MaskedLM(TransformerTask):
         check_tokens(data.highest, loaded.vocabulary)
         self._masks = masks = Masks.of(data.tokenizer, loaded.vocabulary, spec.data.mask_share)
         self._train, self._length = data.train, spec.data.max_tokens
-        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "MASKED_LM", spec.seed)
-        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
-        parts = in_parts(measured, max(1, PART_TOKENS // self._length))
+        model = TrainableModel.of(loaded, spec.model, spec.lora, "MASKED_LM", spec.seed)
+        subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = split_into_parts(subset, max(1, PART_TOKENS // self._length))
 
-        def batch_of(samples: Samples, what: str, rows: Rows) -> Batch:
-            key = draws.key_of(spec.seed, what, *rows.tolist())
+        def batch_of(samples: Samples, purpose: str, rows: Rows) -> Batch:
+            key = draws.key_of(spec.seed, purpose, *rows.tolist())
             return masks.batch(samples, rows, self._length, key)
 
         super().__init__(
             spec,
-            tuned,
+            model,
             Split(
                 len(data.train),
                 partial(batch_of, data.train, "mask"),
@@ -87,14 +87,14 @@ class MaskedLM(TransformerTask):
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """How tokens are masked.
+    """The rules for masking tokens.
 
     Attributes:
         mask: The mask token.
         padding: The padding token.
         special: Tokens that are never masked.
-        vocabulary: Other tokens are drawn below it.
-        share: Of the tokens that are predicted.
+        vocabulary: Random tokens are drawn below this number.
+        share: Share of tokens to predict.
     """
 
     mask: int
@@ -105,10 +105,10 @@ class Masks:
 
     @staticmethod
     def of(tokenizer: Any, vocabulary: int, share: float) -> Masks:
-        """Of a tokenizer.
+        """Derive the rules from a tokenizer.
 
         Raises:
-            DataError: It has no mask token.
+            DataError: The tokenizer has no mask token.
         """
         if tokenizer.mask_token_id is None:
             raise DataError(
@@ -116,12 +116,12 @@ class Masks:
                 "BERT, or train a decoder by causal-lm"
             )
         special = np.array(tokenizer.all_special_ids, np.int64)
-        known = min(len(tokenizer), vocabulary)
+        tokens = min(len(tokenizer), vocabulary)
         padding = int(tokenizer.pad_token_id)
-        return Masks(int(tokenizer.mask_token_id), padding, special, known, share)
+        return Masks(int(tokenizer.mask_token_id), padding, special, tokens, share)
 
     def batch(self, samples: Samples, rows: Rows, length: int, key: int) -> Batch:
-        """Mask these samples by draws of this key; at least one token of each."""
+        """Mask at least one token of each of these samples, by draws from this key."""
         tokens = [samples.sample(row)[0][:length] for row in rows.tolist()]
         width = max((len(each) for each in tokens), default=1)
         ids = np.full((len(tokens), width), self.padding, np.int64)
@@ -129,17 +129,19 @@ class Masks:
         for row, each in enumerate(tokens):
             ids[row, : len(each)] = each
             attention[row, : len(each)] = 1
-        may = (attention == 1) & ~np.isin(ids, self.special)
-        chosen_by, become_by, other_by = draws.uniforms(key, 3 * ids.size).reshape(3, *ids.shape)
-        ranked = np.where(may, chosen_by, np.float32(2))
-        chosen = may & ((ranked < self.share) | (ranked == ranked.min(axis=1, keepdims=True)))
-        others = np.minimum(other_by.astype(np.float64) * self.vocabulary, self.vocabulary - 1)
-        read = np.where(chosen & (become_by < _BECOME_MASKS), self.mask, ids)
-        is_other = chosen & (become_by >= 1 - _BECOME_OTHERS)
-        read = np.where(is_other, others.astype(np.int64), read)
-        labels = np.where(chosen, ids, NOTHING)
-        arrays = {"input_ids": read, "attention_mask": attention, "labels": labels}
-        return Batch(arrays, float(np.count_nonzero(chosen)))
+        is_maskable = (attention == 1) & ~np.isin(ids, self.special)
+        choice, replacement, other = draws.uniforms(key, 3 * ids.size).reshape(3, *ids.shape)
+        ranked = np.where(is_maskable, choice, np.float32(2))
+        is_masked = is_maskable & (
+            (ranked < self.share) | (ranked == ranked.min(axis=1, keepdims=True))
+        )
+        other_ids = np.minimum(other.astype(np.float64) * self.vocabulary, self.vocabulary - 1)
+        input_ids = np.where(is_masked & (replacement < _BECOME_MASKS), self.mask, ids)
+        is_other = is_masked & (replacement >= 1 - _BECOME_OTHERS)
+        input_ids = np.where(is_other, other_ids.astype(np.int64), input_ids)
+        labels = np.where(is_masked, ids, NOTHING)
+        arrays = {"input_ids": input_ids, "attention_mask": attention, "labels": labels}
+        return Batch(arrays, float(np.count_nonzero(is_masked)))
 
 
 def masked_loss(

@@ -1,8 +1,8 @@
-"""Task seq2seq: an encoder-decoder (T5, BART) learns to make one text of another.
+"""Task seq2seq: an encoder-decoder (T5, BART) learns to turn one text into another.
 
-Summaries, translations, corrections: the decoder predicts each token of the target from those
-before it and from the encoded source. With `data.generate_tokens` the model also writes a target of
-each held-out source, which is compared with the text of the right one.
+For example into a summary, a translation or a correction. The decoder predicts each token of the
+target from the previous ones and from the encoded source. With `data.generate_tokens`, evaluation
+also generates a target for each held-out source and compares it with the reference.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from worker.tasks.base.transformer import (
     Rows,
     Split,
     TransformerTask,
-    in_parts,
-    numbered,
+    split_into_parts,
+    with_sample_numbers,
 )
 from worker.tasks.language.causal_lm import METRICS, PART_TOKENS
 from worker.tasks.language.greedy_targets import GreedyDecoding
@@ -59,23 +59,25 @@ class Seq2Seq(TransformerTask):
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         check_tokens(max(data.highest, data.labels.highest), loaded.vocabulary)
         start = _start_token(loaded)
-        tuned = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_2_SEQ_LM", spec.seed)
-        measured = holdout.measured(len(data.held_out), spec.data.holdout_samples, spec.seed)
-        parts = in_parts(data.held_out[measured], max(1, PART_TOKENS // spec.data.max_tokens))
-        how: dict[str, Any] = {
+        model = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_2_SEQ_LM", spec.seed)
+        subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
+        parts = split_into_parts(data.held_out[subset], max(1, PART_TOKENS // spec.data.max_tokens))
+        settings: dict[str, Any] = {
             "start": start, "padding": data.padding, "options": loaded.forward_options,
         }  # fmt: skip
-        loss = partial(target_loss, **how)
-        objective = Objective(loss, partial(_evaluate, **how), METRICS)
+        loss = partial(target_loss, **settings)
+        objective = Objective(loss, partial(_evaluate, **settings), METRICS)
         batch: Callable[[Rows], Batch] = data.batch
         notes: dict[str, int] = {}
         if spec.data.generate_tokens is not None:
-            written = WrittenTargets.of(data, loaded, start, spec.data.generate_tokens)
-            objective, batch = written.added_to(objective), numbered(data.batch)
-            notes[NOTE] = written.without_words(np.concatenate([*parts, np.zeros(0, np.int64)]))
+            generated = GeneratedTargets.of(data, loaded, start, spec.data.generate_tokens)
+            objective, batch = generated.extend(objective), with_sample_numbers(data.batch)
+            notes[NOTE] = generated.count_without_words(
+                np.concatenate([*parts, np.zeros(0, np.int64)])
+            )
         super().__init__(
             spec,
-            tuned,
+            model,
             Split(len(data.train), lambda n: data.batch(data.train[n]), parts, batch),
             objective,
             digests=data.digests,
@@ -88,13 +90,13 @@ NOTE: Final = "references_without_words_for_rouge"
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenTargets:
-    """Compares the targets that the model writes with the right ones.
+class GeneratedTargets:
+    """Compares targets that the model generates with the references.
 
     Attributes:
         data: The samples.
-        decoding: How the model writes.
-        tokenizer: The model's.
+        decoding: How targets are generated.
+        tokenizer: The model's tokenizer.
     """
 
     data: PairData
@@ -104,11 +106,11 @@ class WrittenTargets:
     @staticmethod
     def of(
         data: PairData, loaded: pretrained.Pretrained, start: int, max_tokens: int
-    ) -> WrittenTargets:
-        """Evaluate a model by targets of at most `max_tokens` tokens.
+    ) -> GeneratedTargets:
+        """Generate targets of at most `max_tokens` tokens.
 
         Raises:
-            DataError: The model has not so many positions.
+            DataError: The model has fewer positions.
         """
         longest = pretrained.positions(loaded.model)
         if max_tokens > longest:
@@ -117,60 +119,62 @@ class WrittenTargets:
                 f"{max_tokens}; --set data.generate_tokens={longest}"
             )
         ends = end_tokens(loaded.model, data.tokenizer)
-        return WrittenTargets(
+        return GeneratedTargets(
             data, GreedyDecoding(start, data.padding, ends, max_tokens), data.tokenizer
         )
 
-    def added_to(self, objective: Objective) -> Objective:
-        """Return the objective with the metrics of written targets."""
+    def extend(self, objective: Objective) -> Objective:
+        """Return the objective extended by the metrics of generated targets."""
 
         def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
             return {**objective.evaluate(module, arrays), **self._sums(module, arrays)}
 
-        return replace(objective, evaluate=evaluate, metrics=(*objective.metrics, *WRITTEN_METRICS))
+        return replace(
+            objective, evaluate=evaluate, metrics=(*objective.metrics, *GENERATED_METRICS)
+        )
 
-    def without_words(self, rows: Rows) -> int:
-        """Return how many targets have no word that ROUGE counts."""
+    def count_without_words(self, rows: Rows) -> int:
+        """Count the references without a word that ROUGE counts."""
         return sum(not words_of(self.data.target(row)) for row in rows.tolist())
 
     def _sums(self, module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
         sums = dict.fromkeys(("samples", "exact", *NAMES), 0.0)
         targets = self.decoding.targets(module, arrays)
         for row, ids in zip(arrays[ROWS].tolist(), targets, strict=True):
-            written = self.tokenizer.decode(
+            generated = self.tokenizer.decode(
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
             reference = self.data.target(row)
             sums["samples"] += 1
-            sums["exact"] += written.split() == reference.split()
-            for name, value in rouge(reference, written).items():
+            sums["exact"] += generated.split() == reference.split()
+            for name, value in rouge(reference, generated).items():
                 sums[name] += value
         return sums
 
 
-WRITTEN_METRICS: Final = (
+GENERATED_METRICS: Final = (
     *(Metric(name=n, numerator={n: 1}, denominator={"samples": 1}) for n in NAMES),
     Metric(name="exact_match", numerator={"exact": 1}, denominator={"samples": 1}),
 )
 
 
-def shifted(labels: torch.Tensor, start: int, padding: int) -> torch.Tensor:
-    """Return what the decoder reads: the start token, then all labels but the last."""
+def shift_right(labels: torch.Tensor, start: int, padding: int) -> torch.Tensor:
+    """Return the decoder's inputs: the start token, then all labels but the last."""
     first = torch.full_like(labels[:, :1], start)
     before = torch.where(labels[:, :-1] == NOTHING, padding, labels[:, :-1])
     return torch.cat([first, before], dim=1)
 
 
 def _start_token(loaded: pretrained.Pretrained) -> int:
-    """Return the token that a decoder begins with.
+    """Return the token with which the decoder starts.
 
     Raises:
-        DataError: The model begins its targets in another way.
+        DataError: The decoder does not start with a single token.
     """
     model: Any = loaded.model
     start, padding = loaded.config.decoder_start_token_id, loaded.config.pad_token_id
     expected = model.prepare_decoder_input_ids_from_labels(labels=_PROBE.clone())
-    if start is None or not torch.equal(expected, shifted(_PROBE, start, padding)):
+    if start is None or not torch.equal(expected, shift_right(_PROBE, start, padding)):
         raise DataError(
             f"expected a decoder that begins with one start token, got a {type(model).__name__}, "
             "which begins otherwise (mBART's languages); take a T5 or BART"
@@ -190,7 +194,7 @@ def target_loss(
     logits = module(
         input_ids=arrays["input_ids"],
         attention_mask=arrays["attention_mask"],
-        decoder_input_ids=shifted(labels, start, padding),
+        decoder_input_ids=shift_right(labels, start, padding),
         **options,
     ).logits
     return nn.functional.cross_entropy(
@@ -198,6 +202,6 @@ def target_loss(
     )
 
 
-def _evaluate(module: nn.Module, arrays: Mapping[str, Any], **how: Any) -> Sums:
+def _evaluate(module: nn.Module, arrays: Mapping[str, Any], **settings: Any) -> Sums:
     tokens = int((arrays["labels"] != NOTHING).sum())
-    return {"loss_sum": float(target_loss(module, arrays, **how)), "tokens": tokens}
+    return {"loss_sum": float(target_loss(module, arrays, **settings)), "tokens": tokens}

@@ -1,7 +1,7 @@
-"""Task teacher-logits: capture a causal model's logits of each next token of a text.
+"""Task teacher-logits: capture a causal model's logits for each next token of a text.
 
-Nothing is trained. All of the text is cut into samples as in task causal-lm; the student's run
-decides what is held out.
+Nothing is trained. The whole text is divided into samples as in task causal-lm. The student's run
+decides which of them are held out.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
 from worker.tasks.language.causal_lm import load_model, token_loss
 
 _NOTHING_TRAINED = "nothing_trained"
-"""The only parameter of a capture, which no step changes: so a capture is a run like any other."""
+"""The only parameter of a capture. No step changes it; it makes a capture a run like any other."""
 _NOTES: Final = {"train_tokens": "tokens", "train_tokens_with_loss": "tokens_with_loss"}
-"""Nothing is trained here."""
-
-
+"""Names of the data's counts in a run that trains nothing."""
 _CACHED_BYTES: Final = 4 * limits.MIB
-"""Of logits that are reduced at a time on a CPU."""
+"""Logits that a CPU reduces at once, so that they stay in its cache."""
 
 
 class TeacherLogits:
@@ -94,7 +92,7 @@ class TeacherLogits:
         return Batch({"sample_ids": rows, **batch.arrays}, batch.weight)
 
     def evaluation_batch(self, part: int) -> Batch:
-        """Fail: nothing is held out."""
+        """Fail: a capture has no evaluation parts."""
         raise AssertionError(part)
 
 
@@ -102,20 +100,21 @@ def _layout(spec: TeacherLogitsRun, vocabulary: int) -> CaptureLayout:
     """Return the layout of a captured sample.
 
     Raises:
-        DataError: It keeps more logits than the vocabulary has, or a step exceeds its limit.
+        DataError: The run spec asks for more logits than there are tokens in the vocabulary, or the
+            logits of a step exceed their limit.
     """
-    asked, data = spec.capture, spec.data
-    if asked.drawn is None and asked.top_k > vocabulary:
+    capture, data = spec.capture, spec.data
+    if capture.drawn is None and capture.top_k > vocabulary:
         raise DataError(
             f"expected capture.top_k of at most {vocabulary}, the teacher's vocabulary, got "
-            f"{asked.top_k}: --set capture.top_k={vocabulary}"
+            f"{capture.top_k}: --set capture.top_k={vocabulary}"
         )
     layout = CaptureLayout(
         tokens=data.max_tokens,
         vocabulary=vocabulary,
-        top_k=asked.drawn or asked.top_k,
-        drawn=asked.drawn is not None,
-        temperature=asked.temperature,
+        top_k=capture.drawn or capture.top_k,
+        drawn=capture.drawn is not None,
+        temperature=capture.temperature,
     )
     step_bytes = spec.batch.samples * layout.sample_bytes
     if step_bytes > limits.CAPTURED_STEP_BYTES:
@@ -140,14 +139,14 @@ def _captured(
     full = module(input_ids=arrays["input_ids"], **options).logits.float()
     logits = full[..., : layout.vocabulary].flatten(0, 1)  # (rows, vocabulary)
     reduced = [
-        _reduced(rows, of.clamp(min=0), layout)
-        for rows, of in zip(
+        _reduced(rows, row_labels.clamp(min=0), layout)
+        for rows, row_labels in zip(
             logits.split(_rows_at_once(logits)),
             labels.flatten().split(_rows_at_once(logits)),
             strict=True,
         )
     ]
-    losses, kept, ids, lse_1, lse_t = (
+    losses, top_logits, ids, lse_1, lse_t = (
         torch.cat(parts).view(*labels.shape, *parts[0].shape[1:])
         for parts in zip(*reduced, strict=True)
     )
@@ -155,9 +154,11 @@ def _captured(
         shifted = logits.view(*labels.shape, -1)
         shifted = shifted - shifted.amax(-1, keepdim=True)
         ids = _draw(shifted, lse_t, layout, seed, arrays["sample_ids"])
-        kept = shifted.gather(-1, ids)
-    counted = torch.where(labels != NOTHING, losses, 0)
-    return Captured(_records(arrays, layout, ids, kept, (lse_1, lse_t)), float(counted.sum()))
+        top_logits = shifted.gather(-1, ids)
+    label_losses = torch.where(labels != NOTHING, losses, 0)
+    return Captured(
+        _records(arrays, layout, ids, top_logits, (lse_1, lse_t)), float(label_losses.sum())
+    )
 
 
 def _rows_at_once(logits: torch.Tensor) -> int:
@@ -171,44 +172,46 @@ def _reduced(
 ) -> tuple[torch.Tensor, ...]:
     """Reduce rows of logits, (rows, vocabulary), with their labels, (rows,).
 
+    Every logit is relative to its row's maximum.
+
     Returns:
-        The cross-entropy of the label; the largest logits and their ids, (rows, k), minus the
-        row's maximum (none if they are drawn); the log-sum-exp of all, minus it, at temperature 1
-        and at the capture's temperature.
+        The cross-entropy of the label, (rows,); the largest logits and their ids, both (rows, k),
+        with k = 0 if tokens are drawn; the log-sum-exp of all logits at temperature 1 and at the
+        capture's temperature, both (rows,).
     """
     shifted = logits - logits.amax(-1, keepdim=True)
-    kept, ids = shifted.topk(0 if layout.drawn else layout.top_k, dim=-1)
+    top_logits, ids = shifted.topk(0 if layout.drawn else layout.top_k, dim=-1)
     lse_1 = shifted.exp().sum(-1).log()
     losses = lse_1 - shifted.gather(-1, labels[:, None])[:, 0]
     if layout.temperature == 1.0:
-        return losses, kept, ids, lse_1, lse_1
-    return losses, kept, ids, lse_1, shifted.div_(layout.temperature).exp_().sum(-1).log()
+        return losses, top_logits, ids, lse_1, lse_1
+    return losses, top_logits, ids, lse_1, shifted.div_(layout.temperature).exp_().sum(-1).log()
 
 
 def _records(
     arrays: Mapping[str, Any],
     layout: CaptureLayout,
     ids: torch.Tensor,
-    kept: torch.Tensor,
+    top_logits: torch.Tensor,
     lse: Sequence[torch.Tensor],
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the records as bytes, (samples, layout.sample_bytes); zeros after the last row."""
+    """Return the records as bytes, (samples, layout.sample_bytes), with zeros after the rows."""
     inputs, labels = (arrays[name].cpu().numpy() for name in ("input_ids", "labels"))
     counts = labels != NOTHING
     records = np.zeros(len(inputs), record_dtype(layout))
     records["sample_id"] = arrays["sample_ids"].cpu().numpy()
-    # Up to the last token that counts; of those between that do not, all the same is kept.
-    places = np.arange(1, counts.shape[1] + 1)
-    records["rows"] = (places * counts).max(1)
-    there = places <= records["rows"][:, None]
-    records["input_ids"][:, :-1][there] = inputs[there]
+    # The last row is that of the last token that counts; all tokens before it have rows too.
+    positions = np.arange(1, counts.shape[1] + 1)
+    records["rows"] = (positions * counts).max(1)
+    has_row = positions <= records["rows"][:, None]
+    records["input_ids"][:, :-1][has_row] = inputs[has_row]
     records["input_ids"][:, 1:][counts] = labels[counts]
     records["loss_mask"] = counts
-    half = kept.clamp(min=torch.finfo(torch.float16).min).half()
+    half = top_logits.clamp(min=torch.finfo(torch.float16).min).half()
     for name, tensor in (
         ("topk_ids", ids), ("topk_logits", half), ("lse_1", lse[0]), ("lse_T", lse[1])
     ):  # fmt: skip
-        records[name][there] = tensor.cpu().numpy()[there]
+        records[name][has_row] = tensor.cpu().numpy()[has_row]
     return records.view(np.uint8).reshape(len(records), layout.sample_bytes)
 
 
@@ -221,16 +224,16 @@ def _draw(
 ) -> torch.Tensor:
     """Draw tokens from the distribution at the capture's temperature, (samples, length, k).
 
-    Inverts the cumulative distribution in float64 on the host with our own draws, so that every
-    worker draws the same.
+    The cumulative distribution is inverted in float64 on the host, at samestep's own draws, so that
+    every worker draws the same tokens.
     """
-    found = []
+    samples = []
     for number, rows, whole in zip(sample_ids.tolist(), shifted.cpu(), lse.cpu(), strict=True):
         probabilities = torch.exp(rows.double() / layout.temperature - whole.double()[:, None])
         cumulated = probabilities.cumsum(-1)  # (length, vocabulary)
         key = draws.key_of(seed, "capture", number)
         uniforms = draws.uniforms(key, len(rows) * layout.top_k).reshape(len(rows), -1)
         points = torch.from_numpy(np.asarray(uniforms, np.float64)) * cumulated[:, -1:]
-        found.append(torch.searchsorted(cumulated, points, right=True))
-    drawn = torch.stack(found).clamp(max=layout.vocabulary - 1)
-    return drawn.sort(-1).values.to(shifted.device)
+        samples.append(torch.searchsorted(cumulated, points, right=True))
+    token_ids = torch.stack(samples).clamp(max=layout.vocabulary - 1)
+    return token_ids.sort(-1).values.to(shifted.device)

@@ -30,7 +30,7 @@ from worker.models.blocks import cut_into_blocks
 PART_SAMPLES: Final = 64
 PIXELS: Final = 64
 CLASSES: Final = 10
-_FULL_INK: Final = 16.0
+_LARGEST_PIXEL: Final = 16.0
 
 
 class Digits:
@@ -97,7 +97,7 @@ class Mlp(nn.Module):
         super().__init__()
         widths = (PIXELS, *spec.hidden)
         self.layers = nn.ModuleList(
-            _Layer(above, width, spec.dropout) for above, width in itertools.pairwise(widths)
+            _Layer(inputs, width, spec.dropout) for inputs, width in itertools.pairwise(widths)
         )
         self.head = nn.Linear(widths[-1], CLASSES)
 
@@ -127,12 +127,12 @@ def read_digits() -> tuple[Array, NDArray[np.int64]]:
         DataError: scikit-learn is not installed, or lacks its data.
     """
     files = sources.package_files("scikit-learn")
-    found = [file for file in files if file.name == "digits.csv.gz" and file.is_file()]
-    if not found:
+    paths = [file for file in files if file.name == "digits.csv.gz" and file.is_file()]
+    if not paths:
         raise DataError("the installed scikit-learn lacks digits.csv.gz; reinstall scikit-learn")
-    with gzip.open(found[0], "rt", encoding="ascii") as lines:
+    with gzip.open(paths[0], "rt", encoding="ascii") as lines:
         table = np.loadtxt(lines, dtype=np.float32, delimiter=",")
-    return table[:, :-1] / np.float32(_FULL_INK), table[:, -1].astype(np.int64)
+    return table[:, :-1] / np.float32(_LARGEST_PIXEL), table[:, -1].astype(np.int64)
 
 
 def _loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
@@ -142,6 +142,6 @@ def _loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
-    chosen = module(arrays["x"]).argmax(dim=1)
-    correct = int((chosen == arrays["labels"]).sum())
-    return {"correct": correct, "samples": len(chosen)}
+    predictions = module(arrays["x"]).argmax(dim=1)
+    correct = int((predictions == arrays["labels"]).sum())
+    return {"correct": correct, "samples": len(predictions)}

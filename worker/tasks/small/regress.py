@@ -57,11 +57,11 @@ class Regress:
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """Make a batch of these rows."""
-        chosen = np.asarray(samples, np.int64)
-        return Batch({"x": self._x[chosen], "y": self._y[chosen]}, float(len(chosen)))
+        rows = np.asarray(samples, np.int64)
+        return Batch({"x": self._x[rows], "y": self._y[rows]}, float(len(rows)))
 
     def evaluation_batch(self, part: int) -> Batch:
-        """Make a batch of `PART_SAMPLES` samples; all are both trained on and evaluated."""
+        """Make a batch of `PART_SAMPLES` samples: every sample is for training and evaluation."""
         lo = part * PART_SAMPLES
         return self.batch(range(lo, min(lo + PART_SAMPLES, len(self._y))))
 
@@ -70,15 +70,15 @@ def generate(seed: int, samples: int, features: int, noise: float) -> tuple[Arra
     """Generate features in [-1, 1), and targets of a linear law with coefficients in [-1, 1).
 
     Args:
-        seed: Of all draws.
-        samples: The number of rows.
-        features: The number of columns.
-        noise: The standard deviation of the noise on the targets.
+        seed: Seed of all draws.
+        samples: Number of rows.
+        features: Number of columns.
+        noise: Standard deviation of the noise on the targets.
 
     Returns:
         x: (samples, features) and y: (samples,), float32.
     """
-    # Products have twice these bits, their sum at most log2(features + 1) more.
+    # A product has twice as many bits as its factors, a sum at most log2(features + 1) more.
     spare = _FLOAT32_BITS - 1 - features.bit_length()
     bits = max(1, min(8, spare // 2))
     x = _fractions(draws.key_of(seed, "regress x"), samples * features, bits)
@@ -88,18 +88,18 @@ def generate(seed: int, samples: int, features: int, noise: float) -> tuple[Arra
     sums = (x @ w + (b << bits)).astype(np.float64)
     y = sums * 2.0 ** (-2 * bits)
     if noise:
-        y += noise * _bell(draws.key_of(seed, "regress noise"), samples)
+        y += noise * _nearly_normal(draws.key_of(seed, "regress noise"), samples)
     return (x * 2.0**-bits).astype(np.float32), y.astype(np.float32)
 
 
 def _fractions(key: int, count: int, bits: int) -> NDArray[np.int64]:
-    """Draw integers in [-2^bits, 2^bits), which count multiples of 2^-bits."""
+    """Draw numerators in [-2^bits, 2^bits): the fractions are multiples of 2^-bits."""
     shift = np.uint64(64 - bits - 1)
     return (draws.hashes(key, count) >> shift).astype(np.int64) - (1 << bits)
 
 
-def _bell(key: int, count: int) -> NDArray[np.float64]:
-    """Draw sums of twelve uniforms minus six: nearly normal, deviation 1, without a library."""
+def _nearly_normal(key: int, count: int) -> NDArray[np.float64]:
+    """Draw sums of twelve uniforms minus six: nearly normal, with standard deviation 1."""
     rows = draws.uniforms(key, 12 * count).astype(np.float64).reshape(12, count)
     total: NDArray[np.float64] = rows.sum(axis=0)
     return total - 6.0

@@ -1,4 +1,4 @@
-"""Task scripted: blocks of a given size without model and data, for benchmarks."""
+"""Task scripted: blocks of a chosen size, without a model or data, for benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTS: Final = 4
 
 
 class Scripted:
-    """A task that only the scripted backend computes."""
+    """A task that only the scripted backend can compute."""
 
     def __init__(self, spec: RunSpec) -> None:
         elements = spec.scripted.block_bytes // 4
