@@ -1,7 +1,7 @@
 """Recover the settings of the run that wrote a directory, and apply `init_from`.
 
-With `init_from`, settings that decide what the model computes are those of the earlier run, unless
-the new run spec sets them.
+With `init_from`, a new run inherits the settings that determine what the model computes, unless its
+run spec sets them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from protocol.base.errors import DataError, RunSpecError
 from protocol.base.regular_file import read_json
 
 RESULT_INFO_FILE: Final = "samestep.json"
-"""File beside the result of a classify run; see `worker.tasks.labels.result_info`."""
+"""The file beside the result of a classify or tag run; see `worker.tasks.labels.result_info`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class EarlierRun:
     Attributes:
         task: The task.
         model: The section `model`.
-        tokenizer: The section `tokenizer`; None for the model's own.
-        chat_template: None for the tokenizer's own.
+        tokenizer: The section `tokenizer`; None for the model's tokenizer.
+        chat_template: The key `data.chat_template`; None for the tokenizer's template.
         labels: Labels of a classifier, by number.
     """
 
@@ -37,11 +37,11 @@ class EarlierRun:
     labels: tuple[str, ...]
 
     @staticmethod
-    def that_left(directory: Path) -> EarlierRun:
+    def read(directory: Path) -> EarlierRun:
         """Read the settings of the run that wrote a model or an adapter.
 
-        The directory's own files take precedence over those of the run around it, and both over
-        the model card.
+        Files in the directory take precedence over the run directory that contains it, and both
+        over the model card.
 
         Args:
             directory: The directory of the model or adapter.
@@ -49,34 +49,34 @@ class EarlierRun:
         Raises:
             DataError: `samestep.json` cannot be read.
         """
-        own, spec = _own(directory), _spec_around(directory)
-        model = _section(own, "model") or _section(spec, "model") or _of_card(directory)
+        info, spec = _result_info(directory), _spec_around(directory)
+        model = _section(info, "model") or _section(spec, "model") or _model_from_card(directory)
         if name := _section(spec, "model").get("name"):
             model = {**model, "source": _section(spec, "model").get("source"), "name": name}
         return EarlierRun(
-            task=str(own.get("task") or spec.get("task") or ""),
+            task=str(info.get("task") or spec.get("task") or ""),
             model=model,
             tokenizer=_section(spec, "tokenizer") or None,
             chat_template=_section(spec, "data").get("chat_template"),
-            labels=tuple(own.get("labels", ())),
+            labels=tuple(info.get("labels", ())),
         )
 
 
-def _own(directory: Path) -> dict[str, Any]:
+def _result_info(directory: Path) -> dict[str, Any]:
     path = directory / RESULT_INFO_FILE
     try:
-        found = _document(path)
-    except (FileNotFoundError, NotADirectoryError):  # a GGUF file has no directory of its own
+        document = _document(path)
+    except (FileNotFoundError, NotADirectoryError):  # a GGUF file is not a directory
         return {}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {str(path)!r}: {error}") from None
-    labels = found.get("labels")
+    labels = document.get("labels")
     if not isinstance(labels, list) or not all(isinstance(each, str) for each in labels):
         raise DataError(
-            f"expected labels in {str(path)!r}, as a classify run writes it, found none; copy the "
+            f"expected the labels of a classify or tag run in {str(path)!r}, found none; copy the "
             "directory again from the run"
         )
-    return found
+    return document
 
 
 def _spec_around(directory: Path) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _spec_around(directory: Path) -> dict[str, Any]:
         return {}
 
 
-def _of_card(directory: Path) -> dict[str, Any]:
+def _model_from_card(directory: Path) -> dict[str, Any]:
     from protocol.spec.model_card import read_card  # noqa: PLC0415  (it imports run_spec)
 
     facts = read_card(directory)
@@ -100,65 +100,66 @@ def _of_card(directory: Path) -> dict[str, Any]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    return found if isinstance(found, dict) else {}
+    document = read_json(path)
+    return document if isinstance(document, dict) else {}
 
 
 def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
-    found = document.get(key)
-    return found if isinstance(found, dict) else {}
+    section = document.get(key)
+    return section if isinstance(section, dict) else {}
 
 
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 
-OF_BASE: Final = ("base_dtype", "added_tokens")
-"""Keys of `model` that are inherited with an adapter; a whole model has no frozen base."""
-COMPUTING: Final = ("dtype", "precision", "attention")
+INHERITED_WITH_ADAPTER: Final = ("base_dtype", "added_tokens")
+"""Keys of `model` that are inherited with an adapter only, since a full model has no base."""
+INHERITED: Final = ("dtype", "precision", "attention")
 """Keys of `model` that are always inherited."""
-IN_FLOAT16: Final = ("loss_scale", "loss_scale_every")
-"""Keys of `model` that are inherited with precision float16."""
+INHERITED_IN_FLOAT16: Final = ("loss_scale", "loss_scale_every")
+"""Keys of `model` that are inherited if precision is float16."""
 
 
-def begin_from(document: dict[str, Any]) -> None:
-    """Apply `init_from`: fill in `model`, for an adapter also `lora` and `tokenizer`, and the
-    chat template, where the document does not set them.
+def apply_init_from(document: dict[str, Any]) -> None:
+    """Apply `init_from` to a run spec: fill in keys that it does not set.
+
+    These are in `model`, `data.chat_template`, and for an adapter `lora` and `tokenizer`.
 
     Raises:
-        RunSpecError: There is no finished run, or the document names another model.
+        RunSpecError: `init_from` names no finished run, or the document names another model.
     """
     source = document.get("init_from")
     if not isinstance(source, str):
         return
-    found = _result(source)
+    directory = _result(source)
     model = document.setdefault("model", {})
     if not isinstance(model, dict):
         return
     if model.get("config") is not None:
         raise RunSpecError("expected init_from or model.config, got both: remove one of them")
     try:
-        earlier = EarlierRun.that_left(found)
+        earlier = EarlierRun.read(directory)
     except DataError as error:
         raise RunSpecError(f"init_from: {error}") from None
-    if (found / _ADAPTER_CONFIG).is_file():
-        _begin_from_adapter(document, model, found, earlier)
-    elif model.setdefault("source", str(found)) != str(found):
+    if (directory / _ADAPTER_CONFIG).is_file():
+        _init_from_adapter(document, model, directory, earlier)
+    elif model.setdefault("source", str(directory)) != str(directory):
         raise RunSpecError(
             f"expected init_from or model.source, got both ({source!r} and {model['source']!r}): "
             "remove one of them"
         )
-    _take_over(model, earlier.model, COMPUTING)
+    _fill_in(model, earlier.model, INHERITED)
     if model.get("precision") == "float16":
-        _take_over(model, earlier.model, IN_FLOAT16)
+        _fill_in(model, earlier.model, INHERITED_IN_FLOAT16)
     data = document.get("data")
     if isinstance(data, dict) and _reads_conversations(document, data):
-        _take_over(data, {"chat_template": earlier.chat_template}, ("chat_template",))
+        _fill_in(data, {"chat_template": earlier.chat_template}, ("chat_template",))
 
 
-def _begin_from_adapter(
-    document: dict[str, Any], model: dict[str, Any], found: Path, earlier: EarlierRun
+def _init_from_adapter(
+    document: dict[str, Any], model: dict[str, Any], directory: Path, earlier: EarlierRun
 ) -> None:
     try:
-        config = read_json(found / _ADAPTER_CONFIG)
+        config = read_json(directory / _ADAPTER_CONFIG)
         adapter_lora = {
             "r": config["r"],
             "alpha": float(config["lora_alpha"]),
@@ -170,36 +171,39 @@ def _begin_from_adapter(
             "alpha_pattern": config.get("alpha_pattern") or None,
             "target_parameters": config.get("target_parameters") or None,
         }
-        if document.get("task") != "classify":  # its head is trained in full anyway
+        if document.get("task") != "classify":  # classify always trains its head in full
             adapter_lora["modules_to_save"] = config.get("modules_to_save") or None
-        named = str(config["base_model_name_or_path"])
+        base = str(config["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunSpecError(f"cannot read the adapter in {str(found)!r}: {error!r}") from None
+        raise RunSpecError(f"cannot read the adapter in {str(directory)!r}: {error!r}") from None
     if "source" not in model:
-        # A base with a name is found where the earlier run found it.
-        known = earlier.model.get("source") if earlier.model.get("name") == named else None
-        model["source"] = known or named
-        _take_over(model, earlier.model, ("name",))
-    model.setdefault("adapter", str(found))
-    _take_over(model, earlier.model, OF_BASE)
+        # If the base has a name, its files are at the earlier run's source.
+        earlier_source = earlier.model.get("source") if earlier.model.get("name") == base else None
+        model["source"] = earlier_source or base
+        _fill_in(model, earlier.model, ("name",))
+    model.setdefault("adapter", str(directory))
+    _fill_in(model, earlier.model, INHERITED_WITH_ADAPTER)
     lora = document.get("lora")
     if lora is None:
         lora = document["lora"] = {}
     if isinstance(lora, dict):
-        _take_over(lora, adapter_lora, adapter_lora)
+        _fill_in(lora, adapter_lora, adapter_lora)
     if earlier.tokenizer is not None and document.get("task") == "causal-lm":
-        document.setdefault("tokenizer", {"source": str(found)})  # the one it was trained with
+        # The adapter was trained with this tokenizer.
+        document.setdefault("tokenizer", {"source": str(directory)})
 
 
-def _take_over(section: dict[str, Any], earlier: Mapping[str, Any], keys: Iterable[str]) -> None:
+def _fill_in(section: dict[str, Any], earlier: Mapping[str, Any], keys: Iterable[str]) -> None:
     for key in keys:
         if earlier.get(key) is not None:
             section.setdefault(key, earlier[key])
 
 
 def _reads_conversations(document: dict[str, Any], data: dict[str, Any]) -> bool:
-    conversing = document.get("task") in {"causal-lm", "teacher-logits"}
-    return document.get("task") == "dpo" or (conversing and data.get("format", "text") != "text")
+    has_conversations = document.get("task") in {"causal-lm", "teacher-logits"}
+    return document.get("task") == "dpo" or (
+        has_conversations and data.get("format", "text") != "text"
+    )
 
 
 def _result(source: str) -> Path:

@@ -1,7 +1,7 @@
 """Front matter of a model card that model hubs read: https://huggingface.co/docs/hub/model-cards.
 
-A hub refuses a card that names what it does not have, so a base model or a data set is named only
-where its name could be a hub's: `model.name` or `model.source`, and `data.name`.
+A hub refuses a card that refers to unknown models or data sets. So the card names the base model
+(`model.name` or `model.source`) and the data set (`data.name`) only if a hub could know them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _METRICS: Final[Mapping[str, str]] = {
     "pearson": "pearsonr",
     "spearman": "spearmanr",
 }
-"""What a hub calls our metrics."""
+"""A hub's names of samestep's metrics."""
 
 
 def hub_name(name: str | None) -> str | None:
-    """Return a name that could be a hub's, and is no path here; else None."""
+    """Return the name if it could be a hub's and is not a path on this machine, else None."""
     if name is None or not _HUB_NAME.fullmatch(name) or Path(name).exists():
         return None
     return name
@@ -58,16 +58,16 @@ def hub_metadata(
     data: str | None,
     metrics: Mapping[str, float | None],
 ) -> dict[str, Any]:
-    """Return the front matter.
+    """Return the front matter of a model card.
 
     Args:
-        name: Of the run.
-        task: Of the run spec.
-        library: What loads the result.
-        is_adapter: Whether it is an adapter for its base.
-        base: Name or source of the base.
+        name: Name of the run.
+        task: Task of the run spec.
+        library: Library that loads the result, such as `peft`.
+        is_adapter: Whether the result is an adapter for its base.
+        base: Name or source of the base model.
         data: `data.name` of the run spec.
-        metrics: Of the saved state.
+        metrics: Evaluation metrics of the saved state.
     """
     base, data = hub_name(base), hub_name(data)
     pipeline = _PIPELINES.get(task)
@@ -80,14 +80,14 @@ def hub_metadata(
         head["base_model_relation"] = "adapter" if is_adapter else "finetune"
     if data is not None:
         head["datasets"] = [data]
-    found = [*_results(metrics)]
-    if found:
-        head["metrics"] = sorted({each["type"] for each in found})
-    if found and pipeline is not None:
+    results = [*_results(metrics)]
+    if results:
+        head["metrics"] = sorted({each["type"] for each in results})
+    if results and pipeline is not None:
         result = {
             "task": {"type": pipeline},
             "dataset": {"type": data or "custom", "name": data or "held-out samples"},
-            "metrics": found,
+            "metrics": results,
         }
         head["model-index"] = [{"name": name, "results": [result]}]
     return head

@@ -38,7 +38,7 @@ class CaptureLayout(BaseModel):
     A sample is a window of tokens. Row t is the teacher's prediction of token t + 1.
 
     Attributes:
-        tokens: Most rows of a sample, which has one more token than rows.
+        tokens: Most rows of a sample; a sample has one more token than rows.
         vocabulary: Number of tokens in the teacher's vocabulary.
         top_k: Logits per row: the largest ones, or those of drawn tokens.
         drawn: Whether tokens are drawn from the distribution.
@@ -74,7 +74,7 @@ Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS, pat
 BlockKind = Literal["block", "non_block", "buffers", "counters"]
 
 BEST: Final = "best"
-"""Directory of the state with the best evaluation metric, beside that of the last state."""
+"""Directory of the state with the best evaluation metric, beside the last state's."""
 
 RESERVED: Final = frozenset(
     {
@@ -125,9 +125,9 @@ class Block(_Frozen):
     order, each in C order.
 
     Tensors that forward itself changes (running statistics, a teacher) are `buffers`; integers
-    among them are `counters`. No optimizer updates them: what travels instead of a gradient is by
-    how much a microbatch has changed them, and a step adds the mean change, rounded to an integer
-    for counters (`Replica.apply`).
+    among them are `counters`. No optimizer updates them. Instead of a gradient, a worker sends the
+    change that a microbatch made, and a step adds the mean change, rounded to an integer for
+    counters (`Replica.apply`).
     """
 
     name: Name
@@ -140,27 +140,27 @@ class Block(_Frozen):
 
     @property
     def is_trained(self) -> bool:
-        """Whether an optimizer updates these tensors, by their gradients."""
+        """Whether an optimizer updates these tensors by their gradients."""
         return self.kind in {"block", "non_block"}
 
     @property
     def chunk_elements(self) -> int:
         """Elements of each chunk except the last.
 
-        A quarter of the block, within the limits: averages of received chunks are sent while the
-        rest still arrives, so both directions of a link are used at once, and several owners can
-        share each block.
+        A chunk is a quarter of the block, within limits. So averages of the first chunks are sent
+        while the others still arrive, which uses both directions of a link, and several owners can
+        share a block.
         """
         quarter = -(-self.elements // _CHUNKS_OF_A_BLOCK)
-        # topk chooses within regions of 4096: a small chunk is a whole number of them. Larger ones
-        # keep the boundaries of protocol version 10, and so the bits of what topk chooses.
+        # topk selects within regions of 4096 elements, so a small chunk has a whole number of them.
+        # Larger chunks have the boundaries of protocol version 10, for the same bits.
         aligned = _TOPK_REGION if quarter <= 2 * limits.SMALL_CHUNK_ELEMENTS else _ALIGNED_ELEMENTS
         even = -(-quarter // aligned) * aligned
         return min(max(even, limits.SMALL_CHUNK_ELEMENTS), limits.CHUNK_ELEMENTS)
 
     @property
     def chunks(self) -> int:
-        """Number of chunks that the block is sent in."""
+        """Number of chunks into which the block is divided."""
         return max(1, -(-self.elements // self.chunk_elements))
 
     def chunk_slice(self, chunk: int) -> slice:
@@ -203,8 +203,8 @@ class Metric(Ratio):
 
     `exponential` applies exp to the value (perplexity). With `mean_of` the metric is the mean of
     those ratios (macro F1) and has no ratio of its own. With `pearson` it is Pearson's correlation
-    of x and y, with `spearman` that of their ranks, NaN if one of them does not vary; each sample
-    has two sums of its own (`pair_sums`). `detail` marks metrics that are written to files and not
+    of x and y, with `spearman` that of their ranks; it is NaN if x or y does not vary, and each
+    sample has two sums (`pair_sums`). `detail` marks metrics that are written to files and not
     shown on consoles (confusion counts).
     """
 
@@ -242,15 +242,15 @@ Values = NDArray[np.float64]
 
 
 def pair_sums(numbers: Sequence[int], x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
-    """Return the sums of a correlation.
+    """Return the sums from which a correlation is computed.
 
     Args:
-        numbers: Of the samples, distinct in an evaluation.
-        x: One value of each.
-        y: The other value.
+        numbers: Numbers of the samples, distinct in an evaluation.
+        x: The first value of each sample.
+        y: The second value of each sample.
     """
-    ours = {f"{_X}{number}": float(value) for number, value in zip(numbers, x, strict=True)}
-    return ours | {f"{_Y}{number}": float(value) for number, value in zip(numbers, y, strict=True)}
+    sums = {f"{_X}{number}": float(value) for number, value in zip(numbers, x, strict=True)}
+    return sums | {f"{_Y}{number}": float(value) for number, value in zip(numbers, y, strict=True)}
 
 
 def _pairs(sums: dict[str, float]) -> tuple[Values, Values]:
@@ -278,7 +278,7 @@ def _ranks(values: Values) -> Values:
 
 
 class EmbeddingField(_Frozen):
-    """One tensor per sample of what a loss over a whole step reads."""
+    """One tensor per sample that a loss over a whole step reads."""
 
     name: Small
     dtype: Literal["float32", "int64"]
@@ -286,10 +286,10 @@ class EmbeddingField(_Frozen):
 
 
 class EmbeddingLayout(_Frozen):
-    """What a loss over a whole step reads of each sample (`protocol.exact.embedding_rows`).
+    """The tensors of each sample that a loss over a whole step reads.
 
     Fields of float32 are embeddings, through which gradients flow; they come first. Fields of int64
-    are labels and numbers of texts, which the loss reads as they are.
+    are labels and numbers of texts. Both travel as rows (`protocol.exact.embedding_rows`).
     """
 
     fields: tuple[EmbeddingField, ...] = Field(min_length=1, max_length=limits.EMBEDDED_TENSORS)
@@ -334,7 +334,7 @@ class Export(_Frozen):
     files: dict[str, str] = {}
 
     @model_validator(mode="after")
-    def _own_directory(self) -> Export:
+    def _has_free_directory(self) -> Export:
         if self.directory in RESERVED:
             raise ValueError(
                 f"expected a directory that a run does not use, got {self.directory!r}"
@@ -359,19 +359,19 @@ class Manifest(_Frozen):
     evaluation_parts: int = Field(ge=0, le=limits.EVALUATION_PARTS, default=0)
     metrics: tuple[Metric, ...] = ()
     digests: dict[Name, str] = {}
-    """BLAKE3 digests of what was read: base_weights, tokenizer, data."""
+    """BLAKE3 digests of the inputs: base_weights, tokenizer, data."""
     notes: dict[Name, int] = {}
     """Counts to report to the user: texts_truncated, duplicates_removed, tokens."""
     export: Export = Export()
     capture: CaptureLayout | None = None
     """The layout of captured logits, if the run is a capture."""
     embeddings: EmbeddingLayout | None = None
-    """What the loss reads of all samples of a step, if the loss couples them: such a step has two
+    """The tensors of each sample that a loss over all samples of a step reads; such a step has two
     phases (`coordinator.run.exchange.embeddings`)."""
     row_groups: tuple[tuple[int, ...], ...] = ()
-    """Sizes of row groups by file, if samples are in files whose row groups are read at once."""
+    """Sizes of row groups by file, if samples are in files that are read by row group."""
     sampling: Sampling | None = None
-    """How an epoch's samples are drawn; None: each one once."""
+    """How an epoch's samples are drawn; None if each is used once."""
 
     @model_validator(mode="after")
     def _distinct(self) -> Manifest:
@@ -402,7 +402,7 @@ class Manifest(_Frozen):
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples in an epoch."""
         return self.train_samples if self.sampling is None else self.sampling.draws
 
     @property
@@ -411,7 +411,7 @@ class Manifest(_Frozen):
 
     def to_bytes(self) -> bytes:
         """Return the canonical document, which is sent and digested."""
-        # Without them the document, and so its digest, is that of earlier releases.
+        # Unused keys are left out, so that the digest is the same as in earlier releases.
         unset: dict[str, Any] = {
             name: True
             for name in ("capture", "embeddings", "row_groups", "sampling")

@@ -1,8 +1,8 @@
 """The model card: a README beside a trained model with what its run recorded.
 
-It has front matter as model hubs read it (https://huggingface.co/docs/hub/model-cards), with the
-run's facts under `samestep`, and then the same facts as tables. What the run does not know (a
-license, intended use) is left to the publisher.
+Its front matter follows the format of model hubs (https://huggingface.co/docs/hub/model-cards),
+with the run's facts under `samestep`; the body has the same facts as tables. What the run does not
+know (license, intended use) is left to the publisher.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CardFacts(BaseModel):
         outcome: How the run ended.
         steps: Number of steps taken.
         train_samples: Number of training samples.
-        data: The training data as the run spec names it.
-        data_name: Its name, such as a hub's.
+        data: Source of the training data in the run spec.
+        data_name: Name of the data, such as a hub's.
         workers: How many workers took part.
         base: The name or source of the base model; None for a model trained from scratch.
         base_dtype: The type to which frozen weights were rounded.
@@ -58,7 +58,7 @@ class CardFacts(BaseModel):
         weights_digest: Digest of the trained tensors.
         exact: Whether all workers computed with the same numerics profile.
         evaluations: Evaluation metrics, in order of steps.
-        made: What was done to the result later, in sentences.
+        made: Sentences on what was done to the result after the run.
         run_spec: The run spec; empty in cards of earlier releases.
     """
 
@@ -133,7 +133,7 @@ class CardFacts(BaseModel):
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
-        """The last evaluation metrics, if they are of the last step."""
+        """The evaluation metrics of the last step; empty if it was not evaluated."""
         last = self.evaluations[-1] if self.evaluations else None
         return last.figures if last is not None and last.step == self.steps else {}
 
@@ -158,7 +158,7 @@ def _yaml(document: Mapping[str, Any]) -> str:
 
 
 def read_card(directory: Path) -> CardFacts | None:
-    """Read the facts from a directory's card; None if it has no card of samestep."""
+    """Read the facts from a directory's model card; None without a card that samestep wrote."""
     try:
         text = read_regular(directory / CARD).decode("utf-8")
         _, front, _ = text.split(_FENCE, 2)

@@ -1,7 +1,7 @@
 """The run spec: one training job as a YAML document, validated before anything starts.
 
-This is the source of truth for every key. An unknown key is an error that names the nearest known
-one. Each task is a variant of `RunSpec` with its own sections.
+This is the source of truth for every key. An unknown key is an error that names the most similar
+key. Each task is a variant of `RunSpec` with its own sections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protocol.base import limits
 from protocol.base.errors import MessageError, RunSpecError
 from protocol.base.fields import Count, Document, Every
 from protocol.base.regular_file import parse_json
-from protocol.spec.earlier_run import begin_from
+from protocol.spec.earlier_run import apply_init_from
 from protocol.spec.sections.checkpoint import CaptureCheckpoints, CheckpointSpec, StopSpec
 from protocol.spec.sections.data import (
     LOGITS_SUFFIX,
@@ -57,7 +57,7 @@ from protocol.spec.sections.model import (
 from protocol.spec.sections.optimizer import Adamw, AnyOptimizer, OptimizerSpec
 from protocol.spec.sections.section import (
     RESTORED,
-    WRITTEN,
+    USER_DOCUMENT,
     KeyFault,
     Needs,
     OmittedByDefault,
@@ -82,7 +82,7 @@ Role = Literal["data", "validation", "model", "adapter", "tokenizer"]
 """The purpose for which a task reads a file."""
 
 _OF_ANOTHER_TASK: Final = frozenset({"regress", "digits", "scripted"})
-"""Sections that no document has all of, except canonical ones of earlier releases."""
+"""Only canonical documents of earlier releases have all of these sections."""
 _KINDS: Final = {list: "list", str: "text", int: "number", float: "number", bool: "truth value"}
 _OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 
@@ -177,20 +177,20 @@ class RunSpec(Section):
     def _check_stop(self) -> None:
         if self.stop is None:
             return
-        kept = (self.checkpoint.metric, self.checkpoint.better)
+        metric, better = self.checkpoint.metric, self.checkpoint.better
         if not self.evaluate_every:
-            text = "expected evaluations to stop by, got none: --set evaluate_every=N"
+            text = "expected evaluations for early stopping, got none: --set evaluate_every=N"
             raise KeyFault(text, "stop", "evaluate_every")
-        if kept != (self.stop.figure, self.stop.better):
+        if (metric, better) != (self.stop.figure, self.stop.better):
             text = (
                 "expected checkpoint.metric and checkpoint.better as in stop "
-                f"({self.stop.figure}, {self.stop.better}), got {kept[0]}, {kept[1]}: remove them"
+                f"({self.stop.figure}, {self.stop.better}), got {metric}, {better}: remove them"
             )
             raise KeyFault(text, "checkpoint.metric", "checkpoint.better")
 
     def _check_plateau(self) -> None:
         if self.optimizer.plateau is not None and not self.evaluate_every:
-            text = "expected evaluations to lower lr by, got none: --set evaluate_every=N"
+            text = "expected evaluations for schedule plateau, got none: --set evaluate_every=N"
             raise KeyFault(text, "optimizer.plateau", "evaluate_every")
 
     def _check_unit(self) -> None:
@@ -212,10 +212,10 @@ class RunSpec(Section):
             )
         elif tokens != self.batch.samples * data.max_tokens:
             lower = tokens // data.max_tokens * data.max_tokens
-            near = " or ".join(str(n) for n in (lower, lower + data.max_tokens) if n)
+            multiples = " or ".join(str(n) for n in (lower, lower + data.max_tokens) if n)
             text = (
                 f"expected batch.tokens to be a multiple of data.max_tokens, {data.max_tokens}, "
-                f"got {tokens}: set it to {near}"
+                f"got {tokens}: set it to {multiples}"
             )
         if text:
             raise KeyFault(text, "batch.tokens")
@@ -371,7 +371,7 @@ class ModelRun(RunSpec):
 
     @model_validator(mode="after")
     def _names_a_base_only_with_lora(self, info: ValidationInfo) -> Self:
-        if info.context == WRITTEN and self.lora is None and self.model.name is not None:
+        if info.context == USER_DOCUMENT and self.lora is None and self.model.name is not None:
             text = "model.name has no effect without lora; remove it, or set lora"
             raise KeyFault(text, "model.name")
         return self
@@ -396,7 +396,7 @@ class TagRun(ModelRun, lacks=SECTIONS - {"model", "lora", "data"}):
 
 
 class Seq2SeqRun(ModelRun, lacks=SECTIONS - {"model", "lora", "data"}):
-    """Sequence to sequence: an encoder-decoder makes one text of another."""
+    """Sequence to sequence: an encoder-decoder turns one text into another."""
 
     task: Literal["seq2seq"]
     model: PretrainedModel
@@ -424,7 +424,7 @@ class TeacherLogitsRun(
     lacks=SECTIONS - {"model", "data", "tokenizer", "capture"}
     | {"optimizer", "exchange", "replicas", "epochs", "evaluate_every", "stop"},
 ):
-    """The capture of a teacher's logits, once for each sample; nothing is trained."""
+    """A teacher's logits are captured, once for each sample; nothing is trained."""
 
     task: Literal["teacher-logits"]
     model: TeacherModel
@@ -548,19 +548,19 @@ def parse_run_spec(
     """Validate a document of plain dicts and lists.
 
     Args:
-        document: The run spec as YAML or JSON gives it.
+        document: The run spec, parsed from YAML or JSON.
         overrides: `key=value` pairs, dots between nested keys, values in YAML.
-        origin: Where the document is from, for errors.
-        notify: Called with a line for each key that was renamed in a later release.
+        origin: The file or address of the document, for errors.
+        notify: Called with a line for each key that has another name in this release.
 
     Raises:
         RunSpecError: Names each key at fault and what to do.
     """
-    where = f" in {origin!r}" if origin else ""
+    in_origin = f" in {origin!r}" if origin else ""
     if not isinstance(document, Mapping):
         got = "nothing" if document is None else f"a {_KINDS.get(type(document), 'value')}"
         raise RunSpecError(
-            f"expected keys and values{where}, got {got}; a run spec needs at least task: and "
+            f"expected keys and values{in_origin}, got {got}; a run spec needs at least task: and "
             "steps:"
         )
     try:
@@ -568,8 +568,9 @@ def parse_run_spec(
             json.dumps(document, default=str, ensure_ascii=False).encode()
         )
     except (TypeError, ValueError, RecursionError):
-        # YAML has dates as keys, values that contain themselves, and surrogates; JSON has not.
-        raise RunSpecError(f"expected plain keys and values{where}") from None
+        # YAML allows keys that are dates, values that contain themselves, and surrogates; JSON does
+        # not.
+        raise RunSpecError(f"expected plain keys and values{in_origin}") from None
     renamed = rename_keys(merged)
     if merged.keys() >= _OF_ANOTHER_TASK:
         merged = _without_defaults(merged)
@@ -577,12 +578,12 @@ def parse_run_spec(
         renamed += [old for old in RENAMED_KEYS if override.startswith(f"{old}=")]
         apply_override(merged, rename_override(override))
     for old in dict.fromkeys(renamed + rename_keys(merged)):
-        notify(f"{old} is called {RENAMED_KEYS[old]} now: rename it{where}")
+        notify(f"{old} is called {RENAMED_KEYS[old]} now: rename it{in_origin}")
     overrides = [*map(rename_override, overrides)]
-    begin_from(merged)
+    apply_init_from(merged)
     if merged.get("steps", 0) is None:
         del merged["steps"]
-    _count_samples_of_tokens(merged, where)
+    _count_samples_of_tokens(merged, in_origin)
     stop, checkpoint = merged.get("stop"), merged.setdefault("checkpoint", {})
     if isinstance(stop, dict) and isinstance(checkpoint, dict):
         checkpoint.setdefault("metric", stop.get("figure"))
@@ -592,14 +593,14 @@ def parse_run_spec(
     merged = without_lacked_keys(merged, RUNS, everything=False)
     try:
         # Strict JSON mode accepts lists as tuples, but not "8" as 8.
-        return _ADAPTER.validate_json(json.dumps(merged), strict=True, context=WRITTEN)
+        return _ADAPTER.validate_json(json.dumps(merged), strict=True, context=USER_DOCUMENT)
     except ValidationError as error:
         text = explain(RUNS, error, overrides)
-    # A mistake in an override is not the file's.
-    raise RunSpecError(text if text.endswith(")") and "(from --set" in text else text + where)
+    # A mistake in an override is not in the file.
+    raise RunSpecError(text if text.endswith(")") and "(from --set" in text else text + in_origin)
 
 
-def _count_samples_of_tokens(document: dict[str, Any], where: str) -> None:
+def _count_samples_of_tokens(document: dict[str, Any], in_origin: str) -> None:
     """Set `batch.samples` from `batch.tokens`."""
     batch, data = document.get("batch"), document.get("data")
     if not isinstance(batch, dict) or not isinstance(batch.get("tokens"), int):
@@ -610,16 +611,16 @@ def _count_samples_of_tokens(document: dict[str, Any], where: str) -> None:
     # The canonical document has both.
     if batch.get("samples", samples) not in (None, samples):
         raise RunSpecError(
-            f"expected batch.samples or batch.tokens, got both: remove one of them{where}"
+            f"expected batch.samples or batch.tokens, got both: remove one of them{in_origin}"
         )
     batch["samples"] = samples
 
 
 def parse_run_spec_bytes(document: bytes) -> RunSpec:
-    """Read a canonical document of `RunSpec.to_bytes`, of this release or an earlier one.
+    """Read a canonical document, as `RunSpec.to_bytes` of this release or an earlier one wrote it.
 
     Raises:
-        MessageError: It is not a run spec of a release that this one can read.
+        MessageError: It is not a run spec that this release can read.
     """
     try:
         content = used_sections(parse_json(document))
@@ -631,7 +632,7 @@ def parse_run_spec_bytes(document: bytes) -> RunSpec:
 
 
 def used_sections(document: Any) -> Any:
-    """Remove the keys that the task lacks: earlier releases wrote every section."""
+    """Remove the keys that the task lacks, since earlier releases wrote every section."""
     if isinstance(document, dict):
         document = copy.deepcopy(document)
         rename_keys(document)
@@ -648,26 +649,26 @@ def _without_defaults(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_run_spec(document: bytes) -> RunSpec:
-    """Read a document of `RunSpec.to_bytes` that this machine has validated before.
+    """Read a document of `RunSpec.to_bytes` from another process of the same worker.
 
-    For another process of the same worker. Its sources are local paths already, so the checks of
-    key combinations, which are for the user's document, are skipped.
+    It has been validated, and its sources are local paths. So the checks of key combinations, which
+    are for a user's document, are skipped.
     """
     return _ADAPTER.validate_json(document, context=RESTORED)
 
 
 def source_of(spec: RunSpec, role: Role) -> str | None:
-    """Return the source of a role as the run spec names it; None if it names none."""
-    own = spec.is_own_task
+    """Return the source that the run spec names for a role; None if it names none."""
+    is_own = spec.is_own_task
     if role == "data":
         return spec.data.train if spec.data is not None else None
     if role == "validation":
-        return spec.data.validation if spec.data is not None and not own else None
+        return spec.data.validation if spec.data is not None and not is_own else None
     if role == "adapter":
-        return spec.model.adapter if spec.model is not None and not own else None
+        return spec.model.adapter if spec.model is not None and not is_own else None
     if role == "model":
-        return spec.model.source if spec.model is not None and not own else None
-    return spec.tokenizer.source if spec.tokenizer is not None and not own else None
+        return spec.model.source if spec.model is not None and not is_own else None
+    return spec.tokenizer.source if spec.tokenizer is not None and not is_own else None
 
 
 def is_fetched_later(spec: RunSpec, role: Role, name: str) -> bool:

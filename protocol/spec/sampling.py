@@ -1,7 +1,7 @@
-"""How samples are drawn for an epoch, if an epoch is not one pass over all of them.
+"""Draws of an epoch's samples, if an epoch is not one pass over all of them.
 
-Part of the manifest: all workers must agree on the weights, and an audit repeats the draws from
-them. Weights are whole numbers, so that draws are exact on every machine.
+They are part of the manifest, since all workers must agree on the weights, and an audit repeats the
+draws. Weights are whole numbers, so that draws are exact on every machine.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Weights = NDArray[np.uint32]
 
 
 class Sampling(BaseModel):
-    """Draws of an epoch, with or without replacement, by weight or with equal chances.
+    """How to draw an epoch's samples: with or without replacement, by weight or with equal chances.
 
     Attributes:
-        draws: Samples of an epoch.
+        draws: Number of samples in an epoch.
         replacement: Whether a sample can be drawn again in the same epoch.
         packed_weights: Weights by sample: little-endian uint32, deflated, in base64; empty if all
             are equal.
@@ -51,50 +51,55 @@ class Sampling(BaseModel):
 
         Args:
             weights: A number of at least 0 for each sample, float64 of shape (samples,).
-            draws: Samples of an epoch. Default: as many as there are.
+            draws: Number of samples in an epoch; default: as many as there are.
             replacement: Whether a sample can be drawn again in the same epoch.
 
         Raises:
-            DataError: The weights cannot be used.
+            DataError: A weight is negative or not finite, all are zero, or too few samples can be
+                drawn.
         """
-        given = np.asarray(weights, np.float64)
-        wanted = "expected weights of samples: numbers of at least 0 in one dimension, {}: {}"
-        if given.ndim != 1 or not len(given):
-            raise DataError(wanted.format(f"got shape {given.shape}", "give one for each sample"))
-        bad = ~(np.isfinite(given) & (given >= 0))
-        if bad.any():
-            first = int(bad.argmax())
-            raise DataError(wanted.format(f"got {given[first]} for sample {first}", "correct it"))
-        if not given.any():
-            raise DataError(wanted.format("got only zeros", "give some sample a chance"))
-        # Correctly rounded operations: the same whole numbers on every machine.
-        scaled = np.rint(given / given.max() * WEIGHT_STEPS)
-        whole = np.where(given > 0, np.maximum(scaled, 1), 0).astype(_TYPE)
-        draws = len(given) if draws is None else draws
-        possible = int((whole > 0).sum())
+        chances = np.asarray(weights, np.float64)
+        message = "expected weights of samples: numbers of at least 0 in one dimension, {}: {}"
+        if chances.ndim != 1 or not len(chances):
+            raise DataError(
+                message.format(f"got shape {chances.shape}", "give one for each sample")
+            )
+        is_invalid = ~(np.isfinite(chances) & (chances >= 0))
+        if is_invalid.any():
+            first = int(is_invalid.argmax())
+            raise DataError(
+                message.format(f"got {chances[first]} for sample {first}", "correct it")
+            )
+        if not chances.any():
+            raise DataError(message.format("got only zeros", "give some sample a weight above 0"))
+        # These operations are correctly rounded, so the integers are the same on every machine.
+        scaled = np.rint(chances / chances.max() * WEIGHT_STEPS)
+        integers = np.where(chances > 0, np.maximum(scaled, 1), 0).astype(_TYPE)
+        draws = len(chances) if draws is None else draws
+        possible = int((integers > 0).sum())
         if not replacement and draws > possible:
             raise DataError(
                 f"expected at most {possible} draws without replacement, as many as samples with a "
                 f"weight above 0, got {draws}: lower them, or draw with replacement"
             )
-        packed = base64.b64encode(zlib.compress(whole.tobytes(), 9)).decode()
+        packed = base64.b64encode(zlib.compress(integers.tobytes(), 9)).decode()
         if len(packed) > _PACKED_CHARACTERS:
             raise DataError(
-                f"expected weights of {len(given)} samples in {_PACKED_CHARACTERS} bytes, got "
+                f"expected weights of {len(chances)} samples in {_PACKED_CHARACTERS} bytes, got "
                 f"{len(packed)} after compression: round them to fewer distinct values"
             )
         return cls(draws=draws, replacement=replacement, packed_weights=packed)
 
     def __str__(self) -> str:
-        """Return `by weight, with replacement` or the like."""
+        """Return a description such as `by weight, with replacement,`."""
         chances = "with equal chances" if self.weights is None else "by weight"
         return f"{chances}, {'with' if self.replacement else 'without'} replacement,"
 
     def check(self, samples: int) -> None:
-        """Check that these are draws among `samples` samples.
+        """Check that these draws are possible among `samples` samples.
 
         Raises:
-            MessageError: They are not.
+            MessageError: There are other weights than samples, or more draws than samples.
         """
         weights = self.weights
         if weights is not None and len(weights) != samples:
@@ -105,10 +110,10 @@ class Sampling(BaseModel):
 
     @cached_property
     def weights(self) -> Weights | None:
-        """Weights by sample, or None if all are equal.
+        """Weights by sample, (samples,) uint32; None if all are equal.
 
         Raises:
-            MessageError: They are damaged.
+            MessageError: The packed weights are damaged.
         """
         if not self.packed_weights:
             return None
@@ -117,7 +122,7 @@ class Sampling(BaseModel):
             packed = base64.b64decode(self.packed_weights, validate=True)
             data = inflater.decompress(packed, limits.WEIGHTS_BYTES)
         except (binascii.Error, zlib.error):
-            raise MessageError("expected packed weights, got damaged ones") from None
+            raise MessageError("expected weights in base64 and deflate, got damaged ones") from None
         if not inflater.eof or len(data) % _TYPE.itemsize:
-            raise MessageError("expected packed weights of whole numbers, got a part of them")
+            raise MessageError("expected weights of four bytes each, got incomplete ones")
         return np.frombuffer(data, _TYPE)

@@ -1,4 +1,4 @@
-"""Describe the keys of a run spec for people: default, bounds and meaning, one line each."""
+"""Describe the keys of a run spec in one line each: default, bounds, unit and meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.base.errors import UsageError
 from protocol.spec.run_spec import RUNS, RunSpec
 from protocol.spec.sections.section import Tagged, flat, has_key, model_at
 
-_SHOWN: Final = 5
+_SUGGESTIONS: Final = 5
 """Number of similar keys that an error suggests."""
 _TYPE_NAMES: Final = {str: "text", int: "integer", float: "number", bool: "true or false"}
 _KEYS_BY_UNIT: Final = {
@@ -47,16 +47,16 @@ UNITS: Final = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in key
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a run spec, as texts.
+    """One key of a run spec, described in texts.
 
     Attributes:
         path: The key with its sections, joined by dots.
-        is_section: Whether it has keys of its own.
-        choices: Its values, or their bounds.
-        type: The type of a value that is not one of some choices; empty for a section.
+        is_section: Whether the key is a section with keys.
+        choices: The valid values, or their bounds.
+        type: The type of the value; empty for a section and for a key with choices.
         default: The default in YAML; `required`, or `-` for none.
         variants: The tasks, optimizers or formats that have the key; empty for all.
-        description: The meaning.
+        description: The meaning of the key.
     """
 
     path: str
@@ -79,20 +79,20 @@ class Key:
 
     @property
     def text(self) -> str:
-        """Everything except path and default, in one line."""
+        """Variants, choices, unit and description in one line."""
         choices = " ".join(filter(None, [self.choices, self.unit]))
         return "; ".join(filter(None, [self.variants, choices, self.description]))
 
 
 def schema_lines(like: str = "") -> list[str]:
-    """List all keys in the order of the sections, or those that match `like`.
+    """Return a line for each key, in the order of the sections; with `like`, for matching keys.
 
     Raises:
-        UsageError: No key matches; it names the most similar ones.
+        UsageError: No key matches; the error names the most similar ones.
     """
     keys = list(schema_keys())
     if like:
-        keys = _meant(keys, like)
+        keys = _matching_keys(keys, like)
     rows = [(key.path, key.default) for key in keys]
     path, default = (max(map(len, column)) for column in zip(*rows, strict=True))
     return [f"{k.path:{path}}  {k.default:{default}}  {k.text}".rstrip() for k in keys]
@@ -109,7 +109,7 @@ def _keys_of(model: type[BaseModel], parents: list[str]) -> Iterator[Key]:
         section = model_at(model, name)
         tags = " | ".join(RUNS.variants) if path == [RUNS.key] else _variants_with(path)
         choices, kind = ("", "") if section is not None else (_choices(field), _type(field))
-        if "|" in tags:  # the key that selects a variant
+        if "|" in tags:  # this key selects the variant
             choices, kind, tags = tags, "", ""
         if section is None:
             default, meaning = _default(field), field.description or ""
@@ -122,7 +122,7 @@ def _keys_of(model: type[BaseModel], parents: list[str]) -> Iterator[Key]:
 
 
 def _variants_with(path: list[str]) -> str:
-    """Return which variants have a key; empty if all have it or its section's line says so.
+    """Return which variants have a key; empty if all have it, or if the section's line says so.
 
     A user-defined task has every key.
     """
@@ -135,13 +135,14 @@ def _variants_with(path: list[str]) -> str:
     for union, inner in reversed(unions):
         variants = union.variants.items()
         parents = inner[:-1]
-        possible = [tag for tag, each in variants if not parents or has_key(each, parents)]
-        having = [tag for tag in possible if has_key(union.variants[tag], inner)]
-        lacking = [tag for tag in possible if tag not in having]
-        if len(lacking) == 1:
-            return f"not for {lacking[0]}"
-        if lacking:
-            return f"for {', '.join(tag for tag in having if tag != Tagged.OTHER) or Tagged.OTHER}"
+        candidates = [tag for tag, each in variants if not parents or has_key(each, parents)]
+        tags_with_key = [tag for tag in candidates if has_key(union.variants[tag], inner)]
+        tags_without_key = [tag for tag in candidates if tag not in tags_with_key]
+        if len(tags_without_key) == 1:
+            return f"not for {tags_without_key[0]}"
+        if tags_without_key:
+            built_in = [tag for tag in tags_with_key if tag != Tagged.OTHER]
+            return f"for {', '.join(built_in) or Tagged.OTHER}"
     return ""
 
 
@@ -151,18 +152,18 @@ def _default(field: FieldInfo) -> str:
     return "-" if field.default is None else json.dumps(field.default)
 
 
-def _words(field: FieldInfo) -> list[str]:
-    """Return the values of a field that is one of some words, also of a union of such."""
+def _literals(field: FieldInfo) -> list[str]:
+    """Return the text values of a field whose type is a Literal or a union of Literals."""
     parts = [each for part in get_args(field.annotation) for each in (get_args(part) or (part,))]
     return [each for each in parts if isinstance(each, str)]
 
 
 def _choices(field: FieldInfo) -> str:
-    return " | ".join(_words(field)) or _range(field)
+    return " | ".join(_literals(field)) or _range(field)
 
 
 def _type(field: FieldInfo) -> str:
-    return "" if _words(field) else _type_name(field.annotation)
+    return "" if _literals(field) else _type_name(field.annotation)
 
 
 def _type_name(annotation: Any) -> str:
@@ -180,16 +181,16 @@ def _type_name(annotation: Any) -> str:
 
 def _range(field: FieldInfo) -> str:
     """Describe the bounds of a number: `1 to 256`, `0 or more, below 1`; empty without any."""
-    found = {
+    bounds = {
         name: _number(value)
         for constraint in field.metadata
         for name in ("ge", "gt", "le", "lt")
         if (value := getattr(constraint, name, None)) is not None
     }
-    if "ge" in found and "le" in found:
-        return f"{found['ge']} to {found['le']}"
+    if "ge" in bounds and "le" in bounds:
+        return f"{bounds['ge']} to {bounds['le']}"
     words = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
-    return ", ".join(words[name].format(found[name]) for name in words if name in found)
+    return ", ".join(words[name].format(bounds[name]) for name in words if name in bounds)
 
 
 def _number(value: float) -> str:
@@ -200,20 +201,20 @@ def _number(value: float) -> str:
     return f"{int(value):,}" if is_whole else f"{value:g}"
 
 
-def _meant(keys: list[Key], like: str) -> list[Key]:
-    """Return the keys that contain the word, else those with its initials or it in their text."""
-    holding = [key for key in keys if like.lower() in key.path.lower()]
-    if holding:
-        return holding
+def _matching_keys(keys: list[Key], like: str) -> list[Key]:
+    """Return the keys whose path contains the word; else those whose initials or text match."""
+    matches = [key for key in keys if like.lower() in key.path.lower()]
+    if matches:
+        return matches
     initials = "".join(word[:1] for word in like.split("_"))
     words = like.replace("_", " ")
-    found = [key for key in keys if key.name == initials or words in key.text]
-    if found:
-        return found
-    near = sorted(keys, key=lambda key: _closeness(like, key.name), reverse=True)[:_SHOWN]
+    matches = [key for key in keys if key.name == initials or words in key.text]
+    if matches:
+        return matches
+    similar = sorted(keys, key=lambda key: _closeness(like, key.name), reverse=True)[:_SUGGESTIONS]
     raise UsageError(
         f"expected a key of a run spec, got {like!r}; the most similar are "
-        f"{', '.join(key.path for key in near)}; see all with: coordinator schema --text"
+        f"{', '.join(key.path for key in similar)}; see all with: coordinator schema --text"
     )
 
 

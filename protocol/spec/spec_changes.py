@@ -1,7 +1,7 @@
-"""What a resumed run may change in its run spec, and why it may not change the rest.
+"""The keys of its run spec that a resumed run may change, and why it may not change the others.
 
-A run goes on from its state with another spec only where the state stays what it is: the steps that
-were committed keep their meaning, and the later ones are those of the new spec.
+A key may change only if the committed steps and the state keep their meaning. Later steps then
+follow the new run spec.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MAY_CHANGE: Final = {
     "stop": "when the run ends early; evaluations so far count",
     "double_check_every": "how often two workers compute the same",
 }
-"""Keys, each with what it changes; a section stands for its keys."""
+"""What changes with each key; a section stands for its keys."""
 
 _OF_SCHEDULES: Final = {
     "min_lr_ratio", "power", "cycles", "rise_ratio", "start_lr_ratio", "milestones", "gamma",
     "rates", "rates_every", "decay_ratio", "decay", "plateau",
 }  # fmt: skip
-"""Keys of `optimizer` that another schedule does not have."""
+"""Keys of `optimizer` that belong to one schedule."""
 
 _REASONS: Final = {
     "seed": "it decides the order of samples and every random draw",
@@ -75,11 +75,11 @@ def changed_spec(
         changes: `key=value` pairs, as in `parse_run_spec`, or the whole new spec.
 
     Returns:
-        The new spec, and each change, as `steps: 10 -> 20`; none if nothing changes.
+        The new spec, and a line for each change, such as `steps: 10 -> 20`.
 
     Raises:
-        RunSpecError: The result is not valid.
-        UsageError: A key may not change.
+        RunSpecError: The new spec is not valid.
+        UsageError: An override sets a key that may not change.
     """
     new = changes if isinstance(changes, RunSpec) else _with_overrides(spec, changes)
     if fault := refused_change(spec, new):
@@ -89,7 +89,7 @@ def changed_spec(
 
 def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     document = spec.model_dump(mode="json", exclude_defaults=True)
-    # Its sources were resolved when the run began.
+    # `init_from` was applied when the run began.
     init_from = document.pop("init_from", None)
     if any(each.startswith("optimizer.schedule=") for each in overrides):
         for key in _OF_SCHEDULES & document.get("optimizer", {}).keys():
@@ -100,12 +100,12 @@ def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
 
 def refused_change(spec: RunSpec, new: RunSpec) -> str:
     """Describe a change that a resumed run may not make; empty if there is none."""
-    free = spec.optimizer.name == "schedule-free"
+    is_schedule_free = spec.optimizer.name == "schedule-free"
     for key, _, _ in _differences(spec, new):
-        allowed = any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
-        if free and key in {"optimizer.lr", "optimizer.warmup_steps"}:
+        is_allowed = any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
+        if is_schedule_free and key in {"optimizer.lr", "optimizer.warmup_steps"}:
             return f"{key} cannot change: schedule-free weighs its average by the rates; {_NEW_RUN}"
-        if not allowed:
+        if not is_allowed:
             section = key.partition(".")[0]
             reason = _REASONS.get(section, "the steps so far were computed with it")
             return (
@@ -116,7 +116,7 @@ def refused_change(spec: RunSpec, new: RunSpec) -> str:
 
 
 def changes_between(spec: RunSpec, new: RunSpec) -> Iterator[str]:
-    """Yield each difference, as `steps: 10 -> 20`."""
+    """Yield a line for each difference, such as `steps: 10 -> 20`."""
     for key, before, after in _differences(spec, new):
         yield f"{key}: {_text(before)} -> {_text(after)}"
 

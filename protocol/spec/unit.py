@@ -1,4 +1,4 @@
-"""What the exactness of a run is about, in words: a sample, a microbatch or a whole step."""
+"""Describe the unit on which a run's gradients depend: a sample, a microbatch or a whole step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from protocol.spec.sections.tasks import BatchSpec
 
 
 def unit_text(batch: BatchSpec, manifest: Manifest | None) -> str:
-    """Describe what gradients depend on, and which tensors forward changes.
+    """Describe the unit on which gradients depend, and count the tensors that forward changes.
 
     Args:
-        batch: The section of the run spec.
+        batch: The section `batch` of the run spec.
         manifest: The run's manifest; None before a worker is ready.
     """
     if batch.unit == "microbatch":

@@ -17,10 +17,10 @@ from protocol.spec.run_spec import RunSpec
 from protocol.spec.sections.model import LoraSpec
 
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
-_UNLIKE: Final = ("layers_to_transform", "layers_pattern", "exclude_modules")
+_UNSUPPORTED: Final = ("layers_to_transform", "layers_pattern", "exclude_modules")
 """Config keys of LoRA variants that runs do not support."""
-_SHOWN: Final = 10
-"""Number of labels in a message."""
+_SHOWN_LABELS: Final = 10
+"""Most labels in a message."""
 
 
 def adapter_directory(source: str) -> Path:
@@ -55,12 +55,12 @@ def adapter_config(directory: Path) -> dict[str, Any]:
             f"expected a LoRA adapter in {str(path)!r}, got another kind; remove model.adapter to "
             "train a new one"
         )
-    odd = [key for key in _UNLIKE if config.get(key)]
-    odd += ["bias"] if config.get("bias", "none") != "none" else []
-    if odd:
+    unsupported = [key for key in _UNSUPPORTED if config.get(key)]
+    unsupported += ["bias"] if config.get("bias", "none") != "none" else []
+    if unsupported:
         raise DataError(
-            f"expected a plain LoRA adapter in {str(directory)!r}, got one with {odd[0]}: remove "
-            "model.adapter to train a new one"
+            f"expected a plain LoRA adapter in {str(directory)!r}, got one with "
+            f"{unsupported[0]}: remove model.adapter to train a new one"
         )
     return config
 
@@ -71,8 +71,8 @@ def targets_of(config: Mapping[str, Any]) -> tuple[str, ...] | None:
     return tuple(sorted(map(str, targets))) if isinstance(targets, list) else None
 
 
-def lora_more(lora: LoraSpec) -> dict[str, Any]:
-    """Return the seldom used keys of the section `lora`."""
+def rare_lora_keys(lora: LoraSpec) -> dict[str, Any]:
+    """Return the rarely used keys of the section `lora`."""
     return {
         "rslora": lora.rslora,
         "dora": lora.dora,
@@ -82,8 +82,8 @@ def lora_more(lora: LoraSpec) -> dict[str, Any]:
     }
 
 
-def more_of_lora(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same of an adapter's configuration."""
+def rare_keys_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rarely used keys of `lora`, from an adapter's config."""
     return {
         "rslora": bool(config.get("use_rslora")),
         "dora": bool(config.get("use_dora")),
@@ -97,7 +97,7 @@ def check_lora(directory: Path, config: Mapping[str, Any], lora: LoraSpec) -> No
     """Check that an adapter has the rank, scale and layers of the run spec.
 
     Raises:
-        DataError: It does not; names the keys to set.
+        DataError: The adapter differs; names the key to set.
     """
     pairs: list[tuple[str, object, object]] = [
         ("r", config.get("r"), lora.r),
@@ -105,16 +105,15 @@ def check_lora(directory: Path, config: Mapping[str, Any], lora: LoraSpec) -> No
     ]
     if isinstance(lora.targets, tuple):
         pairs.append(("targets", targets_of(config), tuple(sorted(lora.targets))))
-    theirs_more = more_of_lora(config)
-    for key, ours_of_key in lora_more(lora).items():
-        pairs.append((key, theirs_more[key], ours_of_key))
-    for key, theirs, ours in pairs:
-        if theirs != ours:
-            shown = list(theirs) if isinstance(theirs, tuple) else theirs
-            mine = list(ours) if isinstance(ours, tuple) else ours
+    adapter_keys = rare_keys_of_config(config)
+    pairs += [(key, adapter_keys[key], value) for key, value in rare_lora_keys(lora).items()]
+    for key, adapter_value, spec_value in pairs:
+        if adapter_value != spec_value:
+            has = list(adapter_value) if isinstance(adapter_value, tuple) else adapter_value
+            expected = list(spec_value) if isinstance(spec_value, tuple) else spec_value
             raise DataError(
-                f"the adapter in {str(directory)!r} has lora.{key} {shown}, the run spec {mine}: "
-                f"--set lora.{key}={json.dumps(shown)}"
+                f"the adapter in {str(directory)!r} has lora.{key} {has}, the run spec {expected}: "
+                f"--set lora.{key}={json.dumps(has)}"
             )
 
 
@@ -122,7 +121,7 @@ def check_adapter(spec: RunSpec) -> None:
     """Check the adapter that a run spec names, before any worker builds the model.
 
     Raises:
-        DataError: It does not fit the run spec; names the keys to set.
+        DataError: The adapter does not fit the run spec; names the key to set.
     """
     model = spec.model
     if model is None or model.adapter is None or spec.lora is None:
@@ -130,20 +129,20 @@ def check_adapter(spec: RunSpec) -> None:
     directory = adapter_directory(model.adapter)
     config = adapter_config(directory)
     check_lora(directory, config, spec.lora)
-    theirs = str(config.get("base_model_name_or_path") or "")
+    base = str(config.get("base_model_name_or_path") or "")
     source = str(model.source)
-    ours = {source, model.name or source, model_source(source)}
-    if theirs and Path(theirs).name not in {Path(each).name for each in ours}:
+    names = {source, model.name or source, model_source(source)}
+    if base and Path(base).name not in {Path(each).name for each in names}:
         raise DataError(
-            f"the adapter in {str(directory)!r} was trained on {theirs!r}, the run's model is "
+            f"the adapter in {str(directory)!r} was trained on {base!r}, the run's model is "
             f"{source!r}: set model.source to that base, or, if it is the same model, "
-            f"--set model.name={theirs}"
+            f"--set model.name={base}"
         )
     _check_earlier(directory, spec, model.base_dtype)
 
 
 def _check_earlier(directory: Path, spec: RunSpec, base_dtype: str) -> None:
-    earlier = EarlierRun.that_left(directory)
+    earlier = EarlierRun.read(directory)
     rounded = earlier.model.get("base_dtype")
     if rounded not in {None, base_dtype}:
         raise DataError(
@@ -151,11 +150,11 @@ def _check_earlier(directory: Path, spec: RunSpec, base_dtype: str) -> None:
             f"{base_dtype}: --set model.base_dtype={rounded}"
         )
     added = [*(earlier.model.get("added_tokens") or ())]
-    ours = [] if spec.model is None else [*spec.model.added_tokens]
-    if added != ours:
+    spec_tokens = [] if spec.model is None else [*spec.model.added_tokens]
+    if added != spec_tokens:
         raise DataError(
             f"the adapter in {str(directory)!r} has model.added_tokens {added}, the run spec "
-            f"{ours}: "
+            f"{spec_tokens}: "
             f"--set 'model.added_tokens={json.dumps(added)}'"
         )
     if earlier.tokenizer is not None and spec.tokenizer is None:
@@ -171,10 +170,10 @@ def _check_earlier(directory: Path, spec: RunSpec, base_dtype: str) -> None:
 def check_labels(spec: RunSpec, labels: Sequence[str]) -> None:
     """Check that a trained classification head has the labels of the data, in the same order.
 
-    Results of samestep's classify runs record their labels; others do not and are not checked.
+    Only results of samestep's classify runs record their labels; others are not checked.
 
     Args:
-        spec: Names the adapter or model.
+        spec: The run spec that names the adapter or model.
         labels: The labels of the data, by number.
 
     Raises:
@@ -184,29 +183,30 @@ def check_labels(spec: RunSpec, labels: Sequence[str]) -> None:
     if model is None or model.source is None:
         return
     if model.adapter is not None:
-        what, place = "adapter", adapter_directory(model.adapter)
+        kind, directory = "adapter", adapter_directory(model.adapter)
     else:
-        what, place = "model", Path(model_source(model.source))
-    theirs = EarlierRun.that_left(place).labels
-    if not theirs or theirs == tuple(labels):
+        kind, directory = "model", Path(model_source(model.source))
+    trained_labels = EarlierRun.read(directory).labels
+    if not trained_labels or trained_labels == tuple(labels):
         return
     key = "init_from" if spec.init_from is not None else "model.adapter"
-    base = json.dumps(model.source) if what == "adapter" else "BASE (what it began with)"
-    anew = f"--set model.source={base}"
-    if what == "adapter" or spec.init_from is not None:
-        anew = f"leave out {key}, {anew}"
-    ours_shown, theirs_shown = _unlike(labels, theirs), _unlike(theirs, labels)
+    base = json.dumps(model.source) if kind == "adapter" else "BASE (its base model)"
+    new_head = f"--set model.source={base}"
+    if kind == "adapter" or spec.init_from is not None:
+        new_head = f"leave out {key}, {new_head}"
+    has = _list_from_difference(labels, trained_labels)
+    expected = _list_from_difference(trained_labels, labels)
     raise DataError(
-        f"the {what} in {str(place)!r} was trained for the labels {theirs_shown}, the data has "
-        f"{ours_shown}: give data with the same labels, or start with a new head: {anew}"
+        f"the {kind} in {str(directory)!r} was trained for the labels {expected}, the data has "
+        f"{has}: give data with the same labels, or start with a new head: {new_head}"
     )
 
 
-def _unlike(labels: Sequence[str], others: Sequence[str]) -> str:
-    """A list in brackets; of a long one some, from where it differs from another."""
-    if len(labels) <= _SHOWN:
+def _list_from_difference(labels: Sequence[str], others: Sequence[str]) -> str:
+    """Format a list; of a long one, some labels from the first that differs from the other list."""
+    if len(labels) <= _SHOWN_LABELS:
         return str([*labels])
     first = next(
         (n for n, pair in enumerate(zip(labels, others, strict=False)) if len({*pair}) > 1), 0
     )
-    return f"{[*labels[first : first + _SHOWN]]} (from number {first}, of {len(labels)})"
+    return f"{[*labels[first : first + _SHOWN_LABELS]]} (from number {first}, of {len(labels)})"

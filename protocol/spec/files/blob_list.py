@@ -1,8 +1,8 @@
 """The list of files that a run reads: names, sizes and digests.
 
-`StartRun` names the digest of this document; a worker requests it first, and then the files that
-it lacks. Names come from the network and become paths, so they are checked both when a document is
-created and when it is read.
+`StartRun` names the digest of this document; a worker requests the document first, then the files
+that it lacks. Names come from the network and become paths, so they are checked both when a
+document is created and when it is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Form = Literal["file", "directory"]
 
 
 def name_fault(name: str) -> str:
-    """Say why a name cannot be a path inside a directory on every machine; empty if it can."""
+    """Return why a name is not a valid path inside a directory on every machine; empty if it is."""
     try:
         encoded = name.encode()
     except UnicodeEncodeError:
@@ -116,7 +116,7 @@ class BlobList(_Document):
 
     @staticmethod
     def from_bytes(document: bytes) -> BlobList:
-        """Read a document of `to_bytes` that came from the network.
+        """Read a document of `to_bytes` from the network.
 
         Raises:
             MessageError: It is not such a document, or a name in it leads out of its directory.

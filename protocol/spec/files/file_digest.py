@@ -1,4 +1,4 @@
-"""BLAKE3 digests of files, read in pieces: a file that shrinks meanwhile just ends early."""
+"""BLAKE3 digests of files, which are read in pieces; a file that shrinks meanwhile ends early."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def file_digest(path: Path) -> tuple[int, str]:
     """Return a file's size in bytes and its BLAKE3 digest in 64 hex digits.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     check_regular(path.stat().st_mode, path)
     with path.open("rb", buffering=0) as file:
@@ -49,10 +49,10 @@ def open_file_digest(file: io.FileIO) -> tuple[int, str]:
 
 
 def open_plain(path: Path) -> io.FileIO:
-    """Open a regular file that is not a link: the file at a path may have been replaced.
+    """Open a regular file and refuse links, since the file at the path may have been replaced.
 
     Raises:
-        OSError: It cannot be opened, or is another kind of file.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     file = io.FileIO(os.open(path, _PLAIN_FLAGS), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -68,7 +68,7 @@ def identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def lasting_identity(status: os.stat_result, now_ns: int) -> tuple[int, ...]:
-    """Return the identity if every later change will change it, else ().
+    """Return the file's identity if every later change will alter it, else ().
 
     Two writes within one tick of the file system's clock give the same identity.
     """
@@ -84,24 +84,24 @@ class FileDigests:
         self._lock = threading.Lock()
 
     def holds(self, path: Path, size: int, digest: str) -> bool:
-        """Whether there is a readable file of this size and digest."""
+        """Return whether the path is a readable file of this size and digest."""
         try:
             status = path.stat()
             if status.st_size != size:
                 return False
             key = identity(status)
             with self._lock:
-                known, found = self._known.get(path, ((), ""))
-            if known != key:
-                _, found = file_digest(path)
+                cached_key, cached_digest = self._known.get(path, ((), ""))
+            if cached_key != key:
+                _, cached_digest = file_digest(path)
                 with self._lock:
-                    self._known[path] = (key, found)
+                    self._known[path] = (key, cached_digest)
         except OSError:
             return False
-        return found == digest
+        return cached_digest == digest
 
     def remember(self, path: Path, digest: str) -> None:
-        """Store the digest of a file that has just been written."""
+        """Cache the digest of a file that has just been written."""
         try:
             key = identity(path.stat())
         except OSError:

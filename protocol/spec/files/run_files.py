@@ -1,8 +1,8 @@
 """Find the files that a run's task reads, with the same result on the coordinator and on workers.
 
-Only files that the task reads are listed: of a model's directory its configuration, its weights in
-safetensors and its tokenizer, and nothing that could run code. Hub names are left to each worker,
-and so are the sources of a user-defined task, except a data file that is named by its path.
+Only files that the task reads are listed. Of a model's directory these are its configuration, its
+weights in safetensors and its tokenizer, so nothing that could run code. Each worker resolves hub
+names itself, and so it does the sources of a user-defined task, except a data file given by path.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class SourceFiles:
     """The local files of one source of a run spec.
 
     Attributes:
-        role: Their purpose.
-        source: The source as the run spec names it.
+        role: The purpose of the files.
+        source: The source in the run spec.
         form: Whether the task opens a single file or a directory.
-        files: Names within the source and local paths, in the order of the names.
+        files: Each file's name within the source and its local path, sorted by name.
     """
 
     role: Role
@@ -58,7 +58,7 @@ class SourceFiles:
 
 
 def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
-    """Find the files of a role; None if the run spec names none or leaves them to each worker.
+    """Find the files of a role; None if there are none, or each worker finds its own.
 
     Raises:
         DataError: The source is missing, or its files cannot be used.
@@ -71,28 +71,28 @@ def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
         return _data(spec, spec.data)
     if role == "validation":
         assert spec.data is not None
-        same = _data(spec, spec.data.model_copy(update={"train": source}))
-        return None if same is None else replace(same, role="validation")
+        files = _data(spec, spec.data.model_copy(update={"train": source}))
+        return None if files is None else replace(files, role="validation")
     if role == "adapter":
         adapter = adapter_directory(source)
         names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
         return SourceFiles(role, source, "directory", tuple((n, adapter / n) for n in names))
     find = sources.tokenizer_source if role == "tokenizer" else sources.model_source
-    found = Path(find(source))
-    if found.is_file():
-        return _lone(role, source, found)
-    if not found.is_dir():
+    path = Path(find(source))
+    if path.is_file():
+        return _single_file(role, source, path)
+    if not path.is_dir():
         return None
     # A tokenizer needs the model's config too: it may name the class and the special tokens.
-    names = _model_files(found, source) if role == "model" else _there(found, _CONFIGURATION[:1])
-    tokenizer = _tokenizer_files(found)
+    names = _model_files(path, source) if role == "model" else _existing(path, _CONFIGURATION[:1])
+    tokenizer = _tokenizer_files(path)
     if (role == "tokenizer" or spec.tokenizer is None) and not sources.has_vocabulary(tokenizer):
         raise DataError(
             f"expected a tokenizer in {source!r}, found no vocabulary; add the model's "
             "tokenizer.json (or vocab.txt, tokenizer.model)"
         )
     names += tokenizer
-    return SourceFiles(role, source, "directory", tuple((n, found / n) for n in sorted(set(names))))
+    return SourceFiles(role, source, "directory", tuple((n, path / n) for n in sorted(set(names))))
 
 
 def refuse_links_out(files: SourceFiles) -> None:
@@ -121,20 +121,20 @@ def refuse_links_out(files: SourceFiles) -> None:
 def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
     path = Path(os.path.expanduser(data.train))  # noqa: PTH111  (leaves an unknown ~name as it is)
     if spec.is_own_task:
-        return _lone("data", data.train, path) if path.is_file() else None
+        return _single_file("data", data.train, path) if path.is_file() else None
     if spec.task == "distil":
         return _capture(data, path)
     has_rows = not isinstance(data, RunningText | MaskedText)
     if has_rows:
-        found = sources.row_files(data.train, class_folders=isinstance(data, LabeledData))
+        paths = sources.row_files(data.train, class_folders=isinstance(data, LabeledData))
     else:
-        found = sources.corpus_files(data.train, data.pattern)
+        paths = sources.corpus_files(data.train, data.pattern)
     is_package = data.train.startswith(sources.PACKAGE)
-    if found == [path] or (has_rows and is_package):
-        return _lone("data", data.train, found[0])
+    if paths == [path] or (has_rows and is_package):
+        return _single_file("data", data.train, paths[0])
     is_named = path.is_dir() and data.train != sources.PYTHON_STDLIB
-    top = path if is_named else Path(os.path.commonpath([file.parent for file in found]))
-    files = [(_name(file.relative_to(top).as_posix()), file) for file in found]
+    top = path if is_named else Path(os.path.commonpath([file.parent for file in paths]))
+    files = [(_valid_name(file.relative_to(top).as_posix()), file) for file in paths]
     return SourceFiles("data", data.train, "directory", tuple(files))
 
 
@@ -147,11 +147,13 @@ def _capture(data: DataSpec, path: Path) -> SourceFiles:
         )
     logits = [file.name for file in path.iterdir() if file.suffix == LOGITS_SUFFIX]
     names = sorted({CAPTURE_INDEX, *logits, *_tokenizer_files(path)})
-    return SourceFiles("data", data.train, "directory", tuple((_name(n), path / n) for n in names))
+    return SourceFiles(
+        "data", data.train, "directory", tuple((_valid_name(n), path / n) for n in names)
+    )
 
 
-def _lone(role: Role, source: str, path: Path) -> SourceFiles:
-    return SourceFiles(role, source, "file", ((_name(path.name), path),))
+def _single_file(role: Role, source: str, path: Path) -> SourceFiles:
+    return SourceFiles(role, source, "file", ((_valid_name(path.name), path),))
 
 
 def _model_files(directory: Path, source: str) -> list[str]:
@@ -160,7 +162,7 @@ def _model_files(directory: Path, source: str) -> list[str]:
     Raises:
         DataError: There are no weights that can be read without running code.
     """
-    names = _there(directory, _CONFIGURATION)
+    names = _existing(directory, _CONFIGURATION)
     if (directory / _WEIGHTS).is_file():
         return [*names, _WEIGHTS]
     if (directory / _INDEX).is_file():
@@ -171,7 +173,7 @@ def _model_files(directory: Path, source: str) -> list[str]:
             f"expected weights as .safetensors in {source!r}, found none; convert pickled weights "
             "(.bin, .pt), which can run code and are not read"
         )
-    return names + [_name(name) for name in weights]
+    return names + [_valid_name(name) for name in weights]
 
 
 def _shards(index: Path) -> Sequence[str]:
@@ -181,7 +183,7 @@ def _shards(index: Path) -> Sequence[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"cannot read the index of weights {str(index)!r}: {error}") from None
     for name in names:
-        if "/" in _name(name):
+        if "/" in _valid_name(name):
             raise DataError(f"expected plain file names in {str(index)!r}, got {name!r}")
         if not (index.parent / name).is_file():
             raise DataError(f"expected {name!r}, which {str(index)!r} names, found no such file")
@@ -190,14 +192,14 @@ def _shards(index: Path) -> Sequence[str]:
 
 def _tokenizer_files(directory: Path) -> list[str]:
     suffixed = (p.name for p in directory.iterdir() if p.suffix in sources.TOKENIZER_SUFFIXES)
-    return _there(directory, (*_TOKENIZER, *suffixed))
+    return _existing(directory, (*_TOKENIZER, *suffixed))
 
 
-def _there(directory: Path, names: Iterable[str]) -> list[str]:
+def _existing(directory: Path, names: Iterable[str]) -> list[str]:
     return [name for name in names if (directory / name).is_file()]
 
 
-def _name(name: str) -> str:
+def _valid_name(name: str) -> str:
     if fault := name_fault(name):
         raise DataError(f"the file {name!r} cannot be sent to workers: {fault}; rename it")
     return name

@@ -28,7 +28,7 @@ def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         overrides: `key=value` pairs, dots between nested keys, values in YAML.
 
     Raises:
-        RunSpecError: Names each key at fault, and the nearest known key.
+        RunSpecError: Names each key at fault and what to do.
     """
     try:
         text = _read(path).decode("utf-8")
@@ -41,10 +41,10 @@ def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def _read(path: Path) -> bytes:
-    """Read at most the size of a run spec, since a device never ends.
+    """Read at most the size of a run spec, since a device file never ends.
 
     Raises:
-        OSError: It cannot be read, or is larger.
+        OSError: The file cannot be read, or is larger.
     """
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(fd, "rb") as file:

@@ -24,12 +24,12 @@ from protocol.spec.sections.data import USUAL_PATTERN
 PACKAGE: Final = "package:"
 TEXT_SUFFIXES: Final = (".jsonl", ".csv", ".tsv")
 ROW_KINDS: Final = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
-"""Files of rows, by what their names end with; `.gz` or `.zst` may follow."""
+"""Kinds of files with rows, by suffix, which `.gz` or `.zst` may follow."""
 ROW_KINDS_SHOWN: Final = "".join(f".{kind}, " for kind in ROW_KINDS) + "perhaps with .gz or .zst"
 _COMPRESSED: Final = (".gz", ".zst", ".zstd")
 _SAME_KIND: Final = {"ndjson": "jsonl", "jsonlines": "jsonl"}
-_SAVED: Final = "state.json"
-"""Of a data set that the library `datasets` has saved: names its files."""
+_SAVED_STATE: Final = "state.json"
+"""File in a data set that the library `datasets` saved; it names the others."""
 _SAVED_SPLITS: Final = "dataset_dict.json"
 CORPUS_SUFFIXES: Final = (".jsonl", ".txt")
 PYTHON_STDLIB: Final = "python-stdlib"
@@ -72,7 +72,7 @@ def tokenizer_source(source: str) -> str:
 
 
 def has_vocabulary(names: Iterable[str]) -> bool:
-    """Whether one of these files is a tokenizer's vocabulary."""
+    """Return whether one of these files is a tokenizer's vocabulary."""
     return any(n in _VOCABULARIES or n.endswith(TOKENIZER_SUFFIXES) for n in names)
 
 
@@ -91,26 +91,26 @@ def model_source(source: str) -> str:
     if path.is_dir():
         if (path / "config.json").is_file():
             return str(path)
-        found = sorted(path.glob("*" + GGUF))
-        if len(found) != 1:
+        paths = sorted(path.glob("*" + GGUF))
+        if len(paths) != 1:
             raise DataError(
                 f"expected a model in {source!r}, found no config.json; name the directory that "
                 "has it, or one GGUF file"
             )
-        return str(found[0])
+        return str(paths[0])
     if path.is_file() and path.suffix == GGUF:
         return str(path)
     if path.exists() or not _is_hub_name(source):
-        near = difflib.get_close_matches(path.name, _models_in(path.parent), n=1)
-        hint = f"; did you mean {str(path.with_name(near[0]))!r}?" if near else ""
+        similar = difflib.get_close_matches(path.name, _models_in(path.parent), n=1)
+        hint = f"; did you mean {str(path.with_name(similar[0]))!r}?" if similar else ""
         raise DataError(f"expected the directory of a model at {source!r}, found none{hint}")
     return source
 
 
 def _is_hub_name(source: str) -> bool:
-    """Whether the source can be a hub name (`name` or `organization/name`) and not a path.
+    """Return whether the source can be a hub name (`name` or `organization/name`) and not a path.
 
-    It is taken for a path if a directory of the first part's name contains models.
+    It counts as a path if there is a directory named as its first part that contains models.
     """
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) or source.endswith(_MODEL_SUFFIXES):
         return False
@@ -132,13 +132,13 @@ def text_source(source: str) -> Path:
     """
     if source.startswith(PACKAGE):
         name = source.removeprefix(PACKAGE)
-        found = [file for file in package_files(name) if file.suffix in TEXT_SUFFIXES]
-        if len(found) != 1:
+        paths = [file for file in package_files(name) if file.suffix in TEXT_SUFFIXES]
+        if len(paths) != 1:
             raise DataError(
-                f"expected one {', '.join(TEXT_SUFFIXES)} file in {source!r}, found {len(found)}; "
+                f"expected one {', '.join(TEXT_SUFFIXES)} file in {source!r}, found {len(paths)}; "
                 "name a file instead: --set data.train=FILE"
             )
-        return found[0]
+        return paths[0]
     path = expanded(source)
     if path.exists() and not path.is_file():
         raise DataError(
@@ -153,7 +153,7 @@ def text_source(source: str) -> Path:
 
 
 def kind_of(path: Path) -> str:
-    """Return what a file is by the end of its name, compressed or not; one of `ROW_KINDS`, say."""
+    """Return a file's kind, such as one of `ROW_KINDS`, by its suffix before `.gz` or `.zst`."""
     name = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
     kind = name.suffix.lower().removeprefix(".")
     return _SAME_KIND.get(kind, kind)
@@ -165,10 +165,10 @@ def row_files(source: str, *, class_folders: bool = False) -> list[Path]:
     Args:
         source: A file, a directory, a pattern such as `chats/*.jsonl`, a directory that the
             library `datasets` has saved, or `package:DISTRIBUTION`.
-        class_folders: Whether the directory may hold a folder of text files for each class.
+        class_folders: Whether the directory may contain a folder of text files for each class.
 
     Raises:
-        DataError: There are none, or of several kinds.
+        DataError: There are no such files, or they are of several kinds.
     """
     path = expanded(source)
     if source.startswith(PACKAGE) or not (path.is_dir() or is_pattern(source)):
@@ -176,37 +176,37 @@ def row_files(source: str, *, class_folders: bool = False) -> list[Path]:
     if not path.is_dir():
         return pattern_files(source)
     if (path / _SAVED_SPLITS).is_file():
-        splits = sorted(each.parent.name for each in path.glob(f"*/{_SAVED}"))
+        splits = sorted(each.parent.name for each in path.glob(f"*/{_SAVED_STATE}"))
         raise DataError(
             f"expected one data set, got the splits {', '.join(splits)} in {source!r}; name one: "
             f"--set data.train={path / (splits or ['train'])[0]}"
         )
-    if (path / _SAVED).is_file():
+    if (path / _SAVED_STATE).is_file():
         return _saved_files(path)
-    found = [file for file in _visible_files(path) if kind_of(file) in ROW_KINDS]
-    if not found and class_folders:
-        found = [file for file in _visible_files(path) if file.parent != path]
-    if not found:
+    paths = [file for file in _visible_files(path) if kind_of(file) in ROW_KINDS]
+    if not paths and class_folders:
+        paths = [file for file in _visible_files(path) if file.parent != path]
+    if not paths:
         raise DataError(
             f"expected files of rows ({ROW_KINDS_SHOWN}) in {source!r}, found none; name them: "
             "--set data.train=FILE"
         )
-    kinds = sorted({kind_of(file) for file in found})
+    kinds = sorted({kind_of(file) for file in paths})
     if len(kinds) > 1 and kinds[0] in ROW_KINDS:
         raise DataError(
             f"expected files of one kind in {source!r}, found {' and '.join(kinds)}; name those of "
             f"one: --set data.train='{path}/*.{kinds[-1]}'"
         )
-    return found
+    return paths
 
 
 def _saved_files(directory: Path) -> list[Path]:
     """Return the files that a saved data set names.
 
     Raises:
-        DataError: Its list of files is damaged.
+        DataError: The data set's list of files is damaged.
     """
-    state = directory / _SAVED
+    state = directory / _SAVED_STATE
     try:
         names = [str(file["filename"]) for file in read_json(state)["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -218,8 +218,10 @@ def _saved_files(directory: Path) -> list[Path]:
 
 def _visible_files(directory: Path) -> list[Path]:
     files = (file for file in directory.rglob("*") if file.is_file())
-    shown = [f for f in files if not any(p.startswith(".") for p in f.relative_to(directory).parts)]
-    return sorted(shown, key=lambda file: file.relative_to(directory).as_posix())
+    visible = [
+        f for f in files if not any(p.startswith(".") for p in f.relative_to(directory).parts)
+    ]
+    return sorted(visible, key=lambda file: file.relative_to(directory).as_posix())
 
 
 def is_pattern(source: str) -> bool:
@@ -232,16 +234,16 @@ def pattern_files(source: str) -> list[Path]:
     """Return the files that a pattern such as `chats/**/*.jsonl` names, in order.
 
     Raises:
-        DataError: There are none.
+        DataError: There are no such files.
     """
     pattern = os.path.expanduser(source)  # noqa: PTH111  (as above)
-    found = [Path(name) for name in glob.glob(pattern, recursive=True)]  # noqa: PTH207 -- absolute
-    found = sorted((file for file in found if file.is_file()), key=Path.as_posix)
-    if not found:
+    paths = [Path(name) for name in glob.glob(pattern, recursive=True)]  # noqa: PTH207 -- absolute
+    paths = sorted((file for file in paths if file.is_file()), key=Path.as_posix)
+    if not paths:
         raise DataError(
             f"expected files like {source!r}, found none; name them: --set data.train=FILE"
         )
-    return found
+    return paths
 
 
 def fixed_directory(source: str) -> Path:
@@ -253,11 +255,11 @@ def fixed_directory(source: str) -> Path:
 
 def expanded(source: str) -> Path:
     """Return the path that a source names; an unknown `~name` stays as it is."""
-    return Path(os.path.expanduser(source))  # noqa: PTH111  (which `Path.expanduser` refuses)
+    return Path(os.path.expanduser(source))  # noqa: PTH111  (`Path.expanduser` raises)
 
 
 def is_directory(source: str) -> bool:
-    """Whether a source is a directory on this machine."""
+    """Return whether a source is a directory on this machine."""
     return expanded(source).is_dir()
 
 
@@ -275,36 +277,36 @@ def corpus_files(source: str, pattern: str) -> list[Path]:
         return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if source.startswith(PACKAGE):
         files = package_files(source.removeprefix(PACKAGE))
-        found = [file for file in files if file.suffix in CORPUS_SUFFIXES]
-        # The package's metadata is text, too.
-        found = [file for file in found if not file.parent.name.endswith(".dist-info")]
-        found.sort(key=Path.as_posix)
+        paths = [file for file in files if file.suffix in CORPUS_SUFFIXES]
+        # A package's metadata would match, too.
+        paths = [file for file in paths if not file.parent.name.endswith(".dist-info")]
+        paths.sort(key=Path.as_posix)
     else:
         path = expanded(source)
         if not path.is_dir():
             return pattern_files(source) if is_pattern(source) else [text_source(source)]
         if ".." in Path(pattern).parts or Path(pattern).is_absolute():
             raise DataError(f"expected data.pattern to stay inside {source!r}, got {pattern!r}")
-        found = [file for file in path.rglob(pattern) if file.is_file()]
-        found.sort(key=lambda file: file.relative_to(path).as_posix())
-        if not found and pattern == USUAL_PATTERN:
-            found = [file for file in _visible_files(path) if kind_of(file) in ROW_KINDS]
-    if not found:
-        wanted = ", ".join(CORPUS_SUFFIXES) if source.startswith(PACKAGE) else repr(pattern)
+        paths = [file for file in path.rglob(pattern) if file.is_file()]
+        paths.sort(key=lambda file: file.relative_to(path).as_posix())
+        if not paths and pattern == USUAL_PATTERN:
+            paths = [file for file in _visible_files(path) if kind_of(file) in ROW_KINDS]
+    if not paths:
+        expected = ", ".join(CORPUS_SUFFIXES) if source.startswith(PACKAGE) else repr(pattern)
         raise DataError(
-            f"expected files like {wanted} (data.pattern) in {source!r}, found none; name other "
+            f"expected files like {expected} (data.pattern) in {source!r}, found none; name other "
             "files: --set 'data.pattern=*.md'"
         )
-    return found
+    return paths
 
 
 def _model_in_package(distribution: str) -> Path:
     files = package_files(distribution)
-    weighted = {file.parent for file in files if file.suffix in _WEIGHTS_SUFFIXES}
-    configured = {file.parent for file in files if file.name == "config.json"}
-    found = sorted(weighted & configured, key=lambda path: (len(path.parts), str(path)))
-    if found:
-        return found[0]
+    with_weights = {file.parent for file in files if file.suffix in _WEIGHTS_SUFFIXES}
+    with_config = {file.parent for file in files if file.name == "config.json"}
+    paths = sorted(with_weights & with_config, key=lambda path: (len(path.parts), str(path)))
+    if paths:
+        return paths[0]
     quantized = [file for file in files if file.suffix == GGUF]
     if len(quantized) != 1:
         raise DataError(

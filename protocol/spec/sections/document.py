@@ -129,17 +129,17 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise RunSpecError(f"expected --set KEY=VALUE, got {override!r}")
     *parents, last = key.split(".")
-    at = document
+    section = document
     for parent in parents:
-        inner = at.setdefault(parent, {})
+        inner = section.setdefault(parent, {})
         if not isinstance(inner, dict):
             raise RunSpecError(
                 f"--set {override!r}: {parent!r} has a value and is not a section; set that key "
                 "itself"
             )
-        at = inner
+        section = inner
     try:
-        at[last] = read_yaml(text)
+        section[last] = read_yaml(text)
     except yaml.constructor.ConstructorError as error:
         raise RunSpecError(f"--set {override!r}: {error.problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -160,7 +160,7 @@ def rename_keys(document: dict[str, Any]) -> list[str]:
 
     A document that has both names is left alone: the old one is then an unknown key.
     """
-    found = []
+    old_names = []
     for old, new in RENAMED_KEYS.items():
         *parents, last = old.split(".")
         section: Any = document
@@ -169,8 +169,8 @@ def rename_keys(document: dict[str, Any]) -> list[str]:
         renamed = new.rpartition(".")[2]
         if isinstance(section, dict) and last in section and renamed not in section:
             section[renamed] = section.pop(last)
-            found.append(old)
-    return found
+            old_names.append(old)
+    return old_names
 
 
 def yaml_fault(error: yaml.YAMLError | ValueError | RecursionError) -> str:

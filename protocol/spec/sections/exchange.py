@@ -21,7 +21,7 @@ Topology = Literal["auto", "star", "sharded"]
 Codec = Literal["float32", "bfloat16", "int8", "int4", "topk"]
 DenseCodec = Literal["float32", "bfloat16", "int8", "int4"]
 
-_WHOEVER_CAME: Final = (
+_BY_ATTENDANCE: Final = (
     "quorum", "min_replicas", "asynchronous", "async", "staleness", "timeout_s", "merging",
 )  # fmt: skip
 _BY_SPEED: Final = ("auto", "measured", "dynamic", "adaptive")
@@ -129,10 +129,10 @@ class ReplicasSpec(Section):
     def _refuse_what_depends_on_machines(cls, document: Any) -> Any:
         if not isinstance(document, Mapping):
             return document
-        asked = next((key for key in _WHOEVER_CAME if key in document), None)
-        if asked is not None:
+        key = next((name for name in _BY_ATTENDANCE if name in document), None)
+        if key is not None:
             raise ValueError(
-                f"expected a result that does not depend on the machines, got {asked!r}; remove "
+                f"expected a result that does not depend on the machines, got {key!r}; remove "
                 "it: every round has all `count` replicas, whichever machines compute them"
             )
         if document.get("inner_steps") in _BY_SPEED:

@@ -1,4 +1,4 @@
-"""Describe validation errors of a run spec: the key, what was expected, what came, what to do."""
+"""Describe validation errors of a run spec: key, what was expected, value, and what to do."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from protocol.spec.sections.section import KeyFault, Model, Tagged, flat, has_ke
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,53}$"
 
-_MOST: Final = 5
-"""Mistakes shown at once."""
+_SHOWN_MISTAKES: Final = 5
+"""Most mistakes in one message."""
 _BOUNDS: Final = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "of at least"),
@@ -54,7 +54,7 @@ class _Location:
     Attributes:
         keys: The path of keys.
         model: The section or union there; None for a value or an unknown key.
-        unions: Each union on the path, with the document's tag and the number of keys before it.
+        unions: Each union on the path, with its tag in the document and the number of keys before.
     """
 
     def __init__(self, model: Model, location: Iterable[Any]) -> None:
@@ -79,7 +79,7 @@ class _Location:
 
 
 def explain(model: Model, error: ValidationError, overrides: Sequence[str] = ()) -> str:
-    """Describe all mistakes in one line: the key, what was expected, what came, and what to do.
+    """Describe all mistakes in one line: the key, what was expected, its value, and what to do.
 
     Args:
         model: The section or union that was validated.
@@ -88,91 +88,94 @@ def explain(model: Model, error: ValidationError, overrides: Sequence[str] = ())
     """
     mistakes = error.errors()
     # Show a misspelled key before the key that is missing because of it.
-    mistakes.sort(key=lambda one: one["type"] != "extra_forbidden")
-    lines = [*dict.fromkeys(_line(model, one, overrides) for one in mistakes)]
-    more = f"; and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
-    return "; ".join(lines[:_MOST]) + more
+    mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
+    lines = [*dict.fromkeys(_line(model, mistake, overrides) for mistake in mistakes)]
+    more = f"; and {len(lines) - _SHOWN_MISTAKES} more" if len(lines) > _SHOWN_MISTAKES else ""
+    return "; ".join(lines[:_SHOWN_MISTAKES]) + more
 
 
 def set_by(keys: Iterable[str], overrides: Sequence[str]) -> list[str]:
     """Return the `key=value` pairs that set one of the keys, a part of it, or its section."""
-    wanted = [f"{key}." for key in keys]
+    prefixes = [f"{key}." for key in keys]
     pairs = ((each, f"{each.partition('=')[0]}.") for each in overrides)
     return [
         each
-        for each, put in pairs
-        if any(put.startswith(key) or key.startswith(put) for key in wanted)
+        for each, prefix in pairs
+        if any(prefix.startswith(key) or key.startswith(prefix) for key in prefixes)
     ]
 
 
-def _line(model: Model, one: Any, overrides: Sequence[str]) -> str:
-    at = _Location(model, one["loc"])
-    fault = (one.get("ctx") or {}).get("error")
-    keys = [at.path] if at.keys else []
+def _line(model: Model, mistake: Any, overrides: Sequence[str]) -> str:
+    location = _Location(model, mistake["loc"])
+    fault = (mistake.get("ctx") or {}).get("error")
+    keys = [location.path] if location.keys else []
     if isinstance(fault, KeyFault):
-        keys = [at.within(key) for key in fault.keys]
-    text = str(fault) if isinstance(fault, KeyFault) else _text(model, at, one)
+        keys = [location.within(key) for key in fault.keys]
+    text = str(fault) if isinstance(fault, KeyFault) else _text(model, location, mistake)
     if isinstance(fault, KeyFault) and not any(key in text for key in keys):
         text = f"{keys[0]}: {text}"
-    said = set_by(keys, overrides)
-    return f"{text} (from --set {said[-1]})" if said else text
+    pairs = set_by(keys, overrides)
+    return f"{text} (from --set {pairs[-1]})" if pairs else text
 
 
-def _text(model: Model, at: _Location, one: Any) -> str:
-    match one["type"]:
+def _text(model: Model, location: _Location, mistake: Any) -> str:
+    match mistake["type"]:
         case "extra_forbidden":
-            return _lacked(at) or f"unknown key {at.path!r}{_hint(model, at)}"
-        case "missing" if at.path in _ADVICE:
-            return f"the section {at.path!r} is missing; {_ADVICE[at.path]}"
+            return (
+                _key_of_other_variant(location)
+                or f"unknown key {location.path!r}{_hint(model, location)}"
+            )
+        case "missing" if location.path in _ADVICE:
+            return f"the section {location.path!r} is missing; {_ADVICE[location.path]}"
         case "missing":
-            return f"the key {at.path!r} is missing"
+            return f"the key {location.path!r} is missing"
         case "union_tag_invalid" | "union_tag_not_found":
-            return _unknown_tag(at, one["input"])
-    text = expected_words(one)
-    if not at.keys:
+            return _unknown_tag(location, mistake["input"])
+    text = expected_words(mistake)
+    if not location.keys:
         return text
     if " got " in text:
-        return f"{at.path}: {text}"
-    got = f"got {json.dumps(one['input'], default=str)[:80]}"
+        return f"{location.path}: {text}"
+    got = f"got {json.dumps(mistake['input'], default=str)[:80]}"
     if text.endswith("?"):
-        return f"{at.path}: {got}, {text}"
-    return f"{at.path}: {text}, {got}"
+        return f"{location.path}: {got}, {text}"
+    return f"{location.path}: {text}, {got}"
 
 
-def expected_words(one: Any) -> str:
-    """Say what one of pydantic's errors expected."""
-    limits = one.get("ctx") or {}
-    if one["type"] in _BOUNDS:
-        bound, words = _BOUNDS[one["type"]]
+def expected_words(mistake: Any) -> str:
+    """Return what one of pydantic's errors expected."""
+    limits = mistake.get("ctx") or {}
+    if mistake["type"] in _BOUNDS:
+        bound, words = _BOUNDS[mistake["type"]]
         return f"expected a number {words} {limits[bound]:g}"
-    if one["type"] == "string_pattern_mismatch":
+    if mistake["type"] == "string_pattern_mismatch":
         return _PATTERNS.get(limits["pattern"], "expected other characters")
-    said = str(one["msg"]).removeprefix("Value error, ")
-    message = said.removeprefix("Input should be ")
-    if message != said:
+    text = str(mistake["msg"]).removeprefix("Value error, ")
+    message = text.removeprefix("Input should be ")
+    if message != text:
         return f"expected {_TYPES.get(message, message)}"
     return message[0].lower() + message[1:]
 
 
-def _lacked(at: _Location) -> str:
+def _key_of_other_variant(location: _Location) -> str:
     """Describe a key that only other variants have; empty if no variant has it."""
-    for union, tag, start in reversed(at.unions):
-        rest = at.keys[start:]
+    for union, tag, start in reversed(location.unions):
+        rest = location.keys[start:]
         others = [each for each, variant in union.variants.items() if has_key(variant, rest)]
         if not others:
             continue
         others = [each for each in others if each != Tagged.OTHER] or others
         name = tag if union.key == "name" else f"{union.key} {tag}"
-        own = _own_keys(union, tag) if len(rest) == 1 else []
+        own = _distinct_keys(union, tag) if len(rest) == 1 else []
         expected = f"; expected one of {', '.join(own)}" if own else ""
-        key = ".".join([*at.keys[:start], union.key])
-        advice = _ADVICE.get(at.path) if len(rest) > 1 else ""
+        key = ".".join([*location.keys[:start], union.key])
+        advice = _ADVICE.get(location.path) if len(rest) > 1 else ""
         remedy = advice or f"remove it, or set {key} to {listed(others)}"
-        return f"{at.path}: {name} has no {'.'.join(rest)!r}{expected}; {remedy}"
+        return f"{location.path}: {name} has no {'.'.join(rest)!r}{expected}; {remedy}"
     return ""
 
 
-def _own_keys(union: Tagged, tag: str) -> list[str]:
+def _distinct_keys(union: Tagged, tag: str) -> list[str]:
     """Return the keys that distinguish a variant: those that at least two others lack."""
     variants = {*union.variants.values()}
     few = min(2, len(variants) - 1)
@@ -180,52 +183,55 @@ def _own_keys(union: Tagged, tag: str) -> list[str]:
     return [key for key in keys if sum(key in each.lacked for each in variants) >= few]
 
 
-def _unknown_tag(at: _Location, given: Any) -> str:
-    assert isinstance(at.model, Tagged)
-    tagged, tags = at.model, [*at.model.variants]
-    if not isinstance(given, dict):
-        return f"{at.path}: expected a section of keys and values, got {json.dumps(given)[:80]}"
-    place = at.within(tagged.key)
-    if tagged.key not in given:
-        # Without its tag, which may be misspelled, a variant's keys cannot be checked.
+def _unknown_tag(location: _Location, document: Any) -> str:
+    assert isinstance(location.model, Tagged)
+    tagged, tags = location.model, [*location.model.variants]
+    if not isinstance(document, dict):
+        got = json.dumps(document)[:80]
+        return f"{location.path}: expected a section of keys and values, got {got}"
+    tag_key = location.within(tagged.key)
+    if tagged.key not in document:
+        # The tag's key may be misspelled, and without it the variant is unknown.
         fields = flat(tagged).model_fields
-        unknown = [key for key in given if key not in fields]
-        said = [f"unknown key {at.within(key)!r}{_alike(key, fields)}" for key in unknown]
-        return "; ".join([*said[:_MOST], f"the key {place!r} is missing"])
-    value = given[tagged.key]
+        unknown = [key for key in document if key not in fields]
+        mistakes = [
+            f"unknown key {location.within(key)!r}{_did_you_mean(key, fields)}" for key in unknown
+        ]
+        return "; ".join([*mistakes[:_SHOWN_MISTAKES], f"the key {tag_key!r} is missing"])
+    value = document[tagged.key]
     if isinstance(value, str) and (refusal := tagged.refusal(value)):
-        return f"{place}: {refusal}"
-    hint = _alike(str(value), tags)
+        return f"{tag_key}: {refusal}"
+    hint = _did_you_mean(str(value), tags)
     own = " of your own" if Tagged.OTHER in tags else ""
-    return f"{place}: expected {listed(tags)}{own}, got {json.dumps(value)[:80]}{hint}"
+    return f"{tag_key}: expected {listed(tags)}{own}, got {json.dumps(value)[:80]}{hint}"
 
 
-def _alike(word: str, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, [*words], n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _did_you_mean(word: str, words: Iterable[str]) -> str:
+    suggestions = difflib.get_close_matches(word, [*words], n=1)
+    return f"; did you mean {suggestions[0]!r}?" if suggestions else ""
 
 
-def _hint(model: Model, at: _Location) -> str:
+def _hint(model: Model, location: _Location) -> str:
     """Suggest the intended key: a similar one, or one with these initials, in any section."""
-    *parents, key = at.keys
-    root = at.unions[0][0].variants[at.unions[0][1]] if at.unions else flat(model)
-    here = _keys_at(root, parents)
+    *parents, key = location.keys
+    root = location.unions[0][0].variants[location.unions[0][1]] if location.unions else flat(model)
+    in_this_section = _keys_at(root, parents)
     everywhere = [(name, name) for name in root.model_fields]
     for section in root.model_fields:
         everywhere += [(f"{section}.{name}", name) for name in _keys_at(root, [section])]
     initials = "".join(word[:1] for word in key.split("_"))
-    alike = difflib.get_close_matches(key, here, n=1)
-    elsewhere = [full for full, name in everywhere if name == key]
-    near = (
-        (alike if parents or not elsewhere else []) + elsewhere
-        or [name for name in here if name == initials]
+    similar = difflib.get_close_matches(key, in_this_section, n=1)
+    in_other_sections = [full for full, name in everywhere if name == key]
+    suggestions = (
+        (similar if parents or not in_other_sections else []) + in_other_sections
+        or [name for name in in_this_section if name == initials]
         or [full for full, name in everywhere if name == initials]
     )
-    # Someone who names a section usually means a key in it.
-    keys = f"; there are {', '.join(here)}" if here else ""
-    if near:
-        meant = f"; did you mean {' or '.join(map(repr, near))}?"
-        return keys + meant if parents and near == elsewhere else meant
+    # A user who names the right section usually means one of its keys.
+    keys = f"; there are {', '.join(in_this_section)}" if in_this_section else ""
+    if suggestions:
+        suggestion = f"; did you mean {' or '.join(map(repr, suggestions))}?"
+        return keys + suggestion if parents and suggestions == in_other_sections else suggestion
     return keys
 
 

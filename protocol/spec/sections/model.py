@@ -24,9 +24,9 @@ from protocol.spec.sections.section import RESTORED, KeyFault, Needs, OmittedByD
 ComputePrecision = Literal["float32", "bfloat16", "float16"]
 
 
-def _offered_dtype(name: Any) -> Any:
-    asked = str(name).lower()
-    if re.fullmatch(r"i?q\d_.*|(mx|nv)?fp[48].*", asked) and asked not in {"q8_0", "q4_0"}:
+def _supported_dtype(name: Any) -> Any:
+    lowercase = str(name).lower()
+    if re.fullmatch(r"i?q\d_.*|(mx|nv)?fp[48].*", lowercase) and lowercase not in {"q8_0", "q4_0"}:
         raise ValueError(
             f"{name} is not supported: its scales have scales or offsets of their own; use float32 "
             "to keep the file's values, or q8_0, q4_0, nf4, int8 or int4 to round them again"
@@ -36,7 +36,7 @@ def _offered_dtype(name: Any) -> Any:
 
 BaseDtype = Annotated[
     Literal["float32", "bfloat16", "float16", "int8", "int4", "nf4", "q8_0", "q4_0"],
-    BeforeValidator(_offered_dtype),
+    BeforeValidator(_supported_dtype),
 ]
 
 
@@ -143,7 +143,7 @@ class TokenizerSpec(Section):
     )
 
 
-_SELDOM: Final = (
+_RARE_KEYS: Final = (
     "rslora", "dora", "target_parameters", "modules_to_save", "rank_pattern", "alpha_pattern",
 )  # fmt: skip
 
@@ -186,9 +186,9 @@ class LoraSpec(Section):
 
     @model_serializer(mode="wrap")
     def _without_idle_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what most adapters do without: their documents are those of releases before."""
+        """Leave out unused rare keys, so that digests are the same as in earlier releases."""
         document: dict[str, Any] = dump(self)
-        return {key: value for key, value in document.items() if value or key not in _SELDOM}
+        return {key: value for key, value in document.items() if value or key not in _RARE_KEYS}
 
     @model_validator(mode="after")
     def _has_no_dropout_of_parameters(self) -> Self:

@@ -32,23 +32,23 @@ _INEXACT: Final = {
 
 
 def _refusal(name: str) -> str:
-    plain = name.lower().replace("-", "").replace("_", "")
+    letters = name.lower().replace("-", "").replace("_", "")
     for part, reason in _INEXACT.items():
-        if part in plain:
+        if part in letters:
             return f"{name} is not supported: {reason}; use adamw, lion or schedule-free"
     return ""
 
 
-def _listed(given: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return (
-        (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     )
 
 
 _Pattern = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS, pattern=PRINTABLE)]
 _Patterns = Annotated[
     tuple[_Pattern, ...],
-    BeforeValidator(_listed),
+    BeforeValidator(_as_tuple),
     Field(min_length=1, max_length=limits.TENSORS),
 ]
 

@@ -1,8 +1,8 @@
 """Base classes of the sections of a run spec: tagged unions, and keys that depend on other keys.
 
-A tagged union, such as the optimizers, has a base class with all keys, which code reads, and one
-variant for each tag, which a document can contain. A variant lacks the keys that have no effect in
-it: a document cannot set them, and code reads their defaults.
+A tagged union, such as the optimizers, has a base class with all keys and a variant for each tag.
+Documents contain variants, code reads the base class. A variant lacks the keys that have no effect
+in it: a document cannot set them, and code reads their defaults.
 
     class OptimizerSpec(Section): name; lr; momentum; betas
     class Sgd(OptimizerSpec, lacks={"momentum", "betas"}): name: Literal["sgd"]
@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-WRITTEN: Final = "written"
+USER_DOCUMENT: Final = "written"
 """Validation context of a user's document: a key without effect is an error."""
 RESTORED: Final = "restored"
 """Validation context of a document that was validated before its sources became local paths: only
@@ -52,8 +52,9 @@ class Needs:
 
     Attributes:
         key: The other key.
-        values: The values it must have; empty: any but null, false and zero; (None,): null.
-        advice: What else the user can do.
+        values: The values that give this key an effect: if empty, any but null, false and zero;
+            (None,) stands for null.
+        advice: Further advice to the user.
     """
 
     key: str
@@ -61,23 +62,23 @@ class Needs:
     advice: str = ""
 
     def is_met(self, value: Any) -> bool:
-        """Whether the key has an effect, given the other key's value."""
+        """Return whether the key has an effect, given the other key's value."""
         return value in self.values if self.values else bool(value)
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """See pydantic; the validator is called only if the document has the key."""
         return core_schema.with_info_after_validator_function(self._check, handler(kind))
 
-    def _check(self, own: Any, info: ValidationInfo) -> Any:
-        idle = self.key in info.data and not self.is_met(info.data[self.key])
-        if info.context != WRITTEN or own is None or not idle:
-            return own
+    def _check(self, value: Any, info: ValidationInfo) -> Any:
+        has_no_effect = self.key in info.data and not self.is_met(info.data[self.key])
+        if info.context != USER_DOCUMENT or value is None or not has_no_effect:
+            return value
         if self.values == (None,):
             raise ValueError(f"has no effect with {self.key}, got both; remove one{self.advice}")
         words = [each for each in self.values if each is not None]
-        wanted = " ".join([self.key, *filter(None, [listed(words)])])
+        condition = " ".join([self.key, *filter(None, [listed(words)])])
         raise ValueError(
-            f"has an effect only with {wanted}, got {info.data[self.key]}; "
+            f"has an effect only with {condition}, got {info.data[self.key]}; "
             f"remove it, or set {' to '.join([self.key, *words[:1]])}"
         )
 
@@ -86,7 +87,7 @@ class Needs:
 class OmittedByDefault:
     """Field metadata: the canonical document lacks the key while it has its default.
 
-    So the digests of run specs that do not set a new key are those of earlier releases.
+    So a run spec that does not set a new key has the same digest as in earlier releases.
     """
 
 
@@ -132,7 +133,7 @@ class Tagged:
         key: The key.
         default: Its value in a document that lacks it.
         pattern: Further valid values, all for the variant whose key is not a `Literal`.
-        refusal: Returns why a value is not supported; empty if there is nothing to say.
+        refusal: Returns why a value is not supported; empty if there is no reason to give.
         variants: The sections by tag.
     """
 
@@ -192,7 +193,7 @@ def flat(model: Model) -> type[BaseModel]:
 
 
 def has_key(model: Model | None, path: Sequence[str]) -> bool:
-    """Whether a document can have the key at this path, in this section or any variant."""
+    """Return whether a document can have the key at this path, in this section or any variant."""
     if isinstance(model, Tagged):
         return any(has_key(each, path) for each in model.variants.values())
     if model is None or path[0] not in model.model_fields:
@@ -206,8 +207,8 @@ def without_lacked_keys(document: Any, model: Model | None, *, everything: bool)
     Args:
         document: Plain dicts and lists.
         model: The section or union to validate it as.
-        everything: Remove them all, as from a document of an earlier release, which has every
-            default; otherwise only null, and an empty section that the base creates by default.
+        everything: Remove all of them, since documents of earlier releases contain every default;
+            otherwise remove only nulls, and empty sections that the base creates by default.
     """
     if isinstance(model, Tagged):
         model = model.variants.get(model(document) or "")

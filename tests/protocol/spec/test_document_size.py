@@ -9,7 +9,7 @@ import pytest
 from protocol.base import limits
 from protocol.base.errors import DataError, RunSpecError, UsageError
 from protocol.datasets.capture_check import tokens_of_file
-from protocol.spec.earlier_run import begin_from
+from protocol.spec.earlier_run import apply_init_from
 from protocol.spec.model_card import read_card
 from protocol.spec.run_spec import parse_run_spec, parse_run_spec_text
 from worker.results.saved_model import find
@@ -57,6 +57,6 @@ def test_json_that_is_nested_deeply_is_no_document(tmp_path):
         find(tmp_path)
     assert tokens_of_file(tmp_path / "tokenizer.json") is None
     with pytest.raises(UsageError, match="cannot read the adapter"):
-        begin_from({"task": "causal-lm", "init_from": str(tmp_path)})
+        apply_init_from({"task": "causal-lm", "init_from": str(tmp_path)})
     (tmp_path / "README.md").write_text(f"---\nsamestep: {deep}\n---\n")
     assert read_card(tmp_path) is None

@@ -573,17 +573,18 @@ def _describe(discrepancy: Discrepancy, diagnosis: _Diagnosis, in_mode: str) -> 
         return (
             f"expected a loss that adds up over samples, got {shown}: a term of "
             f"{diagnosis.constant_term:.3g} counts once for each microbatch, whatever samples it "
-            "has; a penalty on weights belongs in the optimizer's weight_decay, any other term must "
-            "be multiplied by the number of samples in the batch"
+            "has; a penalty on weights belongs in the optimizer's weight_decay, any other term "
+            "must be multiplied by the number of samples in the batch"
         )
     if discrepancy.tensor is not None:
         return (
             f"expected gradients that add up over samples, got one of {discrepancy.tensor!r} by "
             f"samples together that is {discrepancy.off:.3g} off the sum of each alone's{in_mode}, "
-            "though the loss adds up: the result would depend on how many samples a microbatch has; "
-            "leave out what works across the batch in backward, such as scale_grad_by_freq, or a "
-            "Function or hook that normalizes, and state that one call leaves to the next (a moving "
-            "average, a memory bank); a penalty on weights belongs in the optimizer's weight_decay"
+            "though the loss adds up: the result would depend on how many samples a microbatch "
+            "has; leave out what works across the batch in backward, such as scale_grad_by_freq, or "
+            "a Function or hook that normalizes, and state that one call leaves to the next (a "
+            "moving average, a memory bank); a penalty on weights belongs in the optimizer's "
+            "weight_decay"
         )
     return (
         f"expected a loss that adds up over samples, got {shown}: a loss across samples "
