@@ -61,7 +61,7 @@ def test_what_a_run_spec_must_have():
     for overrides, text in (
         (plateau[:1], "expected plateau with schedule plateau"),
         (plateau[1:], "has an effect only with schedule plateau"),
-        ([*plateau, "evaluate_every=0"], "expected evaluations to lower lr by"),
+        ([*plateau, "evaluate_every=0"], "expected evaluations for schedule plateau"),
         ([*plateau, "evaluate_every=0", replicas], "expected evaluations|no optimizer.schedule"),
         (["optimizer.name=schedule-free", *plateau], "expected no schedule with schedule-free"),
     ):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.base.errors import DataError, RunSpecError
-from protocol.spec.earlier_run import COMPUTING, IN_FLOAT16, OF_BASE
+from protocol.spec.earlier_run import INHERITED, INHERITED_IN_FLOAT16, INHERITED_WITH_ADAPTER
 from protocol.spec.files.adapter import check_adapter, check_labels
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from protocol.spec.sections.model import LoraSpec, ModelSpec
@@ -69,9 +69,9 @@ def next_run(found: Path, **changes: Any) -> RunSpec:
 def test_every_field_of_the_model_is_taken_over_or_said_not_to_be():
     replaced = ("source", "name", "adapter", "config")
     of_machines = ("gradient_checkpointing",)  # they change no bit
-    groups = [*replaced, *OF_BASE, *COMPUTING, *IN_FLOAT16, *of_machines]
+    groups = [*replaced, *INHERITED_WITH_ADAPTER, *INHERITED, *INHERITED_IN_FLOAT16, *of_machines]
     assert sorted(groups) == sorted(ModelSpec.model_fields)
-    assert sorted(COMPUTED) == sorted(COMPUTING + IN_FLOAT16)
+    assert sorted(COMPUTED) == sorted(INHERITED + INHERITED_IN_FLOAT16)
     seldom = {"dora", "target_parameters"}  # in tests/worker/models/test_lora_options
     assert {*LORA} | seldom == {*LoraSpec.model_fields}
     taken = {"model", "lora", "tokenizer", "data"}
@@ -158,5 +158,5 @@ def test_many_labels_are_shown_from_where_they_differ_and_a_damaged_record_is_on
     with pytest.raises(DataError, match=r"\['l25', .*\(from number 25, of 30\), the data has .*x"):
         check_labels(spec, [*labels[:25], "x", *labels[26:]])
     record.write_text('{"labels": 3}')
-    with pytest.raises(RunSpecError, match="as a classify run writes it, found none"):
+    with pytest.raises(RunSpecError, match="expected the labels of a classify or tag run in"):
         next_run(found)

@@ -581,8 +581,8 @@ def _describe(discrepancy: Discrepancy, diagnosis: _Diagnosis, in_mode: str) -> 
             f"expected gradients that add up over samples, got one of {discrepancy.tensor!r} by "
             f"samples together that is {discrepancy.off:.3g} off the sum of each alone's{in_mode}, "
             "though the loss adds up: the result would depend on how many samples a microbatch "
-            "has; leave out what works across the batch in backward, such as scale_grad_by_freq, or "
-            "a Function or hook that normalizes, and state that one call leaves to the next (a "
+            "has; leave out what works across the batch in backward, such as scale_grad_by_freq, "
+            "or a Function or hook that normalizes, and state that one call leaves to the next (a "
             "moving average, a memory bank); a penalty on weights belongs in the optimizer's "
             "weight_decay"
         )
