@@ -123,7 +123,7 @@ def test_damaged_weights_are_refused():
     sampling = Sampling.by_weight([1, 2, 3])
     for packed in (sampling.packed_weights[:-4], "AAAA", "?"):
         damaged = sampling.model_copy(update={"packed_weights": packed})
-        with pytest.raises(MessageError, match="expected weights (in base64|of four bytes)"):
+        with pytest.raises(MessageError, match=r"expected weights (in base64|of four bytes)"):
             damaged.check(3)
     with pytest.raises(MessageError, match="expected weights of 4 samples, got 3"):
         sampling.check(4)
