@@ -37,6 +37,8 @@ _STEERING: Final = frozenset({
     "images", "video", "videos", "audio", "audios", "weight", "label", "chat_template_kwargs",
 })  # fmt: skip
 """Columns that change a conversation or what is learned of it, in the formats that others read."""
+_MATCH: Final = frozenset({"label", "score"})
+"""Columns of pairs of texts that say whether, or how well, the two belong together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +163,18 @@ def read_documents(
     renamed: Mapping[str, str] = dict(spec.columns.items())
     names = {key: renamed.get(key, key) for key in columns}
     wanted = {f"columns.{key}": name for key, name in names.items() if key not in optional}
-    unread = _STEERING - {*names.values()}
+    unread = (_STEERING | _MATCH if "anchor" in names else _STEERING) - {*names.values()}
     files = sources.row_files(spec.train)
     rows = read_rows(files, wanted, [*names.values(), *sorted(unread)], bad_rows)
 
     def parse_row(location: Location, record: Record) -> str:
-        for key in sorted(unread & record.keys()):
+        for key in sorted(unread & record.keys() & _MATCH) if "anchor" in names else ():
+            if str(record[key]) in ("0", "0.0"):
+                raise DataError(
+                    f"{location}: expected texts that belong together, got {key} {record[key]}: "
+                    "a text that does not answer its anchor is no positive; leave the row out"
+                )
+        for key in sorted(unread & record.keys() - {"score"}):
             if has_value(record[key]) and (key != "label" or isinstance(record[key], bool)):
                 raise DataError(
                     f"{location}: expected {' and '.join(names)} alone to say what is learned, got "

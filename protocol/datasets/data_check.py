@@ -11,6 +11,7 @@ from protocol.base.errors import DataError
 from protocol.datasets import logits_file
 from protocol.datasets.capture_check import check_capture
 from protocol.datasets.conversations import read_conversations
+from protocol.datasets.embedding_pairs import read_text_groups
 from protocol.datasets.labeled_text import read_labeled_text
 from protocol.datasets.preferences import read_preferences
 from protocol.datasets.rows import BadRows
@@ -22,6 +23,7 @@ from protocol.spec.run_spec import (
     ClassifyRun,
     DistilRun,
     DpoRun,
+    EmbedRun,
     MaskedLmRun,
     RunSpec,
     Seq2SeqRun,
@@ -60,6 +62,16 @@ def check_data(spec: RunSpec) -> None:
             check_samples(trained_on(len(read_preferences(data)), data), spec)
             if data.validation is not None:
                 read_preferences(validation_data(data))
+        case EmbedRun(data=data):
+            groups = read_text_groups(data)
+            check_samples(trained_on(len(groups), data), spec)
+            if spec.batch.samples == 1 and len(groups[0].passages) == 1:
+                raise DataError(
+                    "expected at least 2 pairs in a step, or rows with a hard negative, got 1 "
+                    "pair, whose passage has no other to compete with; --set batch.samples=32"
+                )
+            if data.validation is not None:
+                read_text_groups(validation_data(data))
         case DistilRun():
             check_samples(trained_on(check_capture(spec).samples, spec.data), spec)
         case CausalLmRun(data=data) | MaskedLmRun(data=data):

@@ -293,6 +293,8 @@ def _row(spec: DataSpec, known: Sequence[str] | None, location: Location, record
         if not isinstance(text, str):
             raise DataError(f"{location}: expected text, got {shown(text)}")
     stripped = [text.strip() for text in texts]
+    if len(stripped) > 1 and not all(stripped):
+        raise DataError(f"{location}: expected two texts, got an empty one")
     document = joined_pair(*stripped) if len(stripped) > 1 else stripped[0]
     label: Label = _LABEL_OF[spec.problem](location, record["label"])
     unknown = {*_names_in(label)} - {*(known or ())} if known else ()

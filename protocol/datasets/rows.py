@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from protocol.base.errors import DataError
 from protocol.datasets.logits_file import pyarrow_modules
 from protocol.datasets.text_file import (
+    SKIP_BAD_ROWS,
     check_columns,
     checked_object,
     is_compressed,
@@ -141,13 +142,25 @@ class BadRows:
         """
         if not self.count or (self._skip and self._good):
             return
-        if self.count == 1 or not self._good:
+        if not self._good:
             raise self._errors[0]
+        if self.count == 1:
+            raise DataError(_with_remedy(str(self._errors[0]))) from self._errors[0]
         lines = [f"{self.count} bad rows:", *map(str, self._errors)]
         if self.count > len(self._errors):
             lines.append(f"and {self.count - len(self._errors)} more")
-        lines.append("fix them, or leave them out: --set data.skip_bad_rows=true")
+        lines.append(f"fix them, or leave them out: {SKIP_BAD_ROWS}")
         raise DataError("\n  ".join(lines))
+
+
+def _with_remedy(error: str) -> str:
+    """Return the error of a lone bad row, with what to do if it does not say what to set."""
+    if "--set" in error:
+        return error
+    if error.endswith("leave the row out"):
+        return f"{error}: {SKIP_BAD_ROWS}"
+    start = ", or leave the row out" if "; " in error else "; correct it, or leave the row out"
+    return f"{error}{start}: {SKIP_BAD_ROWS}"
 
 
 _LINES: Final = ("jsonl", "csv", "tsv")
@@ -173,11 +186,21 @@ def read_rows(
     Raises:
         DataError: A file is none of a kind that is read, is damaged, or its header lacks a column.
     """
+    has_complete_rows = False
+    optional = {*names} - {*columns_wanted.values()}
     for path in files:
 
         def check(number: int, columns: Sequence[str], path: Path = path) -> None:
+            nonlocal has_complete_rows
             look(Location(path, number), columns)
-            check_columns(str(Location(path, number)), columns, columns_wanted)
+            check_columns(
+                str(Location(path, number)),
+                columns,
+                columns_wanted,
+                optional=optional,
+                is_lone_row=has_complete_rows and sources.kind_of(path) in ("jsonl", "json"),
+            )
+            has_complete_rows = True
 
         kind = sources.kind_of(path)
         if kind in ("jsonl", "json"):

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TextIO, cast
@@ -47,6 +47,9 @@ _OTHER_KINDS: Final = {
     b"\xfe\xff": ("UTF-16", "convert it to UTF-8"),
 }
 """How files begin that are no text: what they are, and what to do."""
+SKIP_BAD_ROWS: Final = "--set data.skip_bad_rows=true"
+"""What leaves out rows that cannot be used."""
+
 _GZIP: Final = b"\x1f\x8b"
 _ZSTANDARD: Final = b"\x28\xb5\x2f\xfd"
 _MAGIC_BYTES: Final = max(map(len, _OTHER_KINDS))
@@ -263,7 +266,12 @@ def shown(value: object) -> str:
 
 
 def check_columns(
-    location: str, columns_found: Sequence[str], columns_wanted: Mapping[str, str]
+    location: str,
+    columns_found: Sequence[str],
+    columns_wanted: Mapping[str, str],
+    *,
+    optional: Collection[str] = (),
+    is_lone_row: bool = False,
 ) -> None:
     """Check that the columns asked for are there, each once.
 
@@ -271,6 +279,8 @@ def check_columns(
         location: File and row that `columns_found` was found in.
         columns_found: Columns or keys.
         columns_wanted: By the key of the run spec's section `data` that names it.
+        optional: Columns that are read where they are there.
+        is_lone_row: Rows before this one have all columns.
 
     Raises:
         DataError: What is missing, and what to set.
@@ -284,7 +294,8 @@ def check_columns(
     missing = {key: name for key, name in columns_wanted.items() if name not in columns_found}
     if not missing:
         return
-    unused = [name for name in columns_found if name not in columns_wanted.values()]
+    read = {*columns_wanted.values(), *optional}
+    unused = [name for name in columns_found if name not in read]
     found = ", ".join(repr(str(name)[:40]) for name in columns_found[:10]) or "nothing"
     settings = []
     for key, name in missing.items():
@@ -295,6 +306,8 @@ def check_columns(
     advice = f"say which it is: {' '.join(settings)}"
     if (other := _format_with(columns_found)) and {*missing} & _CONVERSATION_KEYS:
         advice = f"these are columns of another format: --set data.format={other}"
+    if is_lone_row:
+        advice = f"correct the row, or leave it out: {SKIP_BAD_ROWS}"
     raise DataError(f"expected a column {names} in {location}, found {found}; {advice}")
 
 

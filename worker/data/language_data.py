@@ -265,6 +265,11 @@ def _conversations(spec: ModelRun, data: DataSpec, fraction: float, *, even: boo
     ]
     bad_rows.report()
     if not len(both[0]):
+        if both[0].longest <= data.max_tokens:
+            raise DataError(
+                f"expected conversations in {data.train!r} with an answer to learn, found none: "
+                "every answer has weight 0, or train false; leave that out of one"
+            )
         raise DataError(
             f"expected conversations in {data.train!r} whose first data.max_tokens = "
             f"{data.max_tokens} tokens reach an answer, found none; raise it: "

@@ -5,6 +5,7 @@ Source: Hu et al. 2021, arXiv:2106.09685.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import warnings
@@ -43,6 +44,8 @@ TaskType = Literal[
 LOG_SCALE: Final = "log_scale"
 """A learned temperature beside a model, or an adapter, that embeds texts: log(1 / temperature)."""
 _ELEMENTS_AT_ONCE: Final = 1 << 20
+_SHOWN: Final = 16
+"""As many names as a message lists."""
 
 ATTENTION: Final = (
     ("q_proj", "v_proj"),
@@ -102,6 +105,8 @@ class Lora:
         if spec.targets == "all-linear":
             targets = targets or _all_linear(model, heads)
         targets = targets or _attention_targets(model)
+        if earlier is None:
+            _refuse_unknown_names(model, spec)
         heads = list(dict.fromkeys([*heads, *spec.modules_to_save]))
         _refuse_what_is_drawn_and_adapted(heads, targets)
         _refuse_tied_modules(model, spec.modules_to_save)
@@ -128,6 +133,8 @@ class Lora:
                 f"cannot add LoRA to {', '.join(targets)}: {describe_error(error)}; "
                 "check lora.targets"
             ) from None
+        if earlier is None:
+            _refuse_idle_patterns(self.module, spec)
         _refuse_other_tables(self.module)
         _start(self.module, seed, STORAGE[base_dtype])
         if spec.dora and base_dtype != "float32":
@@ -225,6 +232,67 @@ def _all_linear(model: torch.nn.Module, heads: Sequence[str]) -> tuple[str, ...]
             }
         )
     )
+
+
+def _refuse_unknown_names(model: torch.nn.Module, spec: LoraSpec) -> None:
+    """Refuse a name of `lora.targets` or `lora.target_parameters` that peft would pass over.
+
+    peft is content if one name of several is found, so a typo would train less than was asked for.
+
+    Raises:
+        DataError: The model has nothing of that name.
+    """
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    adaptable = sorted(
+        {
+            name.rpartition(".")[2]
+            for name, child in model.named_modules()
+            if _fits(child) or isinstance(child, torch.nn.Embedding)
+        }
+    )
+    targets = spec.targets if isinstance(spec.targets, tuple) else ()
+    for asked in targets:
+        if not any(_is_named(name, (asked,)) for name in modules):
+            raise DataError(
+                f"cannot add LoRA to {asked}: expected layers of the model in lora.targets, got "
+                f"{asked!r}; it has {_some(adaptable, asked)}"
+            )
+    for asked in spec.target_parameters:
+        if not any(_is_named(name, (asked,)) for name in parameters):
+            endings = sorted({".".join(name.split(".")[-3:]) for name in parameters})
+            raise DataError(
+                f"expected weights of the model in lora.target_parameters, got {asked!r}; it has "
+                f"{_some(endings, asked)}"
+            )
+
+
+def _refuse_idle_patterns(module: torch.nn.Module, spec: LoraSpec) -> None:
+    """Refuse a key of `lora.rank_pattern` or `lora.alpha_pattern` that fits no adapted layer.
+
+    Raises:
+        DataError: A key does.
+    """
+    from peft.tuners.lora import LoraLayer  # noqa: PLC0415
+    from peft.utils.other import get_pattern_key  # noqa: PLC0415
+
+    layers = [name for name, child in module.named_modules() if isinstance(child, LoraLayer)]
+    patterns = {"rank_pattern": spec.rank_pattern, "alpha_pattern": spec.alpha_pattern}
+    for key, pattern in patterns.items():
+        # Where two keys fit a layer, peft takes the first: each is asked alone.
+        idle = [end for end in pattern if all(get_pattern_key([end], n) != end for n in layers)]
+        if idle:
+            adapted = sorted({name.rpartition(".")[2] for name in layers})
+            raise DataError(
+                f"expected names of adapted layers in lora.{key}, got {idle[0]!r}; "
+                f"adapted are {_some(adapted, idle[0])}"
+            )
+
+
+def _some(names: Sequence[str], near: str) -> str:
+    """Return these names, or of many those that resemble one, for a message."""
+    shown = names if len(names) <= _SHOWN else difflib.get_close_matches(near, names, _SHOWN, 0.0)
+    return ", ".join(shown)
 
 
 def _refuse_tied_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
@@ -329,7 +397,8 @@ def _start(module: torch.nn.Module, seed: int, storage: Storage) -> None:
                 layer: Any = module.get_submodule(name.partition(".lora_magnitude_vector.")[0])
                 weight = layer.get_base_layer().weight
                 rows = weight.detach()
-                if isinstance(layer.get_base_layer(), Conv1D):
+                # peft takes the norms of a table's columns: one magnitude for each output, too.
+                if isinstance(layer.get_base_layer(), Conv1D | torch.nn.Embedding):
                     rows = rows.T
                 fill(parameter, _norms(rows, storage if id(weight) in narrow else "f32"))
 

@@ -153,7 +153,13 @@ def load_seq2seq(spec: ModelSpec, seed: int) -> Pretrained:
 
 def load_encoder(spec: ModelSpec) -> Pretrained:
     """A model without a head, of encoders and decoders alike; errors as of `load_classifier`."""
-    return _load(transformers.AutoModel, spec, 0, {})
+    loaded = _load(transformers.AutoModel, spec, 0, {})
+    if loaded.config.is_encoder_decoder:
+        raise DataError(
+            f"expected an encoder such as BERT, or a decoder such as Qwen, in {spec.source!r}, got "
+            f"an encoder-decoder of type {loaded.config.model_type!r}; {_ANOTHER}"
+        )
+    return loaded
 
 
 def without_pooler(loaded: Pretrained) -> Pretrained:
@@ -375,6 +381,18 @@ def _hub_answers(name: str) -> bool:
     return False
 
 
+_UNKNOWN_TYPE: Final = "Unrecognized configuration class"
+_ANOTHER: Final = "take another model: --set model.source=DIR, or another task: --set task=NAME"
+_TAKEN: Final = {
+    "AutoModelForSeq2SeqLM": "an encoder-decoder such as T5 or BART",
+    "AutoModelForMaskedLM": "an encoder such as BERT or RoBERTa",
+    "AutoModelForCausalLM": "a decoder such as Llama or Qwen",
+    "AutoModelForSequenceClassification": "a model with a head for classes, such as BERT",
+    "AutoModelForTokenClassification": "a model with a head for tags, such as BERT",
+}
+"""What each of transformers' classes takes, for whoever gives it a model of another kind."""
+
+
 def refusal(what: str, source: str, error: Exception) -> DataError:
     """The error that something cannot be loaded, in one line."""
     return DataError(f"cannot load the {what} {source!r}: {describe_error(error)}")
@@ -464,7 +482,19 @@ def _read(
     except Exception as error:  # (half a file raises errors of all kinds)
         if describe_error(error) == NO_MEMORY:
             raise
+        if _UNKNOWN_TYPE in str(error) and kind.__name__ in _TAKEN:
+            raise DataError(
+                f"expected {_TAKEN[kind.__name__]} in {spec.source!r}, got a model of type "
+                f"{_model_type(place)!r}; {_ANOTHER}"
+            ) from None
         raise refusal("model", spec.source, error) from None
+
+
+def _model_type(place: str) -> str:
+    try:
+        return str(json.loads((Path(place) / "config.json").read_bytes())["model_type"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "unknown"
 
 
 def _refuse_what_is_not_there(model: Any, drawn: Collection[str], source: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from protocol.base.errors import DataError
 from protocol.datasets.labeled_text import read_labeled_text
+from protocol.datasets.preferences import read_preferences
 from protocol.datasets.rows import BadRows, Location, read_rows
 from protocol.datasets.sequences import read_tagged_words
 from protocol.datasets.text_corpus import read_text_corpus
@@ -205,3 +206,36 @@ def test_nulls_that_arrow_adds_are_no_values(tmp_path):
     path.write_bytes(content("parquet", rows))
     found = [*read_rows([path], {}, ["c", "n"], BadRows(skip=False))]
     assert found == [(Location(path, 1), {"c": [{"a": 1}, {"b": {"c": 2}}], "n": None})]
+
+
+def test_a_lone_bad_row_says_what_to_set_as_well(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps(row) for row in ROWS]
+    for bad, expected in (
+        ('{"text": 3, "label": "a"}', "got 3; correct it, or leave the row out: --set data.skip_b"),
+        ('{"text": "x", "label": [1]}', "multi-label"),
+        ('{"text": "x"}', "found 'text'; correct the row, or leave it out: --set data.skip_bad"),
+    ):
+        path.write_text("\n".join([*lines, bad]))
+        with pytest.raises(DataError, match="line 6") as raised:
+            read(path)
+        assert expected in str(raised.value)
+    path.write_text('{"text": "x", "labels": "a"}\n' * 2)  # a missing column, not a bad row
+    with pytest.raises(DataError, match="--set data.label=labels"):
+        read(path)
+
+
+def test_a_column_that_is_read_anyway_is_not_offered_for_one_that_lacks(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "q", "chosen": "x"}\n')
+    with pytest.raises(DataError, match="--set data.columns.rejected=COLUMN"):
+        read_preferences(DataSpec(train=str(path)))
+
+
+def test_an_empty_text_of_a_pair_is_a_bad_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"text": f"t{n}", "b": "" if n == 1 else "u", "label": n % 2} for n in range(4)]
+    path.write_bytes(content("jsonl", rows))
+    with pytest.raises(DataError, match=r"line 2: expected two texts.*skip_bad_rows"):
+        read(path, text_pair="b")
+    assert read(path, text_pair="b", skip_bad_rows=True).bad_rows == 1

@@ -352,6 +352,12 @@ def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
         read(tokenizers, {**data, "train": str(jsonl(tmp_path / "b.jsonl", steered))})
 
 
+def test_conversations_without_an_answer_to_learn_are_named(tokenizers, tmp_path):
+    rows = [{"messages": [ASKED, SAID | {"weight": 0}]}] * 2
+    with pytest.raises(DataError, match="with an answer to learn, found none: every answer has"):
+        read(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", rows))})
+
+
 def test_a_tokenizer_without_a_template_is_named(tokenizers, tmp_path):
     data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))}
     path = tmp_path / "run.yaml"

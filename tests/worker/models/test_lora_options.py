@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "rsLoRA": {"rslora": True},
     "DoRA": {"dora": True, "targets": "all-linear"},
+    "DoRA of a table": {"dora": True, "targets": ["embed_tokens", "q_proj"]},
 }
 
 
@@ -86,6 +87,21 @@ def test_the_adapter_computes_in_peft_what_the_run_computed(directory, tmp_path,
     other = spec_of(directory, **{**options, "rslora": not options.get("rslora", False)})
     with pytest.raises(DataError, match=r"--set lora\.rslora="):
         check_lora(saved, adapter_config(saved), other.lora)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"targets": ["q_proj", "v_porj"]}, "lora.targets, got 'v_porj'; it has down_proj"),
+        ({"rank_pattern": {"v_porj": 2}}, "lora.rank_pattern, got 'v_porj'; adapted are q_proj"),
+        ({"alpha_pattern": {"k_proj": 2.0}}, "lora.alpha_pattern, got 'k_proj'; adapted are"),
+        ({"target_parameters": ["mlp.experts.up"]}, "lora.target_parameters, got 'mlp.experts.up'"),
+    ],
+)
+def test_a_name_that_peft_would_pass_over_is_refused(directory, options, told):
+    with pytest.raises(DataError) as raised:
+        build(spec_of(directory, **options))
+    assert told in str(raised.value)
 
 
 def trained_in_peft(task: Any, model: Any, saved: Path, batch: Any) -> tuple[float, dict[str, Any]]:

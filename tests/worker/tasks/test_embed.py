@@ -11,9 +11,11 @@ from torch.nn.functional import cross_entropy, normalize
 from backends.base.interface import Batch
 from backends.eager.eager import EagerBackend, EagerProgram
 from protocol.base.errors import DataError, RunSpecError
+from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import parse_run_spec
 from tests.commands import called
 from tests.small_decoder import save_small_decoder
+from tests.small_sequences import save_encoder_decoders
 from tests.worker.tasks.test_classify import export
 from tests.worker.tasks.test_sequences import written
 from worker.logic.events import StepId
@@ -31,6 +33,9 @@ ROWS: list[dict[str, Any]] = [
     for number, (n, city) in enumerate([*enumerate(CITIES)] * 2)
 ]
 """Three anchors come again with other passages, and three passages with other anchors."""
+
+
+PLAIN = [{"anchor": city, "positive": f"{city} is a word"} for city in CITIES[:3]]
 
 
 def task_of(tiny, tmp_path, rows=ROWS, *, columns=None, lora=None, **embed):
@@ -145,6 +150,31 @@ def test_a_decoder_learns_from_its_last_token(tmp_path, lora):
     assert np.isfinite(found.losses).all()
     assert np.abs(found.embeddings["anchor"]).max() > 0
     assert sorted(found.parameters) == ["log_scale"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "told"),
+    [
+        ([*PLAIN, {"anchor": "a"}], 4, "expected a column 'positive'"),
+        ([*PLAIN, {"anchor": "a", "positive": "b", "score": 0.0}], 4, "got score 0.0"),
+        (PLAIN, 1, "at least 2 pairs in a step, or rows with a hard negative"),
+    ],
+)
+def test_a_mistake_is_told_before_a_worker_is_asked(tmp_path, rows, batch, told):
+    spec = parse_run_spec({
+        "task": "embed", "steps": 1, "model": {"source": "none"},
+        "data": {"train": str(written(tmp_path / "a.jsonl", rows)), "holdout": 0},
+        "batch": {"samples": batch, "microbatch": 1},
+    })  # fmt: skip
+    with pytest.raises(DataError) as raised:
+        check_data(spec)
+    assert told in str(raised.value)
+
+
+def test_an_encoder_decoder_is_refused_by_its_type(tmp_path):
+    model = save_encoder_decoders(tmp_path)["t5"]
+    with pytest.raises(DataError, match="got an encoder-decoder of type 't5'; take another model"):
+        task_of(str(model), tmp_path)
 
 
 def test_ranks_are_those_of_the_first_passage_that_answers():

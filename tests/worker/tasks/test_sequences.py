@@ -209,6 +209,12 @@ def test_spans_are_counted_whole():
     assert [metric.name for metric in span_metrics(["ADJ", "NOUN"])] == ["accuracy"]
 
 
+def test_a_model_of_another_kind_is_named_with_its_type(tiny, tmp_path):
+    pairs = written(tmp_path / "a.jsonl", PAIRS)
+    with pytest.raises(DataError, match="encoder-decoder such as T5 or BART.*type 'bert'; take"):
+        build(spec_of("seq2seq", tiny, pairs))
+
+
 def test_worker_data_shows_both(tiny, encoder_decoders, tmp_path):
     tags = "\n".join(view(spec_of("tag", tiny, written(tmp_path / "a.jsonl", TAGGED)), 1))
     assert "B-PER" in tags
