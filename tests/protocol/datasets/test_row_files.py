@@ -221,14 +221,14 @@ def test_a_lone_bad_row_says_what_to_set_as_well(tmp_path):
             read(path)
         assert expected in str(raised.value)
     path.write_text('{"text": "x", "labels": "a"}\n' * 2)  # a missing column, not a bad row
-    with pytest.raises(DataError, match="--set data.label=labels"):
+    with pytest.raises(DataError, match=r"--set data.label=labels"):
         read(path)
 
 
 def test_a_column_that_is_read_anyway_is_not_offered_for_one_that_lacks(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "q", "chosen": "x"}\n')
-    with pytest.raises(DataError, match="--set data.columns.rejected=COLUMN"):
+    with pytest.raises(DataError, match=r"--set data.columns.rejected=COLUMN"):
         read_preferences(DataSpec(train=str(path)))
 
 

@@ -211,7 +211,7 @@ def test_spans_are_counted_whole():
 
 def test_a_model_of_another_kind_is_named_with_its_type(tiny, tmp_path):
     pairs = written(tmp_path / "a.jsonl", PAIRS)
-    with pytest.raises(DataError, match="encoder-decoder such as T5 or BART.*type 'bert'; take"):
+    with pytest.raises(DataError, match=r"encoder-decoder such as T5 or BART.*type 'bert'; take"):
         build(spec_of("seq2seq", tiny, pairs))
 
 
