@@ -80,9 +80,9 @@ KINDS: Final[tuple[Kind, ...]] = (silent, slow, garbage, half_tls, whole_tls)
 def client_hello() -> bytes:
     """The first flight of a TLS 1.3 client."""
     outgoing = ssl.MemoryBIO()
-    begun = _context.wrap_bio(ssl.MemoryBIO(), outgoing)
+    handshake = _context.wrap_bio(ssl.MemoryBIO(), outgoing)
     with contextlib.suppress(ssl.SSLWantReadError):
-        begun.do_handshake()
+        handshake.do_handshake()
     return outgoing.read()
 
 

@@ -55,9 +55,9 @@ class BareLoop:
         self._loss = trainable.loss
         self._module: torch.nn.Module = trainable.module.to(self._device)
         self._order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
-        known = dict(self._module.named_parameters())
+        parameters = dict(self._module.named_parameters())
         names = [tensor.name for block in trainable.blocks for tensor in block.tensors]
-        self._parameters = {name: known[name] for name in names}
+        self._parameters = {name: parameters[name] for name in names}
         # Dropout as in ours, so that losses can be compared; torch.manual_seed would cost more.
         self._generator = torch.default_generator
         if self._device.type != "cpu":
@@ -116,17 +116,19 @@ class BareLoop:
         optimizer.zero_grad()
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        given = self._spec.optimizer
+        optimizer = self._spec.optimizer
         groups = [
             {
-                "params": [p for name, p in self._parameters.items() if decays(name, given) == on],
-                "weight_decay": given.weight_decay if on else 0.0,
+                "params": [
+                    p for name, p in self._parameters.items() if decays(name, optimizer) == on
+                ],
+                "weight_decay": optimizer.weight_decay if on else 0.0,
             }
             for on in (True, False)
         ]
         return torch.optim.AdamW(
             [group for group in groups if group["params"]],
-            lr=given.lr, betas=given.betas, eps=given.eps, foreach=True,
+            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=True,
         )  # fmt: skip
 
     def _load(self, initial: list[Array]) -> None:

@@ -85,8 +85,8 @@ def step_row(job: tuple[str, Trainable, Batch, list[Array] | None, int], rounds:
 
 def _gradients(program: Program, batch: Batch) -> Array:
     items = program.gradients([(batch, 0)])
-    found = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
-    return np.concatenate([found[block] for block in sorted(found)])
+    values_by_block = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
+    return np.concatenate([values_by_block[block] for block in sorted(values_by_block)])
 
 
 def error_row(name: str, module: nn.Module, loss: Any, batch: Batch) -> list[str]:
@@ -108,9 +108,9 @@ def error_row(name: str, module: nn.Module, loss: Any, batch: Batch) -> list[str
     for arithmetic in (CANONICAL, ArithmeticSpec()):
         task = Trainable(blocks, copy.deepcopy(module), loss, arithmetic=arithmetic)
         program = CpuBackend().compile(task, batch)
-        got = _gradients(program, batch)
+        gradients = _gradients(program, batch)
         program.close()
-        errors.append(float(np.linalg.norm(got - expected) / np.linalg.norm(expected)))
+        errors.append(float(np.linalg.norm(gradients - expected) / np.linalg.norm(expected)))
     ours, theirs = errors
     return [name, f"{ours:.1e}", f"{theirs:.1e}", f"{ours / theirs:.2f}"]
 

@@ -89,12 +89,12 @@ def capture(document: dict[str, Any], directory: Path) -> Captured:
     cluster = Cluster([["worker", "--quiet", "--backend", "cpu"]], directory)
     with cluster:
         run = cluster.run(document)
-    taken = step_times(cluster.timelines(), run.start_us, run.end_us)
+    steps_timed = step_times(cluster.timelines(), run.start_us, run.end_us)
     index = read_index(logits_in(directory))
     layout = index.facts.layout
     tokens = index.samples * layout.tokens
     return Captured(
-        [us / 1e3 for us in intervals_us(taken)],
+        [us / 1e3 for us in intervals_us(steps_timed)],
         tokens,
         sum(path.stat().st_size for path in logits_in(directory).glob("*.parquet")),
         layout.sample_bytes / layout.tokens,
@@ -103,8 +103,8 @@ def capture(document: dict[str, Any], directory: Path) -> Captured:
 
 def logits_in(directory: Path) -> Path:
     """Where the one run in it has its logits."""
-    (found,) = directory.glob("*/logits")
-    return found
+    (logits,) = directory.glob("*/logits")
+    return logits
 
 
 def read(document: dict[str, Any], logits: Path) -> Reading:
@@ -154,18 +154,18 @@ def main() -> None:
     parser.add_argument("--student", type=Path, default=_RUNS / "llama-student.yaml")
     parser.add_argument("--set", dest="changes", default="{}", help="keys of the teacher, as JSON")
     parser.add_argument("--rounds", type=int, default=3, help="steps of each way")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print_heading("Capture, against a bare forward loop; and a student's reading")
-    document = yaml.safe_load(asked.teacher.read_text(encoding="utf-8"))
-    document |= {"steps": asked.rounds + 1, **json.loads(asked.changes)}
+    document = yaml.safe_load(options.teacher.read_text(encoding="utf-8"))
+    document |= {"steps": options.rounds + 1, **json.loads(options.changes)}
     loop = Bare(parse_run_spec(document))
     loop.step_ms(0)
-    before = [loop.step_ms(step) for step in range(1, asked.rounds + 1)]
+    before = [loop.step_ms(step) for step in range(1, options.rounds + 1)]
     with tempfile.TemporaryDirectory() as name:
         captured = capture(document, Path(name))
-        after = [loop.step_ms(step) for step in range(1, asked.rounds + 1)]
+        after = [loop.step_ms(step) for step in range(1, options.rounds + 1)]
         _print_captured(median(before + after), captured)
-        student = yaml.safe_load(asked.student.read_text(encoding="utf-8"))
+        student = yaml.safe_load(options.student.read_text(encoding="utf-8"))
         reading = read(student, logits_in(Path(name)))
     print(
         f"a student's microbatch: {median(reading.read_ms):.2f} ms to read, "

@@ -88,14 +88,14 @@ def digests(kind: str, size: Size) -> None:
     }
     if torch.accelerator.device_count() > 1:
         arguments["two cards"] = ("--backend", kind, "--gpus", "0,1")
-    found = {}
+    digest_of = {}
     for name, options in arguments.items():
         expected = str(2 if name == "two cards" else 1)
-        found[name] = _digest((*_DIGITS, *steps, "--expect-workers", expected), options)
-        print(f"{name}: {found[name][:16]}", flush=True)
-    same = len({digest for name, digest in found.items() if name != "cpu"}) == 1
+        digest_of[name] = _digest((*_DIGITS, *steps, "--expect-workers", expected), options)
+        print(f"{name}: {digest_of[name][:16]}", flush=True)
+    same = len({digest for name, digest in digest_of.items() if name != "cpu"}) == 1
     print(f"the cards' digests are {'one' if same else 'NOT one'}; the CPU's is "
-          f"{'the same' if found['cpu'] == found['one card'] else 'another'}")  # fmt: skip
+          f"{'the same' if digest_of['cpu'] == digest_of['one card'] else 'another'}")  # fmt: skip
     if not same:
         sys.exit(1)
 
@@ -146,11 +146,11 @@ def rank(arguments: list[str]) -> None:
     try:
         worker()
     finally:
-        taken = [
+        cards = [
             f"{index} {torch.accelerator.max_memory_allocated(index)} bytes"
             for index in range(torch.accelerator.device_count())
         ]
-        print(f"rank {os.environ['RANK']} took {', '.join(taken)}", flush=True)
+        print(f"rank {os.environ['RANK']} took {', '.join(cards)}", flush=True)
 
 
 def memory(kind: str, size: Size) -> None:
@@ -166,11 +166,11 @@ def memory(kind: str, size: Size) -> None:
             torch.accelerator.reset_peak_memory_stats(device)
             for _ in program.gradients([(batch, 0)]):
                 pass
-            taken = torch.accelerator.max_memory_allocated(device)
+            peak_bytes = torch.accelerator.max_memory_allocated(device)
             program.close()
-        ratios.append(taken / expected.total)
+        ratios.append(peak_bytes / expected.total)
         print(f"{changes or 'float32'}: estimated {expected.total / _MIB:.0f} MiB ({expected}), "
-              f"taken {taken / _MIB:.0f} MiB, ratio {ratios[-1]:.2f}")  # fmt: skip
+              f"taken {peak_bytes / _MIB:.0f} MiB, ratio {ratios[-1]:.2f}")  # fmt: skip
     print(f"taken of what is estimated: {min(ratios):.2f} to {max(ratios):.2f}")
 
 

@@ -192,8 +192,8 @@ def _looked_for(what: str) -> dict[str, Any] | str:
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         return f"looking for them ended with exit code {done.returncode}: {last}"
-    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return found
+    answer: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return answer
 
 
 def torch_cards() -> dict[str, object]:
@@ -210,10 +210,10 @@ def torch_cards() -> dict[str, object]:
 
 def vulkan_card() -> dict[str, object]:
     """Fields of `Devices`; a software adapter is no card."""
-    found = adapters()
-    if isinstance(found, str):
-        return {"why_no_vulkan": found}
-    card = next((adapter.name for adapter in found if not adapter.software), "")
+    adapters_here = adapters()
+    if isinstance(adapters_here, str):
+        return {"why_no_vulkan": adapters_here}
+    card = next((adapter.name for adapter in adapters_here if not adapter.software), "")
     return {"vulkan": card, "why_no_vulkan": "" if card else "only software adapters"}
 
 
@@ -254,11 +254,11 @@ def run(part: Part, limit_s: float, kind: str, *, quick: bool = False) -> Outcom
         except subprocess.TimeoutExpired as held:
             result += ", and its driver does not let it end"
             output = held.stdout.decode(errors="replace") if held.stdout else ""
-    shown = "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
-    return Outcome(part, result, time.monotonic() - began, shown)
+    last_lines = "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
+    return Outcome(part, result, time.monotonic() - began, last_lines)
 
 
-def report(devices: Devices, found: Sequence[Outcome], *, quick: bool = False) -> str:
+def report(devices: Devices, outcomes_so_far: Sequence[Outcome], *, quick: bool = False) -> str:
     """As Markdown: what ran where, a line for each part, then what each printed."""
     cards = f"{devices.kind}: {', '.join(devices.cards) or devices.why_no_cards or 'none'}"
     lines = [
@@ -272,11 +272,11 @@ def report(devices: Devices, found: Sequence[Outcome], *, quick: bool = False) -
     if quick:
         lines += ["", "One case of each part (--quick)."]
     lines += ["", "| part | result | what came out | seconds |", "|---|---|---|---:|"]
-    for each in found:
+    for each in outcomes_so_far:
         # A column's end in a driver's words would end the column.
-        said = each.last_line.replace("|", "/")
-        lines.append(f"| {each.part.name} | {each.result} | {said} | {each.seconds:.0f} |")
-    for each in found:
+        last_line = each.last_line.replace("|", "/")
+        lines.append(f"| {each.part.name} | {each.result} | {last_line} | {each.seconds:.0f} |")
+    for each in outcomes_so_far:
         if each.output:
             lines += ["", f"## {each.part.name}", "", "```", each.output, "```"]
     return "\n".join([*lines, ""])
@@ -301,14 +301,14 @@ def main() -> None:
 def run_parts(options: argparse.Namespace, devices: Devices) -> None:
     """Run all parts that were asked for, and write the report after each."""
     print_heading("What a real card is needed for")
-    found = []
-    chosen = _chosen(options.only)
-    for each in outcomes(chosen, devices, 60 * options.minutes, quick=options.quick):
+    finished = []
+    parts = _chosen(options.only)
+    for each in outcomes(parts, devices, 60 * options.minutes, quick=options.quick):
         print(f"{each.part.name}: {each.result} ({each.seconds:.0f} s)", flush=True)
-        found.append(each)
+        finished.append(each)
         # A card may be gone any moment.
-        options.report.write_text(report(devices, found, quick=options.quick), "utf-8")
-    if any(each.result.startswith("failed") for each in found):
+        options.report.write_text(report(devices, finished, quick=options.quick), "utf-8")
+    if any(each.result.startswith("failed") for each in finished):
         sys.exit(1)
 
 

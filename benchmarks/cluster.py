@@ -63,11 +63,11 @@ def run_to_end(
     """
     result = out / "result.json"
     if not result.exists():
-        begun = ["--resume"] if (out / "run.json").exists() else []
+        resume = ["--resume"] if (out / "run.json").exists() else []
         sets = [part for setting in settings for part in ("--set", setting)]
         ended = subprocess.run(  # noqa: S603 -- our own command
             [
-                *command_of("coordinator"), "--run", str(spec), *sets, *begun, *more,
+                *command_of("coordinator"), "--run", str(spec), *sets, *resume, *more,
                 "--local-workers", str(devices), "--out", str(out), "--no-announce",
                 "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             ],
@@ -75,8 +75,8 @@ def run_to_end(
         )  # fmt: skip
         if ended.returncode or not result.exists():
             raise RuntimeError(f"{spec.name} in {str(out)!r} failed")
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
+    document: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return document
 
 
 class Cluster:
@@ -140,8 +140,8 @@ class Cluster:
         """
         path = self._directory / run_id / "result.json"
         self._wait_for(path, _RUN_TIMEOUT_S)
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return document
 
     def status(self) -> dict[str, Any]:
         """Of the coordinator and its workers."""

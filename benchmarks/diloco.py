@@ -159,23 +159,23 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 def _next(process: subprocess.Popen[str]) -> dict[str, Any]:
-    found = next(_lines(process), None)
-    if found is None:
+    line = next(_lines(process), None)
+    if line is None:
         raise RuntimeError("a process of torchft ended; call its interpreter by hand to see why")
-    return found
+    return line
 
 
 def rows(case: Case, runs: dict[str, tuple[Outcome, Outcome]]) -> list[list[str]]:
     """A line for each way: undisturbed, and with a kill."""
-    found = []
+    table = []
     for way, (calm, killed) in runs.items():
         exchange_ms = calm.round_ms - case.inner_steps * case.inner_ms
         same = "the same" if killed.digest == calm.digest else "another"
-        found.append([
+        table.append([
             way, f"{calm.round_ms:.0f} ms", f"{exchange_ms:.0f} ms", f"{killed.round_ms:.0f} ms",
             f"{killed.counted} of {_REPLICAS}", same,
         ])  # fmt: skip
-    return found
+    return table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -183,10 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diloco")
     parser.add_argument("--torchft", type=Path, required=True, help="an interpreter that has it")
     parser.add_argument("--rounds", type=int, default=Case().rounds)
-    given = parser.parse_args(arguments)
-    case = Case(rounds=given.rounds)
-    calm = theirs(given.torchft, case, kill=False)
-    runs = {"torchft": (calm, theirs(given.torchft, case, kill=True))}
+    options = parser.parse_args(arguments)
+    case = Case(rounds=options.rounds)
+    calm = theirs(options.torchft, case, kill=False)
+    runs = {"torchft": (calm, theirs(options.torchft, case, kill=True))}
     with tempfile.TemporaryDirectory() as name:
         calm = ours(case, kill=False, directory=Path(name) / "calm")
         runs["samestep"] = calm, ours(case, kill=True, directory=Path(name) / "killed")

@@ -69,14 +69,14 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, default=_RUNS / "smollm2-teacher.yaml")
     parser.add_argument("--student", type=Path, default=_RUNS / "llama-student.yaml")
     parser.add_argument("--set", nargs="*", default=_QUICK, help="keys of the student")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print_heading("A student with and without its teacher's logits, at equal steps")
-    directory = asked.directory.resolve()
-    captured = run_to_end(asked.teacher, directory / "teacher", ())
+    directory = options.directory.resolve()
+    captured = run_to_end(options.teacher, directory / "teacher", ())
     print(f"captured in {captured['wall_s'] / 60:.1f} minutes", flush=True)
     lines, all_figures = [], []
-    for seed in asked.seeds:
-        results = students(directory, asked.student, seed, asked.set)
+    for seed in options.seeds:
+        results = students(directory, options.student, seed, options.set)
         figures = {name: result["eval"] for name, result in results.items()}
         all_figures.append(figures)
         minutes = sum(result["wall_s"] for result in results.values()) / 60

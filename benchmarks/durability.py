@@ -133,14 +133,14 @@ def measure(job: Job, turns: int) -> dict[str, Measured]:
     """Every way in each turn, while the others are idle."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        kept, off = (
+        logged, off = (
             (Cluster([job.worker] * WORKERS, directory / module,
                      [module, "--trace", str(directory / f"{module}.json")]),
              directory / f"{module}.json")
             for module in ("coordinator", "benchmarks.undurable_coordinator")
         )  # fmt: skip
-        ways = {OFF: _Way(*off, {}), **{mode: _Way(*kept, {"log": mode}) for mode in MODES}}
-        with kept[0], off[0]:
+        ways = {OFF: _Way(*off, {}), **{mode: _Way(*logged, {"log": mode}) for mode in MODES}}
+        with logged[0], off[0]:
             for turn in range(turns + 1):
                 # Forth and back, so that none always comes after the same other.
                 for way in [*ways.values()][:: 1 if turn % 2 else -1]:
@@ -170,8 +170,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="steps of each way in each turn")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--only", choices=("classify", "33", "100"), help="one job of the three")
-    given = parser.parse_args()
-    steps = given.rounds + WARMING_STEPS + 1
+    options = parser.parse_args()
+    steps = options.rounds + WARMING_STEPS + 1
     print_heading(f"Log and journal on and off, {WORKERS} workers, from update to update")
     jobs = {
         "classify": classify(steps),
@@ -179,8 +179,8 @@ def main() -> None:
         "100": full_training(steps, 8_333_332, 1000.0),
     }
     for name, job in jobs.items():
-        if given.only in (None, name):
-            print_table(HEAD, rows(job, measure(job, given.turns)))
+        if options.only in (None, name):
+            print_table(HEAD, rows(job, measure(job, options.turns)))
             print(f"load {os.getloadavg()[0]:.1f}")
 
 

@@ -51,8 +51,8 @@ def measure(way: str, steps: int) -> list[float]:
         cluster = Cluster(workers, Path(name))
         with cluster:
             run = cluster.run(run_spec(steps, evaluate_every))
-        taken = step_times(cluster.timelines()[:1], run.start_us, run.end_us)
-    return [us / 1e3 for us in intervals_us(taken[WARMING_STEPS:])]
+        timeline = step_times(cluster.timelines()[:1], run.start_us, run.end_us)
+    return [us / 1e3 for us in intervals_us(timeline[WARMING_STEPS:])]
 
 
 def main() -> None:
@@ -60,12 +60,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=60, help="steps of each way in a turn")
     parser.add_argument("--turns", type=int, default=2)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print_heading(f"Steps of {MICROBATCHES} x {MICROBATCH_MS:g} ms, evaluated or not")
     measured: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(asked.turns):
+    for _ in range(options.turns):
         for way in WAYS:
-            measured[way] += measure(way, asked.rounds)
+            measured[way] += measure(way, options.rounds)
     alone = measured["nobody evaluates"]
     lines = [
         [

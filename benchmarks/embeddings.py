@@ -78,11 +78,11 @@ def pairs() -> Iterator[dict[str, str]]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            said = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ").strip()
-            if node.name.startswith("__") or len(said.split()) < 4:
+            summary = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ").strip()
+            if node.name.startswith("__") or len(summary.split()) < 4:
                 continue
             node.body = node.body[1:] or [ast.Pass()]
-            yield {"anchor": said, "positive": ast.unparse(node)[:_CODE_CHARACTERS]}
+            yield {"anchor": summary, "positive": ast.unparse(node)[:_CODE_CHARACTERS]}
 
 
 def save_encoder(directory: Path) -> Path:
@@ -159,14 +159,14 @@ def print_costs(run: dict[str, Any], directory: Path, steps: int) -> None:
     run["data"] |= {"holdout": 0}
     run |= {"exchange": {"topology": "star"}, "checkpoint": {"every": 0}}
     worker = ["worker", "--quiet", "--backend", "cpu"]
-    found: dict[str, list[Cost]] = {"whole step": [], "microbatch": []}
+    costs: dict[str, list[Cost]] = {"whole step": [], "microbatch": []}
     with Cluster([worker, worker], directory) as cluster:
         for count in (1, 1 + steps):
             run["steps"] = count
             for title, document in (("whole step", run), ("microbatch", of_microbatches(run))):
-                found[title].append(cost(cluster, document))
+                costs[title].append(cost(cluster, document))
     print_heading("What a step costs, in microbatches of 8, by two workers")
-    for title, (one, more) in found.items():
+    for title, (one, more) in costs.items():
         print(f"{title}: a step takes {more.per_step(one, steps)}", flush=True)
 
 
@@ -182,17 +182,17 @@ def print_parts(run: dict[str, Any], rounds: int) -> None:
     program.load(task.initial_parameters())
     least: dict[str, float] = {}
     for _ in range(rounds):
-        begun = [time.process_time()]
+        clock = [time.process_time()]
         rows = np.concatenate([*program.embed(leaves)])
-        begun.append(time.process_time())
+        clock.append(time.process_time())
         step = CoupledStep(program, StepId(0, 1), rows.reshape(-1), [size] * len(batches), 0)
         whole = Subtree(0, len(batches))
         carried = step.leaves(whole, leaves)
-        begun.append(time.process_time())
+        clock.append(time.process_time())
         for _ in program.gradients(carried):
             pass
-        begun.append(time.process_time())
-        for part, start, end in zip(_PARTS, begun, begun[1:], strict=False):
+        clock.append(time.process_time())
+        for part, start, end in zip(_PARTS, clock, clock[1:], strict=False):
             least[part] = min(least.get(part, math.inf), end - start)
     program.close()
     rest = least[_PARTS[2]]
@@ -209,17 +209,17 @@ def main() -> None:
     parser.add_argument("--model", help="default: a small BERT, weights drawn")
     parser.add_argument("--tokens", type=int, default=48, help="of a text at most")
     parser.add_argument("--cost", action="store_true", help="measure what a step costs")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         train = place / "pairs.jsonl"
         train.write_text("".join(json.dumps(each) + "\n" for each in pairs()))
-        model = given.model or str(save_encoder(place / "model"))
-        run = run_of(model, train, given.steps, given.lr)
-        run["data"]["max_tokens"] = given.tokens
-        if given.cost:
-            print_costs(run, place / "cost", given.steps)
-            print_parts(run, given.steps)
+        model = options.model or str(save_encoder(place / "model"))
+        run = run_of(model, train, options.steps, options.lr)
+        run["data"]["max_tokens"] = options.tokens
+        if options.cost:
+            print_costs(run, place / "cost", options.steps)
+            print_parts(run, options.steps)
             return
         before = {**run_of(model, train, 1, 1e-12), "data": run["data"]}
         for title, spec in (
@@ -228,9 +228,9 @@ def main() -> None:
             path = place / f"{title.split()[0]}.yaml"
             path.write_text(json.dumps(spec))
             result = run_to_end(path, place / title.split()[0], devices=2)
-            told = {k: round(v, 4) for k, v in result["eval"].items()}
+            figures = {k: round(v, 4) for k, v in result["eval"].items()}
             a_step = result["wall_s"] / spec["steps"]
-            print(f"{title}: {told}, {a_step:.2f} s a step with its evaluation", flush=True)
+            print(f"{title}: {figures}, {a_step:.2f} s a step with its evaluation", flush=True)
 
 
 if __name__ == "__main__":

@@ -120,9 +120,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=8, help="in each turn")
     parser.add_argument("--turns", type=int, default=2)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print_heading("A Llama of 125 M parameters, trained whole by two workers of one machine")
-    print_table(["what", "min", "median", "ratio"], lines(measure(given.steps, given.turns)))
+    print_table(["what", "min", "median", "ratio"], lines(measure(options.steps, options.turns)))
 
 
 if __name__ == "__main__":

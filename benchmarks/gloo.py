@@ -144,8 +144,8 @@ def train_llama(*, config: dict[str, Any], samples: int, tokens: int, steps: int
 
     sizes = {key: value for key, value in config.items() if key != "model_type"}
     torch.manual_seed(0)
-    made = AutoConfig.for_model(config["model_type"], **sizes)
-    model: nn.Module = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
+    model_config = AutoConfig.for_model(config["model_type"], **sizes)
+    model: nn.Module = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
     replica = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
     times = []

@@ -192,9 +192,9 @@ def missed(calm: Measured, attacked: Measured) -> list[str]:
         ("memory", attacked.memory_mib, MOST_MEMORY_MIB, "MiB"),
     ]
     return [
-        f"{what} {came:.4g}, at most {most:g} {unit}".strip()
-        for what, came, most, unit in aims
-        if not came <= most
+        f"{what} {value:.4g}, at most {most:g} {unit}".strip()
+        for what, value, most, unit in aims
+        if not value <= most
     ]
 
 
@@ -207,11 +207,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit 1 if an aim is missed")
     options = parser.parse_args()
     print_heading(f"{options.connections} hostile connections from {FROM} beside a run")
-    calm, attacked, begun = measure(options.rounds, options.seconds, options.connections)
+    calm, attacked, connections = measure(options.rounds, options.seconds, options.connections)
     head = ["", "joins", "median ms", "p99 ms", "steps", "median ms", "min ms", "processor", "MiB"]
     print_table(head, [calm.row("calm"), attacked.row("attacked")])
     print(f"step under attack to calm: {step_ratio(calm, attacked):.3f}")
-    print("connections begun:", ", ".join(f"{count} {kind}" for kind, count in begun.items()))
+    print("connections begun:", ", ".join(f"{count} {kind}" for kind, count in connections.items()))
     print(f"load {os.getloadavg()[0]:.1f}")
     if options.check and (short := missed(calm, attacked)):
         sys.exit(f"missed: {'; '.join(short)}")

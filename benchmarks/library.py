@@ -130,9 +130,9 @@ def step_s(train: Callable[[Job, int], None], job: Job) -> float:
     """Seconds of one step, start and end left out."""
     times = []
     for steps in (3, 3 + job.steps):
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         train(job, steps)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start_s)
     return (times[1] - times[0]) / job.steps
 
 
@@ -153,11 +153,11 @@ def main() -> None:
     """Measure by turns, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=3)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("SAMESTEP_BIND", "127.0.0.1:0")
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        rows = [row(job, given.turns) for job in JOBS]
+        rows = [row(job, options.turns) for job in JOBS]
     print_heading("samestep.fit against the bare loop")
     heads = ("job", "gradients, MB", "fit, ms a step", "bare loop, ms a step", "ratio")
     print_table(heads, rows)

@@ -162,9 +162,9 @@ def _train(coordinator: Coordinator, document: dict[str, Any], join_s: float) ->
         time.sleep(1.0)
         if to_s - from_s > _RUN_TIMEOUT_S:
             break
-    taken = max(to_step - from_step, 1)
+    step_count = max(to_step - from_step, 1)
     return Measured(
-        join_s, ready_s, taken / (to_s - from_s), 1e3 * (to_cpu_s - from_cpu_s) / taken,
+        join_s, ready_s, step_count / (to_s - from_s), 1e3 * (to_cpu_s - from_cpu_s) / step_count,
         peak_bytes(coordinator.process.pid) / 1e6, 1e3 * max(status_s), os.getloadavg()[0],
     )  # fmt: skip
 
@@ -207,9 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--payload-kb", type=int, nargs="+", default=[64])
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.serve is not None:
-        address, first, count = given.serve
+    options = parser.parse_args(arguments)
+    if options.serve is not None:
+        address, first, count = options.serve
         asyncio.run(serve(address, int(first), int(count)))
         return
     if reason := why_not():
@@ -217,14 +217,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_heading("Many workers on one coordinator")
     head = ["workers", "payload", "join s", "first step s", "steps/s", "coordinator CPU ms/step"]
     rows = []
-    for topology in given.topologies:
-        for payload_kb in given.payload_kb:
-            for workers in given.workers:
-                found = measure(workers, topology, given.steps, payload_kb * 1000)
+    for topology in options.topologies:
+        for payload_kb in options.payload_kb:
+            for workers in options.workers:
+                figures = measure(workers, topology, options.steps, payload_kb * 1000)
                 rows.append([
-                    f"{workers}, {topology}", f"{payload_kb} kB", f"{found.join_s:.1f}",
-                    f"{found.ready_s:.1f}", f"{found.steps_per_s:.2f}", f"{found.cpu_ms:.0f}",
-                    f"{found.peak_mb:.0f}", f"{found.status_ms:.0f}", f"{found.load:.1f}",
+                    f"{workers}, {topology}", f"{payload_kb} kB", f"{figures.join_s:.1f}",
+                    f"{figures.ready_s:.1f}", f"{figures.steps_per_s:.2f}", f"{figures.cpu_ms:.0f}",
+                    f"{figures.peak_mb:.0f}", f"{figures.status_ms:.0f}", f"{figures.load:.1f}",
                 ])  # fmt: skip
                 print(rows[-1], file=sys.stderr, flush=True)
     print_table([*head, "peak MB", "status ms", "load"], rows)

@@ -65,17 +65,19 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["cpu"])
     parser.add_argument("--set", nargs="+", default=[], dest="settings", help="of the run spec")
     parser.add_argument("--directory", type=Path, help="of the model; kept")
-    given = parser.parse_args()
-    config = MODELS[given.model] | ({"num_hidden_layers": given.layers} if given.layers else {})
+    options = parser.parse_args()
+    config = MODELS[options.model] | (
+        {"num_hidden_layers": options.layers} if options.layers else {}
+    )
     with contextlib.ExitStack() as stack:
-        own = given.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        own = options.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         own = own.resolve()
         run = own / "run.json"
         if not run.is_file():
-            write_run(own, config, with_gguf=FROM_GGUF in given.kinds)
-        for backend in given.backends:
-            for kind in given.kinds:
-                print(peak(run, backend, kind, given.settings), flush=True)
+            write_run(own, config, with_gguf=FROM_GGUF in options.kinds)
+        for backend in options.backends:
+            for kind in options.kinds:
+                print(peak(run, backend, kind, options.settings), flush=True)
 
 
 def write_run(directory: Path, config: dict[str, Any], *, with_gguf: bool) -> Path:
@@ -105,12 +107,12 @@ def write_run(directory: Path, config: dict[str, Any], *, with_gguf: bool) -> Pa
 def write_model(directory: Path, config: dict[str, Any]) -> None:
     """A decoder in bfloat16 with random weights, one file for each layer."""
     keys = dict(config)
-    made = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    model_config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     with torch.device("meta"):
         kind: Any = transformers.AutoModelForCausalLM
-        model = kind.from_config(made)
-    made.architectures = [type(model).__name__]
-    made.save_pretrained(directory)
+        model = kind.from_config(model_config)
+    model_config.architectures = [type(model).__name__]
+    model_config.save_pretrained(directory)
     generator = torch.Generator().manual_seed(0)
     files: dict[str, dict[str, torch.Tensor]] = {}
     weight_map = {}
@@ -160,7 +162,7 @@ def measure(run: str, device: str, kind: str, *settings: str) -> str:
     @contextlib.contextmanager
     def phase(name: str) -> Iterator[None]:
         began = time.perf_counter()
-        before = sum(kept for _, kept in phases.values())
+        before = sum(kept_mib for _, kept_mib in phases.values())
         with measured_growth() as growth:
             yield
         phases[name] = (before + growth.peak_bytes / MIB, growth.kept_bytes / MIB)
@@ -176,9 +178,9 @@ def measure(run: str, device: str, kind: str, *settings: str) -> str:
         for _ in program.gradients([(batch, n) for n, batch in enumerate(batches)]):
             pass
     program.close()
-    shown = ", ".join(f"{name} {most:.0f}" for name, (most, _) in phases.items())
+    peaks = ", ".join(f"{name} {most:.0f}" for name, (most, _) in phases.items())
     most = max(most for most, _ in phases.values())
-    return f"{device:7} {kind:19} {most:6.0f} MiB ({shown}); {_expected(spec)}"
+    return f"{device:7} {kind:19} {most:6.0f} MiB ({peaks}); {_expected(spec)}"
 
 
 def _expected(spec: ModelRun) -> str:

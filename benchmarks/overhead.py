@@ -152,13 +152,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=4, help=f"steps in each of {TURNS} turns")
     parser.add_argument("--backend", choices=("cpu", "cuda", "xpu"), default="cpu")
-    given = parser.parse_args()
+    options = parser.parse_args()
     # As the worker does: else the bare loop would pay for page faults that we do not.
     keep_freed_memory()
     print_heading(f"One worker against a bare PyTorch loop, {JOB}, from update to update")
     with tempfile.TemporaryDirectory() as name:
-        times = startup.measure(short(JOB, 1), given.backend, Path(name))
-    measured = measure(short(JOB, given.rounds + WARMING_STEPS), backend=given.backend)
+        times = startup.measure(short(JOB, 1), options.backend, Path(name))
+    measured = measure(short(JOB, options.rounds + WARMING_STEPS), backend=options.backend)
     head = ["way", "steps", "min ms", "median ms", "compute", "update", "rest", "cpu"]
     print_table(head, rows(measured))
     print(f"ratio of medians {measured.ratio:.3f}; each step to itself, median "

@@ -89,8 +89,8 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> Exposed:
                 runs.append(cluster.run(case.run_spec(steps)))
                 for bucket_mb in BUCKETS_MB:
                     answers = ranks.ask(case.train_command(steps, bucket_mb))
-                    taken = rank_intervals_us(answers)[WARMING_STEPS:]
-                    step_us.setdefault(_way(bucket_mb), []).extend(taken)
+                    rank_us = rank_intervals_us(answers)[WARMING_STEPS:]
+                    step_us.setdefault(_way(bucket_mb), []).extend(rank_us)
         timelines = cluster.timelines()
     for run in runs:
         taken_steps = step_times(timelines, run.start_us, run.end_us)

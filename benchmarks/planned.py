@@ -82,9 +82,9 @@ _MEASURED: Final = (
 def compared() -> Iterator[list[str]]:
     """Expected and measured milliseconds."""
     for each in _MEASURED:
-        found = expected(each.hosts, each.mbit, _BYTES[0])
+        prediction = expected(each.hosts, each.mbit, _BYTES[0])
         for way, measured_ms in (("star", each.star_ms), ("sharded", each.sharded_ms)):
-            ms = 1e3 * getattr(found, way)
+            ms = 1e3 * getattr(prediction, way)
             what = f"{each.hosts} hosts, {_link(each.mbit)}, {_size(_BYTES[0])}: {way}"
             yield [what, f"{ms:.0f}", f"{measured_ms:.0f}", f"{ms / measured_ms:.2f}"]
 
@@ -94,10 +94,10 @@ def rows(computes_s: float) -> Iterator[list[str]]:
     for mbit in _MBITS:
         for size in _BYTES:
             for hosts in (4, 16, 64):
-                found = expected(hosts, mbit, size)
-                seconds = [f"{value:.3g}" for value in found]
+                prediction = expected(hosts, mbit, size)
+                seconds = [f"{value:.3g}" for value in prediction]
                 what = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
-                yield [what, *seconds, found.best(computes_s)]
+                yield [what, *seconds, prediction.best(computes_s)]
 
 
 def two_levels_s(volume: Volume, hosts: int, mbit: float) -> float:
@@ -119,9 +119,9 @@ def many_hosts() -> Iterator[list[str]]:
     for mbit in (1_000, 10_000, 100_000):
         for size in _BYTES[:3]:
             for hosts in (64, 256, 1_024):
-                found = expected(hosts, mbit, size)
+                prediction = expected(hosts, mbit, size)
                 volume = Volume(size, size, _PIECES[size])
-                seconds = (found.star, two_levels_s(volume, hosts, mbit), found.sharded)
+                seconds = (prediction.star, two_levels_s(volume, hosts, mbit), prediction.sharded)
                 what = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
                 yield [what, *(f"{value:.3g}" for value in seconds)]
 
@@ -179,14 +179,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--plot", type=Path, help="write an SVG there")
     parser.add_argument("--computes-s", type=float, default=1.0, help="of each step")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print_heading("Expected seconds of a step's exchange, by the planner's model")
     head = ["link, gradients, hosts", "star", "sharded", "replicas", "best"]
-    print_table(head, list(rows(given.computes_s)))
+    print_table(head, list(rows(options.computes_s)))
     print_table(["on this machine", "expected ms", "measured ms", "ratio"], list(compared()))
     print_table(["many hosts", "star", "two levels of stars", "sharded"], list(many_hosts()))
-    if given.plot is not None:
-        given.plot.write_text(plot(given.computes_s))
+    if options.plot is not None:
+        options.plot.write_text(plot(options.computes_s))
 
 
 if __name__ == "__main__":

@@ -113,10 +113,14 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--quiet-ms", type=float, required=True)
     parser.add_argument("--devices", type=int, default=1, help="of this host")
-    given = parser.parse_args()
+    options = parser.parse_args()
     keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(given.coordinator, given.name, given.quiet_ms, given.trace, given.devices))
+        runner.run(
+            serve(
+                options.coordinator, options.name, options.quiet_ms, options.trace, options.devices
+            )
+        )
 
 
 if __name__ == "__main__":

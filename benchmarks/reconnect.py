@@ -51,14 +51,14 @@ class Measured:
     open_ms: float
 
 
-def measure(kept: int, rounds: int) -> Measured:
+def measure(logged_steps: int, rounds: int) -> Measured:
     """Write a log of so many steps, and read its last few as often as told."""
     with tempfile.TemporaryDirectory(prefix="reconnect-") as directory:
-        return asyncio.run(_measure(Path(directory), kept, rounds))
+        return asyncio.run(_measure(Path(directory), logged_steps, rounds))
 
 
-async def _measure(path: Path, kept: int, rounds: int) -> Measured:
-    manifest, spec = _manifest(), _spec(kept)
+async def _measure(path: Path, logged_steps: int, rounds: int) -> Measured:
+    manifest, spec = _manifest(), _spec(logged_steps)
     directory = RunDirectory(path)
     directory.begin("reconnect", spec)
     storage = RunStorage(
@@ -66,22 +66,22 @@ async def _measure(path: Path, kept: int, rounds: int) -> Measured:
     )  # fmt: skip
     storage.begin_log(manifest, 0)
     values = np.ones(BLOCK_ELEMENTS, np.float32)
-    for step in range(kept):
+    for step in range(logged_steps):
         for block in range(BLOCKS):
             storage.append(ChunkId(1, step, 0, block, 0), values)
         await storage.commit(_record(step))
         if (step + 1) % STEPS_BETWEEN_CHECKPOINTS == 0:
             await storage.roll()
-    times_ms = [await _reconnect(storage, kept) for _ in range(rounds)]
+    times_ms = [await _reconnect(storage, logged_steps) for _ in range(rounds)]
     await storage.close()
     begin = time.perf_counter()
     scan_log(directory.log, "reconnect", manifest)
-    return Measured(kept, times_ms, (time.perf_counter() - begin) * 1e3)
+    return Measured(logged_steps, times_ms, (time.perf_counter() - begin) * 1e3)
 
 
-async def _reconnect(storage: RunStorage, kept: int) -> float:
+async def _reconnect(storage: RunStorage, logged_steps: int) -> float:
     begin = time.perf_counter()
-    row = await storage.logged(kept - MISSED_STEPS)
+    row = await storage.logged(logged_steps - MISSED_STEPS)
     for logged in row:
         assert [chunk async for chunk in storage.chunks(logged)]
     assert len(row) == MISSED_STEPS

@@ -86,16 +86,16 @@ class Case:
 
 def cases(total: int) -> list[Case]:
     """All that is compared, the most telling first; only those of whole rounds."""
-    found = [Case(2, 0)]
-    found += [Case(2, inner_steps) for inner_steps in (100, 500, 30)]
-    found += [Case(2, inner_steps, momentum=True) for inner_steps in (30, 100, 500)]
-    found += _codecs(2, 100)
-    found += [Case(2, inner_steps, "reset") for inner_steps in (100, 500, 30)]
-    found += [Case(4, 0), *(Case(4, inner_steps) for inner_steps in (100, 500, 30))]
-    found += [*_codecs(2, 500), *_codecs(2, 30)]
-    found += [Case(4, inner_steps, "reset") for inner_steps in (100, 500, 30)]
-    found += [case for inner_steps in (100, 500, 30) for case in _codecs(4, inner_steps)]
-    return [case for case in found if total >= 2 * max(case.inner_steps, 1)]
+    all_cases = [Case(2, 0)]
+    all_cases += [Case(2, inner_steps) for inner_steps in (100, 500, 30)]
+    all_cases += [Case(2, inner_steps, momentum=True) for inner_steps in (30, 100, 500)]
+    all_cases += _codecs(2, 100)
+    all_cases += [Case(2, inner_steps, "reset") for inner_steps in (100, 500, 30)]
+    all_cases += [Case(4, 0), *(Case(4, inner_steps) for inner_steps in (100, 500, 30))]
+    all_cases += [*_codecs(2, 500), *_codecs(2, 30)]
+    all_cases += [Case(4, inner_steps, "reset") for inner_steps in (100, 500, 30)]
+    all_cases += [case for inner_steps in (100, 500, 30) for case in _codecs(4, inner_steps)]
+    return [case for case in all_cases if total >= 2 * max(case.inner_steps, 1)]
 
 
 def _codecs(replicas: int, inner_steps: int) -> list[Case]:
@@ -116,12 +116,12 @@ def measure_loss(total: int, out: Path, first: int | None = None) -> None:
     """All cases, or the first so many, each once."""
     out.mkdir(parents=True, exist_ok=True)
     for case in cases(total)[:first]:
-        kept = out / f"{case.name.replace(' ', '_').replace(',', '')}-{total}.json"
-        if kept.exists():
+        result_path = out / f"{case.name.replace(' ', '_').replace(',', '')}-{total}.json"
+        if result_path.exists():
             continue
         with tempfile.TemporaryDirectory() as name:
             result = trained(case, total, Path(name))
-        kept.write_text(json.dumps({"case": asdict(case), **result}) + "\n")
+        result_path.write_text(json.dumps({"case": asdict(case), **result}) + "\n")
     show(total, out)
 
 
@@ -131,10 +131,10 @@ def show(total: int, out: Path) -> None:
     rows: list[list[str]] = []
     base: dict[int, float] = {}
     for case in cases(total):
-        kept = out / f"{case.name.replace(' ', '_').replace(',', '')}-{total}.json"
-        if not kept.exists():
+        result_path = out / f"{case.name.replace(' ', '_').replace(',', '')}-{total}.json"
+        if not result_path.exists():
             continue
-        result = json.loads(kept.read_text())
+        result = json.loads(result_path.read_text())
         curve = [(float(x), float(y)) for x, y in result["curve"] if y is not None]
         curves[case] = curve
         loss = curve[-1][1]
@@ -148,7 +148,7 @@ def show(total: int, out: Path) -> None:
     print(f"curves: {plot}")
 
 
-_COLOURS: Final = {0: "#111", 30: "#c2410c", 100: "#1d4ed8", 500: "#15803d"}
+_COLORS: Final = {0: "#111", 30: "#c2410c", 100: "#1d4ed8", 500: "#15803d"}
 _DASHES: Final = {
     "moments reset": "6 3", "int8": "2 2", "int4": "9 2 2 2", "topk": "1 4",
     "outer momentum": "14 4",
@@ -162,18 +162,18 @@ def plotted(curves: Mapping[Case, Sequence[tuple[float, float]]]) -> str:
     marks = [(low + n / 2, f"{low + n / 2:g}") for n in range(int(2 * (high - low)) + 1)]
     panels = []
     for replicas in sorted({case.replicas for case in curves}):
-        shown = {case: curve for case, curve in curves.items() if case.replicas == replicas}
-        most = max(x for curve in shown.values() for x, _ in curve)
+        curves_shown = {case: curve for case, curve in curves.items() if case.replicas == replicas}
+        most = max(x for curve in curves_shown.values() for x, _ in curve)
         millions = [(n * 1e6, f"{n} M") for n in range(int(most / 1e6) + 1)]
-        lines = [Line(curve, _style(case)) for case, curve in shown.items()]
+        lines = [Line(curve, _style(case)) for case, curve in curves_shown.items()]
         axes = Axis(0.0, most, millions), Axis(low, high, marks)
         panels.append(Panel(f"{replicas} replicas, or their batch in one", *axes, lines))
-    inner = {n: f"H={n}" if n else "synchronous" for n in _COLOURS}
+    inner = {n: f"H={n}" if n else "synchronous" for n in _COLORS}
     return drawn(
         "Held-out loss by tokens",
         [panels],
         legend=[
-            *((inner[n], f"stroke:{colour}") for n, colour in _COLOURS.items()),
+            *((inner[n], f"stroke:{color}") for n, color in _COLORS.items()),
             *((name, f"stroke:#555;stroke-dasharray:{dash}") for name, dash in _DASHES.items()),
         ],
         x_name="tokens",
@@ -185,7 +185,7 @@ def _style(case: Case) -> str:
     kind = "moments reset" if case.inner_state == "reset" else case.codec
     dash = _DASHES.get("outer momentum" if case.momentum else kind)
     dashed = f";stroke-dasharray:{dash}" if dash else ""
-    return f"stroke:{_COLOURS[case.inner_steps]}{dashed}"
+    return f"stroke:{_COLORS[case.inner_steps]}{dashed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def a_step(spec: dict[str, Any], mbit: int, inner_ms: float, steps: int, directo
     with Network([mbit] * _HOSTS) as network:
         cluster = Cluster([scripted(inner_ms)] * _HOSTS, directory, hosts=network.hosts)
         with cluster:
-            found = []
+            measurements = []
             for count in (1, 1 + steps):
                 before = [host.counted_bytes() for host in network.hosts]
                 interval = cluster.run({**spec, "steps": count})
@@ -267,8 +267,8 @@ def a_step(spec: dict[str, Any], mbit: int, inner_ms: float, steps: int, directo
                     sum(new[way] - old[way] for new, old in zip(after[1:], before[1:], strict=True))
                     for way in (0, 1)
                 )
-                found.append((interval.end_us - interval.start_us, sent, received))
-    took_us, sent, received = (b - a for a, b in zip(*found, strict=True))
+                measurements.append((interval.end_us - interval.start_us, sent, received))
+    took_us, sent, received = (b - a for a, b in zip(*measurements, strict=True))
     hosts = _HOSTS - 1
     return Step(took_us / 1e3 / steps, sent / steps / hosts, received / steps / hosts)
 
@@ -306,14 +306,14 @@ def measure_traffic(share: int, rounds: int) -> None:
 
 def through_coordinator(way: Way, share: int, steps: int, directory: Path) -> float:
     """Bytes of a step, both ways, over all workers: of so many steps beyond a first run of one."""
-    found = []
+    totals = []
     device = scripted(_STEP_MS / way.inner_steps)
     with Cluster([device] * _HOSTS, directory) as cluster:
         for count in (1, 1 + steps):
             before = sum(cluster.through_coordinator())
             cluster.run({**way.spec(share), "steps": count})
-            found.append(sum(cluster.through_coordinator()) - before)
-    return (found[1] - found[0]) / steps
+            totals.append(sum(cluster.through_coordinator()) - before)
+    return (totals[1] - totals[0]) / steps
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -325,16 +325,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("replicas"))
     parser.add_argument("--share", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args(arguments)
-    match given.what:
+    options = parser.parse_args(arguments)
+    match options.what:
         case "loss":
-            measure_loss(given.inner_steps_in_all, given.out, given.first)
+            measure_loss(options.inner_steps_in_all, options.out, options.first)
         case "show":
-            show(given.inner_steps_in_all, given.out)
+            show(options.inner_steps_in_all, options.out)
         case "traffic":
-            measure_traffic(given.share, given.rounds)
+            measure_traffic(options.share, options.rounds)
         case _:
-            measure_utilization(given.share, given.rounds)
+            measure_utilization(options.share, options.rounds)
 
 
 if __name__ == "__main__":

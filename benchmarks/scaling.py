@@ -139,10 +139,10 @@ def main() -> None:
         "--rounds", type=int, default=8, help=f"steps in each of {TURNS} turns, more of short ones"
     )
     parser.add_argument("--only", default="", help="cases whose name has this")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print_heading("Throughput of N workers, against N times that of one")
-    chosen = [case for case in cases() if given.only in case.what]
-    lines = [line for case in chosen for line in rows(case, measure(case, given.rounds))]
+    selection = [case for case in cases() if options.only in case.what]
+    lines = [line for case in selection for line in rows(case, measure(case, options.rounds))]
     head = ["what", "steps", "median samples/s", "best", "of N x one", "of best"]
     print_table(head, lines)
     print(f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")

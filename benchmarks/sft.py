@@ -50,18 +50,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl", required=True, metavar="PYTHON")
     parser.add_argument("--steps", type=int, default=50)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        overrides = [*OVERRIDES, f"steps={given.steps}", f"data.train={RUN.with_suffix('.jsonl')}"]
+        overrides = [*OVERRIDES, f"steps={args.steps}", f"data.train={RUN.with_suffix('.jsonl')}"]
         save_start(load_run_spec(RUN, overrides), place / "model")
         overrides += [f"model={{source: {place / 'model'}}}", "tokenizer=null"]
         spec = load_run_spec(RUN, overrides)
         write_batches(spec, place)
         ours = train(spec, place)
-        theirs = train_with_trl(Path(given.trl), place)
+        theirs = train_with_trl(Path(args.trl), place)
     apart = abs(ours["loss"] - theirs["loss"]) / theirs["loss"]
-    print(f"trl {theirs['version']}, torch {theirs['torch']}, {given.steps} steps of 16 dialogues")
+    print(f"trl {theirs['version']}, torch {theirs['torch']}, {args.steps} steps of 16 dialogues")
     print(f"held-out loss before: TRL {theirs['before']:.7f}")
     print(f"held-out loss after:  ours {ours['loss']:.7f}, TRL {theirs['loss']:.7f}")
     print(f"apart: {apart:.2e} of it (bound {BOUND:g})")
@@ -86,17 +86,17 @@ def save_start(spec: RunSpec, directory: Path) -> None:
 def write_batches(spec: RunSpec, place: Path) -> None:
     """What is trained on, in the order in which the run takes it, and what is held out."""
     assert spec.data is not None
-    found = read_conversations(spec.data)
-    train, held_out = holdout.split(found.documents, spec.seed, spec.data.holdout)
+    conversations = read_conversations(spec.data)
+    train, held_out = holdout.split(conversations.documents, spec.seed, spec.data.holdout)
     order = SampleOrder(spec.seed, len(train), spec.batch)
-    taken = [
+    train_rows = [
         train[sample]
         for step in range(spec.steps)
         for samples in order.microbatches(step)
         for sample in samples
     ]
-    for name, rows in (("train", taken), ("held_out", held_out)):
-        lines = [json.dumps({"messages": messages(found[row])}) for row in rows]
+    for name, rows in (("train", train_rows), ("held_out", held_out)):
+        lines = [json.dumps({"messages": messages(conversations[row])}) for row in rows]
         (place / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     settings = {
         "steps": spec.steps, "microbatch": spec.batch.microbatch,
@@ -123,8 +123,8 @@ def train_with_trl(python: Path, place: Path) -> dict[str, Any]:
     """Theirs, in the interpreter that has it."""
     script = Path(__file__).with_name("trl_side.py")
     subprocess.run([str(python), str(script), str(place)], check=True)  # noqa: S603
-    found: dict[str, Any] = json.loads((place / "trl.json").read_text())
-    return found
+    document: dict[str, Any] = json.loads((place / "trl.json").read_text())
+    return document
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ class Run:
         self._functions = {each.name: each for each in module.functions}
         lanes = np.arange(module.workgroup, dtype=np.int64)
         zero = np.zeros_like(lanes)
-        given: dict[str, Any] = {
+        built_ins: dict[str, Any] = {
             "workgroup_id": tuple(zero + place for place in group),
             "local_invocation_id": (lanes, zero, zero),
             "global_invocation_id": (lanes + group[0] * module.workgroup, zero, zero),
@@ -132,7 +132,7 @@ class Run:
             "local_invocation_index": lanes,
         }
         self._values: dict[str, Any] = {
-            name: given.get(built_in) for name, built_in in module.inputs.items()
+            name: built_ins.get(built_in) for name, built_in in module.inputs.items()
         }
         self.here = np.ones(module.workgroup, dtype=bool)
         self._result: Known = None
@@ -184,13 +184,13 @@ class Run:
             self.block(then)
             self.here = before
             return
-        found = []
-        for chosen, body in ((condition != 0, then), (condition == 0, otherwise)):
-            self.here = before & chosen
+        lanes = []
+        for branch_lanes, body in ((condition != 0, then), (condition == 0, otherwise)):
+            self.here = before & branch_lanes
             if self.here.any():
                 self.block(body)
-            found.append(self.here)
-        self.here = found[0] | found[1]
+            lanes.append(self.here)
+        self.here = lanes[0] | lanes[1]
 
     def _for(self, loop: tree.For) -> None:
         before = self.here
@@ -232,8 +232,8 @@ class Run:
         if alike:
             self.counts += self._last_round.times(len(places) - 2)
 
-    def _of(self, given: tree.Expression) -> Any:
-        match given:
+    def _of(self, expression: tree.Expression) -> Any:
+        match expression:
             case tree.Literal(value, kind):
                 whole = kind in {"u32", "i32", "int", "bool"}
                 return np.full(len(self.here), int(value), np.int64) if whole else None
@@ -245,25 +245,25 @@ class Run:
                     return None
                 return {"-": lambda x: -x, "!": lambda x: x == 0, "~": lambda x: ~x}[sign](inner)
             case tree.Binary(sign, left, right):
-                return self._both(sign, self._of(left), self._of(right), given.type)
+                return self._both(sign, self._of(left), self._of(right), expression.type)
             case tree.Application():
-                return self._call(given)
+                return self._call(expression)
             case tree.Index(of, at):
                 return self._element(of, self._of(at))
             case tree.Component(of, name):
-                held = self._of(of)
-                return held["xyz".index(name)] if isinstance(held, tuple) else None
+                vector = self._of(of)
+                return vector["xyz".index(name)] if isinstance(vector, tuple) else None
 
     @staticmethod
     def _both(sign: str, one: Any, two: Any, kind: str) -> Known:
         if one is None or two is None or isinstance(one, tuple) or isinstance(two, tuple):
             return None
-        found = np.asarray(_TWO[sign](one, two)).astype(np.int64)
-        return found % _UNSIGNED if kind == "u32" else found
+        value = np.asarray(_TWO[sign](one, two)).astype(np.int64)
+        return value % _UNSIGNED if kind == "u32" else value
 
-    def _call(self, given: tree.Application) -> Any:
-        values = [self._of(each) for each in given.arguments]
-        function = self._functions.get(given.name)
+    def _call(self, application: tree.Application) -> Any:
+        values = [self._of(each) for each in application.arguments]
+        function = self._functions.get(application.name)
         if function is not None:
             outer, result = self._values, self._result
             self._values = {
@@ -271,15 +271,15 @@ class Run:
             }
             with suppress(_Returned):
                 self.block(function.body)
-            found, self._values, self._result = self._result, outer, result
-            return found
-        if any(value is None for value in values) or tree.size_of(given.type) > 1:
+            returned, self._values, self._result = self._result, outer, result
+            return returned
+        if any(value is None for value in values) or tree.size_of(application.type) > 1:
             return None
-        if given.name in {"min", "max"}:
-            return (np.minimum if given.name == "min" else np.maximum)(*values)
-        if given.name == "select":
+        if application.name in {"min", "max"}:
+            return (np.minimum if application.name == "min" else np.maximum)(*values)
+        if application.name == "select":
             return np.where(values[2] != 0, values[1], values[0])
-        return values[0] if given.name in {"u32", "i32"} else None
+        return values[0] if application.name in {"u32", "i32"} else None
 
     def _element(self, of: tree.Expression, at: Known) -> None:
         if isinstance(of, tree.Name) and of.name in self.module.arrays:
@@ -304,13 +304,13 @@ def _served(at: Known, here: NDArray[np.bool_], nbytes: int) -> tuple[int, int]:
     together = _BANKS * _WORD_BYTES // nbytes
     least = most = 0
     for first in range(0, len(here), together):
-        chosen = here[first : first + together]
-        if not chosen.any():
+        lanes = here[first : first + together]
+        if not lanes.any():
             continue
         least += 1
         if at is None:
             most += 1
             continue
-        places = np.unique(at[first : first + together][chosen])
+        places = np.unique(at[first : first + together][lanes])
         most += int(np.bincount(places % together).max())
     return least, most

@@ -121,10 +121,10 @@ def measure(row: Row, ways: Sequence[Topology], rounds: int, turns: int) -> dict
     gloo_us: list[float] = []
     counted: dict[str, list[int]] = {"gloo": [0, 0], **{way: [0, 0] for way in ways}}
     passed: dict[str, int] = dict.fromkeys(ways, 0)
-    taken = rounds + _WARMING_ROUNDS
+    rounds_in_all = rounds + _WARMING_ROUNDS
     worker = ["benchmarks.ready_worker", "--quiet-ms", str(row.case.quiet_ms)]
     command = {
-        "do": "all_reduce", "payload_bytes": row.case.payload_bytes, "rounds": taken,
+        "do": "all_reduce", "payload_bytes": row.case.payload_bytes, "rounds": rounds_in_all,
         "quiet_ms": row.case.quiet_ms,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name, Network(row.mbits) as network:
@@ -142,20 +142,20 @@ def measure(row: Row, ways: Sequence[Topology], rounds: int, turns: int) -> dict
                 for way in ways:
                     before = sum(ours.through_coordinator())
                     with _counting(network.hosts[0], counted[way]):
-                        spec = replace(row.case, way=way).run_spec(taken)
+                        spec = replace(row.case, way=way).run_spec(rounds_in_all)
                         intervals[way].append(ours.run(spec))
                     passed[way] += sum(ours.through_coordinator()) - before
                 with _counting(network.hosts[0], counted["gloo"]):
                     gloo_us += spans_us(ranks.ask(command))[_WARMING_ROUNDS:]
         timelines = ours.timelines()
-    in_all = turns * taken * 1e6
+    in_all = turns * rounds_in_all * 1e6
     out_mb, in_mb = (n / in_all for n in counted["gloo"])
-    found = {"gloo": Turns([us / 1e3 for us in gloo_us], out_mb, in_mb)}
+    turns_by_way = {"gloo": Turns([us / 1e3 for us in gloo_us], out_mb, in_mb)}
     for way in ways:
         ms = _averaged_ms(timelines, intervals[way], row.case.workers)
         out_mb, in_mb = (n / in_all for n in counted[way])
-        found[way] = Turns(ms, out_mb, in_mb, passed[way] / in_all)
-    return found
+        turns_by_way[way] = Turns(ms, out_mb, in_mb, passed[way] / in_all)
+    return turns_by_way
 
 
 @contextmanager
@@ -199,19 +199,19 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=_WAYS, default=_WAYS)
     parser.add_argument("--bfloat16", action="store_true", help="ours in both directions")
-    given = parser.parse_args()
-    unknown = [name for name in given.rows if name not in ROWS]
+    options = parser.parse_args()
+    unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
         parser.error(f"expected rows of {', '.join(ROWS)}, got {', '.join(unknown)}")
     if reason := why_not():
         print(f"skipped: {reason}")
         sys.exit(0)
     print_heading("Mean of N workers' gradients over links of given speeds, per round, over ranks")
-    precision: Precision = "bfloat16" if given.bfloat16 else "float32"
+    precision: Precision = "bfloat16" if options.bfloat16 else "float32"
     table: list[list[str]] = []
-    for name in given.rows or ROWS:
+    for name in options.rows or ROWS:
         row = replace(ROWS[name], case=replace(ROWS[name].case, precision=precision))
-        table += lines(name, row, measure(row, given.ways, given.rounds, given.turns))
+        table += lines(name, row, measure(row, options.ways, options.rounds, options.turns))
     head = ["what", "rounds", "min ms", "median ms", "ratio", "wires ms", "out MB", "in MB"]
     head.append("coordinator MB")
     print_table(head, table)

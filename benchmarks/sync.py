@@ -154,12 +154,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--apart", action="store_true", help="each a worker of its own")
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print_heading("Mean of N workers' gradients on loopback, per round, max over ranks")
     lines = [
         line
-        for case in CASES[: given.cases]
-        for line in rows(case, measure(case, given.rounds, given.turns, apart=given.apart))
+        for case in CASES[: options.cases]
+        for line in rows(case, measure(case, options.rounds, options.turns, apart=options.apart))
     ]
     print_table(["what", "rounds", "min ms", "median ms", "ratio"], lines)
 

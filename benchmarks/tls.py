@@ -82,11 +82,11 @@ class _Spent:
     def so_far() -> _Spent:
         return _Spent(time.perf_counter(), time.process_time(), time.thread_time())
 
-    def since(self, begun: _Spent) -> _Spent:
+    def since(self, start: _Spent) -> _Spent:
         return _Spent(
-            self.clock_s - begun.clock_s,
-            self.process_s - begun.process_s,
-            self.loop_s - begun.loop_s,
+            self.clock_s - start.clock_s,
+            self.process_s - start.process_s,
+            self.loop_s - start.loop_s,
         )
 
 
@@ -94,7 +94,7 @@ async def _receive(port: int, megabytes: int, *, encrypted: bool) -> _Spent:
     """Connect and take everything."""
     loop = asyncio.get_running_loop()
     end = _End(megabytes * limits.MIB)
-    begun = _Spent.so_far()
+    start = _Spent.so_far()
     channel = _channel("worker", end)
     if encrypted:
         context = tls.client_context()
@@ -103,7 +103,7 @@ async def _receive(port: int, megabytes: int, *, encrypted: bool) -> _Spent:
         await loop.create_connection(lambda: channel, "127.0.0.1", port)
     await end.done.wait()
     channel.abort("done")
-    return _Spent.so_far().since(begun)
+    return _Spent.so_far().since(start)
 
 
 def _receiver(pipe: Any, megabytes: int) -> None:
@@ -136,10 +136,10 @@ async def _send(pipe: Any, megabytes: int, context: ssl.SSLContext | None) -> _S
 
     acceptor = Acceptor(lambda _: accepted(), context)
     await acceptor.listen("127.0.0.1", 0)
-    begun = _Spent.so_far()
+    start = _Spent.so_far()
     pipe.send((acceptor.address[1], context is not None))
     other: _Spent = await loop.run_in_executor(None, pipe.recv)
-    own = _Spent.so_far().since(begun)
+    own = _Spent.so_far().since(start)
     acceptor.close()
     busier = max(own.process_s, other.process_s), max(own.loop_s, other.loop_s)
     return _Spent(other.clock_s, *busier)
@@ -184,8 +184,8 @@ def steps(block_bytes: int, rounds: int, turns: int = 2) -> dict[str, Steps]:
         for way, cluster in clusters.items():
             timelines = cluster.timelines()
             for run in runs[way]:
-                found = step_times(timelines, run.start_us, run.end_us)[_WARMING_STEPS:]
-                measured[way].elapsed_ms += [us / 1e3 for us in intervals_us(found)]
+                step_list = step_times(timelines, run.start_us, run.end_us)[_WARMING_STEPS:]
+                measured[way].elapsed_ms += [us / 1e3 for us in intervals_us(step_list)]
     return measured
 
 

@@ -13,7 +13,7 @@ Against = Literal["auto", "cpu", "cuda"]
 
 _CORES: Final = {5: 128, 6: 128, 7: 64, 8: 128, 9: 128, 10: 128, 12: 128}
 """Float32 multiply-adds per cycle and multiprocessor, by the major compute capability (CUDA C++
-Programming Guide, arithmetic instructions); data-centre chips of two generations have half."""
+Programming Guide, arithmetic instructions); data-center chips of two generations have half."""
 _HALF: Final = frozenset({(6, 0), (8, 0)})
 
 
@@ -38,7 +38,7 @@ class TorchSide:
         """Whether its work is CPU time of this process."""
         return self.device.type == "cpu"
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what was asked for; CUDA returns before it is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -54,10 +54,10 @@ class TorchSide:
 
 def torch_side(against: Against) -> TorchSide:
     """CUDA's first device where torch has one, else the CPU; or the one that is asked for."""
-    there = torch.cuda.is_available()
-    if against == "cuda" and not there:
+    has_cuda = torch.cuda.is_available()
+    if against == "cuda" and not has_cuda:
         raise SystemExit("--against cuda: torch has no CUDA device here; say --against cpu")
-    kind: Literal["cpu", "cuda"] = "cuda" if there and against != "cpu" else "cpu"
+    kind: Literal["cpu", "cuda"] = "cuda" if has_cuda and against != "cpu" else "cpu"
     return TorchSide(EagerBackend(kind))
 
 

@@ -79,10 +79,10 @@ def replica(settings: dict[str, Any]) -> None:
 
 
 def _digest(model: nn.Module) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(parameter.detach().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 if __name__ == "__main__":

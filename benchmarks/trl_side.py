@@ -63,13 +63,13 @@ def main(place: Path) -> None:
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
-    found = {
+    result = {
         "before": before,
         "loss": trainer.evaluate()["eval_loss"],
         "version": trl.__version__,
         "torch": torch.__version__,
     }
-    (place / "trl.json").write_text(json.dumps(found))
+    (place / "trl.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

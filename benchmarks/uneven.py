@@ -61,8 +61,8 @@ def measure(speeds_ms: tuple[float, ...], microbatches: int, steps: int) -> Pace
         cluster = Cluster([scripted(ms) for ms in speeds_ms], Path(name))
         with cluster:
             run = cluster.run(run_spec(microbatches, steps + WARMING_STEPS + 1))
-        taken = step_times(cluster.timelines(), run.start_us, run.end_us)
-    return pace(microbatches, intervals_us(taken[WARMING_STEPS:]))
+        timeline = step_times(cluster.timelines(), run.start_us, run.end_us)
+    return pace(microbatches, intervals_us(timeline[WARMING_STEPS:]))
 
 
 def measure_equal_shares(speeds_ms: tuple[float, ...], steps: int) -> Pace:

@@ -90,16 +90,16 @@ def matmul_row(
     def in_torch() -> None:
         for _ in range(_DISPATCHES):
             torch.mm(theirs_x, theirs_w.T)
-        side.synchronise()
+        side.synchronize()
 
     def on_device() -> None:
         device.run(prepared).result()
 
     ours, theirs = by_turns([on_device, in_torch], rounds)
     operations = 2 * m * k * n * _DISPATCHES
-    found = device.read(buffers[2], 4 * m * n).reshape(m, n)
+    product = device.read(buffers[2], 4 * m * n).reshape(m, n)
     exact = x.astype(np.float64) @ w.T
-    error = float(np.abs(found - exact).max() / np.abs(exact).max())
+    error = float(np.abs(product - exact).max() / np.abs(exact).max())
     rates = [operations / statistics.median(side.wall_s) / 1e12 for side in (ours, theirs)]
     return [
         f"{m} x {k} by {k} x {n}",

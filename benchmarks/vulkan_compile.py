@@ -72,7 +72,7 @@ def main() -> None:
         return
     print_heading("Compiling 36 layers against 4 for a Vulkan device")
     cold = {"MESA_SHADER_CACHE_DISABLE": "true"} if options.cold else {}
-    taken: dict[int, list[dict[str, float]]] = {layers: [] for layers in LAYERS}
+    measured: dict[int, list[dict[str, float]]] = {layers: [] for layers in LAYERS}
     for number in range(options.rounds + (not options.cold)):
         for layers in LAYERS:
             command = [sys.executable, "-m", "benchmarks.vulkan_compile", "--layers", str(layers)]
@@ -80,10 +80,10 @@ def main() -> None:
                 command, env={**os.environ, **cold}, stdout=subprocess.PIPE, check=True
             )
             if number or options.cold:  # the first round fills the driver's cache
-                taken[layers].append(json.loads(done.stdout.splitlines()[-1]))
+                measured[layers].append(json.loads(done.stdout.splitlines()[-1]))
     rows = []
-    for what in taken[LAYERS[0]][0]:
-        few, many = ([each[what] for each in taken[layers]] for layers in LAYERS)
+    for what in measured[LAYERS[0]][0]:
+        few, many = ([each[what] for each in measured[layers]] for layers in LAYERS)
         each = sorted(many_s / few_s for few_s, many_s in zip(few, many, strict=True))
         spread = f"{statistics.median(each):.2f} ({each[0]:.2f}-{each[-1]:.2f})"
         rows.append([what, *(f"{statistics.median(side):.2f}" for side in (few, many)), spread])

@@ -98,9 +98,9 @@ def dispatches_of_subtree(trainable: Trainable, plan: Plan, at_once: int, pairs:
     sums.hold(levels_of(SUBTREE_LEAVES))
     total = 0
     for first in range(0, SUBTREE_LEAVES, at_once):
-        given = [[[Buffer(nbytes, None) for nbytes in sizes]] for _ in range(at_once)]
+        buffers = [[[Buffer(nbytes, None) for nbytes in sizes]] for _ in range(at_once)]
         step = Submission(Prepared([*plan.dispatches], []), (), last=True)
-        sources = Sources(given, Buffer(4, None))
+        sources = Sources(buffers, Buffer(4, None))
         parts = sums.summing([step], sources, first, SUBTREE_LEAVES)
         total += sum(len(part.prepared.calls) for part in parts)
     return total
@@ -149,13 +149,13 @@ def main() -> None:
     options = parser.parse_args()
     print_heading("Kernels of a card, counted")
     jobs = [job_of(task, 1) for task in options.tasks]
-    given = [(job.name, job.trainable, job.batch) for job in jobs]
+    work = [(job.name, job.trainable, job.batch) for job in jobs]
     for hidden in options.hidden:
         for trained in ("LoRA", "whole"):
             decoder = Decoder(hidden, 8, 512, trained)
-            given.append((str(decoder), decoder.trainable(1), decoder.batch()))
+            work.append((str(decoder), decoder.trainable(1), decoder.batch()))
     rows, subtrees = [], []
-    for name, trainable, batch in given:
+    for name, trainable, batch in work:
         plan, of_a_layer = plan_of(trainable, batch)
         rows.append(row(name, plan, of_a_layer))
         subtrees.append(subtree_row(name, trainable, plan))

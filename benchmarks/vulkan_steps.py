@@ -147,11 +147,11 @@ def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
     if not backend.exact_additions:
         program.close()
         return [job.name, "its additions are not exact", *[""] * 5]
-    brought = []
+    readbacks = []
     for subtree in (on_device, on_host):
         before = backend.device.counts.readbacks
         subtree()
-        brought.append(backend.device.counts.readbacks - before)
+        readbacks.append(backend.device.counts.readbacks - before)
     ours, theirs = by_turns([on_device, on_host], rounds)
     program.close()
     return [
@@ -159,7 +159,7 @@ def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
         *(f"{timed.median_ms:.0f} ({timed.spread_ms})" for timed in (ours, theirs)),
         ratios(ours.wall_s, theirs.wall_s),
         ratios(ours.cpu_s, theirs.cpu_s) if backend.adapter.software else "",
-        *map(str, brought),
+        *map(str, readbacks),
     ]
 
 

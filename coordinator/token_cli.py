@@ -76,11 +76,11 @@ def control(
 ) -> None:
     """Print a running coordinator's control token, which its page asks for before commands."""
     from coordinator.operator.control_client import control_token
-    from protocol.base.errors import NotAuthorised
+    from protocol.base.errors import NotAuthorized
 
     token = control_token(address)
     if not token:
-        raise NotAuthorised(
+        raise NotAuthorized(
             f"no coordinator of this user has its control port at {address}; start one, or give "
             "the address of another"
         )

@@ -98,10 +98,10 @@ class Machine:
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
         """A file there."""
-        there = self.path(path)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        there.write_text(text)
-        there.chmod(mode)
+        target = self.path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+        target.chmod(mode)
 
     def show(self, unit: str, name: str) -> str:
         """A unit's property."""
@@ -239,14 +239,14 @@ def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
     deadline_s = time.monotonic() + PATIENCE_S
     while not (leader and ready):
         try:
-            told = notices.recv(4096).decode().splitlines()
+            message = notices.recv(4096).decode().splitlines()
         except TimeoutError:
             if nspawn.poll() is None:
                 if time.monotonic() > deadline_s:
                     pytest.skip(f"no machine can be booted here: not up after {PATIENCE_S:.0f} s")
                 continue
             pytest.skip(f"no machine can be booted here: {' '.join(nspawn.stdout.read().split())}")
-        for line in told:
+        for line in message:
             name, _, value = line.partition("=")
             leader = int(value) if name == "X_NSPAWN_LEADER_PID" else leader
             ready = ready or line == "READY=1"

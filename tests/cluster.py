@@ -204,8 +204,8 @@ class Cluster:
         code = self.coordinator.poll()
         if code is None:
             return "(the coordinator still runs)"
-        said = "".join(stream.read() for stream in _streams(self.coordinator))
-        return f"(the coordinator ended with {code}) {said}"
+        output = "".join(stream.read() for stream in _streams(self.coordinator))
+        return f"(the coordinator ended with {code}) {output}"
 
     def _read_address(self) -> dict[str, str]:
         """Wait for the line that follows the writing of the address file."""

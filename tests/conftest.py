@@ -91,10 +91,10 @@ def pytest_runtest_call(item):
             raise
         pytest.fail("the interrupt that the test has sent came out of it")
     for how, most in MOST_STARTED.items():
-        begun = started[how] - before[how]
-        if begun > most and item.get_closest_marker("slow") is None:
+        started_here = started[how] - before[how]
+        if started_here > most and item.get_closest_marker("slow") is None:
             pytest.fail(
-                f"expected at most {most} processes {how}, it has started {begun}; "
+                f"expected at most {most} processes {how}, it has started {started_here}; "
                 "start fewer, or mark it slow and keep a smaller one"
             )
     return result

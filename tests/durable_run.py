@@ -162,12 +162,12 @@ def state_zero() -> Replica:
 def small_disk(directory: Path, size_kib: int) -> Iterator[Path]:
     """A tmpfs of that size; skips the test where none can be mounted."""
     directory.mkdir()
-    made = subprocess.run(
+    mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "none", str(directory)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    if made.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {made.stderr.strip()}")
+    if mount.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mount.stderr.strip()}")
     try:
         yield directory
     finally:
@@ -284,21 +284,21 @@ class WrittenRun:
         lock = lock_directory(self.directory.path)
         self.term = lock.term
         lock.release()
-        found = recover(self.directory)
-        assert found is not None
-        self.replica = found.replica()
-        self.losses = list(found.losses)
+        start = recover(self.directory)
+        assert start is not None
+        self.replica = start.replica()
+        self.losses = list(start.losses)
         self.journal = self.open_journal()
         self.journal.append(
             Resumed(
-                term=self.term, step=found.step, optimizer_step=found.optimizer_step,
-                notes=found.notes,
+                term=self.term, step=start.step, optimizer_step=start.optimizer_step,
+                notes=start.notes,
             )
         )  # fmt: skip
         self.tell_files()
         self.view("started", "a", "b")
         self.log = self.open_log()
-        return found
+        return start
 
     def finish(self) -> Path:
         self.journal.append(

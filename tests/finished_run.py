@@ -22,11 +22,11 @@ def finished_run(spec_file: Path, directory: Path, run_id: str) -> Path:
     """
     spec = load_run_spec(spec_file)
     task = build(spec)
-    kept = RunDirectory(directory)
-    kept.begin(run_id, spec)
-    kept.keep_manifest(task.manifest)
+    run_directory = RunDirectory(directory)
+    run_directory.begin(run_id, spec)
+    run_directory.keep_manifest(task.manifest)
     plan = task.manifest.export
-    adapter = kept.path / plan.directory
+    adapter = run_directory.path / plan.directory
     adapter.mkdir()
     rng = np.random.default_rng(0)
     tensors = {
@@ -43,6 +43,6 @@ def finished_run(spec_file: Path, directory: Path, run_id: str) -> Path:
         "run_id": run_id, "outcome": "finished", "steps": 4, "weights_digest": "ab" * 32,
         "exact": True,
     }  # fmt: skip
-    write_card(kept, spec, task.manifest, result)
-    write_json(kept.result_file, result)
-    return kept.path
+    write_card(run_directory, spec, task.manifest, result)
+    write_json(run_directory.result_file, result)
+    return run_directory.path

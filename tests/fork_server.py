@@ -85,7 +85,7 @@ class Server:
             del self._open[connection.fileno()]
             connection.close()
             return None
-        *standard, told = files
+        *standard, notice = files
         request: dict[str, Any] = json.loads(text)
         _import_all(with_tests=request["code"] is not None)
         # Before the answer: a thread's network may end with it.
@@ -93,7 +93,7 @@ class Server:
         pid = os.fork()
         if pid == 0:
             self._close_all()
-            os.close(told)
+            os.close(notice)
             for target, source in enumerate(standard):
                 os.dup2(source, target)
                 os.close(source)
@@ -104,19 +104,19 @@ class Server:
         for each in (*standard, *networks):
             os.close(each)
         follower = os.pidfd_open(pid)
-        self._ends[follower] = (pid, told)
+        self._ends[follower] = (pid, notice)
         self._selector.register(follower, selectors.EVENT_READ)
         connection.sendall(b"%d" % pid)
         return None
 
     def _has_ended(self, follower: int) -> None:
-        pid, told = self._ends.pop(follower)
+        pid, notice = self._ends.pop(follower)
         self._selector.unregister(follower)
         os.close(follower)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(BrokenPipeError):  # whoever asked for it has ended before
-            os.write(told, b"%d" % code)
-        os.close(told)
+            os.write(notice, b"%d" % code)
+        os.close(notice)
 
     def _close_all(self) -> None:
         for each in (*self._ends, *(end for _, end in self._ends.values())):

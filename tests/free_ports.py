@@ -14,13 +14,13 @@ nobody listens must not be given that very port as its own end."""
 
 def free_ports(count: int) -> list[int]:
     """Ports of loopback that nobody has now."""
-    found: list[int] = []
-    while len(found) < count:
+    ports: list[int] = []
+    while len(ports) < count:
         port = random.SystemRandom().randrange(*_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            found.append(port)
-    return found
+            ports.append(port)
+    return ports
 
 
 def free_address() -> str:

@@ -69,9 +69,11 @@ class HostileWorker:
 
     async def __aenter__(self) -> Self:
         if self._here:
-            found = await local_socket.dial("127.0.0.1", self._port)
-            assert found is not None
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=found.endpoint)
+            connection = await local_socket.dial("127.0.0.1", self._port)
+            assert connection is not None
+            self._reader, self._writer = await asyncio.open_unix_connection(
+                sock=connection.endpoint
+            )
             return self
         self._reader, self._writer = await asyncio.open_connection(
             "127.0.0.1", self._port, ssl=tls.client_context(), local_addr=(self._host, 0)
@@ -146,8 +148,8 @@ class HostileWorker:
         self.greet(**changes)
         token = CoordinatorCredentials.open().join_token()
         challenge = await self.until(Challenge)
-        shown = on_this_machine(token.fingerprint) if self._here else token.fingerprint
-        self.send(answer(self.hello, challenge, shown, token.secret))
+        fingerprint = on_this_machine(token.fingerprint) if self._here else token.fingerprint
+        self.send(answer(self.hello, challenge, fingerprint, token.secret))
         welcome = await self.until(Welcome)
         self.name, self.term = welcome.worker, welcome.term
         return welcome

@@ -184,12 +184,12 @@ PURE_MODULES: Final = (
 @cache
 def modules() -> dict[str, Path]:
     """Every module of the product, by dotted name; a package's `__init__` by the package's."""
-    found = {}
+    path_by_name = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            path_by_name[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return path_by_name
 
 
 def room_of(name: str, path: Path) -> str:
@@ -200,61 +200,61 @@ def room_of(name: str, path: Path) -> str:
 @lru_cache(1)  # of all modules together they are millions, and whatever collects garbage meets them
 def nodes(source: str) -> tuple[ast.AST, ...]:
     """All that a module's text consists of: `ast.walk`, in half its time."""
-    found: list[ast.AST] = [ast.parse(source)]
-    for node in found:  # which grows on the way
+    all_nodes: list[ast.AST] = [ast.parse(source)]
+    for node in all_nodes:  # which grows on the way
         for value in vars(node).values():
             if isinstance(value, list):
-                found += (each for each in value if isinstance(each, ast.AST))
+                all_nodes += (each for each in value if isinstance(each, ast.AST))
             elif isinstance(value, ast.AST) and value._fields:
-                found.append(value)
-    return tuple(found)
+                all_nodes.append(value)
+    return tuple(all_nodes)
 
 
 @cache
 def imported(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
     """Line, module and names of every absolute import, wherever it stands."""
-    found: list[tuple[int, str, tuple[str, ...]]] = []
+    imports: list[tuple[int, str, tuple[str, ...]]] = []
     for node in nodes(source):
         if isinstance(node, ast.Import):
-            found += ((node.lineno, alias.name, ()) for alias in node.names)
+            imports += ((node.lineno, alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.append((node.lineno, node.module, tuple(alias.name for alias in node.names)))
-    return tuple(found)
+            imports.append((node.lineno, node.module, tuple(alias.name for alias in node.names)))
+    return tuple(imports)
 
 
 @cache
 def imports_between_modules() -> dict[str, set[str]]:
     """For each module of the product those of the product that it imports."""
-    known = modules()
-    found: dict[str, set[str]] = {name: set() for name in known}
-    for name, path in known.items():
+    path_by_name = modules()
+    graph: dict[str, set[str]] = {name: set() for name in path_by_name}
+    for name, path in path_by_name.items():
         for _, module, names in imported(path.read_text("utf-8")):
-            within = {f"{module}.{each}" for each in names} & known.keys()
-            found[name] |= within or ({module} & known.keys())
-    return found
+            within = {f"{module}.{each}" for each in names} & path_by_name.keys()
+            graph[name] |= within or ({module} & path_by_name.keys())
+    return graph
 
 
 @cache
 def arrows() -> dict[tuple[str, str], set[str]]:
     """From room to room: the modules that import across."""
-    known = modules()
-    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    path_by_name = modules()
+    arrow_sources: dict[tuple[str, str], set[str]] = defaultdict(set)
     for name, targets in imports_between_modules().items():
         for target in targets:
-            pair = room_of(name, known[name]), room_of(target, known[target])
+            pair = room_of(name, path_by_name[name]), room_of(target, path_by_name[target])
             if pair[0] != pair[1]:
-                found[pair].add(name)
-    return found
+                arrow_sources[pair].add(name)
+    return arrow_sources
 
 
 def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
     """All that `start` leads to, itself included."""
-    found, waiting = {start}, [start]
+    reached, waiting = {start}, [start]
     while waiting:
-        new = graph.get(waiting.pop(), set()) - found
-        found |= new
+        new = graph.get(waiting.pop(), set()) - reached
+        reached |= new
         waiting += new
-    return found
+    return reached
 
 
 def cycles() -> list[tuple[str, str]]:

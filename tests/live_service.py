@@ -106,12 +106,12 @@ class LiveService:
         """The first such event, from the beginning on."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while (found := self.first(event, **fields)) is None:
+                while (matching := self.first(event, **fields)) is None:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
             raise AssertionError(f"no {event} {fields} in {self.events}") from None
-        return found
+        return matching
 
     async def result(self, run_id: str) -> dict[str, Any]:
         """Wait for a run to finish."""

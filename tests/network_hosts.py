@@ -117,18 +117,18 @@ def network(*names: str, subnet: str = "127.8.0") -> Iterator[Network]:
         names: Of the hosts.
         subnet: The first three numbers of their addresses.
     """
-    made = Network(names, subnet)
+    net = Network(names, subnet)
     try:
         try:
-            made._set_up()
+            net._set_up()
         except FileNotFoundError:
             pytest.skip("no network namespaces here: the command ip is missing (iproute2)")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-        yield made
+        yield net
     finally:
         with contextlib.suppress(FileNotFoundError):
-            made._tear_down()
+            net._tear_down()
 
 
 def _ip(*arguments: str) -> None:

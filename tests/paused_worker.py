@@ -42,10 +42,10 @@ def hold(at: list[int], port: int) -> None:
 
     def apply_and_wait(self: Engine, action: act.Apply) -> None:
         apply(self, action)
-        taken = self._require_job().replica.step
-        if at and taken >= at[0]:
+        step = self._require_job().replica.step
+        if at and step >= at[0]:
             del at[0]
-            wait(taken, port)
+            wait(step, port)
 
     Engine._HANDLERS[act.Apply] = apply_and_wait
 

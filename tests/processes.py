@@ -193,11 +193,11 @@ class _Forked:
         return self.returncode
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        said = ["", ""]
+        output = ["", ""]
 
         def read(place: int, stream: IO[str]) -> None:
             with stream:
-                said[place] = stream.read()
+                output[place] = stream.read()
 
         readers = [
             threading.Thread(target=read, args=(place, stream), daemon=True)
@@ -209,7 +209,7 @@ class _Forked:
         self.wait(timeout)
         for reader in readers:
             reader.join()
-        return said[0], said[1]
+        return output[0], output[1]
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
@@ -241,13 +241,13 @@ class _Server:
         with_input: bool = False,
     ) -> _Forked:
         """A child that does this; its output and errors go to the files, or to pipes."""
-        told, their_told = os.pipe()
+        own_end, their_told = os.pipe()
         nothing = None if with_input else os.open(os.devnull, os.O_RDONLY)
         their_in, into = os.pipe() if nothing is None else (nothing, None)
         out, their_out = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
         err, their_err = (None, os.dup(stderr.fileno())) if stderr else os.pipe()
         pid = self.begin(request, (their_in, their_out, their_err, their_told))
-        return _Forked(pid, into, out, err, told)
+        return _Forked(pid, into, out, err, own_end)
 
     def begin(self, request: Mapping[str, Any], theirs: tuple[int, int, int, int]) -> int:
         """The number of a child that does this, with these for its standard files, and the last
@@ -294,7 +294,7 @@ def begin_fork_server(*tests: str) -> None:
 
 def go_on_as_a_child_of_the_server(code: str) -> int:
     """Be `python -c CODE` with all imported; the exit code."""
-    told, their_told = os.pipe()
+    own_end, their_told = os.pipe()
     request = {
         "code": code, "module": "", "arguments": (), "environment": dict(os.environ),
         "cwd": str(Path.cwd()), "networks": [], "session": False,
@@ -302,4 +302,4 @@ def go_on_as_a_child_of_the_server(code: str) -> int:
     _server().begin(request, (os.dup(0), os.dup(1), os.dup(2), their_told))
     for each in range(3):
         os.close(each)
-    return int(os.read(told, 16) or 1)
+    return int(os.read(own_end, 16) or 1)

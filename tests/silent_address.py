@@ -14,15 +14,15 @@ from unittest import mock
 def silent_address(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
     """An address that answers no SYN, like one behind a firewall that drops: its queue of
     connections is full."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as sockets:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = held.enter_context(socket.socket(family))
+        listener = sockets.enter_context(socket.socket(family))
         listener.bind((host, 0))
         listener.listen(0)
         at = listener.getsockname()[:2]
         # The kernel takes one more than the queue holds; the next ones wait for an answer.
         for _ in range(4):
-            queued = held.enter_context(socket.socket(family))
+            queued = sockets.enter_context(socket.socket(family))
             queued.settimeout(0.05)
             try:
                 queued.connect(at)

@@ -73,11 +73,11 @@ def save_chat_model(directory: Path, positions: int = 128) -> None:
 
 def conversation(number: int) -> list[dict[str, str]]:
     """One to three questions, each answered; every third begins with the system."""
-    told = [{"role": "system", "content": f"Add to {number}."}] if number % 3 == 0 else []
+    messages = [{"role": "system", "content": f"Add to {number}."}] if number % 3 == 0 else []
     for turn in range(number % 3 + 1):
-        told.append({"role": "user", "content": f"What is {number} plus {turn}?"})
-        told.append({"role": "assistant", "content": f"It is {number + turn}."})
-    return told
+        messages.append({"role": "user", "content": f"What is {number} plus {turn}?"})
+        messages.append({"role": "assistant", "content": f"It is {number + turn}."})
+    return messages
 
 
 def jsonl(path: Path, rows: Sequence[object]) -> Path:
@@ -110,9 +110,9 @@ def chat_run(directory: Path, **changes: Any) -> Path:
 
 def preferences(number: int) -> dict[str, object]:
     """The right sum against a wrong one, after one question or two."""
-    told = conversation(number)
+    messages = conversation(number)
     wrong = {"role": "assistant", "content": f"It may be {number * 7 + 3}, I do not know."}
-    return {"prompt": told[:-1], "chosen": told[-1:], "rejected": [wrong]}
+    return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": [wrong]}
 
 
 def dpo_run(directory: Path, **changes: Any) -> Path:

@@ -44,8 +44,8 @@ def commands_in(page: Path) -> Iterator[str]:
             lines = [line for line in lines if line.startswith("$ ")]  # the other lines are output
         for line in lines:
             words = re.sub(r"^\s*\$ |\s+#.*", "", line).strip()
-            if found := re.match(r"(?:[A-Z_]+=\S+ )*((?:coordinator|worker)(?: .*)?)$", words):
-                first, *others = ALTERNATIVES.split(found[1])
+            if command := re.match(r"(?:[A-Z_]+=\S+ )*((?:coordinator|worker)(?: .*)?)$", words):
+                first, *others = ALTERNATIVES.split(command[1])
                 yield first
                 before = re.sub(r"\[.*?\]", "", first).split()[:-1]
                 yield from (" ".join([*before, other]) for other in others)
@@ -91,8 +91,8 @@ def test_the_pages_have_commands():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_a_page_parse(page):
     for line in commands_in(page):
-        for said in {without_options(line), with_options(line)}:
-            parse(said)
+        for command in {without_options(line), with_options(line)}:
+            parse(command)
 
 
 def test_invalid_commands_fail_to_parse():
@@ -120,9 +120,9 @@ def test_links_have_targets(page):
         if link.startswith("https://"):
             continue
         path, _, anchor = link.partition("#")
-        there = (page.parent / path) if path else page
-        assert there.exists(), link
-        assert not anchor or anchor in anchors(there), link
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
 def test_the_readme_is_short():
@@ -160,18 +160,18 @@ def test_the_run_spec_page_has_every_key():
     page = ROOT / "docs" / "run-spec.md"
     listed: list[str] = []
 
-    def with_table(found: re.Match[str]) -> str:
-        listed.extend(found[2].split())
-        return f"{found[1]}\n\n{key_table(found[2].split())}\n"
+    def with_table(section: re.Match[str]) -> str:
+        listed.extend(section[2].split())
+        return f"{section[1]}\n\n{key_table(section[2].split())}\n"
 
-    said = re.sub(
+    text = re.sub(
         r"(<!-- keys: (.*?) -->)\n(?:\n<!-- generated.*?\n(?:\|.*\n)+)?",
         with_table,
         page.read_text(),
     )
     if os.environ.get("SAMESTEP_REWRITE"):
-        page.write_text(said)
-    assert page.read_text() == said
+        page.write_text(text)
+    assert page.read_text() == text
     assert sorted(listed) == sorted({key.path.split(".")[0] for key in schema_keys()})
 
 
@@ -187,9 +187,9 @@ def source_of(path: str, name: str, first: str | None, last: str | None) -> str:
     text = (ROOT / path).read_text()
     node: Any = ast.parse(text)
     for part in name.split("."):
-        found = [each for each in node.body if getattr(each, "name", None) == part]
-        assert found, f"{path} has no {name}: docs/one-step.md quotes it"
-        node = found[0]
+        nodes = [each for each in node.body if getattr(each, "name", None) == part]
+        assert nodes, f"{path} has no {name}: docs/one-step.md quotes it"
+        node = nodes[0]
     skipped = node.body[0] if ast.get_docstring(node) is not None else None
     lines = [
         re.sub(r"  # (?:fmt|noqa|type):.*", "", line)
@@ -210,11 +210,11 @@ def test_one_step_quotes_the_source():
     page = ROOT / "docs" / "one-step.md"
     quotes = 0
 
-    def with_source(found: re.Match[str]) -> str:
+    def with_source(quote: re.Match[str]) -> str:
         nonlocal quotes
         quotes += 1
-        code = source_of(found["path"], found["name"], found["first"], found["last"])
-        return f"{found[0].partition('```python')[0]}```python\n{code}```\n"
+        code = source_of(quote["path"], quote["name"], quote["first"], quote["last"])
+        return f"{quote[0].partition('```python')[0]}```python\n{code}```\n"
 
     text = QUOTE.sub(with_source, page.read_text())
     if os.environ.get("SAMESTEP_REWRITE"):

@@ -52,12 +52,12 @@ def commands_to_run() -> list[str]:
     """Return every command of the pages once, with and without its optional parts."""
     lines = (line for page in PAGES for line in commands_in(page))
     both = (plain(form(line)) for line in lines for form in (without_options, with_options))
-    kept = (
+    commands = (
         re.sub(r" --gpus \S+", "", line) if line.startswith("worker --co") else line
         for line in both
     )
     return [
-        line for line in dict.fromkeys(kept)
+        line for line in dict.fromkeys(commands)
         if not NEED_CARDS.search(line) and not RUN_ELSEWHERE.search(line)
     ]  # fmt: skip
 
@@ -86,13 +86,13 @@ class PageCommands:
 
     def run(self, pattern: str, *more: str, codes: tuple[int, ...] = (0,)) -> str:
         """Run the matching commands to their end and return the last one's output."""
-        said = ""
+        output = ""
         for program, *words in self.matching(pattern):
             done = ended(program, *words, *more, cwd=self.directory)
             assert done.returncode in codes, (words, done.stdout + done.stderr)
             assert "Traceback" not in done.stderr
-            said = done.stdout
-        return said
+            output = done.stdout
+        return output
 
 
 def test_every_command_of_the_pages_does_what_it_says(tmp_path, monkeypatch):
@@ -212,8 +212,8 @@ def test_the_tutorials_data_trains_and_classifies(tmp_path):
 
 def test_the_example_task_learns_its_curve(tmp_path):
     text = (ROOT / "worker" / "tasks" / "base" / "task.py").read_text()
-    shown = text.partition("sum over samples:")[2].partition("'''")[0]
-    code = "\n".join(line.removeprefix("    ") for line in shown.splitlines())
+    example = text.partition("sum over samples:")[2].partition("'''")[0]
+    code = "\n".join(line.removeprefix("    ") for line in example.splitlines())
     (tmp_path / "my_package.py").write_text(code)
     (tmp_path / "curve.yaml").write_text(files_of_page("runs.md")["curve.yaml"])
     [line] = commands_of_page("runs.md", "curve.yaml")
@@ -224,6 +224,6 @@ def test_the_example_task_learns_its_curve(tmp_path):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"held-out mse: (\S+)", done.stdout)
-    assert found
-    assert float(found[1]) < 0.3
+    printed = re.search(r"held-out mse: (\S+)", done.stdout)
+    assert printed
+    assert float(printed[1]) < 0.3

@@ -58,27 +58,27 @@ def test_every_locked_package_has_hashes_and_nothing_else(path):
 @pytest.mark.parametrize("extra", ["", "worker", "hf", "digits", "dev"])
 def test_the_lock_has_every_requirement(extra):
     project = PROJECT["project"]
-    asked = project["optional-dependencies"][extra] if extra else project["dependencies"]
-    asked = [*asked, *PROJECT["build-system"]["requires"]]
+    requirements = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    requirements = [*requirements, *PROJECT["build-system"]["requires"]]
     for torch in ("cpu", "cuda"):
-        held = pins("run", torch, "dev")
-        for requirement in map(packaging_requirements.Requirement, asked):
+        pinned = pins("run", torch, "dev")
+        for requirement in map(packaging_requirements.Requirement, requirements):
             name = requirement.name.lower().replace("_", "-")
             if name != "samestep":
-                assert requirement.specifier.contains(held[name]), requirement
+                assert requirement.specifier.contains(pinned[name]), requirement
 
 
 def test_coordinator_requirements_are_a_subset():
     assert pins("coordinator").items() < pins("run").items()
-    asked = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
-    names = {packaging_requirements.Requirement(each).name.lower() for each in asked}
+    requirements = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
+    names = {packaging_requirements.Requirement(each).name.lower() for each in requirements}
     assert names <= {*pins("coordinator"), *pins("build")}  # what builds the kernels is not kept
     assert not pins("coordinator").keys() & {"torch", "transformers", "scikit-learn"}
 
 
 def test_requirement_sets_agree_on_versions():
     separate = [pins("run"), pins("cpu"), pins("dev"), pins("assets")]
-    assert len({name for held in separate for name in held}) == sum(map(len, separate))
+    assert len({name for pinned in separate for name in pinned}) == sum(map(len, separate))
 
 
 def test_entry_points_exist():

@@ -94,13 +94,13 @@ def no_unsafe_loading(path: str, source: str) -> Iterator[str]:
     for node in house.nodes(source):
         if not isinstance(node, ast.Call):
             continue
-        given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+        arguments = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
         for argument in ("trust_remote_code", "allow_pickle"):
-            if given.get(argument, False) is not False:
+            if arguments.get(argument, False) is not False:
                 yield f"{path}:{node.lineno} passes {argument}"
         loads = isinstance(node.func, ast.Attribute) and node.func.attr == "load"
         torchs = loads and ast.unparse(node.func) == "torch.load"
-        if torchs and given.get("weights_only") is not True:
+        if torchs and arguments.get("weights_only") is not True:
             yield f"{path}:{node.lineno} calls torch.load without weights_only=True"
 
 
@@ -135,8 +135,8 @@ def interrupts_by_the_fixture(path: str, source: str) -> Iterator[str]:
 
 def no_place_of_ours(path: str, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), 1):
-        if found := FOREIGN.search(line):
-            yield f"{path}:{number} names {found.group()!r}"
+        if match := FOREIGN.search(line):
+            yield f"{path}:{number} names {match.group()!r}"
 
 
 PYTHON_CHECKS: tuple[Check, ...] = (
@@ -158,13 +158,13 @@ def project_files() -> list[Path]:
 
 
 def complaints(checks: Iterable[Check], *suffixes: str) -> list[str]:
-    found: list[str] = []
+    messages: list[str] = []
     for path in project_files():
         if not suffixes or path.suffix in suffixes:
             text = path.read_text(encoding="utf-8", errors="replace")
             for check in checks:  # each file is parsed once for all of them
-                found += check(path.relative_to(ROOT).as_posix(), text)
-    return found
+                messages += check(path.relative_to(ROOT).as_posix(), text)
+    return messages
 
 
 def test_python_files_keep_the_rules():
@@ -176,10 +176,12 @@ def test_no_machine_paths_and_no_registry_hosts():
 
 
 def test_every_chapter_is_in_the_table_and_has_a_docstring():
-    known = house.modules()
-    rooms = {house.room_of(name, path) for name, path in known.items()}
+    path_by_name = house.modules()
+    rooms = {house.room_of(name, path) for name, path in path_by_name.items()}
     assert rooms == set(house.MAY_IMPORT)
-    silent = [room for room in rooms if not ast.get_docstring(ast.parse(known[room].read_text()))]
+    silent = [
+        room for room in rooms if not ast.get_docstring(ast.parse(path_by_name[room].read_text()))
+    ]
     assert silent == []
 
 
@@ -201,14 +203,18 @@ def test_imports_have_no_cycles():
 
 @pytest.mark.parametrize("room", [*house.PURE, *house.PURE_MODULES])
 def test_pure_chapters_import_only_pure_code(room):
-    graph, known = house.imports_between_modules(), house.modules()
-    inside = [name for name in known if name == room or house.room_of(name, known[name]) == room]
+    graph, path_by_name = house.imports_between_modules(), house.modules()
+    inside = [
+        name
+        for name in path_by_name
+        if name == room or house.room_of(name, path_by_name[name]) == room
+    ]
     assert inside
     reached = set().union(*(house.reachable(name, graph) for name in inside))
     impure = [
         f"{name}:{line} imports {module}"
         for name in sorted(reached)
-        for line, module in modules_imported(known[name].read_text("utf-8"))
+        for line, module in modules_imported(path_by_name[name].read_text("utf-8"))
         if module.split(".")[0] in IMPURE
     ]
     assert impure == []
@@ -218,8 +224,10 @@ def test_no_two_public_classes_of_a_package_share_a_name():
     """Across packages they may: a `Session` of the worker is not one of the coordinator."""
     where: dict[tuple[str, str], list[str]] = {}
     for name, path in house.modules().items():
-        for found in re.findall(r"^class ([A-Za-z]\w*)", path.read_text("utf-8"), re.MULTILINE):
-            where.setdefault((name.split(".")[0], found), []).append(name)
+        for class_name in re.findall(
+            r"^class ([A-Za-z]\w*)", path.read_text("utf-8"), re.MULTILINE
+        ):
+            where.setdefault((name.split(".")[0], class_name), []).append(name)
     assert {name: rooms for name, rooms in where.items() if len(rooms) > 1} == {}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from backends.base.narrowing import release_pages
-from backends.base.quantise import STORAGE, dequantise, group_of, quantise
+from backends.base.quantize import STORAGE, dequantize, group_of, quantize
 from protocol.spec.sections.model import BaseDtype
 
 
@@ -72,6 +72,6 @@ def round_frozen_base(module: torch.nn.Module, base_dtype: BaseDtype) -> None:
     widen(module)
     for parameter in frozen_base(module).values():
         matrix = parameter.detach().flatten(0, -2)
-        narrow = quantise(matrix.cpu().float().numpy(), storage)
+        narrow = quantize(matrix.cpu().float().numpy(), storage)
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(dequantise(narrow)).view_as(parameter))
+            parameter.copy_(torch.from_numpy(dequantize(narrow)).view_as(parameter))

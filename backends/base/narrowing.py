@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from backends.base.quantise import Quantised, Storage, group_of, quantise, stored_bytes
+from backends.base.quantize import Quantized, Storage, group_of, quantize, stored_bytes
 from protocol.machine.mapped_pages import release_mapped_pages
 from protocol.machine.processor import usable_cores
 
@@ -24,7 +24,7 @@ PART_ELEMENTS: Final = 1 << 22
 when it converts the weight to half precision."""
 
 
-def quantise_tensor(weight: torch.Tensor, storage: Storage) -> Quantised:
+def quantize_tensor(weight: torch.Tensor, storage: Storage) -> Quantized:
     """Store a matrix in fewer bits, and release its pages if it is mapped from a file.
 
     Args:
@@ -43,7 +43,7 @@ def quantise_tensor(weight: torch.Tensor, storage: Storage) -> Quantised:
 
     def store(first: int) -> Storage:
         some = weight[first : first + at_once]
-        part = quantise(some.cpu().float().numpy(), storage)
+        part = quantize(some.cpu().float().numpy(), storage)
         words[first * len(words) // rows :][: len(part.words)] = part.words
         scales[first * len(scales) // rows :][: len(part.scales)] = part.scales
         return part.storage
@@ -56,7 +56,7 @@ def quantise_tensor(weight: torch.Tensor, storage: Storage) -> Quantised:
     else:
         held = [store(first) for first in firsts]
     release_pages(weight)
-    return Quantised(held[0] if held else storage, rows, columns, words, scales, group)
+    return Quantized(held[0] if held else storage, rows, columns, words, scales, group)
 
 
 def release_pages(tensor: torch.Tensor) -> None:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from backends.base.frozen_base import expert_layers, frozen_base, widen
-from backends.base.narrowing import quantise_tensor
+from backends.base.narrowing import quantize_tensor
 from backends.base.progress import Meter
-from backends.base.quantise import STORAGE, dequantise
+from backends.base.quantize import STORAGE, dequantize
 from backends.eager.narrow_experts import narrow_experts
 from backends.eager.narrow_linear import Bench, NarrowLinear, NarrowWeight, is_plain
 from protocol.machine.allocator import give_back_freed_memory
@@ -37,10 +37,10 @@ def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.d
     while base:
         parameter = base.pop()  # now the only reference, apart from its layers
         layers = [layer for layer in module.modules() if _reads(layer, parameter)]
-        stored = quantise_tensor(parameter.detach(), storage)
+        stored = quantize_tensor(parameter.detach(), storage)
         meter.add(parameter.nbytes)
         if not all(is_plain(layer) for layer in layers):
-            parameter.data = torch.from_numpy(dequantise(stored)).to(parameter.device)
+            parameter.data = torch.from_numpy(dequantize(stored)).to(parameter.device)
             continue
         weight = NarrowWeight(stored, device)
         for layer in layers:

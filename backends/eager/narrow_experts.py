@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from backends.base.narrowing import quantise_tensor
-from backends.base.quantise import Storage
+from backends.base.narrowing import quantize_tensor
+from backends.base.quantize import Storage
 from backends.eager.narrow_linear import Bench, NarrowWeight, product
 
 
@@ -79,7 +79,7 @@ def narrow_experts(
     for name, stack in [*layer.named_parameters(recurse=False)]:
         largest = max(largest, stack[0].numel())
         stacks[name] = [
-            NarrowWeight(quantise_tensor(matrix, storage), device) for matrix in stack.detach()
+            NarrowWeight(quantize_tensor(matrix, storage), device) for matrix in stack.detach()
         ]
         del layer._parameters[name], stack  # noqa: SLF001 -- its stack stands in its place
     kind = type(layer)

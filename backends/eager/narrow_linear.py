@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from backends.base.narrowing import PART_ELEMENTS
-from backends.base.quantise import NF4, Quantised
+from backends.base.quantize import NF4, Quantized
 
 _PART_ELEMENTS_OF_CPU: Final = 1 << 18
 """The same on a CPU: a part fits its cache."""
@@ -29,14 +29,14 @@ _PAIRS_OF_NF4: Final = torch.from_numpy(NF4[np.arange(256)[:, None] >> np.array(
 
 
 class NarrowWeight:
-    """A matrix in fewer bits on a device; `backends.base.quantise` defines the encoding.
+    """A matrix in fewer bits on a device; `backends.base.quantize` defines the encoding.
 
     Args:
         stored: The matrix.
         device: The device that stores and widens it.
     """
 
-    def __init__(self, stored: Quantised, device: torch.device) -> None:
+    def __init__(self, stored: Quantized, device: torch.device) -> None:
         self.shape = stored.rows, stored.columns
         self.device = device
         self._storage = stored.storage
@@ -63,7 +63,7 @@ class NarrowWeight:
         return self._bits.view(self.shape)
 
     def wide(self, whole: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write the float32 values of `quantise.dequantise` into `whole`, and return it.
+        """Write the float32 values of `quantize.dequantize` into `whole`, and return it.
 
         Args:
             whole: float32, (rows, columns), with the number of rows to write.

@@ -11,7 +11,7 @@ from coordinator.members.worker_keys import key_mark
 from protocol.base import limits
 from protocol.base.errors import (
     ExitCode,
-    NotAuthorised,
+    NotAuthorized,
     OutOfOrder,
     ProtocolError,
     UsageError,
@@ -130,7 +130,7 @@ class MemberSession:
         self.hello = hello
         try:
             channel.send(self.check.challenge(hello))
-        except NotAuthorised as error:
+        except NotAuthorized as error:
             self.explained = True
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
         except UsageError as error:
@@ -141,7 +141,7 @@ class MemberSession:
     def _verify(self, channel: Channel, proof: Proof) -> None:
         try:
             self.check.verify(proof)
-        except NotAuthorised as error:
+        except NotAuthorized as error:
             self.explained = True
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
             return
@@ -181,7 +181,7 @@ class JoinCheck:
         """Return the challenge: the coordinator's proof, and a nonce for the worker's.
 
         Raises:
-            NotAuthorised: The worker refers to a key that does not exist.
+            NotAuthorized: The worker refers to a key that does not exist.
             UsageError: The coordinator cannot read its secrets.
         """
         self.name = hello.name or "worker"
@@ -196,7 +196,7 @@ class JoinCheck:
         else:
             self._secret = self._credentials.join_token().secret
         if not self._secret:
-            raise NotAuthorised(
+            raise NotAuthorized(
                 f"the key of {self.name!r} is not valid (any more): it was revoked, or the "
                 "coordinator has lost its workers.json; to rejoin, use the current join token"
             )
@@ -206,7 +206,7 @@ class JoinCheck:
         """Check the worker's proof.
 
         Raises:
-            NotAuthorised: The worker does not know the secret.
+            NotAuthorized: The worker does not know the secret.
         """
         self._exchange.check_worker(self._secret, proof)
 

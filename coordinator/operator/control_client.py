@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from protocol.base.address import format_address, parse_address
-from protocol.base.errors import NotAuthorised, Unreachable, UsageError, error_for
+from protocol.base.errors import NotAuthorized, Unreachable, UsageError, error_for
 from protocol.base.option_names import option
 from protocol.machine.secret_file import control_token_file, read_secret, state_home
 from protocol.wire import dial
@@ -114,7 +114,7 @@ async def request(
             f"coordinator's address with {option('--control HOST:PORT')}"
         )
     if status == 401:
-        raise NotAuthorised(
+        raise NotAuthorized(
             f"the coordinator at {control} expects its control token, which is not here; run this "
             "as the coordinator's user, or set SAMESTEP_CONTROL_TOKEN_FILE=FILE"
         )

@@ -308,7 +308,7 @@ def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
         return _workers(owing, f"gradients of {{}} to reach {lacking}", "up")
     if round_ is not None and round_.peers.owners:
         return _workers(sorted(round_.peers.owners), "averages of {}", "reduce")
-    if round_ is not None and round_.summarises:
+    if round_ is not None and round_.summarizes:
         return Waiting("the coordinator to take the norm of the gradients", (), "reduce")
     if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):
         late = progress.agreement.waiting_for or ["the coordinator's replica"]

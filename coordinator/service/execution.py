@@ -353,7 +353,7 @@ class Execution:
                 case SendAverages():
                     self._send_averages(action)
                 case Summarize():
-                    self._spawn(self._summarise(action))
+                    self._spawn(self._summarize(action))
                 case Persist():
                     self._spawn(self._persist(action))
                 case WriteInnerCheckpoint():
@@ -398,7 +398,7 @@ class Execution:
             )
             session.channel.goodbye(reason, retry=True)
 
-    async def _summarise(self, action: Summarize) -> None:
+    async def _summarize(self, action: Summarize) -> None:
         clipped = ClippedGroups(self.run.spec.update)
 
         def work() -> dict[int, Summary]:

@@ -590,7 +590,7 @@ class Service:
                     session.channel.abort(f"silent for {silent_s:.0f} s")
                 elif session.check.revoked:
                     reason = f"the key of {session.check.name!r} was revoked"
-                    session.channel.goodbye(reason, retry=False, exit_code=ExitCode.NOT_AUTHORISED)
+                    session.channel.goodbye(reason, retry=False, exit_code=ExitCode.NOT_AUTHORIZED)
                 else:
                     session.channel.send(Heartbeat())
 

@@ -15,7 +15,7 @@ SamestepError
 ├── TooLittleMemory       exit 1   this machine has too little memory
 │   ├── MainMemoryTooSmall         for the model; another machine may have enough
 │   └── SharedMemoryFull           for what a worker's device processes share
-├── NotAuthorised         exit 77  the other side rejected our credentials
+├── NotAuthorized         exit 77  the other side rejected our credentials
 ├── Mismatch              exit 78  versions, manifests or configurations differ
 │   ├── ScriptMissing              the worker lacks the script that defines the run's model
 │   └── ScriptDiffers              the worker has another version of that script
@@ -50,7 +50,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2
     UNREACHABLE = 69
-    NOT_AUTHORISED = 77
+    NOT_AUTHORIZED = 77
     MISMATCH = 78
     INTERRUPTED = 130
 
@@ -200,10 +200,10 @@ class SharedMemoryFull(TooLittleMemory):
     )
 
 
-class NotAuthorised(SamestepError):
+class NotAuthorized(SamestepError):
     """The other side rejected our credentials."""
 
-    exit_code = ExitCode.NOT_AUTHORISED
+    exit_code = ExitCode.NOT_AUTHORIZED
 
 
 class Mismatch(SamestepError):
@@ -315,7 +315,7 @@ def error_for(exit_code: int, text: str) -> SamestepError:
     kinds: dict[int, type[SamestepError]] = {
         ExitCode.USAGE: UsageError,
         ExitCode.UNREACHABLE: Unreachable,
-        ExitCode.NOT_AUTHORISED: NotAuthorised,
+        ExitCode.NOT_AUTHORIZED: NotAuthorized,
         ExitCode.MISMATCH: Mismatch,
     }
     return kinds.get(exit_code, RunFailed)(text)

@@ -255,19 +255,19 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
         least_bytes: Less free space is worth a warning.
         elsewhere: The option or variable that names another directory.
     """
-    there = nearest(path)
-    name = repr(str(path)) if there == path else f"{str(path)!r} (not made yet)"
+    folder = nearest(path)
+    name = repr(str(path)) if folder == path else f"{str(path)!r} (not made yet)"
     try:
         # The system removes it, even if this process is killed.
-        with tempfile.TemporaryFile(dir=there) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
             file.flush()
-        free = _free_bytes(there)
+        free = _free_bytes(folder)
     except OSError as error:
         advice = f"let this user write there and make room, or choose another: {elsewhere}"
-        yield failure(check, f"cannot write in {str(there)!r}: {error.strerror or error}", advice)
+        yield failure(check, f"cannot write in {str(folder)!r}: {error.strerror or error}", advice)
         return
-    kind = _file_system(there)
+    kind = _file_system(folder)
     space = f"{name}: {byte_size(free)} free"
     if kind == "tmpfs":
         yield warning(check, f"{space}, in memory: gone after a restart", elsewhere)

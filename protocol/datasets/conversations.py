@@ -227,24 +227,24 @@ def _of_prompt(where: str, record: Record) -> tuple[ChatMessage, ...]:
 
 
 def _of_alpaca(where: str, record: Record) -> tuple[ChatMessage, ...]:
-    asked = read_words(where, record["instruction"], "instruction")
+    question = read_words(where, record["instruction"], "instruction")
     if record["input"] is not None and record["input"] != "":
-        asked = f"{asked}\n\n{read_words(where, record['input'], 'input')}"
+        question = f"{question}\n\n{read_words(where, record['input'], 'input')}"
     answer = ChatMessage("assistant", read_words(where, record["output"], "output"))
     before = _history(where, record["history"])
-    return with_system(where, record["system"], (*before, ChatMessage("user", asked), answer))
+    return with_system(where, record["system"], (*before, ChatMessage("user", question), answer))
 
 
-def _history(where: str, given: object) -> Iterator[ChatMessage]:
+def _history(where: str, turns: object) -> Iterator[ChatMessage]:
     """Read earlier turns: a list of pairs, instruction and answer, or its JSON text."""
-    if not has_value(given):
+    if not has_value(turns):
         return
-    if isinstance(given, str):
+    if isinstance(turns, str):
         try:
-            given = json.loads(given)
+            turns = json.loads(turns)
         except (ValueError, RecursionError):
-            given = None
-    pairs = given if isinstance(given, list) else [None]
+            turns = None
+    pairs = turns if isinstance(turns, list) else [None]
     for number, pair in enumerate(pairs, start=1):
         at = f"{where} history {number}"
         if not isinstance(pair, list) or len(pair) != len(_TURN):

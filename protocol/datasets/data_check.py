@@ -42,12 +42,12 @@ def check_data(spec: RunSpec) -> None:
     check_adapter(spec)
     match spec:
         case ClassifyRun(data=data):
-            labelled = read_labeled_text(data)
-            check_labels(spec, labelled.names)
-            classes = Counter(labelled.labels).values() if data.stratify else [len(labelled.texts)]
+            labeled = read_labeled_text(data)
+            check_labels(spec, labeled.names)
+            classes = Counter(labeled.labels).values() if data.stratify else [len(labeled.texts)]
             check_samples(sum(trained_on(samples, data) for samples in classes), spec)
             if data.validation is not None:
-                read_labeled_text(validation_data(data), labelled.names)
+                read_labeled_text(validation_data(data), labeled.names)
         case TagRun(data=data):
             tagged = read_tagged_words(data)
             check_labels(spec, sorted({tag for row in tagged for tag in row.tags}))

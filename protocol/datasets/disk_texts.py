@@ -124,10 +124,10 @@ class DiskTexts(Sequence[str]):
     @staticmethod
     def of(texts: Iterable[str]) -> DiskTexts:
         """Store these texts."""
-        kept = DiskTexts()
+        texts_on_disk = DiskTexts()
         for text in texts:
-            kept.append(text)
-        return kept
+            texts_on_disk.append(text)
+        return texts_on_disk
 
     def append(self, text: str) -> None:
         """Append a text.
@@ -172,11 +172,11 @@ class DistinctTexts:
         Raises:
             StorageFailed: The disk refuses.
         """
-        known = blake3(text.encode()).digest(DIGEST_BYTES)
-        if known in self._seen:
+        digest = blake3(text.encode()).digest(DIGEST_BYTES)
+        if digest in self._seen:
             self.duplicates += 1
             return False
-        self._seen.add(known)
+        self._seen.add(digest)
         self.texts.append(text)
         return True
 

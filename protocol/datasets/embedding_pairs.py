@@ -45,8 +45,8 @@ def _group_of(document: str, location: str) -> TextGroup:
 def _document(where: str, record: Record) -> str:
     anchor = read_words(where, record["anchor"], "anchor")
     positive = read_words(where, record["positive"], "positive")
-    given = record["negative"]
-    listed = [] if given is None else given if isinstance(given, list) else [given]
+    negative = record["negative"]
+    listed = [] if negative is None else negative if isinstance(negative, list) else [negative]
     negatives = [read_words(where, each, "negative") for each in listed]
     if positive in negatives:
         raise DataError(

@@ -144,8 +144,8 @@ def read_labeled_text(spec: DataSpec, known: Sequence[str] | None = None) -> Lab
     counts = (duplicates, locations, conflicts.count, bad_rows.count)
     if spec.problem == "regression":
         return LabeledText(texts, array("d", labels), (), *counts)
-    found = {name for label in distinct for name in _names_in(label)}
-    names = tuple(known or _label_names(found, len(texts), spec))
+    label_names = {name for label in distinct for name in _names_in(label)}
+    names = tuple(known or _label_names(label_names, len(texts), spec))
     number = {name: index for index, name in enumerate(names)}
     numbers = {label: tuple(number[name] for name in _names_in(label)) for label in distinct}
     if spec.problem == "multi-label":
@@ -196,43 +196,43 @@ class _Conflicts:
         )
 
 
-def _label_names(found: set[str], samples: int, spec: DataSpec) -> tuple[str, ...]:
-    if len(found) < 2:
+def _label_names(names: set[str], samples: int, spec: DataSpec) -> tuple[str, ...]:
+    if len(names) < 2:
         raise DataError(
-            f"expected at least 2 labels in {spec.train!r}, found only {min(found)!r}; add samples "
+            f"expected at least 2 labels in {spec.train!r}, found only {min(names)!r}; add samples "
             "of another class, or name the label's column: --set data.label=COLUMN"
         )
-    if len(found) > LABELS or max(map(len, found)) > LABEL_CHARACTERS:
+    if len(names) > LABELS or max(map(len, names)) > LABEL_CHARACTERS:
         raise DataError(
             f"expected at most {LABELS} labels of {LABEL_CHARACTERS} characters in {spec.train!r}, "
-            f"found {len(found)}; is {spec.label!r} the label's column? --set data.label=COLUMN"
+            f"found {len(names)}; is {spec.label!r} the label's column? --set data.label=COLUMN"
         )
     if (
         spec.num_classes is None
         and spec.problem == "single-label"
-        and len(found) > max(_MANY, samples // 2)
+        and len(names) > max(_MANY, samples // 2)
     ):
         raise DataError(
-            f"expected labels that repeat in {spec.train!r}, found {len(found)} for {samples} "
+            f"expected labels that repeat in {spec.train!r}, found {len(names)} for {samples} "
             f"samples; is {spec.label!r} the label's column? --set data.label=COLUMN; if it is: "
-            f"--set data.num_classes={len(found)}, or to predict numbers: --set "
+            f"--set data.num_classes={len(names)}, or to predict numbers: --set "
             "data.problem=regression"
         )
-    if spec.num_classes is not None and spec.num_classes != len(found):
+    if spec.num_classes is not None and spec.num_classes != len(names):
         raise DataError(
             f"expected {spec.num_classes} labels (data.num_classes) in {spec.train!r}, "
-            f"found {len(found)}: {', '.join(sorted(found)[:10])}"
+            f"found {len(names)}: {', '.join(sorted(names)[:10])}"
         )
     for key in ("class_weights", "sampling"):
         weights = getattr(spec, key)
-        if isinstance(weights, dict) and (unknown := {*weights} - found):
+        if isinstance(weights, dict) and (unknown := {*weights} - names):
             raise DataError(
                 f"expected labels in data.{key}, got {min(unknown)!r}; "
-                f"there are {', '.join(sorted(found)[:10])}"
+                f"there are {', '.join(sorted(names)[:10])}"
             )
-    if all(name.isascii() and name.removeprefix("-").isdigit() for name in found):
-        return tuple(sorted(found, key=lambda name: (int(name), name)))
-    return tuple(sorted(found))
+    if all(name.isascii() and name.removeprefix("-").isdigit() for name in names):
+        return tuple(sorted(names, key=lambda name: (int(name), name)))
+    return tuple(sorted(names))
 
 
 def _records(spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Record]]:
@@ -257,17 +257,17 @@ def _columns(spec: DataSpec) -> dict[str, str]:
 
 def _table_rows(path: Path, spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Record]]:
     wanted = _columns(spec)
-    asked = {*wanted.values()}
-    rows = read_table(path, asked)
+    columns = {*wanted.values()}
+    rows = read_table(path, columns)
     line, first = next(rows, (0, []))
     if not first:
         return
     assert not isinstance(first, DataError)
     header: Sequence[str] = column_names(first)
-    if asked == {*_HEADERLESS} and len(header) == 2 and not asked & {*header}:
-        cells = (row for _, row in read_table(path, asked) if not isinstance(row, DataError))
+    if columns == {*_HEADERLESS} and len(header) == 2 and not columns & {*header}:
+        cells = (row for _, row in read_table(path, columns) if not isinstance(row, DataError))
         if _is_a_label(header[0], (row[0].strip() for row in cells)):
-            header, rows = _HEADERLESS, read_table(path, asked)
+            header, rows = _HEADERLESS, read_table(path, columns)
     check_columns(str(Location(path, line)), header, wanted)
     at = {key: header.index(name) for key, name in wanted.items()}
     for number, row in rows:
@@ -325,30 +325,30 @@ def _one_label(location: Location, label: object) -> str:
     return name
 
 
-def _labels(location: Location, given: object) -> tuple[str, ...]:
+def _labels(location: Location, value: object) -> tuple[str, ...]:
     """Read a list of labels, its JSON text, or labels with commas between them; perhaps none."""
-    if isinstance(given, str) and given.lstrip().startswith("["):
+    if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except (ValueError, RecursionError):
             raise DataError(
-                f"{location}: expected a list of labels as JSON, got {shown(given)}"
+                f"{location}: expected a list of labels as JSON, got {shown(value)}"
             ) from None
-    if given is None or given == "":
+    if value is None or value == "":
         return ()
-    several = given.split(",") if isinstance(given, str) else given
+    several = value.split(",") if isinstance(value, str) else value
     if not isinstance(several, list):
-        raise DataError(f"{location}: expected a list of labels, got {shown(given)}")
+        raise DataError(f"{location}: expected a list of labels, got {shown(value)}")
     return tuple(sorted({_one_label(location, each) for each in several}))
 
 
-def _number(location: Location, given: object) -> float:
+def _number(location: Location, label: object) -> float:
     try:
-        value = math.nan if isinstance(given, bool) else float(given)  # type: ignore[arg-type]
+        value = math.nan if isinstance(label, bool) else float(label)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise DataError(f"{location}: expected a finite number as label, got {shown(given)}")
+        raise DataError(f"{location}: expected a finite number as label, got {shown(label)}")
     return value
 
 

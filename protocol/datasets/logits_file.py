@@ -170,14 +170,14 @@ class LogitsFile:
 
     def _read_facts(self) -> CaptureFacts:
         names = tuple(self._file.schema_arrow.names)
-        said = (self._file.metadata.metadata or {}).get(METADATA)
-        if said is None or names != _COLUMNS:
+        metadata = (self._file.metadata.metadata or {}).get(METADATA)
+        if metadata is None or names != _COLUMNS:
             raise DataError(
                 f"expected captured logits in {str(self._path)!r}, got Parquet with the columns "
                 f"{', '.join(names)[:200]}"
             )
         try:
-            return CaptureFacts.model_validate_json(said, strict=True)
+            return CaptureFacts.model_validate_json(metadata, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -212,11 +212,11 @@ def _table(pa: Any, schema: Any, records: Records) -> Any:
     for name in _COLUMNS[1:]:
         counts = rows + 1 if name == "input_ids" else rows
         values = records[name]
-        kept = values[np.arange(values.shape[1]) < counts[:, None]]
+        flat = values[np.arange(values.shape[1]) < counts[:, None]]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         kind = schema.field(name).type
         columns.append(
-            pa.ListArray.from_arrays(pa.array(offsets), _flat(pa, kind.value_type, kept), kind)
+            pa.ListArray.from_arrays(pa.array(offsets), _flat(pa, kind.value_type, flat), kind)
         )
     return pa.Table.from_arrays(columns, schema=schema)
 

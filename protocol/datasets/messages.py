@@ -151,14 +151,14 @@ def read_message(location: str, given: object) -> ChatMessage:
             f"{location}: expected role and content, got {unknown_keys[0]!r} too, which training "
             "would ignore; leave it out"
         )
-    said = given[role_key]
-    role = _ROLE_OF.get(said) if isinstance(said, str) else None
+    role_name = given[role_key]
+    role = _ROLE_OF.get(role_name) if isinstance(role_name, str) else None
     if role is None:
         raise DataError(
-            f"{location}: expected one of the roles {', '.join(ROLES)}, got {shown(said)}"
+            f"{location}: expected one of the roles {', '.join(ROLES)}, got {shown(role_name)}"
         )
     if role == "assistant":
-        return _assistant(location, given, text_key, calling=said in _CALLING)
+        return _assistant(location, given, text_key, calling=role_name in _CALLING)
     _refuse_assistants_keys(location, role, given)
     content = read_words(location, _joined_parts(given.get(text_key)), "content")
     if role != "tool":
@@ -168,24 +168,24 @@ def read_message(location: str, given: object) -> ChatMessage:
 
 
 def _assistant(
-    location: str, given: Mapping[str, Any], text_key: str, *, calling: bool
+    location: str, message: Mapping[str, Any], text_key: str, *, calling: bool
 ) -> ChatMessage:
-    content = _joined_parts(given.get(text_key))
+    content = _joined_parts(message.get(text_key))
     calls: list[object] = []
     if calling:
         calls, content = _list_of(location, content, "calls"), None
-    if has_value(given.get("tool_calls")):
-        calls += _list_of(location, given["tool_calls"], "tool_calls")
-    if has_value(given.get("function_call")):
-        calls.append(given["function_call"])
+    if has_value(message.get("tool_calls")):
+        calls += _list_of(location, message["tool_calls"], "tool_calls")
+    if has_value(message.get("function_call")):
+        calls.append(message["function_call"])
     tool_calls = tuple(_tool_call(location, call) for call in calls)
     if tool_calls and (content is None or (isinstance(content, str) and not content.strip())):
         content = ""
     else:
-        if text_key not in given:
+        if text_key not in message:
             raise DataError(f"{location}: expected role and content, found no content")
         content = read_words(location, content, "content")
-    reasoning = next((given[key] for key in _REASONING if has_value(given.get(key))), "")
+    reasoning = next((message[key] for key in _REASONING if has_value(message.get(key))), "")
     if not isinstance(reasoning, str):
         raise DataError(f"{location}: expected text as reasoning, got {shown(reasoning)}")
     return ChatMessage(
@@ -193,13 +193,13 @@ def _assistant(
         content,
         reasoning=reasoning,
         tool_calls=tool_calls,
-        trained=_is_trained(location, given),
+        trained=_is_trained(location, message),
     )
 
 
-def _is_trained(location: str, given: Mapping[str, Any]) -> bool:
+def _is_trained(location: str, message: Mapping[str, Any]) -> bool:
     """Return what `weight` (0 or 1) and `train` (true or false) say; true without them."""
-    weight, train = given.get("weight"), given.get("train")
+    weight, train = message.get("weight"), message.get("train")
     if weight is not None and weight not in (0, 1):
         raise DataError(
             f"{location}: expected weight 0 or 1, got {shown(weight)}; a message is learned or not"
@@ -209,17 +209,17 @@ def _is_trained(location: str, given: Mapping[str, Any]) -> bool:
     return weight != 0 and train is not False
 
 
-def _refuse_assistants_keys(location: str, role: str, given: Mapping[str, Any]) -> None:
+def _refuse_assistants_keys(location: str, role: str, message: Mapping[str, Any]) -> None:
     for key in ("weight", "train"):
-        if given.get(key):
+        if message.get(key):
             raise DataError(
                 f"{location}: expected {key} on the assistant's messages alone, which are what is "
                 f"learned, got it on the {role}'s; leave it out"
             )
     for key in ("tool_calls", "function_call", *_REASONING):
-        if has_value(given.get(key)):
+        if has_value(message.get(key)):
             raise DataError(f"{location}: expected {key} from the assistant alone, got the {role}")
-    unread = [key for key in ("tool_call_id", "name") if has_value(given.get(key))]
+    unread = [key for key in ("tool_call_id", "name") if has_value(message.get(key))]
     if role != "tool" and unread:
         raise DataError(
             f"{location}: expected role and content, got {unread[0]!r} too, which training would "
@@ -238,14 +238,14 @@ def _joined_parts(content: object) -> object:
     return content if None in texts else "".join(map(str, texts))
 
 
-def _tool_call(location: str, given: object) -> ToolCall:
+def _tool_call(location: str, call: object) -> ToolCall:
     """Read a call: `{"name", "arguments"}`, alone or as `{"type": "function", "function": ...}`."""
-    outer: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    outer: Mapping[str, Any] = call if isinstance(call, dict) else {}
     inner = outer.get("function", outer)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(
             f"{location}: expected a call with the name of a function and its arguments, got "
-            f"{shown(given)}"
+            f"{shown(call)}"
         )
     arguments = inner.get("arguments", inner.get("parameters"))
     if arguments is None or arguments == "":
@@ -275,29 +275,29 @@ def read_tools(location: str, given: object) -> tuple[Tool, ...]:
     return tuple(_tool(f"{location} tool {number}", tool) for number, tool in enumerate(tools, 1))
 
 
-def _tool(location: str, given: object) -> Tool:
-    outer: Mapping[str, Any] = given if isinstance(given, dict) else {}
+def _tool(location: str, tool: object) -> Tool:
+    outer: Mapping[str, Any] = tool if isinstance(tool, dict) else {}
     inner = outer.get("function", outer)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(
             f"{location}: expected a function with its name, description and parameters, got "
-            f"{shown(given)}"
+            f"{shown(tool)}"
         )
     return outer if "function" in outer else {"type": "function", "function": inner}
 
 
-def _list_of(location: str, given: object, what: str) -> list[object]:
+def _list_of(location: str, value: object, what: str) -> list[object]:
     """Return a list; of its JSON text, and of a lone object, too."""
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except (ValueError, RecursionError):
-            raise DataError(f"{location}: expected {what} as JSON, got {shown(given)}") from None
-    if isinstance(given, dict):
-        return [given]
-    if not isinstance(given, list):
-        raise DataError(f"{location}: expected {what} as a list, got {shown(given)}")
-    return given
+            raise DataError(f"{location}: expected {what} as JSON, got {shown(value)}") from None
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list):
+        raise DataError(f"{location}: expected {what} as a list, got {shown(value)}")
+    return value
 
 
 def read_words(location: str, value: object, key: str) -> str:

@@ -435,8 +435,8 @@ def _quotes_are_text(path: Path) -> bool:
     for _, cells in _cells(path, _TAB, csv.QUOTE_NONE):
         if isinstance(cells, DataError):
             return False
-        there = [*map(_is_quoted, cells)]
-        quoted = [a and b for a, b in zip(quoted or there, there, strict=True)]
+        quoted_here = [*map(_is_quoted, cells)]
+        quoted = [a and b for a, b in zip(quoted or quoted_here, quoted_here, strict=True)]
         rows += 1
     if any(quoted):
         return False

@@ -67,20 +67,20 @@ def read_text_corpus(spec: DataSpec) -> TextCorpus:
         DataError: There is no such file, it is not UTF-8, is of a kind that is not read, lacks the
             column, or holds no text.
     """
-    found, begins, ends = DistinctTexts(), array("b"), array("b")
+    corpus, begins, ends = DistinctTexts(), array("b"), array("b")
     bad_rows = BadRows(skip=spec.skip_bad_rows)
     for part in parts(spec, bad_rows):
         if not (part.begins and part.ends):
-            found.texts.append(part.text)  # a document may say the same twice
-        elif not found.add(part.text):
+            corpus.texts.append(part.text)  # a document may say the same twice
+        elif not corpus.add(part.text):
             continue
         begins.append(part.begins)
         ends.append(part.ends)
-    if not found.texts:
+    if not corpus.texts:
         raise DataError(
             f"expected text in {spec.train!r}, found none; name other data: --set data.train=FILE"
         )
-    return TextCorpus(found.texts, begins, ends, found.duplicates, bad_rows.count)
+    return TextCorpus(corpus.texts, begins, ends, corpus.duplicates, bad_rows.count)
 
 
 def parts(spec: DataSpec, bad_rows: BadRows) -> Iterator[TextPart]:

@@ -296,7 +296,7 @@ def check_columns(
         return
     read = {*columns_wanted.values(), *optional}
     unused = [name for name in columns_found if name not in read]
-    found = ", ".join(repr(str(name)[:40]) for name in columns_found[:10]) or "nothing"
+    column_names = ", ".join(repr(str(name)[:40]) for name in columns_found[:10]) or "nothing"
     settings = []
     for key, name in missing.items():
         near = difflib.get_close_matches(name, unused, n=1) or unused
@@ -308,7 +308,7 @@ def check_columns(
         advice = f"these are columns of another format: --set data.format={other}"
     if is_lone_row:
         advice = f"correct the row, or leave it out: {SKIP_BAD_ROWS}"
-    raise DataError(f"expected a column {names} in {location}, found {found}; {advice}")
+    raise DataError(f"expected a column {names} in {location}, found {column_names}; {advice}")
 
 
 _CONVERSATION_KEYS: Final = frozenset(

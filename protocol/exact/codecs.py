@@ -79,7 +79,7 @@ def packed(values: Array, codec: Codec) -> NDArray[Any]:
         case "topk":
             return _encode_largest(values)
         case _:
-            return _quantised(values, codec)
+            return _quantized(values, codec)
 
 
 def unpacked(raw: Bytes, codec: Codec, elements: int) -> Array:
@@ -104,7 +104,7 @@ def _groups(codec: Codec, elements: int) -> int:
     return -(-elements // _GROUP[codec])
 
 
-def _quantised(values: Array, codec: Codec) -> Bytes:
+def _quantized(values: Array, codec: Codec) -> Bytes:
     """Encode exponents as int8, then values as int8, or as two nibbles per byte, low one first.
 
     Nibbles are offset by 8.

@@ -47,10 +47,10 @@ def parse_origin(document: bytes) -> Origin:
         MessageError: The document is not a list of (worker, lo, hi).
     """
     try:
-        found = _ORIGIN.validate_json(document)
+        pairs = _ORIGIN.validate_json(document)
     except ValidationError as error:
         raise MessageError(f"ChunkReduced: {error.errors()[0]['msg']}") from None
-    return tuple((worker, Subtree(lo, hi)) for worker, lo, hi in found)
+    return tuple((worker, Subtree(lo, hi)) for worker, lo, hi in pairs)
 
 
 @dataclass(frozen=True, slots=True)

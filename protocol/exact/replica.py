@@ -192,8 +192,8 @@ class Replica:
         """Copy in one flat array per block; moments and counters do not change."""
         self._check(values)
         self._changed()
-        for mine, given in zip(self.parameters, values, strict=True):
-            np.copyto(mine, given)
+        for mine, value in zip(self.parameters, values, strict=True):
+            np.copyto(mine, value)
 
     def reset(self, parameters: Sequence[Array]) -> None:
         """Start over from these parameters."""

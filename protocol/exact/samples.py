@@ -101,9 +101,9 @@ class SampleOrder:
     def microbatches(self, step: int) -> tuple[tuple[int, ...], ...]:
         """Return the sample numbers of each microbatch of a step; the last one may be smaller."""
         lo, hi = self._bounds(step)
-        chosen: list[int] = self._epoch_order(self.epoch(step))[lo:hi].tolist()
+        samples: list[int] = self._epoch_order(self.epoch(step))[lo:hi].tolist()
         size = self._batch.microbatch
-        return tuple(tuple(chosen[at : at + size]) for at in range(0, len(chosen), size))
+        return tuple(tuple(samples[at : at + size]) for at in range(0, len(samples), size))
 
     def microbatch_sizes(self, step: int) -> list[int]:
         """Return the number of samples of each microbatch of a step."""

@@ -16,8 +16,8 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
     """
     if named := environment.get("SAMESTEP_CACHE"):
         return Path(named).absolute()
-    if given := environment.get("CACHE_DIRECTORY"):
-        return Path(given.split(":")[0])
+    if directories := environment.get("CACHE_DIRECTORY"):
+        return Path(directories.split(":")[0])
     if (base := environment.get("XDG_CACHE_HOME", "")) and Path(base).is_absolute():
         return Path(base) / "samestep"
     try:

@@ -161,9 +161,9 @@ class SegmentOwner:
         Raises:
             OSError: There are no more descriptors.
         """
-        theirs = SharedMemory(sealed=True)
-        memory = SharedSegment(self._own, theirs, limits.SEGMENT_COPIES_BYTES)
-        return memory, [self._readable, theirs.fd]
+        copies = SharedMemory(sealed=True)
+        memory = SharedSegment(self._own, copies, limits.SEGMENT_COPIES_BYTES)
+        return memory, [self._readable, copies.fd]
 
     def allocate(self, elements: int) -> NDArray[np.float32] | None:
         """Allocate flat float32 that is sent without a copy; None if the limit is reached.

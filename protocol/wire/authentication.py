@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from protocol import PROTOCOL_VERSION
-from protocol.base.errors import NotAuthorised
+from protocol.base.errors import NotAuthorized
 from protocol.wire.messages import Challenge, Hello, PeerHello, Proof
 
 METHOD: Final = "hmac-sha256"
@@ -82,15 +82,15 @@ class Exchange:
         """Check the proof of the side that dialed.
 
         Raises:
-            NotAuthorised: It does not know the key.
+            NotAuthorized: It does not know the key.
         """
         if hmac.compare_digest(self.prove("worker", key), proof.proof):
             return
         if isinstance(self.hello, PeerHello):
-            raise NotAuthorised(
+            raise NotAuthorized(
                 f"the proof is wrong: worker {self.hello.name!r} does not know the key of this link"
             )
-        raise NotAuthorised(
+        raise NotAuthorized(
             "the proof is wrong: this worker has another join token or key; get the current one "
             "with: coordinator token show"
         )
@@ -99,15 +99,15 @@ class Exchange:
         """Check the proof of the side that was dialed.
 
         Raises:
-            NotAuthorised: It does not know the key.
+            NotAuthorized: It does not know the key.
         """
         if hmac.compare_digest(self.prove("coordinator", key), proof):
             return
         if isinstance(self.hello, PeerHello):
-            raise NotAuthorised(
+            raise NotAuthorized(
                 f"the proof is wrong: worker {self.hello.to!r} does not know the key of this link"
             )
-        raise NotAuthorised(
+        raise NotAuthorized(
             "the coordinator does not know this worker's join token or key: it is outdated "
             "(changed by token rotate or revoke) or another coordinator's; print the current token "
             "on its machine: coordinator token show"
@@ -124,10 +124,10 @@ def answer(hello: Hello | PeerHello, challenge: Challenge, fingerprint: bytes, k
         key: The secret.
 
     Raises:
-        NotAuthorised: The other side does not know the key, or uses another method.
+        NotAuthorized: The other side does not know the key, or uses another method.
     """
     if challenge.method != METHOD:
-        raise NotAuthorised(
+        raise NotAuthorized(
             f"expected authentication method {METHOD!r}, got {challenge.method!r}; install the "
             "same release on both sides"
         )

@@ -59,7 +59,7 @@ def test_shaped_measures_both_topologies_and_counts_bytes():
 
 
 def test_reconnect_measures_short_and_long_logs():
-    measured = [reconnect.measure(kept, rounds=2) for kept in (6, 12)]
+    measured = [reconnect.measure(logged_steps, rounds=2) for logged_steps in (6, 12)]
     assert all(ms > 0 for each in measured for ms in (*each.reconnect_ms, each.open_ms))
     assert [line[0] for line in reconnect.rows(measured)] == ["6 kept steps", "12 kept steps"]
 
@@ -120,14 +120,14 @@ def test_durability_measures_both_modes_and_none():
 
 @pytest.mark.slow
 def test_hostile_measures_calm_and_attacked_turns():
-    calm, attacked, begun = hostile.measure(turns=1, seconds=2, connections=50)
+    calm, attacked, connections = hostile.measure(turns=1, seconds=2, connections=50)
     for each in (calm, attacked):
         assert len(each.joins_ms) == 2 * hostile.JOINS_A_SECOND
         assert min(each.joins_ms) > 0
         assert min(each.steps_ms) > 0
         assert each.processor_s > 0
         assert each.row("name")[0] == "name"
-    assert begun.total() > 50
+    assert connections.total() > 50
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_replicas_compare_runs_on_as_many_tokens():
             settings = dict(each.split("=", 1) for each in case.settings(total))
             steps, samples = int(settings["steps"]), int(settings["batch.samples"])
             alone = case.inner_steps or 1
-            taken = steps * alone * samples * (case.replicas if case.inner_steps else 1)
+            samples_taken = steps * alone * samples * (case.replicas if case.inner_steps else 1)
             whole = total - total % alone
-            assert taken == whole * case.replicas * 12
+            assert samples_taken == whole * case.replicas * 12
     assert len(replicas.cases(2000)) == 35
     assert "K=2 H=30 carry float32" in {case.name for case in replicas.cases(60)}
 
@@ -209,9 +209,9 @@ def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch)
     replicas.measure_loss(60, tmp_path)
     monkeypatch.setattr(replicas, "trained", None)  # what is there is not trained again
     replicas.measure_loss(60, tmp_path)
-    told = capsys.readouterr().out
-    assert "K=2 H=30 carry int8" in told
-    assert "+7.50 %" in told
+    output = capsys.readouterr().out
+    assert "K=2 H=30 carry int8" in output
+    assert "+7.50 %" in output
     assert (tmp_path / "loss.svg").read_text().count("<polyline") == len(replicas.cases(60))
 
 

@@ -48,6 +48,6 @@ def test_the_files_of_a_part_are_there(part):
 
 def test_a_driver_that_ends_the_process_that_looks_for_cards_ends_no_more(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
-    found = cards.found_devices()
-    assert found.lacking(["card"]) == "looking for them ended with exit code 1: "
-    assert found.lacking(["vulkan"]).startswith("no card with Vulkan: looking for them ended")
+    devices = cards.found_devices()
+    assert devices.lacking(["card"]) == "looking for them ended with exit code 1: "
+    assert devices.lacking(["vulkan"]).startswith("no card with Vulkan: looking for them ended")

@@ -46,10 +46,10 @@ def test_a_capture_and_reading_are_timed(tmp_path):
 
 def test_finished_seeds_are_not_repeated(tmp_path, monkeypatch):
     """The second call finds the results, and makes the run that is missing."""
-    begun: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def ran(command: list[str], **_: Any) -> Any:
-        begun.append(command)
+        commands.append(command)
         out = Path(command[command.index("--out") + 1])
         out.mkdir(parents=True)
         (out / "result.json").write_text(json.dumps({"eval": {}, "out": out.name}))
@@ -61,9 +61,9 @@ def test_finished_seeds_are_not_repeated(tmp_path, monkeypatch):
     (tmp_path / "seed-7-with" / "run.json").touch()
     with pytest.raises(FileExistsError):
         distillation.students(tmp_path, spec, 7, ())
-    assert "--resume" in begun[-1]
+    assert "--resume" in commands[-1]
     (tmp_path / "seed-7-with" / "result.json").write_text('{"eval": {}}')
     distillation.students(tmp_path, spec, 7, ("steps=3",))
-    assert len(begun) == 2
-    assert "--resume" not in begun[-1]
-    assert {"distil.alpha=0", "seed=7", "steps=3"} < set(begun[-1])
+    assert len(commands) == 2
+    assert "--resume" not in commands[-1]
+    assert {"distil.alpha=0", "seed=7", "steps=3"} < set(commands[-1])

@@ -19,11 +19,11 @@ def test_predictions_are_within_15_percent_of_measurements():
 
 
 def test_the_table_names_the_best_topology_of_each_row():
-    found = [line[-1] for line in planned.rows(1.0)]
-    assert len(found) == 48
-    assert set(found) <= {"star", "sharded", "replicas"}
-    assert found[0] == "sharded"
-    assert found[11] == "replicas"
+    topologies = [line[-1] for line in planned.rows(1.0)]
+    assert len(topologies) == 48
+    assert set(topologies) <= {"star", "sharded", "replicas"}
+    assert topologies[0] == "sharded"
+    assert topologies[11] == "replicas"
     assert planned.expected(4, 100, 5_300_000).star == star_s(
         Volume(5_300_000, 5_300_000, 12), planned.members_of(4, 100)
     )

@@ -13,7 +13,7 @@ STEPS, SIZE = 5, 128
 
 
 def strided(vectors: int) -> Shader:
-    """Eight neighbours read vec4 that are so many apart, in each of ten rounds."""
+    """Eight neighbors read vec4 that are so many apart, in each of ten rounds."""
     source = f"""\
 @group(0) @binding(0) var<storage, read_write> out: array<vec4f>;
 var<workgroup> held: array<vec4f, 64>;
@@ -43,12 +43,12 @@ def test_a_products_kernels_have_no_bank_conflicts_and_two_barriers_a_step(tiles
             1, SIZE, STEPS * tiles.depth, SIZE, a_turned=turned % 2 == 1, b_turned=turned > 1
         )
         shader, grid = matmul_shader(it.problem, tiles)
-        found = counts_of(shader, grid)
+        counts = counts_of(shader, grid)
         groups = SIZE // tiles.rows * (SIZE // tiles.columns)
-        assert found.served == found.accesses
-        assert found.barriers == 2 * STEPS * groups
+        assert counts.served == counts.accesses
+        assert counts.barriers == 2 * STEPS * groups
         operands = groups * STEPS * tiles.depth * (tiles.rows + tiles.columns)
-        assert found.bytes_moved == 4 * (operands + SIZE * SIZE)
+        assert counts.bytes_moved == 4 * (operands + SIZE * SIZE)
     assert tiles.blocks % tiles.invocations in {0, tiles.invocations // 2} or (
         tiles.blocks >= 0.75 * tiles.invocations
     )

@@ -12,14 +12,14 @@ from benchmarks.torch_side import peak_tflops, torch_side
 
 @pytest.fixture(scope="module")
 def backend():
-    found = adapters()
-    if isinstance(found, str):
-        pytest.skip(found)
+    adapter_list = adapters()
+    if isinstance(adapter_list, str):
+        pytest.skip(adapter_list)
     from backends.wgpu.backend import VulkanBackend
 
-    made = VulkanBackend(0)
-    yield made
-    made.device.close()
+    vulkan = VulkanBackend(0)
+    yield vulkan
+    vulkan.device.close()
 
 
 def test_sides_take_turns_and_the_first_round_is_left_out():
@@ -59,11 +59,11 @@ def test_subtree_sums_come_back_once(backend):
 
 
 def test_the_reference_torch_device_is_chosen():
-    there = torch.cuda.is_available()
-    assert torch_side("auto").device.type == ("cuda" if there else "cpu")
+    has_cuda = torch.cuda.is_available()
+    assert torch_side("auto").device.type == ("cuda" if has_cuda else "cpu")
     assert torch_side("cpu").shares_cpu
     assert torch.get_float32_matmul_precision() == "highest", "no TF32"
-    if not there:
+    if not has_cuda:
         with pytest.raises(SystemExit, match="no CUDA device here"):
             torch_side("cuda")
 
@@ -80,8 +80,8 @@ def test_the_peak_of_a_card():
 @pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_only_one_table(monkeypatch, capsys):
-    given = "--only decoder --hidden 64 --batch 2 8 --rounds 1 --against cpu"
-    monkeypatch.setattr(sys, "argv", ["vulkan", *given.split()])
+    arguments = "--only decoder --hidden 64 --batch 2 8 --rounds 1 --against cpu"
+    monkeypatch.setattr(sys, "argv", ["vulkan", *arguments.split()])
     vulkan.main()
     out = capsys.readouterr().out
     assert "against torch on cpu, " in out

@@ -48,13 +48,20 @@ def main() -> None:
     parser.add_argument(
         "--sharded", action="store_true", help="workers average slices among themselves"
     )
-    given = parser.parse_args()
-    size = size_for(given.minutes, given.coordinator_kills, given.worker_kills, given.stalls)
-    print(f"seed {given.seed}: {size.steps} steps, {size.kinds.total()} faults; {describe()}")
+    options = parser.parse_args()
+    size = size_for(
+        options.minutes, options.coordinator_kills, options.worker_kills, options.stalls
+    )
+    print(f"seed {options.seed}: {size.steps} steps, {size.kinds.total()} faults; {describe()}")
     with tempfile.TemporaryDirectory() as name:
-        directory = given.keep or Path(name)
+        directory = options.keep or Path(name)
         outcome = run_campaign(
-            directory, given.seed, size, given.log, keep_log=given.keep_log, sharded=given.sharded
+            directory,
+            options.seed,
+            size,
+            options.log,
+            keep_log=options.keep_log,
+            sharded=options.sharded,
         )
     _print(outcome)
 

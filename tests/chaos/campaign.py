@@ -182,14 +182,14 @@ class _Campaign:
         coordinator = self.coordinator
         match fault.kind:
             case Kind.COORDINATOR | Kind.CHECKPOINT | Kind.BOTH:
-                seen = len(coordinator.events)
+                event_count = len(coordinator.events)
                 if fault.kind is Kind.CHECKPOINT:
                     self._ask_for_checkpoint(fault)
                 at_s = coordinator.kill()
                 if fault.kind is Kind.BOTH:
                     self._replace(self._pick(fault))
                 if fault.kind is Kind.CHECKPOINT and not any(
-                    event.name == "checkpoint" for event in coordinator.events[seen:]
+                    event.name == "checkpoint" for event in coordinator.events[event_count:]
                 ):
                     self.outcome.checkpoints_cut += 1
                 since = len(coordinator.events)
@@ -267,10 +267,10 @@ class _Campaign:
             for a, b in pairwise(commits)
             if b.fields["step"] == a.fields["step"] + 1
         ]
-        held = [
+        pauses_ms = [
             e.fields["held_ms"] for e in self.coordinator.events if e.name == EventLoopBlocked.name
         ]
-        outcome.loop_held_ms = max(held, default=0.0)
+        outcome.loop_held_ms = max(pauses_ms, default=0.0)
         calm = _undisturbed_gaps(gaps, self._disturbed)
         outcome.step_s = median(calm) if calm else math.nan
 
@@ -294,13 +294,13 @@ def _undisturbed_gaps(
     gaps: list[tuple[float, float]], disturbed: list[tuple[float, float]]
 ) -> list[float]:
     """Lengths of those that touch none of the others; both in order."""
-    found, position = [], 0
+    quiet_gaps, position = [], 0
     for start, end in gaps:
         while position < len(disturbed) and disturbed[position][1] <= start:
             position += 1
         if position == len(disturbed) or disturbed[position][0] >= end:
-            found.append(end - start)
-    return found
+            quiet_gaps.append(end - start)
+    return quiet_gaps
 
 
 def _is_end(event: Any) -> bool:

@@ -215,9 +215,9 @@ class Coordinator:
     def _read(self, process: Process, life: int) -> None:
         assert process.stderr is not None
         log = self.directory / "coordinator.log"
-        with process.stderr, log.open("a") as kept:
+        with process.stderr, log.open("a") as log_file:
             for line in process.stderr:
-                kept.write(line)
+                log_file.write(line)
                 self._words.append(line.rstrip())
                 event = _event(line, life)
                 if event is None:

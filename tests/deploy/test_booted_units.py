@@ -126,8 +126,8 @@ def test_devices_work_for_dynamic_users(machine):
     result = ended(machine, run_id, since)
     for unit in (COORDINATOR, *units):
         assert int(machine.show(unit, "UID")) > 60_000
-    told = machine.wait_for(since, MESSAGE=f"run {run_id}: ready", _SYSTEMD_UNIT=units[0])
-    assert told["SAMESTEP_WORKER"] == "lab-cpu0"
+    entry = machine.wait_for(since, MESSAGE=f"run {run_id}: ready", _SYSTEMD_UNIT=units[0])
+    assert entry["SAMESTEP_WORKER"] == "lab-cpu0"
     machine.run("systemctl", "stop", *units)
     assert result["exact"] == (second == "cpu1")
     assert set(result["workers"]) == {"lab-cpu0", f"lab-{second}"}
@@ -202,8 +202,8 @@ def test_errors_that_need_an_operator_do_not_restart(machine, options, code):
     assert machine.show(unit, "ActiveState") == "failed"
     assert machine.show(unit, "ExecMainStatus") == code
     assert machine.show(unit, "NRestarts") == "0"
-    told = machine.wait_for(since, PRIORITY="3", _SYSTEMD_UNIT=unit)
-    assert told["SAMESTEP_EXIT_CODE"] == code
+    entry = machine.wait_for(since, PRIORITY="3", _SYSTEMD_UNIT=unit)
+    assert entry["SAMESTEP_EXIT_CODE"] == code
 
 
 def test_an_unreachable_coordinator_is_retried(machine):

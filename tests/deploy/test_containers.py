@@ -91,14 +91,14 @@ def podman(request, tmp_path_factory) -> Iterator[Podman]:
     wheels = locked_wheels(request.config.cache)
     directory = tmp_path_factory.mktemp("podman")
     running = tempfile.mkdtemp(prefix="podman-", dir="/run")
-    made = Podman(directory, running)
-    made.run("import", str(base_system(request.config.cache, directory)), BASE)
+    engine = Podman(directory, running)
+    engine.run("import", str(base_system(request.config.cache, directory)), BASE)
     settings = settings_of_pip(directory)
-    made.build("coordinator", settings, wheels)
-    made.build("worker", settings, wheels, "--build-arg", "PACKAGES=coordinator")
-    yield made
-    made.run("rm", "--all", "--force", "--depend", check=False)
-    made.run("system", "reset", "--force", check=False)
+    engine.build("coordinator", settings, wheels)
+    engine.build("worker", settings, wheels, "--build-arg", "PACKAGES=coordinator")
+    yield engine
+    engine.run("rm", "--all", "--force", "--depend", check=False)
+    engine.run("system", "reset", "--force", check=False)
     shutil.rmtree(running, ignore_errors=True)
 
 
@@ -110,9 +110,9 @@ def settings_of_pip(directory: Path) -> Path:
 
 def base_system(cache: pytest.Cache, directory: Path) -> Path:
     """A small Debian as one file."""
-    kept = cache.mkdir("debian") / "bookworm.tar"
-    if not kept.exists():
-        root, part = directory / "debian", kept.with_suffix(".part")
+    archive = cache.mkdir("debian") / "bookworm.tar"
+    if not archive.exists():
+        root, part = directory / "debian", archive.with_suffix(".part")
         packages = "--include=python3,python3-venv"
         done = subprocess.run(
             ["debootstrap", "--variant=minbase", packages, "bookworm", str(root)],
@@ -122,8 +122,8 @@ def base_system(cache: pytest.Cache, directory: Path) -> Path:
             pytest.skip(f"no Debian to build on: {done.stdout.strip().splitlines()[-1]}")
         subprocess.run(["tar", "-C", root, "-cf", part, "."], check=True)
         shutil.rmtree(root)
-        part.rename(kept)
-    return kept
+        part.rename(archive)
+    return archive
 
 
 @pytest.mark.slow
@@ -159,13 +159,13 @@ class TestBuilt:
     def test_a_worker_with_all_its_packages_computes(self, podman, request, tmp_path):
         wheels = locked_wheels(request.config.cache, "run", "cpu")
         podman.build("worker", settings_of_pip(tmp_path), wheels, tag="whole-worker")
-        said = podman.run(
+        output = podman.run(
             "run", "--rm", *LIMITS, "--network=none", "whole-worker", "doctor", "--backend", "cpu",
             "--coordinator", "127.0.0.1:9", "--json", check=False,
         )  # fmt: skip
-        checks = {each["check"]: each for each in json.loads(said)["checks"]}
-        assert checks["packages"]["outcome"] == "ok", said
-        assert checks["device"]["found"].endswith("computes"), said
+        checks = {each["check"]: each for each in json.loads(output)["checks"]}
+        assert checks["packages"]["outcome"] == "ok", output
+        assert checks["device"]["found"].endswith("computes"), output
 
     @pytest.mark.parametrize("name", ["coordinator", "worker"])
     def test_no_secret_is_in_a_layer(self, podman, tmp_path, name):
@@ -183,10 +183,10 @@ def first_line_with(podman: Podman, name: str, text: str) -> None:
     command = ["podman", *podman._storage, "logs", "--follow", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
-        said = []
+        lines_read = []
         for line in following.stdout:
-            said.append(line)
+            lines_read.append(line)
             if text in line:
                 following.kill()
                 return
-    raise AssertionError(f"no {text!r} in {said}")
+    raise AssertionError(f"no {text!r} in {lines_read}")

@@ -55,7 +55,7 @@ def test_a_pod_runs_as_its_image_expects(daemon):
     assert f"--uid {pod['securityContext']['runAsUser']} " in image(daemon)
     mounted = {each["mountPath"] for each in container["volumeMounts"]}
     assert set(re.findall(r"^VOLUME (\S+)$", image(daemon), re.MULTILINE)) <= mounted
-    told = called(daemon, "--help").stdout
+    help_text = called(daemon, "--help").stdout
     for word in (*container.get("args", ()), *(each["name"] for each in container["env"])):
         if word.startswith("--") or (word.startswith("SAMESTEP_") and word != "SAMESTEP_TOKEN"):
-            assert word in told
+            assert word in help_text

@@ -39,10 +39,10 @@ def play(tmp_path: Path, tasks: str, hosts: dict[str, Any], *arguments: str) -> 
         "ansible-playbook", "-i", str(inventory), str(playbook), *arguments,
         home=tmp_path, ANSIBLE_ROLES_PATH=str(HERE / "roles"),
     )  # fmt: skip
-    said = done.stdout + done.stderr
-    recap = {name: (int(changed), int(failed)) for name, changed, failed in RECAP.findall(said)}
-    assert recap.keys() == hosts.keys(), said
-    return recap, said
+    output = done.stdout + done.stderr
+    recap = {name: (int(changed), int(failed)) for name, changed, failed in RECAP.findall(output)}
+    assert recap.keys() == hosts.keys(), output
+    return recap, output
 
 
 FEW: tuple[tuple[str, str, dict[str, object]], ...] = (
@@ -76,12 +76,12 @@ def test_an_old_driver_is_refused_and_a_missing_one_installed(tmp_path, machines
     # That file is one of the role's constants: no inventory changes it, only the command line.
     named = "{{ samestep_driver_files[inventory_hostname] }}"
     files = {name: host.pop("samestep_driver_file") for name, host in hosts.items()}
-    given = json.dumps({"samestep_driver_files": files, "samestep_driver_file": named})
-    recap, said = play(tmp_path, "nvidia.yml", hosts, "--check", "-e", given)
-    assert recap == {name: (int(name == "none"), int(name == "old")) for name in hosts}, said
-    said = " ".join(said.split())
-    assert "expected NVIDIA's driver 580 or later, found 550.163.01: remove it" in said
-    assert re.search(r"NVIDIA's driver, 580 or later, from https://\S+/debian\d+/x86_64;", said)
+    extra = json.dumps({"samestep_driver_files": files, "samestep_driver_file": named})
+    recap, output = play(tmp_path, "nvidia.yml", hosts, "--check", "-e", extra)
+    assert recap == {name: (int(name == "none"), int(name == "old")) for name in hosts}, output
+    output = " ".join(output.split())
+    assert "expected NVIDIA's driver 580 or later, found 550.163.01: remove it" in output
+    assert re.search(r"NVIDIA's driver, 580 or later, from https://\S+/debian\d+/x86_64;", output)
 
 
 class Repositories:
@@ -135,9 +135,9 @@ class Repositories:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
             file.chmod(0o755 if text.startswith("#!") else 0o644)
-        there = self._folder / repository
-        there.mkdir(exist_ok=True)
-        packed = there / f"{name}.deb"
+        pool = self._folder / repository
+        pool.mkdir(exist_ok=True)
+        packed = pool / f"{name}.deb"
         command = ["dpkg-deb", "--root-owner-group", "--build", str(tree), str(packed)]
         subprocess.run(command, check=True, capture_output=True)
         digest = hashlib.sha256(packed.read_bytes()).hexdigest()
@@ -181,24 +181,24 @@ def test_a_machine_with_a_card_and_no_driver_gets_nvidias(tmp_path, file, source
             "ansible_python_interpreter": "/usr/bin/python3",
             "samestep_nvidia_repository": "/srv/repositories/nvidia",
         }
-        given = ("-e", "samestep_driver_file=/var/lib/driver-version", "--skip-tags", "restart")
-        recap, said = play(tmp_path, "devices.yml", {"tower": tower}, *given)
-        assert recap["tower"][0] > 0, said
-        assert recap["tower"][1] == 0, said
-        assert "devices: ['cuda0']" in said
+        arguments = ("-e", "samestep_driver_file=/var/lib/driver-version", "--skip-tags", "restart")
+        recap, output = play(tmp_path, "devices.yml", {"tower": tower}, *arguments)
+        assert recap["tower"][0] > 0, output
+        assert recap["tower"][1] == 0, output
+        assert "devices: ['cuda0']" in output
         for name in ("linux-headers-amd64", "nvidia-driver-cuda", "nvidia-kernel-open-dkms"):
             machine.run("dpkg-query", "--show", name)
 
-        recap, said = play(tmp_path, "devices.yml", {"tower": tower}, *given)
-        assert recap == {"tower": (0, 0)}, said
+        recap, output = play(tmp_path, "devices.yml", {"tower": tower}, *arguments)
+        assert recap == {"tower": (0, 0)}, output
         machine.write("/var/lib/driver-version", VERSION.format("550.163.01"))
-        recap, said = play(tmp_path, "devices.yml", {"tower": tower}, *given)
-        assert recap == {"tower": (0, 1)}, said
-        assert "found 550.163.01: remove it" in " ".join(said.split())
+        recap, output = play(tmp_path, "devices.yml", {"tower": tower}, *arguments)
+        assert recap == {"tower": (0, 1)}, output
+        assert "found 550.163.01: remove it" in " ".join(output.split())
 
         only_cpu = {"tower": tower | {"samestep_torch": "cpu"}}
         for loaded in (VERSION.format("550.163.01"), ""):
             machine.write("/var/lib/driver-version", loaded)
-            recap, said = play(tmp_path, "devices.yml", only_cpu, *given)
-            assert recap == {"tower": (0, 0)}, said
-            assert "devices: ['cpu']" in said
+            recap, output = play(tmp_path, "devices.yml", only_cpu, *arguments)
+            assert recap == {"tower": (0, 0)}, output
+            assert "devices: ['cpu']" in output

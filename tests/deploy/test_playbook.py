@@ -37,10 +37,10 @@ exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \\
 def ansible(command: str) -> str:
     """The path of one of Ansible's commands; skips the test where it is missing."""
     beside = Path(sys.prefix) / "ansible" / "bin"
-    found = shutil.which(command, path=f"{beside}:{os.environ['PATH']}")
-    if found is None:
+    program = shutil.which(command, path=f"{beside}:{os.environ['PATH']}")
+    if program is None:
         pytest.skip(f"{command} is missing: deploy/test.sh installs it")
-    return found
+    return program
 
 
 def run_ansible(
@@ -138,16 +138,16 @@ class Cluster:
 @pytest.fixture(scope="module")
 def wheels(request) -> Path:
     """What the machines' pip is to find; they are made of this machine's own system."""
-    found = subprocess.run(
+    version = subprocess.run(
         ["/usr/bin/python3", "-c", "import sys, venv, ensurepip; print(*sys.version_info[:2])"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    if found.returncode:
+    if version.returncode:
         pytest.skip(
             "no bare machine can be made here: Debian's python3 and python3-venv are missing"
         )
-    if found.stdout.split() != DEBIAN_PYTHON.split("."):
-        pytest.skip(f"no Debian 12 here: its Python is {found.stdout.strip().replace(' ', '.')}")
+    if version.stdout.split() != DEBIAN_PYTHON.split("."):
+        pytest.skip(f"no Debian 12 here: its Python is {version.stdout.strip().replace(' ', '.')}")
     return locked_wheels(request.config.cache)
 
 
@@ -157,14 +157,14 @@ def cluster(wheels, tmp_path_factory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("cluster")
     names = ("desk", "tower")
     with ExitStack() as stack:
-        made = stack.enter_context(network(*names, subnet="10.8.1"))
+        net = stack.enter_context(network(*names, subnet="10.8.1"))
         machines = {
             name: stack.enter_context(
-                booted_machine(directory, name, bare={wheels: WHEELS}, network=made.namespace(name))
+                booted_machine(directory, name, bare={wheels: WHEELS}, network=net.namespace(name))
             )
             for name in names
         }
-        yield Cluster(directory, machines, {name: made.address(name) for name in names})
+        yield Cluster(directory, machines, {name: net.address(name) for name in names})
 
 
 @pytest.mark.slow
@@ -181,13 +181,13 @@ def test_the_playbook_installs_then_changes_nothing_then_applies_changes(cluster
 
 def first_run(cluster: Cluster) -> None:
     """Two bare machines become a coordinator and two workers."""
-    changed, said = cluster.play("-vvv", "--diff")
+    changed, output = cluster.play("-vvv", "--diff")
     assert all(changed.values())
     assert cluster.workers() == {"desk-scripted", "tower-scripted"}
 
     secret = cluster.on_desk("token", "show").partition(".")[2]
     assert len(secret) == 43
-    assert secret not in said
+    assert secret not in output
     for machine in cluster.machines.values():
         token = machine.path("/etc/credstore/samestep.join.token")
         assert token.stat().st_mode & 0o7777 == 0o600

@@ -54,9 +54,9 @@ class Place:
 
     def has_driver(self, *lines: str, code: int = 0) -> None:
         """What nvidia-smi says when asked for the driver's version."""
-        said = "".join(f"echo '{line}'\n" for line in lines)
+        script_lines = "".join(f"echo '{line}'\n" for line in lines)
         command = self.commands / "nvidia-smi"
-        command.write_text(f"#!/bin/bash\n{said}exit {code}\n")
+        command.write_text(f"#!/bin/bash\n{script_lines}exit {code}\n")
         command.chmod(0o755)
 
     def run(self, *arguments: str, **fakes: str) -> subprocess.CompletedProcess[str]:
@@ -174,8 +174,8 @@ def test_a_recent_driver_gets_cuda(place: Place, version):
 @pytest.mark.parametrize("version", ["535.261.03", "579.99.99", "90.1"])
 def test_an_old_driver_is_reported_and_cuda_left_out(place: Place, version):
     place.has_driver(version)
-    said = environment(place, "worker")
-    assert f"NVIDIA's driver is {version}, but CUDA needs 580 or later" in said
+    output = environment(place, "worker")
+    assert f"NVIDIA's driver is {version}, but CUDA needs 580 or later" in output
     assert CPU in place.did()
     assert CUDA not in place.did()
 

@@ -123,9 +123,9 @@ def test_mistakes_end_a_job_in_one_line_and_it_is_not_requeued(slurm, run, monke
     opened = slurm.submit("worker.sbatch", "-x", "node1", cwd=run)
     slurm.wait_until(lambda: not slurm.states(lost) and not slurm.states(opened))
     assert "expected settings.sh in" in log_of(elsewhere, "*.log")
-    told = log_of(run, f"samestep-worker-{opened}_*.log")
-    assert "can be read by others (mode 0640)" in told
-    assert "requeueing" not in told
+    log_text = log_of(run, f"samestep-worker-{opened}_*.log")
+    assert "can be read by others (mode 0640)" in log_text
+    assert "requeueing" not in log_text
     # A cancelled coordinator has saved what it has; it is not requeued either.
     slurm.run("./control.sh", "status", cwd=run)
     slurm.run("scancel", coordinator)
@@ -139,8 +139,8 @@ def test_mistakes_end_a_job_in_one_line_and_it_is_not_requeued(slurm, run, monke
     slurm.wait_until(lambda: log_of(run, f"samestep-worker-{waiting}_*.log"))
     refused = slurm.submit("coordinator.sbatch", "-w", "node1", cwd=run)
     slurm.wait_until(lambda: not slurm.states(refused) and not slurm.states(waiting))
-    told = log_of(run, f"samestep-worker-{waiting}_*.log")
-    assert f"the coordinator, job {refused}, ended with exit code 2" in told, told
+    log_text = log_of(run, f"samestep-worker-{waiting}_*.log")
+    assert f"the coordinator, job {refused}, ended with exit code 2" in log_text, log_text
 
 
 @pytest.mark.slow

@@ -60,9 +60,9 @@ def test_a_misspelled_key_is_found(unit, tmp_path):
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_units_have_a_low_exposure_score(unit):
     done = analyze("security", "--offline=yes", str(unit))
-    found = EXPOSURE.search(done.stdout)
-    assert found is not None, done.stderr
-    assert float(found[1]) <= 2.0
+    score = EXPOSURE.search(done.stdout)
+    assert score is not None, done.stderr
+    assert float(score[1]) <= 2.0
 
 
 def test_each_daemon_has_a_unit():
@@ -76,31 +76,31 @@ def test_each_daemon_has_a_unit():
 def test_errors_that_need_an_operator_do_not_restart(unit):
     line = re.search(r"^RestartPreventExitStatus=(.*)$", unit.read_text(), re.MULTILINE)
     assert line is not None
-    final = {ExitCode.USAGE, ExitCode.NOT_AUTHORISED, ExitCode.MISMATCH}
+    final = {ExitCode.USAGE, ExitCode.NOT_AUTHORIZED, ExitCode.MISMATCH}
     assert {int(code) for code in line[1].split()} == final
 
 
 def settings_of(unit: Path) -> dict[str, list[str]]:
     """Keys of the section Service, each with all that is said of it."""
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     service = unit.read_text().partition("[Service]\n")[2].partition("\n[")[0]
     for key, value in re.findall(r"^(\w+)=(.*)$", service, re.MULTILINE):
-        found.setdefault(key, []).append(value)
-    return found
+        settings.setdefault(key, []).append(value)
+    return settings
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_a_stop_drains_and_a_hung_daemon_is_restarted_with_its_stacks(unit):
     """That daemons do their part: test_restart.py, test_commands.py and test_systemd.py; with
     systemd itself, slow ones of test_booted_units.py."""
-    said = settings_of(unit)
-    assert said["Type"] == ["notify"]
-    assert said["KillMode"] == ["mixed"]  # SIGTERM, which drains, to the daemon alone
-    assert not {"KillSignal", "SendSIGKILL", "RestartKillSignal", "WatchdogSignal"} & {*said}
-    assert re.fullmatch(r"[2-9]min", said["TimeoutStopSec"][0]), "a step can take long"
-    assert int(said["WatchdogSec"][0]) >= 30
-    assert said["Restart"][0] in {"always", "on-failure"}
-    assert "PYTHONFAULTHANDLER=1" in said["Environment"]
+    settings = settings_of(unit)
+    assert settings["Type"] == ["notify"]
+    assert settings["KillMode"] == ["mixed"]  # SIGTERM, which drains, to the daemon alone
+    assert not {"KillSignal", "SendSIGKILL", "RestartKillSignal", "WatchdogSignal"} & {*settings}
+    assert re.fullmatch(r"[2-9]min", settings["TimeoutStopSec"][0]), "a step can take long"
+    assert int(settings["WatchdogSec"][0]) >= 30
+    assert settings["Restart"][0] in {"always", "on-failure"}
+    assert "PYTHONFAULTHANDLER=1" in settings["Environment"]
 
 
 def test_workers_have_the_devices_of_their_backends_and_coordinators_none():

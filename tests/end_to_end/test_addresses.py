@@ -38,9 +38,9 @@ def ip(hosts: Network, host: str, *words: str) -> str:
 
 def link_local(hosts: Network, host: str) -> str:
     """Its address of that kind, once the link has made sure that nobody else has it."""
-    while "tentative" in (shown := ip(hosts, host, "-6", "-o", "addr", "show", "dev", "eth0")):
+    while "tentative" in (addresses := ip(hosts, host, "-6", "-o", "addr", "show", "dev", "eth0")):
         pass
-    return shown.split()[3].partition("/")[0]
+    return addresses.split()[3].partition("/")[0]
 
 
 @pytest.mark.slow

@@ -40,8 +40,8 @@ def elsewhere(tmp_path) -> dict[str, str]:
     """The environment of a worker whose home is empty."""
     home = tmp_path / "home"
     home.mkdir()
-    kept = dict.fromkeys(("SAMESTEP_CACHE", "CACHE_DIRECTORY", "XDG_CACHE_HOME", "HF_HOME"), "")
-    return {**kept, "HOME": str(home)}
+    unset = dict.fromkeys(("SAMESTEP_CACHE", "CACHE_DIRECTORY", "XDG_CACHE_HOME", "HF_HOME"), "")
+    return {**unset, "HOME": str(home)}
 
 
 def blobs(environment: dict[str, str]) -> list[Path]:
@@ -64,18 +64,18 @@ def test_a_worker_with_nothing_computes_the_same_bits(tmp_path, machine, elsewhe
         result = cluster.result()
         assert cluster.wait_for_exit(away) == 0
         assert away.stdout is not None
-        told = away.stdout.read()
+        output = away.stdout.read()
     assert result["weights_digest"] == expected["weights_digest"]
     assert result["losses"] == expected["losses"]
-    assert "of data and model from the coordinator" in told
+    assert "of data and model from the coordinator" in output
     adapter = tmp_path / "b/out/adapter/adapter_config.json"
     # PEFT finds the base from any folder: where it lies at the coordinator.
     base = json.loads(adapter.read_text())["base_model_name_or_path"]
     assert base == str((machine / "models/minilm").absolute())
     assert list(empty.iterdir()) == []
-    kept = blobs(elsewhere)
-    assert {path.suffix for path in kept} == {""}
-    assert sum(path.stat().st_size for path in kept) > 80_000_000
+    cached = blobs(elsewhere)
+    assert {path.suffix for path in cached} == {""}
+    assert sum(path.stat().st_size for path in cached) > 80_000_000
 
 
 def corpus(machine: Path) -> None:

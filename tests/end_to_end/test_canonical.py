@@ -48,8 +48,8 @@ def a_device_is_there() -> None:
 
 def computed_again(directory: Path) -> AuditResult:
     """The audit of a run of four steps, all of which are computed again, on two threads."""
-    kept = RunDirectory(directory)
-    run, manifest = kept.read_run(), kept.read_manifest()
+    run_directory = RunDirectory(directory)
+    run, manifest = run_directory.read_run(), run_directory.read_manifest()
     assert run is not None
     assert manifest is not None
     steps = StepRecomputer(run.spec.model_copy(update={"threads": 2}), manifest.digest())
@@ -86,9 +86,9 @@ def assert_the_flip_is_named(lines: list[str]) -> None:
 def test_a_cpu_and_a_vulkan_device_are_exact_together(tmp_path):
     a_device_is_there()
     train(tmp_path, "regress.yaml", ("cpu", "vulkan"), *SHORT)
-    found = computed_again(tmp_path / "out")
-    assert found.ok, found.lines()
-    assert "4 of 4 steps recomputed" in "\n".join(found.lines())
+    report = computed_again(tmp_path / "out")
+    assert report.ok, report.lines()
+    assert "4 of 4 steps recomputed" in "\n".join(report.lines())
 
 
 def test_a_flipped_bit_is_found_by_computing_again_alone(tmp_path):

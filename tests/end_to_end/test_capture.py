@@ -64,13 +64,13 @@ def test_three_workers_two_kills_and_a_lost_coordinator_leave_the_same_files(
 ):
     at = ("--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "3", *job)
     with Cluster(tmp_path, *at, "--resume") as first:
-        held = first.held_worker("ann", 4, "--backend", "cpu")
+        ann = first.held_worker("ann", 4, "--backend", "cpu")
         for name in ("bob", "cid"):
             first.worker(name, "--backend", "cpu")
-        held.reached()
+        ann.reached()
         mark = first.mark()
         first.workers["bob"].kill()
-        held.release()
+        ann.release()
         first.wait_for("worker_lost", worker="bob", since=mark)
         committed = first.wait_for("committed", nth=3, since=mark)["step"]
         first.coordinator.send_signal(signal.SIGKILL)
@@ -96,21 +96,21 @@ def test_the_result_is_sound_and_can_be_looked_at(undisturbed):
 def test_a_finished_capture_that_cannot_go_back_is_left_as_it_is(undisturbed, tmp_path):
     directory = tmp_path / "out"
     shutil.copytree(undisturbed, directory)
-    there = sorted(path.relative_to(directory) for path in directory.rglob("*"))
+    names_before = sorted(path.relative_to(directory) for path in directory.rglob("*"))
     step = checkpoint_steps(directory / "checkpoints")[-1]
     with pytest.raises(UsageError, match=r"nothing was changed.* capture again") as raised:
         roll_back(RunDirectory(directory), step, 2)
     assert "\n" not in str(raised.value)
-    assert sorted(path.relative_to(directory) for path in directory.rglob("*")) == there
+    assert sorted(path.relative_to(directory) for path in directory.rglob("*")) == names_before
     assert audit(directory).ok
     # As a release did that had no such check.
     (directory / "result.json").unlink()
     shutil.rmtree(directory / "logits")
     journal = directory / "journal.jsonl"
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
-    found = audit(directory)
-    assert not found.ok
-    assert "the logits of step 0 are missing" in "\n".join(found.lines())
+    report = audit(directory)
+    assert not report.ok
+    assert "the logits of step 0 are missing" in "\n".join(report.lines())
 
 
 STUDENT = """

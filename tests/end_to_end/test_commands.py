@@ -79,8 +79,8 @@ def test_how_many_workers_is_missing(tmp_path):
 
 @pytest.mark.parametrize("option", ["--bind", "--control"])
 def test_port_in_use(tmp_path, option):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
         ended = coordinator(tmp_path, "--expect-workers", "1", option, address)
     assert ended.returncode == 2
     assert address in one_line(ended)
@@ -277,9 +277,9 @@ def test_a_halted_run_that_is_drained_says_how_to_continue(tmp_path, scripted):
             cluster.ask("POST", word, {})
         assert cluster.wait_for_exit(cluster.coordinator) == 1
         assert cluster.coordinator.stderr is not None
-        told = cluster.coordinator.stderr.read()
+        error_text = cluster.coordinator.stderr.read()
     again = f"to resume: coordinator --resume --out {tmp_path / 'out'}"
-    assert f"coordinator: halted: halted by the operator; {again}" in told
+    assert f"coordinator: halted: halted by the operator; {again}" in error_text
 
 
 def test_a_worker_that_is_asked_to_end_finishes_its_part(tmp_path, scripted):
@@ -376,8 +376,8 @@ def test_a_task_that_breaks_ends_its_run_and_not_the_worker(tmp_path, scripted):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         worker = cluster.worker("w0", "--backend", "scripted")
         control = ("--control", cluster.address["control"])
-        broken = called("coordinator", "submit", str(spec), *control).stdout.strip()
-        ended = cluster.wait_for("run_ended", run_id=broken)
+        run_id = called("coordinator", "submit", str(spec), *control).stdout.strip()
+        ended = cluster.wait_for("run_ended", run_id=run_id)
         assert ended["outcome"] == "failed"
         assert "no luck today" in ended["reason"]
         good = called("coordinator", "submit", scripted[1], *control).stdout.strip()

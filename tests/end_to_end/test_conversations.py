@@ -102,5 +102,5 @@ def test_what_was_learnt_is_said_and_used(learnt):
     assert card.weights_digest == alone["weights_digest"]
     assert card.evaluations[-1].step == 4
     assert card.evaluations[-1].figures == alone["eval"]
-    said = called("worker", "generate", str(out), "What is 3?", "--max-tokens", "4")
-    assert said.returncode == 0, said.stderr
+    answer = called("worker", "generate", str(out), "What is 3?", "--max-tokens", "4")
+    assert answer.returncode == 0, answer.stderr

@@ -21,8 +21,8 @@ DOCTOR = ("worker", "doctor", "--backend", "scripted")
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Network]:
-    with network("a", "b", "c", subnet="192.0.2") as made:
-        yield made
+    with network("a", "b", "c", subnet="192.0.2") as network_of_three:
+        yield network_of_three
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def beside(hosts: Network, host: str, cluster: Callable[[], Cluster], story: Any
     """Have a coordinator on that host while the story goes on here."""
 
     def there() -> None:
-        with cluster() as made:
-            story(made)
+        with cluster() as running:
+            story(running)
 
     hosts.run_on(host, there)
 
@@ -83,7 +83,7 @@ def test_one_is_found_and_the_token_is_still_needed(hosts, tmp_path, job, monkey
         assert "no join token" in err
         code, out, err = asked(
             lambda: hosts.start("b", *DOCTOR, environment=elsewhere(tmp_path, home)),
-            lambda told: "found coordinator" in told,
+            lambda text: "found coordinator" in text,
         )
         assert code == 0, out + err
         *_, token = (line for line in out.splitlines() if line.startswith("ok       "))
@@ -110,7 +110,7 @@ def test_of_several_the_token_s_own_is_taken_else_a_name_is_asked_for(
         announced(lab)
         code, _, err = asked(
             lambda: hosts.start("b", *WORKER, environment=elsewhere(tmp_path)),
-            lambda told: "several" in told,
+            lambda text: "several" in text,
         )
         assert code == 2
         (line,) = err.splitlines()

@@ -53,8 +53,8 @@ def test_files_are_fetched_and_a_run_is_done_without(tmp_path, systems):
         for name, process in cluster.workers.items():
             assert cluster.wait_for_exit(process) == 0, name
     for name in cluster.workers:
-        kept = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
-        assert [path.read_text() for path in kept if "blobs" in path.parts] == ["something good"]
+        cached = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+        assert [path.read_text() for path in cached if "blobs" in path.parts] == ["something good"]
 
 
 def test_the_same_bits_without_any_of_them(tmp_path):

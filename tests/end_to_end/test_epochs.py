@@ -61,7 +61,7 @@ def test_a_run_stops_by_its_metric_and_saves_its_best(tmp_path):
         "optimizer": {"name": "sgd", "lr": 1.4},
         "stop": {"figure": "mse", "patience": 2},
     }  # fmt: skip
-    found = []
+    results = []
     for workers in (1, 2):
         directory = tmp_path / str(workers)
         directory.mkdir()
@@ -70,10 +70,10 @@ def test_a_run_stops_by_its_metric_and_saves_its_best(tmp_path):
         with Cluster(directory, "--expect-workers", str(workers), "--run", str(run)) as cluster:
             for number in range(workers):
                 cluster.worker(f"w{number}", "--backend", "cpu")
-            found.append(cluster.result())
+            results.append(cluster.result())
         audit = called("coordinator", "audit", str(directory / "out"))
         assert audit.returncode == 0, audit.stdout
-    alone, together = found
+    alone, together = results
     assert alone["outcome"] == "finished"
     assert alone["steps"] < 40
     assert (together["steps"], together["weights_digest"]) == (

@@ -165,14 +165,14 @@ def table() -> list[Any]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Callable[[str], tuple[Path, object]]:
     """The run spec of a task, and what one worker has made of it."""
-    known: dict[str, tuple[Path, object]] = {}
+    by_task: dict[str, tuple[Path, object]] = {}
 
     def find(task: str) -> tuple[Path, object]:
-        if task not in known:
+        if task not in by_task:
             directory = tmp_path_factory.mktemp("undisturbed")
             run = TASKS[task](directory)
-            known[task] = run, one_device(directory, run)
-        return known[task]
+            by_task[task] = run, one_device(directory, run)
+        return by_task[task]
 
     return find
 
@@ -197,8 +197,8 @@ print("digest", result.digest, flush=True)
 )
 
 
-def script_digest(said: str) -> str:
-    (digest,) = re.findall(r"^digest (\w{64})$", said, re.MULTILINE)
+def script_digest(output: str) -> str:
+    (digest,) = re.findall(r"^digest (\w{64})$", output, re.MULTILINE)
     return str(digest)
 
 
@@ -212,9 +212,9 @@ def script_alone(directory: Path, **environment: str) -> str:
     process = processes.start(
         "tests.plain_script", str(script_in(directory)), cwd=directory, environment=environment
     )
-    said, faults = process.communicate(timeout=processes.PATIENCE_S)
+    output, faults = process.communicate(timeout=processes.PATIENCE_S)
     assert process.wait() == 0, faults
-    return script_digest(said)
+    return script_digest(output)
 
 
 def script_joined_by(directory: Path, workers: int, *arguments: str) -> str:

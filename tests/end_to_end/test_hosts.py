@@ -84,8 +84,8 @@ def test_a_device_s_process_that_is_killed_is_restarted_and_the_worker_stays(tmp
         assert two.wait_for_exit(host) == 0
         assert not two.every("worker_lost")
         assert host.stderr is not None
-        told = host.stderr.read()
-    assert "was ended by SIGKILL; restarted, 1 of at most 3 times" in told
+        error_text = host.stderr.read()
+    assert "was ended by SIGKILL; restarted, 1 of at most 3 times" in error_text
 
 
 def test_a_host_s_own_process_has_no_torch():

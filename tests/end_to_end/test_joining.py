@@ -57,20 +57,20 @@ def forget(process: Process) -> None:
 
 def secrets_of(home: Path) -> list[str]:
     """All that must be in no output: the token's secret, keys, the control token."""
-    found = [CoordinatorCredentials.open(home).join_token().reveal().partition(".")[2]]
+    secrets = [CoordinatorCredentials.open(home).join_token().reveal().partition(".")[2]]
     workers = home / "coordinator" / "workers.json"
     if workers.exists():
-        found += [entry["key"] for entry in json.loads(workers.read_text()).values()]
-    return found + [path.read_text().strip() for path in home.rglob("control/*.token")]
+        secrets += [entry["key"] for entry in json.loads(workers.read_text()).values()]
+    return secrets + [path.read_text().strip() for path in home.rglob("control/*.token")]
 
 
 def command_lines() -> list[bytes]:
     """Of all processes that there are; one may end while it is looked at."""
-    found = []
+    lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found.append(path.read_bytes())
-    return found
+            lines.append(path.read_bytes())
+    return lines
 
 
 def test_another_machine_comes_in_with_the_token_and_comes_back_without(tmp_path, own_home, job):
@@ -97,13 +97,13 @@ def test_another_machine_comes_in_with_the_token_and_comes_back_without(tmp_path
         assert cluster.result()["workers"].keys() == {"far", "near"}
         assert cluster.wait_for_exit(again) == 0
         cluster._drainer.join()
-        told = [*cluster.output, json.dumps(status), json.dumps(cluster._events)]
+        texts = [*cluster.output, json.dumps(status), json.dumps(cluster._events)]
         for process in (cluster.coordinator, *cluster.workers.values()):
-            told += [stream.read() for stream in (process.stdout, process.stderr) if stream]
+            texts += [stream.read() for stream in (process.stdout, process.stderr) if stream]
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    told += [path.read_text(errors="replace") for path in written]
+    texts += [path.read_text(errors="replace") for path in written]
     for secret in (*hidden, token):
-        assert not any(secret in text for text in told)
+        assert not any(secret in text for text in texts)
 
 
 def test_a_wrong_token_is_one_line_and_77(tmp_path, own_home):
@@ -182,9 +182,9 @@ def test_local_workers_need_nothing_and_no_argument_holds_a_token(tmp_path, own_
     with Cluster(tmp_path, "--bind", "0.0.0.0:0", *arguments) as cluster:
         cluster.wait_for("committed", step=1)
         hidden = secrets_of(own_home)
-        shown = command_lines()
-        assert any(b"local-1" in line for line in shown)
-        assert not any(secret.encode() in line for secret in hidden for line in shown)
+        lines = command_lines()
+        assert any(b"local-1" in line for line in lines)
+        assert not any(secret.encode() in line for secret in hidden for line in lines)
         assert cluster.result()["workers"].keys() == {"local"}
 
 
@@ -233,8 +233,8 @@ def test_this_machine_is_reached_by_loopback(own_home):
 
 
 def test_the_control_token_is_for_a_terminal_and_in_the_fragment():
-    shown = status_line(("127.0.0.1", 9001), "s3cret", to_terminal=True)
-    assert "http://127.0.0.1:9001/#token=s3cret" in shown
+    line = status_line(("127.0.0.1", 9001), "s3cret", to_terminal=True)
+    assert "http://127.0.0.1:9001/#token=s3cret" in line
     assert "s3cret" not in status_line(("127.0.0.1", 9001), "s3cret", to_terminal=False)
 
 

@@ -307,14 +307,14 @@ async def test_a_coordinator_that_restarts_continues_with_carried_states(tmp_pat
         live.worker("w1", toolbox=Scripted(0))
         result = await live.result(run_id)
     assert found(result) == found(expected)
-    kept = sorted(path.name for path in (directory / "replicas").glob("own-*"))
-    assert kept == ["own-1", "own-2", "own-3"]
+    names = sorted(path.name for path in (directory / "replicas").glob("own-*"))
+    assert names == ["own-1", "own-2", "own-3"]
 
 
 def contents(directory):
     """Of a run's directory, but for what says who holds it."""
-    found = (path for path in directory.rglob("*") if path.is_file())
-    return {p: p.read_bytes() for p in found if p.name not in {"lock", "term.json"}}
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {p: p.read_bytes() for p in files if p.name not in {"lock", "term.json"}}
 
 
 @on_uvloop

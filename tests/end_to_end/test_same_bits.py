@@ -137,16 +137,16 @@ def test_buffers_that_forward_changes(tmp_path, topology):
         f"exchange: {topology}\n"
     )
     job = ("--run", str(path))
-    found = []
+    results = []
     for workers in (1, 2, 4):
         directory = tmp_path / str(workers)
         with Cluster(directory, "--expect-workers", str(workers), *job) as cluster:
             for number in range(workers):
                 cluster.worker(f"w{number}", "--backend", "cpu")
-            found.append(cluster.result())
-    found.append(with_one_killed_and_another_joining(tmp_path / "disturbed", *job))
+            results.append(cluster.result())
+    results.append(with_one_killed_and_another_joining(tmp_path / "disturbed", *job))
     for what in ("weights_digest", "losses", "eval"):
-        assert [each[what] for each in found] == [found[0][what]] * len(found)
+        assert [each[what] for each in results] == [results[0][what]] * len(results)
     weights = load_file(tmp_path / "2" / "out" / "model" / "model.safetensors")
     assert weights["norms.0.num_batches_tracked"] == 12
     assert (weights["norms.0.running_var"] != 1).all()

@@ -20,7 +20,7 @@ def test_a_payload_leaves_before_the_backward_of_the_previous_block_ends(tmp_pat
         cluster.result()
         assert cluster.wait_for_exit(worker) == 0
     events = [event for event in json.loads(trace.read_text()) if event.get("args")]
-    shown = 0
+    overlaps = 0
     for block in range(5, 0, -1):
         sent = [e["ts"] for e in events if e["name"] == f"send block {block}"]
         ended = [
@@ -29,8 +29,8 @@ def test_a_payload_leaves_before_the_backward_of_the_previous_block_ends(tmp_pat
             if e["name"] == f"backward block {block - 1}" and e["args"]["microbatch"] == 1
         ]
         assert len(sent) == len(ended) == 3
-        shown += sum(early < late for early, late in zip(sent, ended, strict=True))
-    assert shown  # without streaming there would be none
+        overlaps += sum(early < late for early, late in zip(sent, ended, strict=True))
+    assert overlaps  # without streaming there would be none
 
 
 def test_the_real_backward_streams_too(tmp_path):

@@ -62,12 +62,14 @@ def test_a_run_of_unlike_workers_is_mixed_and_its_replicas_agree(tmp_path):
 
 def test_an_adapter_that_is_missing_is_one_line_and_69(tmp_path):
     job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=5")
-    found = adapters()
-    assert not isinstance(found, str)
+    present = adapters()
+    assert not isinstance(present, str)
     with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
         wanted = {
-            str(len(found)): f"there is no device {len(found)}; this machine has {len(found)}, ",
-            "voodoo": f"no device's name has 'voodoo' in it; this machine has '{found[0].name}'",
+            str(
+                len(present)
+            ): f"there is no device {len(present)}; this machine has {len(present)}, ",
+            "voodoo": f"no device's name has 'voodoo' in it; this machine has '{present[0].name}'",
         }
         for gpus in wanted:
             cluster.worker(gpus, "--backend", "vulkan", "--gpus", gpus)

@@ -59,9 +59,9 @@ def is_undisturbed(cluster: Cluster, alone: dict[str, Any]) -> bool:
 
 def part_of_the_name() -> str:
     """Of the device that a worker takes which is told none."""
-    found = adapters()
-    assert not isinstance(found, str)
-    return found[0].name.split()[0].upper()
+    adapter_list = adapters()
+    assert not isinstance(adapter_list, str)
+    return adapter_list[0].name.split()[0].upper()
 
 
 def last_words(cluster: Cluster, name: str) -> list[str]:
@@ -69,9 +69,9 @@ def last_words(cluster: Cluster, name: str) -> list[str]:
     worker = cluster.workers[name]
     assert cluster.wait_for_exit(worker) == 1
     assert worker.stderr is not None
-    said = worker.stderr.read()
-    assert "Traceback" not in said, said
-    return said.splitlines()
+    error_text = worker.stderr.read()
+    assert "Traceback" not in error_text, error_text
+    return error_text.splitlines()
 
 
 @pytest.mark.slow

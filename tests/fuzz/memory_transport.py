@@ -59,9 +59,9 @@ class MemoryTransport(asyncio.Transport):
 
     def take(self) -> bytes:
         """What was written since the last time."""
-        taken = bytes(self.written)
+        content = bytes(self.written)
         self.written.clear()
-        return taken
+        return content
 
     def hang_up(self) -> None:
         """The peer closes."""

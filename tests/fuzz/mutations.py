@@ -30,21 +30,21 @@ _VALUES: Final[tuple[Any, ...]] = (
 
 def changed_bytes(rng: random.Random, data: bytes) -> bytes:
     """A few bytes changed, taken out, put in or doubled."""
-    broken = bytearray(data)
+    content = bytearray(data)
     for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(broken) + 1)
+        at = rng.randrange(len(content) + 1)
         match rng.randrange(5):
-            case 0 if at < len(broken):
-                broken[at] ^= 1 << rng.randrange(8)
-            case 1 if at < len(broken):
-                broken[at] = rng.choice(_BYTES)
+            case 0 if at < len(content):
+                content[at] ^= 1 << rng.randrange(8)
+            case 1 if at < len(content):
+                content[at] = rng.choice(_BYTES)
             case 2:
-                del broken[at : at + rng.randint(1, 20)]
+                del content[at : at + rng.randint(1, 20)]
             case 3:
-                broken[at:at] = rng.randbytes(rng.randint(1, 20))
+                content[at:at] = rng.randbytes(rng.randint(1, 20))
             case _:
-                broken[at:at] = broken[at : at + rng.randint(1, 40)]
-    return bytes(broken)
+                content[at:at] = content[at : at + rng.randint(1, 40)]
+    return bytes(content)
 
 
 def noise(rng: random.Random, legal: Sequence[bytes]) -> bytes:

@@ -93,9 +93,9 @@ class PureCoordinator:
         self._step(inputs.WorkerGone("m", reason))
 
     def _take(self) -> bytes:
-        told = bytes(self._told)
+        output = bytes(self._told)
         self._told.clear()
-        return told
+        return output
 
     def _receive(self, received: Received) -> None:
         """As `Service` and `Execution` do."""

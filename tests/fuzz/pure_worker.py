@@ -52,9 +52,9 @@ class PureWorker:
                     self._do(self._session.receive(message, body))
         except RemoteProtocolError:
             self.open = False
-        said = bytes(self._said)
+        output = bytes(self._said)
         self._said.clear()
-        return said
+        return output
 
     def _do(self, actions: Sequence[act.Action]) -> None:
         for action in actions:

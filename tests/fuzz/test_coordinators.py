@@ -44,13 +44,13 @@ def play(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
     rng = random.Random(seed)
     turn = rng.randrange(LONGEST)
     coordinator, worker = PureCoordinator(SPEC), PureWorker(built, SPEC, INITIAL)
-    said: list[bytes] = []
+    frames: list[bytes] = []
     waiting = [*frames_of(coordinator.connect())]
     while waiting and worker.open and coordinator.open:
-        said.append(waiting.pop(0))
-        if len(said) - 1 == turn:
-            said[-1] = rng.choice(MUTATIONS)(rng, [*said[-3:], *ALWAYS])
-        waiting += frames_of(coordinator.feed(worker.feed(said[-1])))
+        frames.append(waiting.pop(0))
+        if len(frames) - 1 == turn:
+            frames[-1] = rng.choice(MUTATIONS)(rng, [*frames[-3:], *ALWAYS])
+        waiting += frames_of(coordinator.feed(worker.feed(frames[-1])))
     return worker.open, coordinator.ended
 
 

@@ -60,10 +60,10 @@ async def build() -> Built:
 
     engine = Engine(Scripted(), emit)
     engine.do(act.Build("r", SPEC, keep=False))
-    made = await done
+    task = await done
     await loop.run_in_executor(None, engine.close)
-    assert isinstance(made, Built)
-    return made
+    assert isinstance(task, Built)
+    return task
 
 
 def takes_much_memory(data: bytes) -> bool:
@@ -93,15 +93,15 @@ def story(rng: random.Random) -> Callable[[int, list[bytes]], bytes]:
 
 def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
     """One connection: honest for a while, one broken frame, then honest again to the end."""
-    told = story(random.Random(seed))
+    mutate = story(random.Random(seed))
     member = Member(built, INITIAL, coordinator.digest_after)
     member.hear(coordinator.connect())
-    said: list[bytes] = []
+    frames: list[bytes] = []
     for number, word in enumerate(member.words()):
         if word == WAIT or not coordinator.open:
             break
-        said.append(word)
-        member.hear(coordinator.feed(told(number, said)))
+        frames.append(word)
+        member.hear(coordinator.feed(mutate(number, frames)))
     coordinator.hang_up()
 
 
@@ -164,11 +164,11 @@ class Joined:
         assert isinstance(challenge, Challenge)
         proof = answer(hello, challenge, token.fingerprint, token.secret)
         self.transport.feed(flat(side.send(proof)))
-        taken = self.transport.take()
-        length = welcome_bytes(taken)
-        side.receive_data(taken[:length])
+        content = self.transport.take()
+        length = welcome_bytes(content)
+        side.receive_data(content[:length])
         assert side.phase is Phase.OPEN
-        self.member.hear(taken[length:])
+        self.member.hear(content[length:])
 
     def _digest_after(self, step: int) -> str | None:
         current = self.live.service.current
@@ -198,9 +198,9 @@ def welcome_bytes(data: bytes) -> int:
 async def play_live(live: LiveService, built: Built, seed: int) -> None:
     """As `play`, with all that is around the logic."""
     await go_on(live)
-    told = story(random.Random(seed))
+    mutate = story(random.Random(seed))
     joined = Joined(live, built)
-    said: list[bytes] = []
+    frames: list[bytes] = []
     async with asyncio.timeout(PATIENCE_S):
         for word in joined.member.words():
             if word == WAIT:
@@ -208,8 +208,8 @@ async def play_live(live: LiveService, built: Built, seed: int) -> None:
                     break
                 await joined.listen()
                 continue
-            said.append(word)
-            joined.transport.feed(told(len(said) - 1, said))
+            frames.append(word)
+            joined.transport.feed(mutate(len(frames) - 1, frames))
     joined.transport.hang_up()
     await asyncio.sleep(0)
     assert not live.every("internal_error")

@@ -20,11 +20,11 @@ class Experts(nn.Module):
         self.unused = nn.Linear(6, 6)
         self.last = nn.Linear(6, 1)
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x))
         out = hidden.clone()
         for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero()[:, 0]
+            rows = (expert_ids == number).nonzero()[:, 0]
             if len(rows):
                 out = out.index_add(0, rows, torch.tanh(expert(hidden[rows])))
         y: torch.Tensor = self.last(out)
@@ -32,10 +32,10 @@ class Experts(nn.Module):
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    drawn = torch.Generator().manual_seed(3)
-    x = torch.randn(48, 3, generator=drawn)
-    chosen = torch.multinomial(SHARES, 48, replacement=True, generator=drawn)
-    return x, chosen, x.sin().sum(1, keepdim=True)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(48, 3, generator=generator)
+    expert_ids = torch.multinomial(SHARES, 48, replacement=True, generator=generator)
+    return x, expert_ids, x.sin().sum(1, keepdim=True)
 
 
 def loss(module, batch):

@@ -65,9 +65,9 @@ def trained_by_torch(build: Any, arguments: Mapping[str, Any]) -> tuple[nn.Modul
 
 def _optimizer(make: Any, module: nn.Module) -> torch.optim.Optimizer:
     kind = getattr(make, "func", make)
-    made: torch.optim.Optimizer
-    made = make(module.parameters() if isinstance(kind, type) else module)
-    return made
+    optimizer: torch.optim.Optimizer
+    optimizer = make(module.parameters() if isinstance(kind, type) else module)
+    return optimizer
 
 
 def _accumulated(task: samestep.Task, order: SampleOrder, step: int, seed: int) -> float:

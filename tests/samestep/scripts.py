@@ -39,8 +39,8 @@ class RunningScript:
         self._told = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        told = self.wait_for("listening for workers")
-        self.address = told.partition("--coordinator ")[2].split()[0]
+        line = self.wait_for("listening for workers")
+        self.address = line.partition("--coordinator ")[2].split()[0]
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -89,10 +89,10 @@ class RunningScript:
         """All that it has said, once it has ended well."""
         code = self.process.wait(300)
         self._reader.join()
-        told = "".join(self.lines)
-        assert code == 0, told + said(self.process)
+        output = "".join(self.lines)
+        assert code == 0, output + said(self.process)
         close(self.process)
-        return told
+        return output
 
 
 def close(*processes: Process) -> None:

@@ -123,7 +123,7 @@ def test_what_the_environment_says_is_named_by_its_variable(name, value, monkeyp
 def test_numbers_of_numpy_and_one_device_of_several_are_taken():
     none = ("options", "microbatch", "workers", "directory", "control", "name", "settings", "steps")
     usual = {"optimizer": "sgd", "evaluate_every": 0, "precision": "float32", "resume": False}
-    given = Arguments.of(
+    arguments = Arguments.of(
         **dict.fromkeys(none),
         **usual,
         epochs=np.int64(2),
@@ -131,8 +131,8 @@ def test_numbers_of_numpy_and_one_device_of_several_are_taken():
         seed=np.uint8(3),
         device="cuda1",
     )
-    assert (given.epochs, given.batch, given.seed) == (2, 8, 3)
-    assert given.backend == ("cuda", 1)
+    assert (arguments.epochs, arguments.batch, arguments.seed) == (2, 8, 3)
+    assert arguments.backend == ("cuda", 1)
 
 
 def fails(_, batch):

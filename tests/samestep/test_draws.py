@@ -27,8 +27,8 @@ def squares(module, batch):
 class Noisy:
     """A data set whose samples get noise from `noise`."""
 
-    def __init__(self, noise: Any, held: object = None) -> None:
-        self.noise, self.held = noise, held
+    def __init__(self, noise: Any, state: object = None) -> None:
+        self.noise, self.held = noise, state
 
     def __len__(self):
         return len(X)
@@ -106,8 +106,8 @@ def test_a_collator_with_a_generator_trains():
         x, y = default_collate(items)
         return [x + torch.from_numpy(generator.normal(size=x.shape)).float(), y]
 
-    made = ScriptTask(task(Noisy(lambda _: 0.0), collate=collate), SPEC, {})
-    assert made.manifest.train_samples == len(X)
+    script_task = ScriptTask(task(Noisy(lambda _: 0.0), collate=collate), SPEC, {})
+    assert script_task.manifest.train_samples == len(X)
 
 
 class Cached(Noisy):
@@ -143,8 +143,8 @@ def test_build_draws_from_seeded_generators(tmp_path):
         noise = of_numpy_globally() + random.random()
         return task([(x + noise, x) for x in X])
 
-    found = [
+    digests = [
         samestep.fit(build, steps=1, batch=8, device="cpu", directory=tmp_path / str(n)).digest
         for n in range(2)
     ]
-    assert found[0] == found[1]
+    assert digests[0] == digests[1]

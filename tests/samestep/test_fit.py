@@ -117,9 +117,9 @@ def test_a_finished_run_goes_on_for_more_steps_as_one_that_was_begun_with_them(c
     rest = samestep.fit(line, steps=6, directory="more", resume=True, **FEW)
     assert (rest.outcome, rest.steps, rest.digest) == ("finished", 6, whole.digest)
     assert len(rest.history) == 6
-    told = capsys.readouterr().out
-    assert "the run in 'more' continues with steps: 3 -> 6\n" in told
-    assert "learning rates" not in told
+    output = capsys.readouterr().out
+    assert "the run in 'more' continues with steps: 3 -> 6\n" in output
+    assert "learning rates" not in output
     with pytest.raises(UsageError, match=r"steps: the run has taken 6 steps, .* has 5: set steps"):
         samestep.fit(line, steps=5, directory="more", resume=True, **FEW)
 
@@ -129,8 +129,8 @@ def test_a_longer_schedule_is_not_silently_another_run(capsys):
     samestep.fit(line, steps=2, directory="falling", **falling)
     rest = samestep.fit(line, steps=4, directory="falling", resume=True, **falling)
     assert [row["learning_rate"] for row in rest.history] == pytest.approx([0.1, 0.05, 0.05, 0.025])
-    told = capsys.readouterr().out
-    assert "from step 2 on: the result is not that of one run with these arguments" in told
+    output = capsys.readouterr().out
+    assert "from step 2 on: the result is not that of one run with these arguments" in output
 
 
 def test_a_schedule_whose_rates_weigh_the_average_cannot_change():
@@ -151,9 +151,11 @@ def test_resuming_with_other_arguments_names_each_that_differs(of_an_older_defau
         "optimizer": {"name": "sgd", "lr": 0.2},
         "settings": {"log": "checkpoint"},
     }
-    with pytest.raises(Mismatch, match=r"^resume: .*'older'.* another .*; use the same") as caught:
+    with pytest.raises(
+        Mismatch, match=r"^resume: .*'older'.* another .*; use the same"
+    ) as error_info:
         samestep.fit(line, **{**FEW, "directory": of_an_older_default, **changes}, resume=True)
-    message = str(caught.value)
+    message = str(error_info.value)
     assert "steps (20, now 7)" in message
     assert "optimizer.lr (0.1, now 0.2)" in message
     assert "log ('full', now 'checkpoint')" in message
@@ -167,9 +169,9 @@ def test_a_run_is_not_recommended_to_whoever_has_other_data(of_an_older_default,
         Mismatch, match="'older' can only be resumed with what it was started with: use that"
     ):
         samestep.fit(other, steps=20, directory=of_an_older_default, resume=True, **FEW)
-    said = capsys.readouterr()
-    assert "after 2 steps" in said.out + said.err
-    assert "resume=True" not in said.out + said.err
+    streams = capsys.readouterr()
+    assert "after 2 steps" in streams.out + streams.err
+    assert "resume=True" not in streams.out + streams.err
     with pytest.raises(UsageError, match="of another run spec: choose another directory"):
         samestep.fit(other, steps=21, directory=of_an_older_default, **FEW)
 
@@ -181,9 +183,9 @@ def of_an_older_default():
     def once_not_finite(module, batch):
         return squares(module, batch) * (float("nan") if is_call(module, 20) else 1.0)
 
-    begun, settings = partial(line, loss=once_not_finite), {"log": "full"}
+    build, settings = partial(line, loss=once_not_finite), {"log": "full"}
     with pytest.raises(SamestepError, match="halted"):
-        samestep.fit(begun, steps=20, directory="older", settings=settings, **FEW)
+        samestep.fit(build, steps=20, directory="older", settings=settings, **FEW)
     return "older"
 
 
@@ -279,10 +281,12 @@ def test_a_halt_ends_the_call_and_the_run_continues_once_that_is_repaired():
         return squares(module, batch) * (float("nan") if is_call(module, 20) else 1.0)
 
     whole = samestep.fit(line, steps=20, **FEW)
-    with pytest.raises(SamestepError, match=r"halted: .*non-finite.*resume=True") as caught:
+    with pytest.raises(SamestepError, match=r"halted: .*non-finite.*resume=True") as error_info:
         samestep.fit(lambda: line(loss=once_not_finite), steps=20, name="nan", **FEW)
-    assert "directory='runs/nan-1'" in str(caught.value)
-    assert "if script, data or arguments did, change them and start in another" in str(caught.value)
+    assert "directory='runs/nan-1'" in str(error_info.value)
+    assert "if script, data or arguments did, change them and start in another" in str(
+        error_info.value
+    )
     rest = samestep.fit(line, steps=20, directory="runs/nan-1", resume=True, name="nan", **FEW)
     assert (rest.outcome, rest.digest) == ("finished", whole.digest)
 
@@ -305,8 +309,8 @@ def test_float16_scales_its_losses_and_takes_a_step_that_overflows_again(capsys)
         samestep.fit(lambda: line(train=far), steps=6, precision=precision, **FEW)
         for precision in ("float32", "float16")
     )
-    said = capsys.readouterr().out
-    assert "step 0: overflow in float16; repeated with loss scale 32768" in said
+    output = capsys.readouterr().out
+    assert "step 0: overflow in float16; repeated with loss scale 32768" in output
     for mine, exact in zip(half.history, wide.history, strict=True):
         assert mine["loss"] == pytest.approx(exact["loss"], rel=1e-2)
     assert half.digest != wide.digest
@@ -314,8 +318,10 @@ def test_float16_scales_its_losses_and_takes_a_step_that_overflows_again(capsys)
 
 def test_two_calls_at_once_never_have_the_same_directory(tmp_path):
     with ThreadPoolExecutor(8) as threads:
-        made = list(threads.map(lambda _: new_directory(tmp_path / "runs", "line"), range(40)))
-    assert len(set(made)) == 40
+        directories = list(
+            threads.map(lambda _: new_directory(tmp_path / "runs", "line"), range(40))
+        )
+    assert len(set(directories)) == 40
 
 
 def test_random_collators_draw_by_the_microbatchs_seed():
@@ -347,17 +353,17 @@ def test_in_a_notebook_where_there_is_no_file_and_a_loop_runs(monkeypatch, capsy
 
     result = asyncio.run(cell())
     assert (result.outcome, result.steps) == ("finished", 2)
-    said = capsys.readouterr().out
-    assert "training starts" in said
-    assert "\x1b" not in said
-    assert "worker --coordinator" not in said
+    output = capsys.readouterr().out
+    assert "training starts" in output
+    assert "\x1b" not in output
+    assert "worker --coordinator" not in output
 
 
 def test_gives_the_run_to_a_coordinator_that_serves(tmp_path):
     with Cluster(tmp_path / "served", "--expect-workers", "1") as cluster:
-        given = samestep.fit(line, steps=3, control=cluster.address["control"], **FEW)
+        result = samestep.fit(line, steps=3, control=cluster.address["control"], **FEW)
         cluster.ask("POST", "/drain", {})
         cluster.wait_for_exit(cluster.coordinator)
-    assert given.digest == samestep.fit(line, steps=3, **FEW).digest
-    assert given.directory is not None
-    assert given.directory.is_relative_to(tmp_path / "served")
+    assert result.digest == samestep.fit(line, steps=3, **FEW).digest
+    assert result.directory is not None
+    assert result.directory.is_relative_to(tmp_path / "served")

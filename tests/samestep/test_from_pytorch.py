@@ -44,13 +44,13 @@ def test_the_loop_and_its_translation_train_alike(tmp_path, monkeypatch):
         "DataLoader": InOurOrder, "data": TensorDataset(x, (x.sum(1) > 0).long()),
     }  # fmt: skip
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    found = []
+    namespaces = []
     for code in blocks:
         torch.manual_seed(0)
-        given = dict(names)
-        exec(code, given)
-        found.append(given)
-    loop, translated = found
+        namespace = dict(names)
+        exec(code, namespace)
+        namespaces.append(namespace)
+    loop, translated = namespaces
     assert translated["result"].history[-1]["loss"] == pytest.approx(loop["loss"].item(), rel=1e-5)
     for p, q in zip(translated["model"].parameters(), loop["model"].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

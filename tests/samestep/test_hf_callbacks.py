@@ -67,8 +67,8 @@ class InOurOrder(transformers.Trainer):
 
 
 def accuracy(prediction):
-    chosen = np.argmax(prediction.predictions, axis=-1)
-    return {"accuracy": float((chosen == prediction.label_ids).mean())}
+    classes = np.argmax(prediction.predictions, axis=-1)
+    return {"accuracy": float((classes == prediction.label_ids).mean())}
 
 
 def trainer(kind, directory, *callbacks, **more):
@@ -93,11 +93,11 @@ def spy():
     calls: list[Any] = []
 
     def recorder(event):
-        def record(*given, logs=None, metrics=None, **_):
-            state = given[2]
-            seen = {k: v for k, v in (logs or metrics or {}).items() if "_per_second" not in k}
-            seen = {k: v for k, v in seen.items() if "runtime" not in k and k != "total_flos"}
-            calls.append((event, state.global_step, pytest.approx(state.epoch or 0), seen))
+        def record(*event_args, logs=None, metrics=None, **_):
+            state = event_args[2]
+            figures = {k: v for k, v in (logs or metrics or {}).items() if "_per_second" not in k}
+            figures = {k: v for k, v in figures.items() if "runtime" not in k and k != "total_flos"}
+            calls.append((event, state.global_step, pytest.approx(state.epoch or 0), figures))
 
         return record
 
@@ -107,17 +107,17 @@ def spy():
 
 
 def test_callbacks_see_what_the_stock_trainer_shows_them(tmp_path):
-    seen = []
+    call_lists = []
     how = {"eval_strategy": "epoch", "compute_metrics": accuracy, "num_train_epochs": 1}
     for number, kind in enumerate((InOurOrder, samestep.hf.Trainer)):
         callback, calls = spy()
-        made = trainer(kind, tmp_path / str(number), callback, **how)
-        made.train()
-        seen.append(calls)
-    assert [call[:3] for call in seen[1]] == [call[:3] for call in seen[0]]
-    for (*_, ours), (*_, theirs) in zip(seen[1], seen[0], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
-    assert any("eval_accuracy" in call[3] for call in seen[1])
+        hf_trainer = trainer(kind, tmp_path / str(number), callback, **how)
+        hf_trainer.train()
+        call_lists.append(calls)
+    assert [call[:3] for call in call_lists[1]] == [call[:3] for call in call_lists[0]]
+    for (*_, ours), (*_, expected) in zip(call_lists[1], call_lists[0], strict=True):
+        assert ours == pytest.approx(expected, rel=1e-4)
+    assert any("eval_accuracy" in call[3] for call in call_lists[1])
 
 
 class Stopper(TrainerCallback):
@@ -154,9 +154,9 @@ def test_a_callback_that_changes_the_run_is_refused_by_name(tmp_path, callback, 
 
 
 def test_a_callback_may_ask_for_a_row_of_the_log(tmp_path):
-    made = trainer(samestep.hf.Trainer, tmp_path, AsksForALog(), logging_strategy="no")
-    made.train()
-    assert [row["step"] for row in made.state.log_history if "loss" in row] == [2]
+    hf_trainer = trainer(samestep.hf.Trainer, tmp_path, AsksForALog(), logging_strategy="no")
+    hf_trainer.train()
+    assert [row["step"] for row in hf_trainer.state.log_history if "loss" in row] == [2]
 
 
 def test_an_error_in_a_callback_is_raised_and_the_run_can_be_resumed(tmp_path, capsys):
@@ -182,21 +182,24 @@ def test_an_error_in_a_callback_is_raised_and_the_run_can_be_resumed(tmp_path, c
 
 def test_a_resumed_run_may_have_more_steps(tmp_path):
     def trained(name, steps, resume=None):
-        made = trainer(
+        hf_trainer = trainer(
             samestep.hf.Trainer, tmp_path / name, max_steps=steps, lr_scheduler_type="constant"
         )
-        made.train(resume_from_checkpoint=resume)
-        assert made.state.global_step == made.state.max_steps == steps
-        return made.fitted.digest
+        hf_trainer.train(resume_from_checkpoint=resume)
+        assert hf_trainer.state.global_step == hf_trainer.state.max_steps == steps
+        return hf_trainer.fitted.digest
 
     trained("more", 2)
     assert trained("more", 5, resume=True) == trained("whole", 5)
 
 
 def test_without_a_run_there_is_nothing_to_resume(tmp_path):
-    for given, message in ((True, "expected a run in"), (str(tmp_path), "which has no run.json")):
+    for resume_from, message in (
+        (True, "expected a run in"),
+        (str(tmp_path), "which has no run.json"),
+    ):
         with pytest.raises(SamestepError, match=message):
-            trainer(samestep.hf.Trainer, tmp_path).train(resume_from_checkpoint=given)
+            trainer(samestep.hf.Trainer, tmp_path).train(resume_from_checkpoint=resume_from)
 
 
 @pytest.mark.parametrize(
@@ -206,24 +209,24 @@ def test_early_stopping_and_the_best_model_are_those_of_the_stock_trainer(
     tmp_path, patience, threshold
 ):
     """With the threshold, small improvements are the best so far and do not count."""
-    found: list[Any] = []
+    outcomes: list[Any] = []
     for number, kind in enumerate((InOurOrder, samestep.hf.Trainer)):
-        made = trainer(
+        hf_trainer = trainer(
             kind, tmp_path / str(number), EarlyStoppingCallback(patience, threshold),
             eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
             load_best_model_at_end=True, num_train_epochs=6, compute_metrics=accuracy,
             metric_for_best_model="loss" if threshold else "accuracy",
             learning_rate=0.05 if threshold else 0.3, greater_is_better=not threshold,
         )  # fmt: skip
-        made.train()
-        state = made.state
-        figures = made.evaluate()
-        found.append((state.best_global_step, state.global_step, figures["eval_accuracy"]))
-        found[-1] += (state.best_metric, made.model.weight.detach().clone())
-    assert found[0][1] < 18
-    for theirs, ours in zip(found[0][:4], found[1][:4], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
-    torch.testing.assert_close(found[1][4], found[0][4], rtol=1e-4, atol=1e-5)
+        hf_trainer.train()
+        state = hf_trainer.state
+        figures = hf_trainer.evaluate()
+        outcomes.append((state.best_global_step, state.global_step, figures["eval_accuracy"]))
+        outcomes[-1] += (state.best_metric, hf_trainer.model.weight.detach().clone())
+    assert outcomes[0][1] < 18
+    for expected, ours in zip(outcomes[0][:4], outcomes[1][:4], strict=True):
+        assert ours == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(outcomes[1][4], outcomes[0][4], rtol=1e-4, atol=1e-5)
 
 
 def test_who_joined_and_has_no_best_weights_hears_where_they_are(caplog):
@@ -233,23 +236,23 @@ def test_who_joined_and_has_no_best_weights_hears_where_they_are(caplog):
 
 
 def test_a_metric_that_is_not_computed_is_named(tmp_path):
-    made = trainer(
+    hf_trainer = trainer(
         samestep.hf.Trainer, tmp_path, eval_strategy="epoch", save_strategy="epoch",
         load_best_model_at_end=True, metric_for_best_model="f1", compute_metrics=accuracy,
     )  # fmt: skip
     with pytest.raises(SamestepError, match=r"accuracy"):
-        made.train()
+        hf_trainer.train()
 
 
 def test_a_model_is_made_again_for_each_training(tmp_path):
-    made: Any = samestep.hf.Trainer(
+    hf_trainer: Any = samestep.hf.Trainer(
         model_init=Classifier, args=TrainingArguments(output_dir=str(tmp_path), **SET),
         train_dataset=DATA,
     )  # fmt: skip
     digests = []
     for _ in range(2):
-        made.train()
-        digests.append(made.fitted.digest)
+        hf_trainer.train()
+        digests.append(hf_trainer.fitted.digest)
     assert digests[0] == digests[1]
 
 

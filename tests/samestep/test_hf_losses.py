@@ -71,31 +71,31 @@ def trainer(kind, model, labels, directory, *, batch=8, microbatches=1, **more):
 
 
 def test_a_mean_that_class_weights_divide_is_refused_with_its_remedy(tmp_path):
-    made = trainer(Weighted, Classifier(), CLASSES, tmp_path, microbatch=4)
-    told = r"compute_loss: .*a mean weighted by class.*divided by num_items_in_batch adds up"
-    with pytest.raises(SamestepError, match=told) as raised:
-        made.train()
+    hf_trainer = trainer(Weighted, Classifier(), CLASSES, tmp_path, microbatch=4)
+    message = r"compute_loss: .*a mean weighted by class.*divided by num_items_in_batch adds up"
+    with pytest.raises(SamestepError, match=message) as raised:
+        hf_trainer.train()
     assert "\n" not in str(raised.value)
 
 
 def test_a_weighted_sum_over_the_items_is_trained(tmp_path):
-    made = trainer(WeightedSum, Classifier(), CLASSES, tmp_path, microbatch=4)
-    assert made.train().global_step == 1
+    hf_trainer = trainer(WeightedSum, Classifier(), CLASSES, tmp_path, microbatch=4)
+    assert hf_trainer.train().global_step == 1
 
 
 def test_first_samples_whose_labels_are_all_ignored_and_noise_are_trained(tmp_path):
     labels = (torch.arange(72) % 2).view(24, 3).masked_fill(torch.arange(24)[:, None] < 3, -100)
     model = Tagger()
-    made = trainer(samestep.hf.Trainer, model, labels, tmp_path, microbatch=4)
+    hf_trainer = trainer(samestep.hf.Trainer, model, labels, tmp_path, microbatch=4)
     before = model.head.weight.detach().clone()
-    assert made.train().global_step == 1
+    assert hf_trainer.train().global_step == 1
     assert not torch.equal(before, model.head.weight)
 
 
 def test_looking_at_a_loss_leaves_all_of_the_model_in_training_mode(tmp_path, monkeypatch):
     """As the class's own loop does before each step."""
     model = Tagger()
-    made = trainer(samestep.hf.Trainer, model, CLASSES[:, None].expand(-1, 3), tmp_path)
+    hf_trainer = trainer(samestep.hf.Trainer, model, CLASSES[:, None].expand(-1, 3), tmp_path)
 
     def look(build, **_):
         build()
@@ -103,7 +103,7 @@ def test_looking_at_a_loss_leaves_all_of_the_model_in_training_mode(tmp_path, mo
 
     monkeypatch.setattr("samestep.hf.training.fit", look)
     with pytest.raises(SamestepError, match="looked"):
-        made.train()
+        hf_trainer.train()
     assert all(each.training for each in model.modules())
 
 
@@ -113,9 +113,9 @@ def test_a_model_that_ignores_the_count_of_items_is_told_where_stock_adds_its_me
     logged = []
     for number, kind in enumerate((samestep.hf.Trainer, Trainer)):
         torch.manual_seed(1)
-        given = {"batch": 12, "microbatches": 2}
-        made = trainer(kind, Ignores(), CLASSES, tmp_path / str(number), **given)
-        made.train()
-        logged.append([row["loss"] for row in made.state.log_history if "loss" in row])
+        sizes = {"batch": 12, "microbatches": 2}
+        hf_trainer = trainer(kind, Ignores(), CLASSES, tmp_path / str(number), **sizes)
+        hf_trainer.train()
+        logged.append([row["loss"] for row in hf_trainer.state.log_history if "loss" in row])
     assert logged[1] == pytest.approx([2 * loss for loss in logged[0]], rel=1e-3)
     assert "takes and ignores: transformers' loop adds up its 2 means" in caplog.text

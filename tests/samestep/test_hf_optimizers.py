@@ -86,9 +86,9 @@ def test_what_the_arguments_name_without_a_name_here_is_created_and_translated(t
         {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"},
         {"optim": "rmsprop", "weight_decay": 0.1},
     ):
-        given = {"num_train_epochs": 1, **how}
-        ours = trained(samestep.hf.Trainer, tmp_path / "ours", **given)
-        assert_same(ours, trained(InOurOrder, tmp_path / "stock", **given))
+        arguments = {"num_train_epochs": 1, **how}
+        ours = trained(samestep.hf.Trainer, tmp_path / "ours", **arguments)
+        assert_same(ours, trained(InOurOrder, tmp_path / "stock", **arguments))
 
 
 class SeededNoise(InOurOrder):
@@ -96,10 +96,10 @@ class SeededNoise(InOurOrder):
 
     microbatches = 0
 
-    def training_step(self, *given, **named):
+    def training_step(self, *args, **named):
         torch.manual_seed(microbatch_seed(5, *divmod(self.microbatches, 2)))
         self.microbatches += 1
-        return super().training_step(*given, **named)
+        return super().training_step(*args, **named)
 
 
 def test_neftune_draws_the_noise_that_the_stock_hook_draws(tmp_path):
@@ -127,7 +127,7 @@ def test_several_held_out_sets_have_the_log_of_the_stock_trainer(tmp_path):
     logs = []
     for kind in (samestep.hf.Trainer, InOurOrder):
         torch.manual_seed(0)
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             **SET,
             "num_train_epochs": 1,
             "eval_strategy": "epoch",
@@ -135,7 +135,7 @@ def test_several_held_out_sets_have_the_log_of_the_stock_trainer(tmp_path):
         }
         trainer = kind(
             model=LlamaForCausalLM(CONFIG),
-            args=TrainingArguments(output_dir=str(tmp_path / kind.__name__), **given),
+            args=TrainingArguments(output_dir=str(tmp_path / kind.__name__), **arguments),
             train_dataset=ITEMS,
             eval_dataset={"web": ITEMS[:5], "books": ITEMS[8:10]},
             data_collator=collate,
@@ -169,7 +169,7 @@ def test_a_layer_across_the_batch_trains_with_the_microbatch_as_the_unit(tmp_pat
     how: dict[str, Any] = {
         **SET, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 4,
     }  # fmt: skip
-    found = []
+    outcomes = []
     unit = {"unit": "microbatch"}
     kinds: list[tuple[Any, dict[str, Any]]] = [
         (samestep.hf.Trainer, {"samestep": unit}), (InOurOrder, {}),
@@ -179,6 +179,6 @@ def test_a_layer_across_the_batch_trains_with_the_microbatch_as_the_unit(tmp_pat
         arguments = TrainingArguments(output_dir=str(tmp_path / kind.__name__), **how)
         trainer = kind(model=Normed(), args=arguments, train_dataset=data, **more)
         trainer.train()
-        found.append((losses(trainer), trainer.model.norm.running_var.clone()))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+        outcomes.append((losses(trainer), trainer.model.norm.running_var.clone()))
+    assert outcomes[0][0] == pytest.approx(outcomes[1][0], rel=1e-5)
+    torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=1e-5, atol=1e-6)

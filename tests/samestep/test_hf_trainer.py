@@ -162,9 +162,9 @@ def test_the_log_is_that_of_the_stock_trainer(tmp_path, ours, how):
             for row in ours.fitted.history:
                 loop.take(row)
             loop.end(ours.fitted)
-    there, here = log_of(stock), log_of(ours)
-    assert [list(row) for row in here] == [list(row) for row in there]
-    for row, expected in zip(here, there, strict=True):
+    stock_log, our_log = log_of(stock), log_of(ours)
+    assert [list(row) for row in our_log] == [list(row) for row in stock_log]
+    for row, expected in zip(our_log, stock_log, strict=True):
         assert row == pytest.approx(expected, rel=1e-4)
 
 
@@ -181,10 +181,10 @@ def test_the_log_is_that_of_the_stock_trainer(tmp_path, ours, how):
 def test_other_schedules_give_the_losses_of_the_stock_trainer(tmp_path, schedule, options):
     how = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "num_train_epochs": 1}
     stock = trained(InOurOrder, tmp_path / "stock", **how)
-    found = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
-    assert losses(found) == pytest.approx(losses(stock), rel=1e-5)
+    our_trainer = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
+    assert losses(our_trainer) == pytest.approx(losses(stock), rel=1e-5)
     rates = [[row["learning_rate"] for row in t.state.log_history if "loss" in row]
-             for t in (stock, found)]  # fmt: skip
+             for t in (stock, our_trainer)]  # fmt: skip
     assert rates[0] == pytest.approx(rates[1], rel=1e-6)
 
 
@@ -274,10 +274,10 @@ def test_a_mean_is_multiplied_by_samples_whatever_the_first_entry_has(tmp_path):
         def compute_loss(self, model, inputs, *_, **__):
             return model(inputs["patches"]).mean() * inputs["labels"].mean()
 
-    given: dict[str, Any] = {**SET, "remove_unused_columns": False}
+    arguments: dict[str, Any] = {**SET, "remove_unused_columns": False}
     trainer = OfPatches(
         model=torch.nn.Linear(1, 1),
-        args=TrainingArguments(output_dir=str(tmp_path), **given),
+        args=TrainingArguments(output_dir=str(tmp_path), **arguments),
         train_dataset=[{"n": n + 1} for n in range(4)],
         data_collator=lambda items: {
             "patches": torch.ones(6, 1), "labels": torch.tensor([float(i["n"]) for i in items]),

@@ -39,10 +39,10 @@ class Calls(nn.Module):
 
     shared = 0
 
-    def __init__(self, does, **kept):
+    def __init__(self, does, **state):
         super().__init__()
         self.line, self.does = nn.Linear(3, 1), does
-        for name, each in kept.items():
+        for name, each in state.items():
             setattr(self, name, each)
 
     def forward(self, x):
@@ -54,8 +54,8 @@ def task(**other):
     return samestep.Task(**{"module": nn.Linear(3, 1), "train": DATA, "loss": squares, **other})
 
 
-def model(does, **kept):
-    return task(module=Calls(does, **kept))
+def model(does, **state):
+    return task(module=Calls(does, **state))
 
 
 def counts(self):

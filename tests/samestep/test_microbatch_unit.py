@@ -146,17 +146,17 @@ def test_it_trains_with_the_numbers_of_torch(name, microbatch):
     result = fitted(make, loss, microbatch)
     torch.manual_seed(0)
     expected = by_torch(make(), loss, microbatch)
-    found = result.module.state_dict()
-    assert found.keys() == expected.keys()
+    weights = result.module.state_dict()
+    assert weights.keys() == expected.keys()
     tolerance = 1e-6 if loss is entropy else 1e-5
     for tensor, values in expected.items():
         np.testing.assert_allclose(
-            found[tensor], values, rtol=tolerance, atol=tolerance, err_msg=tensor
+            weights[tensor], values, rtol=tolerance, atol=tolerance, err_msg=tensor
         )
-    moved = {"norm.running_mean", "norm.num_batches_tracked", "teacher.weight"} & found.keys()
+    moved = {"norm.running_mean", "norm.num_batches_tracked", "teacher.weight"} & weights.keys()
     torch.manual_seed(0)
     start = make().state_dict()
-    assert not any(torch.equal(found[tensor], start[tensor]) for tensor in moved)
+    assert not any(torch.equal(weights[tensor], start[tensor]) for tensor in moved)
     evaluated = evaluated_loss(result.module, loss, microbatch)
     assert result.metrics["loss"] == pytest.approx(evaluated, rel=1e-5)
 

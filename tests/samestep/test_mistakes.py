@@ -69,9 +69,9 @@ def with_penalty(module, batch):
 class Own(nn.Linear):
     """Draws from a generator of its own, or counts."""
 
-    def __init__(self, drawn):
+    def __init__(self, draws):
         super().__init__(1, 1)
-        self.drawn = drawn
+        self.drawn = draws
 
     def forward(self, x):
         return super().forward(x + self.drawn()) if self.training else super().forward(x)
@@ -259,12 +259,12 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
     ],
 )  # fmt: skip
 def test_is_reported_in_one_line_what_to_write(build, arguments, told):
-    given = {"steps": 1, "batch": 4, "microbatch": 2, **arguments}
+    fit_arguments = {"steps": 1, "batch": 4, "microbatch": 2, **arguments}
     if "batch" in arguments:
-        del given["microbatch"]
-        given["batch"] = 128
+        del fit_arguments["microbatch"]
+        fit_arguments["batch"] = 128
     with pytest.raises(samestep.SamestepError, match=told) as raised:
-        samestep.fit(build, **given)
+        samestep.fit(build, **fit_arguments)
     assert "\n" not in str(raised.value)
 
 
@@ -276,24 +276,24 @@ def test_a_reentrant_checkpoint_without_gradients_is_told_what_to_write():
 
 @pytest.mark.parametrize("held_out", [True, False])
 def test_labels_outside_of_their_classes_are_reported_alike_in_training_and_held_out(held_out):
-    labelled = TensorDataset(X, torch.zeros(8, dtype=torch.int64))
+    labeled = TensorDataset(X, torch.zeros(8, dtype=torch.int64))
     wrong = TensorDataset(X, torch.full((8,), 7))
     build = task(
         module=nn.Linear(1, 3),
-        train=labelled if held_out else wrong,
-        held_out=wrong if held_out else labelled,
+        train=labeled if held_out else wrong,
+        held_out=wrong if held_out else labeled,
         loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="sum"),
     )
     which = f"{'held-out' if held_out else 'the first'} samples"
-    told = rf"^the loss of {which}: input '1' has 7 at \[0\], .* 3 rows: expected 0 to 2$"
-    with pytest.raises(samestep.SamestepError, match=told):
+    message = rf"^the loss of {which}: input '1' has 7 at \[0\], .* 3 rows: expected 0 to 2$"
+    with pytest.raises(samestep.SamestepError, match=message):
         samestep.fit(build, steps=1, batch=4, microbatch=2)
 
 
 def test_a_model_across_devices_or_a_broken_sample_names_its_place():
-    broken = [X[0], X[1, :0]]
+    samples = [X[0], X[1, :0]]
     with pytest.raises(samestep.SamestepError, match="samples 0, 1 make no batch"):
-        samestep.fit(task(train=broken), steps=1, batch=4, microbatch=1)
+        samestep.fit(task(train=samples), steps=1, batch=4, microbatch=1)
 
 
 class Late(list[list[torch.Tensor]]):
@@ -327,10 +327,16 @@ def zeros():
     ],
 )
 def test_what_goes_wrong_on_the_way_is_reported_by_what_it_is(other, told, tmp_path):
-    given = {"steps": 20, "batch": 3, "microbatch": 1, "device": "cpu", "directory": tmp_path / "r"}
-    given["optimizer"] = {"name": "adamw", "lr": 0.1}
+    fit_arguments = {
+        "steps": 20,
+        "batch": 3,
+        "microbatch": 1,
+        "device": "cpu",
+        "directory": tmp_path / "r",
+    }
+    fit_arguments["optimizer"] = {"name": "adamw", "lr": 0.1}
     with pytest.raises(samestep.SamestepError, match=told) as raised:
-        samestep.fit(task(module=zeros(), train=Late([[X]] * 8), **other), **given)
+        samestep.fit(task(module=zeros(), train=Late([[X]] * 8), **other), **fit_arguments)
     assert "\n" not in str(raised.value)
     assert "the device failed" not in str(raised.value)
 
@@ -340,11 +346,17 @@ def bounded(module, batch):
 
 
 def test_a_penalty_that_begins_after_some_steps_ends_the_run(tmp_path):
-    given = {"steps": 9, "batch": 4, "microbatch": 2, "device": "cpu", "directory": tmp_path / "r"}
-    given["optimizer"] = {"name": "adamw", "lr": 0.1}
-    told = "after step 2.* counts once for each microbatch"
-    with pytest.raises(samestep.SamestepError, match=told) as raised:
-        samestep.fit(task(module=zeros(), loss=bounded), **given)
+    fit_arguments = {
+        "steps": 9,
+        "batch": 4,
+        "microbatch": 2,
+        "device": "cpu",
+        "directory": tmp_path / "r",
+    }
+    fit_arguments["optimizer"] = {"name": "adamw", "lr": 0.1}
+    message = "after step 2.* counts once for each microbatch"
+    with pytest.raises(samestep.SamestepError, match=message) as raised:
+        samestep.fit(task(module=zeros(), loss=bounded), **fit_arguments)
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith("worker '")
     assert "resume" not in str(raised.value)
@@ -430,8 +442,8 @@ def test_runs_that_cannot_be_kept_are_reported_in_one_line(tmp_path, monkeypatch
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(UsageError) as raised:
         new_directory(Path("runs"), "run")
-    told = "expected a writable directory for runs, got 'runs' (File exists); write fit("
-    assert str(raised.value).startswith(told)
+    message = "expected a writable directory for runs, got 'runs' (File exists); write fit("
+    assert str(raised.value).startswith(message)
     (tmp_path / "runs").unlink()
     assert [new_directory(Path("runs"), "run").name for _ in range(2)] == ["run-1", "run-2"]
     with pytest.raises(UsageError, match="set another output_dir"):

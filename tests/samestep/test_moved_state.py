@@ -152,12 +152,12 @@ def test_what_moves_in_a_step_ends_the_run_and_names_worker_and_tensor(capsys):
     with pytest.raises(
         SamestepError,
         match=r"worker '.*': .* the frozen tensor 'teacher\.weight' changed during training: .*",
-    ) as caught:
+    ) as error_info:
         samestep.fit(lambda: task, **{**FEW, "steps": 40})
-    assert "resume" not in str(caught.value)
-    said = capsys.readouterr().out
-    assert "training starts" in said
-    assert "exact" not in said
+    assert "resume" not in str(error_info.value)
+    output = capsys.readouterr().out
+    assert "training starts" in output
+    assert "exact" not in output
 
 
 SCRIPT = (
@@ -182,10 +182,10 @@ samestep.fit(
 def test_a_script_whose_loss_has_a_memory_bank_fails_and_names_it(tmp_path):
     (tmp_path / "bank.py").write_text(SCRIPT)
     process = start("tests.plain_script", "bank.py", cwd=tmp_path)
-    told, warned = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode not in (0, None), told + warned
-    assert "the global bank[" in told + warned
-    assert "weights digest" not in told
+    output, error_text = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode not in (0, None), output + error_text
+    assert "the global bank[" in output + error_text
+    assert "weights digest" not in output
 
 
 def logs_and_caches(module, x, numbers):

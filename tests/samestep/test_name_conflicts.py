@@ -46,9 +46,9 @@ def test_a_script_beside_it_ends_with_its_name(tmp_path, taken, script):
     ended = python(written(tmp_path / "train.py", script))
     assert ended.returncode == 1
     assert ended.stdout == ""
-    said = ended.stderr.splitlines()[-1]
-    assert f"{taken}' has the name of one of samestep's packages" in said
-    assert said.endswith("rename it")
+    last_line = ended.stderr.splitlines()[-1]
+    assert f"{taken}' has the name of one of samestep's packages" in last_line
+    assert last_line.endswith("rename it")
 
 
 def test_a_script_that_has_the_name_itself_ends_with_it(tmp_path):

@@ -59,8 +59,8 @@ class Labelled(list[Any]):
 def there_and_back(batch, batches=None):
     batches = batches or NestedBatches()
     arrays = batches.flatten(batch)
-    with batches.rebuild(tensors_of(arrays)) as made:
-        return made
+    with batches.rebuild(tensors_of(arrays)) as rebuilt_batch:
+        return rebuilt_batch
 
 
 def tensors_of(arrays):
@@ -120,19 +120,19 @@ def test_sparse_and_nested_tensors_come_back():
 
 
 def test_structures_of_the_same_names_are_kept_apart():
-    given = [
+    structures = [
         [ONE, TWO], (ONE, TWO), {"0": ONE, "1": TWO}, {"1": TWO, "0": ONE}, {0: ONE, 1: TWO},
         {"x": ONE, "train": True}, {"x": ONE, "train": False},
         {"x": ONE, "y": None}, {"x (2)": ONE}, {"x": ONE},
     ]  # fmt: skip
     batches = NestedBatches()
-    apart = [batches.flatten(batch) for batch in given]
-    for arrays, batch in zip(apart, given, strict=True):
+    array_sets = [batches.flatten(batch) for batch in structures]
+    for arrays, batch in zip(array_sets, structures, strict=True):
         tensors = {name: torch.tensor(values) for name, values in arrays.items()}
-        with batches.rebuild(tensors) as made:
-            assert_alike(made, batch)
+        with batches.rebuild(tensors) as rebuilt_batch:
+            assert_alike(rebuilt_batch, batch)
         assert set(batches.flatten(batch)) == set(arrays)
-    assert len({batch_digest(batch) for batch in given}) == len(given)
+    assert len({batch_digest(batch) for batch in structures}) == len(structures)
 
 
 def test_a_digest_is_of_values_and_structure_not_of_what_was_seen_before():
@@ -173,17 +173,17 @@ def test_a_quantized_tensor_is_refused_by_name():
 def test_a_tensor_that_is_in_a_batch_twice_is_one_again():
     x, array = torch.arange(6.0), np.arange(6)
     half = x.bfloat16()
-    given = {"x": x, "again": [x, x.view(6)], "half": half, "array": array, "and": (half, array)}
-    made = there_and_back(given)
-    assert made["again"][0] is made["again"][1] is made["x"]
-    assert made["and"][0] is made["half"]
-    assert made["and"][1] is made["array"]
-    assert batch_digest(given) == batch_digest({**given, "again": [x, x.clone()]})
+    original = {"x": x, "again": [x, x.view(6)], "half": half, "array": array, "and": (half, array)}
+    rebuilt_batch = there_and_back(original)
+    assert rebuilt_batch["again"][0] is rebuilt_batch["again"][1] is rebuilt_batch["x"]
+    assert rebuilt_batch["and"][0] is rebuilt_batch["half"]
+    assert rebuilt_batch["and"][1] is rebuilt_batch["array"]
+    assert batch_digest(original) == batch_digest({**original, "again": [x, x.clone()]})
     batches = NestedBatches()
     for batch in ([x, x], [x, x + 0.0], [x, x], [x, x.clone().requires_grad_()]):
-        made = there_and_back(batch, batches)
-        assert_alike(made, batch)
-        assert (made[0] is made[1]) == (batch[0] is batch[1])
+        rebuilt_batch = there_and_back(batch, batches)
+        assert_alike(rebuilt_batch, batch)
+        assert (rebuilt_batch[0] is rebuilt_batch[1]) == (batch[0] is batch[1])
 
 
 def test_views_that_overlap_are_read_and_not_changed():
@@ -192,17 +192,20 @@ def test_views_that_overlap_are_read_and_not_changed():
     arrays = batches.flatten(
         {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "x": tokens[0] + 0}
     )
-    with batches.rebuild(tensors_of(arrays)) as made:
-        made["x"].zero_()
-        assert torch.equal(made["inputs"] + 1, made["labels"])
-    told = r"'labels' of the batch.* view that shares it with 'inputs'.*\.clone\(\)"
-    with pytest.raises(DataError, match=told), batches.rebuild(tensors_of(arrays)) as made:
-        made["labels"][:, 0] = -100
+    with batches.rebuild(tensors_of(arrays)) as rebuilt_batch:
+        rebuilt_batch["x"].zero_()
+        assert torch.equal(rebuilt_batch["inputs"] + 1, rebuilt_batch["labels"])
+    message = r"'labels' of the batch.* view that shares it with 'inputs'.*\.clone\(\)"
+    with (
+        pytest.raises(DataError, match=message),
+        batches.rebuild(tensors_of(arrays)) as rebuilt_batch,
+    ):
+        rebuilt_batch["labels"][:, 0] = -100
     with pytest.raises(DataError, match="'inputs' of the batch"):  # noqa: SIM117
-        with batches.rebuild(tensors_of(arrays)) as made:
-            made["inputs"].mul_(2)
+        with batches.rebuild(tensors_of(arrays)) as rebuilt_batch:
+            rebuilt_batch["inputs"].mul_(2)
     apart = batches.flatten({"inputs": tokens[:, :3], "labels": tokens[:, 3:], "x": tokens[0] + 0})
     assert apart.keys() == arrays.keys()
     fresh = NestedBatches()
-    with fresh.rebuild(tensors_of(fresh.flatten([tokens[:, :3], tokens[:, 3:]]))) as made:
-        made[0].zero_()
+    with fresh.rebuild(tensors_of(fresh.flatten([tokens[:, :3], tokens[:, 3:]]))) as rebuilt_batch:
+        rebuilt_batch[0].zero_()

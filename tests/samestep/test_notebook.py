@@ -58,10 +58,10 @@ def test_progress_is_in_the_cell_and_an_interrupt_drains(tmp_path):
         """Interrupts the third cell when it trains, and lets it go on when that was heard."""
 
         def process_message(self, message, cell, cell_index):
-            shown = message.get("content", {}).get("text", "")
-            if cell_index == 2 and "training starts" in shown:
+            stream_text = message.get("content", {}).get("text", "")
+            if cell_index == 2 and "training starts" in stream_text:
                 self.interrupting = asyncio.ensure_future(self.km.interrupt_kernel())
-            if cell_index == 2 and "drain" in shown:
+            if cell_index == 2 and "drain" in stream_text:
                 os.write(gate, b"!")
             return super().process_message(message, cell, cell_index)
 
@@ -71,9 +71,9 @@ def test_progress_is_in_the_cell_and_an_interrupt_drains(tmp_path):
     Interrupting(book, timeout=300, kernel_name="python3", resources=resources).execute()
     os.close(gate)
 
-    said = ["".join(each.get("text", "") for each in cell.outputs) for cell in book.cells]
-    assert "\x1b" not in "".join(said)
-    assert "training starts" in said[1]
-    assert re.search(r"^step \d+/40  loss", said[1], re.MULTILINE)
-    assert "outcome drained" in said[2]
-    assert "outcome finished 40 True" in said[3]
+    cell_texts = ["".join(each.get("text", "") for each in cell.outputs) for cell in book.cells]
+    assert "\x1b" not in "".join(cell_texts)
+    assert "training starts" in cell_texts[1]
+    assert re.search(r"^step \d+/40  loss", cell_texts[1], re.MULTILINE)
+    assert "outcome drained" in cell_texts[2]
+    assert "outcome finished 40 True" in cell_texts[3]

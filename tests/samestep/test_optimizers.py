@@ -170,14 +170,14 @@ def assert_same(make: Any, make_scheduler: Any, interval: str, what: str) -> Non
     optimizer = make(module)
     scheduler = None if make_scheduler is None else make_scheduler(optimizer)
     before = None if scheduler is None else scheduler.get_last_lr()
-    given: dict[str, Any] = {"interval": interval, "module": module}
-    section = section_of(optimizer, scheduler, **given)
-    assert section == section_of(make, make_scheduler, **given), what
+    options: dict[str, Any] = {"interval": interval, "module": module}
+    section = section_of(optimizer, scheduler, **options)
+    assert section == section_of(make, make_scheduler, **options), what
     if scheduler is not None:
         assert scheduler.get_last_lr() == before, what
-    found = updated(section, module)
+    new_values = updated(section, module)
     by_torch(optimizer, scheduler, interval, module)
-    for (name, p), values in zip(module.named_parameters(), found, strict=True):
+    for (name, p), values in zip(module.named_parameters(), new_values, strict=True):
         np.testing.assert_allclose(
             values, p.detach().numpy().ravel(), rtol=2e-5, atol=1e-6, err_msg=f"{what}: {name}"
         )

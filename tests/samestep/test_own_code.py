@@ -31,8 +31,8 @@ def squares(module, batch):
     return ((module(batch[0]) - batch[1]) ** 2).sum()
 
 
-def fitted(**given: Any):
-    task = {"module": nn.Linear(1, 1), "train": TensorDataset(X, 2 * X), "loss": squares, **given}
+def fitted(**changes: Any):
+    task = {"module": nn.Linear(1, 1), "train": TensorDataset(X, 2 * X), "loss": squares, **changes}
     return ScriptTask(samestep.Task(**task), SPEC, {})
 
 
@@ -72,23 +72,23 @@ def test_a_metric_is_divided_by_samples_where_time_comes_first():
 
 
 def test_a_loss_is_given_the_structure_of_its_own_batch():
-    seen = []
+    batch_types = []
 
     def collate(items):
         x = torch.stack([item[0] for item in items])
         return (x, x) if x[0] < 0 else {"0": x, "1": x, "positive": True}
 
     def loss(module, batch):
-        seen.append(type(batch))
+        batch_types.append(type(batch))
         assert not isinstance(batch, dict) or batch["positive"] is True
         return (module(batch["0"] if isinstance(batch, dict) else batch[0]) ** 2).sum()
 
     task = fitted(collate=collate, loss=loss)
     batches = [task.batch([0]), task.batch([7])]
-    seen.clear()
+    batch_types.clear()
     for batch in batches:
         task.trainable.loss(task.user.module, tensors_of(batch))
-    assert seen == [tuple, dict]
+    assert batch_types == [tuple, dict]
 
 
 def in_place(module, batch):
@@ -203,21 +203,21 @@ def after(module, change):
     ],
 )  # fmt: skip
 def test_each_part_is_trained_in_the_mode_that_build_gives_it(module, trained_in):
-    seen = {}
+    modes = {}
 
     def loss(module, batch):
-        seen.update({n: each.training for n, each in module.named_modules()})
+        modes.update({n: each.training for n, each in module.named_modules()})
         return squares(module, batch)
 
     task = fitted(module=module, loss=loss, held_out=TensorDataset(X, X))
     program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
     try:
         program.evaluate(task.evaluation_batch(0))
-        assert not any(seen.values())
+        assert not any(modes.values())
         list(program.gradients([(task.batch([0, 1]), 7)]))
     finally:
         program.close()
-    assert {name: seen[name] for name in trained_in} == trained_in
+    assert {name: modes[name] for name in trained_in} == trained_in
 
 
 def normed(norm):

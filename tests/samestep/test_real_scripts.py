@@ -66,10 +66,10 @@ def test_a_script_trains_with_the_numbers_of_torch(path, tmp_path, monkeypatch):
     result = samestep.fit(module.build, device="cpu", **arguments)
     expected, losses = trained_by_torch(module.build, arguments)
     assert [row["loss"] for row in result.history] == pytest.approx(losses, rel=1e-5)
-    found, there = result.module.state_dict(), expected.state_dict()
-    assert found.keys() == there.keys()
-    for name, values in there.items():
-        torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-5, msg=name)
+    weights, expected_weights = result.module.state_dict(), expected.state_dict()
+    assert weights.keys() == expected_weights.keys()
+    for name, values in expected_weights.items():
+        torch.testing.assert_close(weights[name], values, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.slow
@@ -98,8 +98,10 @@ def test_a_script_has_one_digest_for_any_number_of_workers(path, tmp_path):
 
 
 def digest(text: str) -> str:
-    (found,) = re.findall(r"digest (\w{64})$", text.replace("weights digest:", ""), re.MULTILINE)
-    return str(found)
+    (hex_digest,) = re.findall(
+        r"digest (\w{64})$", text.replace("weights digest:", ""), re.MULTILINE
+    )
+    return str(hex_digest)
 
 
 @pytest.mark.slow

@@ -111,8 +111,8 @@ def test_balanced_classes_have_equal_weights():
     labels = np.array([0] * 90 + [1] * 10)
     counts = np.bincount(labels)
     sampling = Sampling.by_weight(1.0 / counts[labels])
-    drawn = np.bincount(labels[draw(1, 0, 100, sampling)], minlength=2)
-    assert abs(int(drawn[0]) - 50) < 20
+    draw_counts = np.bincount(labels[draw(1, 0, 100, sampling)], minlength=2)
+    assert abs(int(draw_counts[0]) - 50) < 20
     assert sampling.weights is not None
     assert sampling.weights[labels == 0].sum(dtype=np.int64) == pytest.approx(
         sampling.weights[labels == 1].sum(dtype=np.int64), rel=1e-8

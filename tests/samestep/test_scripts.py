@@ -15,8 +15,8 @@ from tests.samestep.scripts import said as said_by
 EXAMPLE = ROOT / "docs" / "examples" / "sine.py"
 
 
-def digests(said: str) -> list[str]:
-    return re.findall(r"^loss \S+ digest (\w{64})$", said, re.MULTILINE)
+def digests(output: str) -> list[str]:
+    return re.findall(r"^loss \S+ digest (\w{64})$", output, re.MULTILINE)
 
 
 def written(directory: Path, text: str) -> Path:
@@ -38,9 +38,9 @@ def test_the_first_example_has_one_digest_alone_and_with_a_worker_that_is_killed
     hold, second = two.held("second", 3)
     hold.reached()
     second.kill()
-    said = two.ended()
-    assert digests(said) == expected
-    assert "worker second left" in said
+    output = two.ended()
+    assert digests(output) == expected
+    assert "worker second left" in output
     hold.close()
     second.wait()
     close(second)
@@ -60,9 +60,9 @@ def test_whoever_joins_has_the_script_or_accepts_it_or_is_told_what_to_do(tmp_pa
     plain = running.worker("plain")
     assert "worker train.py" in running.wait_for("plain cannot take part")
     accepts = running.worker("accepts", "--accept-scripts")
-    said = running.ended()
-    assert "accepts" in said
-    assert len(digests(said)) == 1
+    output = running.ended()
+    assert "accepts" in output
+    assert len(digests(output)) == 1
     assert [accepts.wait(300), plain.wait(300)] == [0, 0]
     close(differs, accepts, plain)
 
@@ -83,10 +83,10 @@ for each in (first, second):
     running = RunningScript(script)
     joined = running.joined("second")
     # The port of the second run is that of the first: a worker finds it there.
-    said = running.ended()
-    there = joined.communicate(timeout=300)[0]
-    assert len(digests(said)) == 2
-    assert digests(there) == digests(said)
+    output = running.ended()
+    worker_output = joined.communicate(timeout=300)[0]
+    assert len(digests(output)) == 2
+    assert digests(worker_output) == digests(output)
 
 
 @pytest.mark.slow
@@ -99,11 +99,13 @@ def test_a_drain_is_told_to_who_has_joined(tmp_path, number):
     running.wait_for("step ")
     running.process.send_signal(number)
     mine = re.search(r"^outcome drained (\d+) False (\w{64})$", running.ended(), re.MULTILINE)
-    there = joined.communicate(timeout=300)[0]
-    theirs = re.search(r"^outcome drained (\d+) True (\w{64})$", there, re.MULTILINE)
+    worker_output = joined.communicate(timeout=300)[0]
+    worker_outcome = re.search(
+        r"^outcome drained (\d+) True (\w{64})$", worker_output, re.MULTILINE
+    )
     assert mine is not None
-    assert theirs is not None
-    assert mine.groups() == theirs.groups()
+    assert worker_outcome is not None
+    assert mine.groups() == worker_outcome.groups()
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ TASK = {
 
 
 def step_of(environment=TASK):
-    found = SrunStep.of(environment)
-    assert found is not None
-    return found
+    step = SrunStep.of(environment)
+    assert step is not None
+    return step
 
 
 @pytest.fixture

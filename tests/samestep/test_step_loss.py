@@ -44,9 +44,9 @@ def embed(module, batch):
     }
 
 
-def batch_loss(module, found):
-    scores = found["x"] @ found["y"].T * module.log_scale.exp()
-    same = found["label"][:, None] == found["label"][None]
+def batch_loss(module, embeddings):
+    scores = embeddings["x"] @ embeddings["y"].T * module.log_scale.exp()
+    same = embeddings["label"][:, None] == embeddings["label"][None]
     same = same & ~torch.eye(len(scores), dtype=torch.bool, device=scores.device)
     target = torch.arange(len(scores), device=scores.device)
     return cross_entropy(scores.masked_fill(same, -torch.inf), target, reduction="none")
@@ -99,8 +99,8 @@ def test_an_encoder_with_batch_norm_follows_its_microbatches():
 
 
 def centered(module, batch):
-    found = embed(module, batch)
-    return found | {name: found[name] - found[name].mean(dim=0) for name in "xy"}
+    embeddings = embed(module, batch)
+    return embeddings | {name: embeddings[name] - embeddings[name].mean(dim=0) for name in "xy"}
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_a_loss_is_tried_on_as_many_rows_as_a_step_has(dtype):
     """Of float32 whatever embed returns, and it may change them in place."""
     shapes = []
 
-    def hardest(module, found):
-        shapes.append((len(found["x"]), found["x"].dtype))
-        found["x"] *= module.log_scale
-        return -(found["x"] @ found["y"].T).topk(20).values.sum(dim=1)
+    def hardest(module, embeddings):
+        shapes.append((len(embeddings["x"]), embeddings["x"].dtype))
+        embeddings["x"] *= module.log_scale
+        return -(embeddings["x"] @ embeddings["y"].T).topk(20).values.sum(dim=1)
 
     def narrow(module, batch):
         return {name: x.to(dtype) for name, x in embed(module, batch).items() if name != "label"}
@@ -147,9 +147,9 @@ def test_a_loss_is_tried_on_as_many_rows_as_a_step_has(dtype):
 def test_a_loss_that_remembers_is_refused():
     counts = []
 
-    def counting(module, found):
+    def counting(module, embeddings):
         counts.append(1)
-        return batch_loss(module, found) * len(counts)
+        return batch_loss(module, embeddings) * len(counts)
 
     with pytest.raises(SamestepError, match="batch_loss to give the same"):
         samestep.fit(lambda: task_of(batch_loss=counting), steps=2, **FEW)

@@ -64,16 +64,16 @@ def test_experts_and_unused_layers_have_the_weights_of_plain_torch(name):
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1)
     missed = by_torch(module, optimizer, spec.get("clip_norm"))
     assert {"unused.weight", "experts.2.weight", "experts.3.bias"} <= missed
-    found, expected = result.module.state_dict(), module.state_dict()
+    weights, expected = result.module.state_dict(), module.state_dict()
     for tensor, values in expected.items():
-        np.testing.assert_allclose(found[tensor], values, rtol=2e-6, atol=2e-7, err_msg=tensor)
+        np.testing.assert_allclose(weights[tensor], values, rtol=2e-6, atol=2e-7, err_msg=tensor)
     before = start.state_dict()
-    assert torch.equal(found["unused.weight"], before["unused.weight"])
-    assert not torch.equal(found["experts.0.weight"], before["experts.0.weight"])
+    assert torch.equal(weights["unused.weight"], before["unused.weight"])
+    assert not torch.equal(weights["experts.0.weight"], before["experts.0.weight"])
 
 
-def digests(said: str) -> list[str]:
-    return re.findall(r"^digest (\w{64})$", said, re.MULTILINE)
+def digests(output: str) -> list[str]:
+    return re.findall(r"^digest (\w{64})$", output, re.MULTILINE)
 
 
 @pytest.mark.slow  # clusters in memory have such steps too

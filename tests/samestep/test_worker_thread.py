@@ -22,22 +22,22 @@ from worker.shell.client import Target
 def test_who_leaves_as_it_ends_by_itself_leaves_like_any_other():
     """Its thread lives for a moment after its event loop is closed."""
     raised: list[Exception | None] = []
-    made: queue.SimpleQueue[WorkerThread] = queue.SimpleQueue()
+    workers: queue.SimpleQueue[WorkerThread] = queue.SimpleQueue()
 
     class EventQueue(queue.SimpleQueue[Any]):
-        def put(self, item, *given, **named):
-            worker = made.get()
+        def put(self, item, *args, **named):
+            worker = workers.get()
             try:
                 worker.drain()
                 raised.append(None)
             except RuntimeError as error:
                 raised.append(error)
-            super().put(item, *given, **named)
+            super().put(item, *args, **named)
 
     happened = EventQueue()
     nobody = Target("127.0.0.1", 1, "alone", "cpu", retry_for_s=0.0)
     worker = WorkerThread(nobody, None, WorkerCredentials(), lambda _: None, happened)
-    made.put(worker)
+    workers.put(worker)
     ended = happened.get(timeout=60)
     worker.end()
     assert isinstance(ended, WorkerEnded)

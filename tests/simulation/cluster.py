@@ -263,9 +263,9 @@ class Cluster:
         plain = spec.model_copy(update={"data": None})
         alike = [ledger for ledger in self.ledgers if ledger.job.spec == plain]
         if spec.data is not None:
-            found = Path(spec.data.train).read_bytes()
-            known = any(x.data is not None and x.data.read_bytes() == found for x in alike)
-            assert known, "a worker reads other data than the coordinator sent"
+            content = Path(spec.data.train).read_bytes()
+            is_alike = any(x.data is not None and x.data.read_bytes() == content for x in alike)
+            assert is_alike, "a worker reads other data than the coordinator sent"
         return alike[0].job
 
     def ledger(self, run_id: str) -> Ledger | None:
@@ -345,7 +345,7 @@ class Cluster:
             self.start_worker()
         if len(beside) < self._evaluators:
             self.start_worker(evaluates=True)
-        seen = (
+        progress = (
             self.events, self.transmitted, len(self.workers), len(self.coordinators),
             self.disturbed.total(),
         )  # fmt: skip
@@ -360,8 +360,8 @@ class Cluster:
             owed_ms = _OWES_MICROBATCHES * worker.flaws.microbatch_ms
             left = not worker.alive or now_ms < since_ms + _LEAVES_IN_MS + owed_ms
             assert left, "a worker that was asked to leave is forgotten"
-        if seen != self._seen or stalled:
-            self._seen, self._quiet_since_ms = seen, now_ms
+        if progress != self._seen or stalled:
+            self._seen, self._quiet_since_ms = progress, now_ms
         elif now_ms > self._quiet_since_ms + _QUIET_MS:
             raise Stuck(self._described())
 

@@ -211,18 +211,18 @@ class Disk:
             self._real["fsync"](fd)
             return
         self._about_to()
-        found = os.fstat(fd)
-        number, is_directory = found.st_ino, stat.S_ISDIR(found.st_mode)
+        status = os.fstat(fd)
+        number, is_directory = status.st_ino, stat.S_ISDIR(status.st_mode)
         if self.sync_fails is not None and fnmatchcase(self._paths[fd], self.sync_fails):
             self.sync_fails = None
             start = len(self._files.get(number, b""))
-            if not is_directory and start < found.st_size:
-                self._unwritten.setdefault(number, (start, found.st_size))
+            if not is_directory and start < status.st_size:
+                self._unwritten.setdefault(number, (start, status.st_size))
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if is_directory:
             self._names[number] = {entry.name: entry.inode() for entry in os.scandir(fd)}
         else:
-            self._files[number] = self._read(fd, number, found.st_size)
+            self._files[number] = self._read(fd, number, status.st_size)
 
     def _read(self, fd: int, number: int, size: int) -> bytes:
         if _readable(fd):
@@ -260,9 +260,9 @@ class Disk:
             if inode is None:
                 continue
             where = path / name if path is not None and present.get(name) == inode else None
-            found = self._found(where, inode, rng)
-            if found is not None:
-                left[name] = found
+            content = self._found(where, inode, rng)
+            if content is not None:
+                left[name] = content
         return left
 
     def _found(self, path: Path | None, number: int, rng: Random) -> Content | None:

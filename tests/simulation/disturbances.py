@@ -115,22 +115,22 @@ class Disturbances:
         def command(asked: Command) -> None:
             coordinator.do(lambda: execution.command(asked))
 
-        found: list[Choice] = [
+        choices: list[Choice] = [
             (2, "operator_halts", lambda: command(HaltRun("an operator"))),
             (2, "save", lambda: command(SaveState())),
             (2, "stall_coordinator", lambda: self._stall(coordinator)),
         ]
         if self._rng.random() < 0.1:
-            found.append((2, "drain", lambda: command(DrainRun())))
+            choices.append((2, "drain", lambda: command(DrainRun())))
         kill = partial(self._kill_coordinator, coordinator)
-        found += [
+        choices += [
             (4, "kill_coordinator", lambda: self._now_or_at_commit(coordinator, kill)),
             (3, "power_loss", lambda: self._now_or_at_commit(coordinator, self._power_loss)),
         ]
-        found.append((1, "cut_and_refuse", lambda: self._cut_and_refuse(coordinator)))
+        choices.append((1, "cut_and_refuse", lambda: self._cut_and_refuse(coordinator)))
         if not any(c.alive for c in self._cluster.coordinators if c is not coordinator):
-            found.append((3, "split", lambda: self._split(coordinator, alive)))
-        return found
+            choices.append((3, "split", lambda: self._split(coordinator, alive)))
+        return choices
 
     def _now_or_at_commit(self, coordinator: CoordinatorProcess, act: Callable[[], None]) -> None:
         """At once, while a commit is on its way to the disk, or before its sync."""

@@ -381,10 +381,13 @@ class Job:
         count = self.order.microbatch_count(before.step)
         if self.captures or any(reaches(before.step, leaf) for leaf in range(count)):
             return
-        there = {(part.kind, part.block): part.values for part in after.parts()}
+        values_after = {(part.kind, part.block): part.values for part in after.parts()}
         for part in before.parts():
             if part.block == LAYER and part.kind != MISSED:
-                same = there[part.kind, LAYER][EXPERT].tobytes() == part.values[EXPERT].tobytes()
+                same = (
+                    values_after[part.kind, LAYER][EXPERT].tobytes()
+                    == part.values[EXPERT].tobytes()
+                )
                 assert same, f"step {before.step}: an expert that nothing reached has moved"
 
     def _check_changed(
@@ -425,9 +428,9 @@ class Job:
         averages = []
         arrays: list[Mapping[str, NDArray[Any]]] = [{}] * count
         if self.embeds:
-            found, slices = self._whole_loss(parameters, step)
+            whole_loss, slices = self._whole_loss(parameters, step)
             arrays = [
-                found.carried_by(Batch({}, 1.0), part, is_first=not leaf).arrays
+                whole_loss.carried_by(Batch({}, 1.0), part, is_first=not leaf).arrays
                 for leaf, part in enumerate(slices)
             ]
         for block in range(len(self.blocks)):
@@ -437,7 +440,7 @@ class Job:
             averages.append(_rounded(average, self.spec.exchange.averages))
         loss = along_tree(count, lambda m: self.loss(parameters, step, m))
         if self.embeds:
-            loss = along_tree(count, lambda m: sum(found.losses[slices[m]].tolist()))
+            loss = along_tree(count, lambda m: sum(whole_loss.losses[slices[m]].tolist()))
         norm = global_norm(
             [square_sum(array) for array in averages[: len(_BLOCKS)]]  # the others are no gradients
         )

@@ -92,7 +92,7 @@ class Ledger:
 
     def expected(self, step: int) -> Taken:
         """The undisturbed run after so many steps, from the newest that was taken on trust."""
-        if all(known >= step for known in self._on_trust):
+        if all(trusted >= step for trusted in self._on_trust):
             return self.job.undisturbed(self.skips[:step], self.flavour)
         if step not in self._after_trust:
             self._after_trust[step] = self._follow(self.expected(step - 1).replica, step - 1)
@@ -135,10 +135,10 @@ class Ledger:
 
     def _take_back(self, step: int) -> None:
         """Steps from this one on are done again, as their averages were not kept."""
-        back = [known for known in self._on_trust if known >= step]
+        back = [trusted for trusted in self._on_trust if trusted >= step]
         self.taken_back = self.taken_back or bool(back)
-        for known in back:
-            del self._on_trust[known]
+        for trusted in back:
+            del self._on_trust[trusted]
             self._after_trust.clear()
 
     def synced(self, commit: Commit) -> None:
@@ -206,8 +206,8 @@ class Ledger:
     def check_losses(self, losses: Sequence[float]) -> None:
         """The losses of the first so many steps."""
         for step, loss in enumerate(losses):
-            known = self.expected(step + 1).loss
-            assert loss == known or (self.skips[step] and math.isnan(loss))
+            expected = self.expected(step + 1).loss
+            assert loss == expected or (self.skips[step] and math.isnan(loss))
 
     def worker_is(self, step: int, digest: str) -> None:
         """A worker that nobody has spoilt has this state after so many steps."""
@@ -238,13 +238,16 @@ class Ledger:
         """The run is over."""
         # A successor may have found the result before its writer told of it, or written it as well.
         before = self.outcome
-        found = before is not None and (before.reason, before.outcome) == (_FOUND, outcome.outcome)
-        assert before in {None, outcome} or found
+        is_result_read = before is not None and (before.reason, before.outcome) == (
+            _FOUND,
+            outcome.outcome,
+        )
+        assert before in {None, outcome} or is_result_read
         self.outcome = outcome
         self.check_losses(losses)
         if outcome.outcome == "failed":
-            known = any(cause in outcome.reason.lower() for cause in _MAY_FAIL)
-            assert known, f"no cause for the run's failing: {outcome.reason}"
+            has_cause = any(cause in outcome.reason.lower() for cause in _MAY_FAIL)
+            assert has_cause, f"no cause for the run's failing: {outcome.reason}"
         saved = checkpoint_steps(self.directory.checkpoints)
         if outcome.outcome == "failed" or replica is None or not saved:
             return

@@ -177,15 +177,15 @@ class SimulatedMachine(Machine):
 
     def thread(self, name: str) -> Thread:
         if name in ("digest", "files"):
-            made = Thread(self._process, lambda: 2 * _HOST_MS)
+            new_thread = Thread(self._process, lambda: 2 * _HOST_MS)
         elif name == "checkpoint":
-            made = Thread(self._process, lambda: 4 * self._pace_ms())
+            new_thread = Thread(self._process, lambda: 4 * self._pace_ms())
         elif name == "replica":
-            made = Thread(self._process, self._pace_ms, self._catch_up_ms)
+            new_thread = Thread(self._process, self._pace_ms, self._catch_up_ms)
         else:
-            made = Thread(self._process, self._pace_ms)
-        self.threads.append(made)
-        return made
+            new_thread = Thread(self._process, self._pace_ms)
+        self.threads.append(new_thread)
+        return new_thread
 
     def device_thread(self, name: str) -> DeviceThread:
         assert name == "engine"

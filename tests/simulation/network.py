@@ -85,8 +85,8 @@ class Network:
         link.client.begin(protocol)
 
         def accept() -> None:
-            found = greet()
-            channel = found((client.host, 50_000)) if found is not None else None
+            open_channel = greet()
+            channel = open_channel((client.host, 50_000)) if open_channel is not None else None
             if channel is None:
                 link.server.abort()
             else:

@@ -264,9 +264,9 @@ class Probes:
         round_ = progress.round
         if round_ is not None and run.phase is RunPhase.TRAINING and place == progress.step_id():
             # What two are to compute, to compare, is awaited of both.
-            kept = round_.doubled[-1:] if round_.doubled and round_._awaits_double() else ()
+            doubled = round_.doubled[-1:] if round_.doubled and round_._awaits_double() else ()
             for share in round_.shares.values():
-                missing = all(round_._missing(n) for n in share.owed if n not in kept)
+                missing = all(round_._missing(n) for n in share.owed if n not in doubled)
                 assert missing, "Cancel is lost"
             if self._owing and message.subtree not in round_.shares[worker].owed:
                 assert not round_._missing(message.subtree), "what has come is not counted"
@@ -276,8 +276,8 @@ class Probes:
 
     def _after_surplus(self, _: Any, round_: Round) -> None:
         for name, share in round_.shares.items():
-            gone = self._owed[name].difference(share.owed)
-            assert not any(round_._missing(subtree) for subtree in gone), (
+            withdrawn = self._owed[name].difference(share.owed)
+            assert not any(round_._missing(subtree) for subtree in withdrawn), (
                 "what is missing is forgotten"
             )
 
@@ -292,8 +292,8 @@ class Probes:
         elif isinstance(message, Cancel) and client._session is not None:
             # One that has overtaken the plan or an Assign comes too early for them.
             task, place = client._session._task, (message.step, message.attempt)
-            known = task.subtrees if task.step_id == StepId(*place) else set()
-            cancelled = known.intersection(Subtree(*subtree) for subtree in message.subtrees)
+            subtrees = task.subtrees if task.step_id == StepId(*place) else set()
+            cancelled = subtrees.intersection(Subtree(*subtree) for subtree in message.subtrees)
             worker.cancelled.update((message.term, *place, subtree) for subtree in cancelled)
         elif isinstance(message, Owners):  # whoever has sums sends them to new owners
             worker.cancelled.clear()

@@ -76,9 +76,9 @@ class CoordinatorProcess(Process):
         return self._ledger(self.execution)
 
     def _ledger(self, execution: Execution) -> Ledger:
-        found = next(x for x in self._cluster.ledgers if x.directory.path == execution.directory)
-        found.run_id = execution.run.run_id
-        return found
+        ledger = next(x for x in self._cluster.ledgers if x.directory.path == execution.directory)
+        ledger.run_id = execution.run.run_id
+        return ledger
 
     async def _main(self) -> None:
         """As `coordinator.main`."""
@@ -190,9 +190,11 @@ class CoordinatorProcess(Process):
             return  # a successor may go on with it before its writer tells of it
         ledger = self._ledger(execution)
         keeper = execution._coordinator_replica
-        known = execution.run.has_state and keeper is not None
+        has_final_state = execution.run.has_state and keeper is not None
         ledger.ended(
-            execution.outcome, keeper._replica if known and keeper else None, execution.run.losses
+            execution.outcome,
+            keeper._replica if has_final_state and keeper else None,
+            execution.run.losses,
         )
 
 

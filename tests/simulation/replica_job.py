@@ -115,10 +115,10 @@ class ReplicaJob(Job):
         inner = Replica(self.blocks, spec.optimizer)
         inner.load_parameters(before.parameters)
         moments = [part.values for part in inner.parts() if part.kind != "parameters"]
-        for mine, given in zip(moments, alone.moments, strict=False):
-            np.copyto(mine, given)
-        for mine, given in zip(inner.missed, alone.missed, strict=False):
-            np.copyto(mine, given)
+        for mine, other in zip(moments, alone.moments, strict=False):
+            np.copyto(mine, other)
+        for mine, other in zip(inner.missed, alone.missed, strict=False):
+            np.copyto(mine, other)
         losses = 0.0
         for h in range(steps):
             batch = (before.step * steps + h) * self.replicas.count + k

@@ -645,8 +645,8 @@ def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
             options = {"runs": planted.runs, "files": planted.files, "way": planted.way}
             play(seed, often=planted.often, embeds=planted.embeds, **options)
         except Exception as error:  # noqa: BLE001 -- whether it counts is seen then
-            caught = caught_by(error)
-            if any(check in caught for check in planted.check.split(" | ")):
-                record_property("planted", (fault, seed, caught[:70]))
+            checks = caught_by(error)
+            if any(check in checks for check in planted.check.split(" | ")):
+                record_property("planted", (fault, seed, checks[:70]))
                 return
     pytest.fail(f"{fault}: not noticed by its check in {_ENOUGH_SEEDS} seeds")

@@ -59,11 +59,11 @@ def squares(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def task(**changes: Any) -> samestep.Task:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "module": Noisy(), "train": TensorDataset(X, 2 * X), "loss": squares,
         "held_out": TensorDataset(X[:8], 2 * X[:8]),
     }  # fmt: skip
-    return samestep.Task(**given | changes)
+    return samestep.Task(**arguments | changes)
 
 
 def fitted(device: str, **changes: Any) -> samestep.Result:
@@ -82,14 +82,14 @@ def test_fit_gives_the_module_back_on_the_cpu_and_torch_unchanged():
 
 
 def test_the_loss_is_tried_where_it_will_be_computed():
-    seen = set()
+    devices = set()
 
     def loss(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-        seen.add((str(batch[0].device), str(next(module.parameters()).device)))
+        devices.add((str(batch[0].device), str(next(module.parameters()).device)))
         return squares(module, batch)
 
     fitted(CARD, loss=loss)
-    assert seen == {(str(DEVICE), str(DEVICE))}
+    assert devices == {(str(DEVICE), str(DEVICE))}
 
 
 def test_an_index_outside_its_table_is_named_in_the_trial_and_breaks_nothing():
@@ -141,7 +141,7 @@ def trainer(directory: Path, **more: Any) -> Any:
 
 def test_the_trainer_of_a_machine_with_two_cards_is_that_of_a_cpu(tmp_path, monkeypatch):
     """Transformers multiplies the loss by its number of cards."""
-    found = {}
+    losses_by_device = {}
     for name in ("cpu", "card"):
         if name == "card" and IS_STANDIN:
             monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "standin:0")
@@ -149,6 +149,6 @@ def test_the_trainer_of_a_machine_with_two_cards_is_that_of_a_cpu(tmp_path, monk
         before = one.evaluate()["eval_loss"]
         one.train()
         losses = [row["loss"] for row in one.state.log_history if "loss" in row]
-        found[name] = [before, *losses, one.evaluate()["eval_loss"]]
+        losses_by_device[name] = [before, *losses, one.evaluate()["eval_loss"]]
         assert one.model.device.type == {"cpu": "cpu", "card": DEVICE.type}[name]
-    assert found["card"] == pytest.approx(found["cpu"], rel=1e-4)
+    assert losses_by_device["card"] == pytest.approx(losses_by_device["cpu"], rel=1e-4)

@@ -102,14 +102,14 @@ def test_a_loss_has_its_value_whatever_its_type(loss_type):
         return constant(module, arrays) + next(module.parameters()).sum() * 0
 
     for loss in (constant, with_graph):
-        found = []
+        totals = []
         for backend in ("cpu", "accelerator"):
             program: Any = EagerBackend(backend).compile(fresh(), batch())
             program._loss = loss
             *_, total = program.gradients(SUBTREE)
             program.close()
-            found.append(total)
-        assert found[0] == found[1]
+            totals.append(total)
+        assert totals[0] == totals[1]
 
 
 def test_a_card_without_float64_computes_and_is_not_where_a_loss_is_tried():
@@ -123,13 +123,13 @@ def test_a_card_without_float64_computes_and_is_not_where_a_loss_is_tried():
         with pytest.raises(RuntimeError, match="fp64"):
             torch.zeros(1, dtype=torch.float64, device="standin")
         with mock.patch.dict(torch_devices.KINDS, accelerator=lacking):
-            found = gradients("accelerator", fresh(loss=loss))
+            on_device = gradients("accelerator", fresh(loss=loss))
             inner = inner_step(fresh(loss=loss))
             with trial_device("accelerator") as device:
                 assert device.type == "cpu"
     finally:
         standin.set_float64(is_there=True)
-    assert found == gradients("cpu", fresh(loss=loss))
+    assert on_device == gradients("cpu", fresh(loss=loss))
     np.testing.assert_allclose(inner, inner_step(fresh(loss=loss)), rtol=1e-6)
 
 
@@ -158,7 +158,7 @@ def test_a_device_that_copies_at_once_and_has_no_number_computes_the_same():
         mock.patch.dict(torch_devices.KINDS, accelerator=like_mps),
         mock.patch.object(torch_devices, "torch_device", return_value=torch.device("standin", 0)),
     ):
-        found = gradients("accelerator", fresh())
+        on_device = gradients("accelerator", fresh())
         small = fresh()
         standin.set_memory_limit(2048)
         try:
@@ -166,7 +166,7 @@ def test_a_device_that_copies_at_once_and_has_no_number_computes_the_same():
                 EagerBackend("accelerator").compile(small, batch())
         finally:
             standin.set_memory_limit(None)
-    assert found == gradients("cpu", fresh())
+    assert on_device == gradients("cpu", fresh())
 
 
 def test_memory_of_one_model_is_there_for_the_next_even_if_it_is_in_a_reference_cycle():
@@ -235,19 +235,19 @@ def test_lora_of_a_decoder_is_that_of_the_host_and_repeats_its_bits(kind, tmp_pa
     source = {"source": str(tmp_path / "model"), **DECODERS[kind]}
     spec = load_run_spec(decoder_run("causal-lm", tmp_path, model=source, lora={"r": 4}))
     without_draws(tmp_path / "model")
-    found = []
+    results = []
     for backend in ("cpu", "accelerator", "accelerator"):
         task = build(spec)
         subtree = [(task.batch([0, 1]), 1), (task.batch([2, 3]), 2)]
-        found.append(gradients(backend, task.trainable, subtree, int(backend != "cpu")))
-    host, device, again = found
+        results.append(gradients(backend, task.trainable, subtree, int(backend != "cpu")))
+    host, device, again = results
     assert device == again
     tolerance = 0.05 if source.get("precision") == "bfloat16" else 1e-5
-    for expected, got in zip(host[:-1], device[:-1], strict=True):
+    for expected, content in zip(host[:-1], device[:-1], strict=True):
         wanted = np.frombuffer(expected, np.float32)
         largest = float(np.abs(wanted).max())
         np.testing.assert_allclose(
-            np.frombuffer(got, np.float32), wanted, rtol=0, atol=tolerance * largest
+            np.frombuffer(content, np.float32), wanted, rtol=0, atol=tolerance * largest
         )
 
 
@@ -284,8 +284,8 @@ def test_the_estimate_is_within_five_percent_of_what_is_taken(kind, tmp_path, mo
         "attention_dropout": 0.0, "max_position_embeddings": 512,
         **{name: how[name] for name in ("vocab_size", "num_hidden_layers") if name in how},
     }  # fmt: skip
-    made = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
-    made.save_pretrained(tmp_path / "model")
+    decoder = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
+    decoder.save_pretrained(tmp_path / "model")
     spec = load_run_spec(path, [f"data.max_tokens={how['tokens']}"])
     assert isinstance(spec, ModelRun)
     expected, task = device_memory.estimate(spec), build(spec)
@@ -331,15 +331,15 @@ def planted(**changes: Any) -> Any:
 
 def test_a_host_that_does_not_wait_for_a_copy_is_noticed():
     with planted(Event=UnwaitedEvent):
-        found = gradients("accelerator", fresh())[:-1]
-    assert found != gradients("cpu", fresh())[:-1]
+        on_device = gradients("accelerator", fresh())[:-1]
+    assert on_device != gradients("cpu", fresh())[:-1]
 
 
 def test_memory_freed_while_it_is_copied_is_noticed():
     with mock.patch.object(torch.Tensor, "record_stream"):
-        found = read_after_the_last_copy()
+        on_device = read_after_the_last_copy()
     standin.take_reports()  # here or there, it also overwrites what is read
-    assert found != gradients("cpu", fresh(), SUBTREE[:1])[:-1]
+    assert on_device != gradients("cpu", fresh(), SUBTREE[:1])[:-1]
 
 
 def read_after_the_last_copy() -> list[bytes]:
@@ -348,9 +348,9 @@ def read_after_the_last_copy() -> list[bytes]:
     stream = program.gradients(SUBTREE[:1])
     program._thread.submit(lambda: None).result()
     torch.accelerator.synchronize()
-    found = [item.values.tobytes() for item in stream if isinstance(item, BlockGradient)]
+    blocks = [item.values.tobytes() for item in stream if isinstance(item, BlockGradient)]
     program.close()
-    return found
+    return blocks
 
 
 def test_a_copy_that_does_not_wait_for_its_values_is_noticed():
@@ -408,9 +408,9 @@ def limit() -> Iterator[Any]:
 
 def test_a_model_that_does_not_fit_is_this_device_s_error_and_says_what_to_set(limit):
     limit(2048)
-    with pytest.raises(DeviceError, match=r"accelerator 0.*out of memory.*microbatch") as caught:
+    with pytest.raises(DeviceError, match=r"accelerator 0.*out of memory.*microbatch") as raised:
         EagerBackend("accelerator").compile(fresh(), batch())
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -439,8 +439,8 @@ def test_a_microbatch_that_did_not_fit_once_is_tried_again(limit, where):
         *blocks, loss = program.gradients(SUBTREE)
     program.close()
     assert len(freed) == 1
-    found = [item.values.tobytes() for item in blocks if isinstance(item, BlockGradient)]
-    assert [*found, repr(loss).encode()] == gradients("cpu", fresh())
+    contents = [item.values.tobytes() for item in blocks if isinstance(item, BlockGradient)]
+    assert [*contents, repr(loss).encode()] == gradients("cpu", fresh())
 
 
 class LooksUp(torch.nn.Module):
@@ -472,9 +472,9 @@ def test_an_index_outside_its_table_is_named_and_never_reaches_the_device(array,
     good = Batch({name: values.copy() for name, values in arrays.items()}, 7.0)
     program = EagerBackend("accelerator").compile(trainable(LooksUp(), loss=lookup_loss), good)
     arrays[array][1, 2] = value
-    with pytest.raises(LossRaised, match=text) as caught:
+    with pytest.raises(LossRaised, match=text) as raised:
         list(program.gradients([(Batch(arrays, 7.0), 0)]))
-    assert caught.value.row == 1
+    assert raised.value.row == 1
     assert list(program.gradients([(good, 0)]))
     program.close()
 

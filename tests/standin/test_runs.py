@@ -23,11 +23,11 @@ def expected(tmp_path_factory):
 
 
 def result(cluster, expected):
-    found = cluster.result()
-    assert found["weights_digest"] == expected["weights_digest"]
-    assert found["losses"] == expected["losses"]
-    assert found["eval"] == expected["eval"]
-    return found
+    document = cluster.result()
+    assert document["weights_digest"] == expected["weights_digest"]
+    assert document["losses"] == expected["losses"]
+    assert document["eval"] == expected["eval"]
+    return document
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_a_worker_of_two_cards_restarts_the_process_of_one_that_breaks(
         cluster.wait_for_exit(cards)
         assert cards.stdout is not None
         assert cards.stderr is not None
-        said = cards.stdout.read() + cards.stderr.read()
-    assert "CUDA error: an illegal memory access" in said
-    assert "restarted, 1 of at most 3 times" in said
+        output = cards.stdout.read() + cards.stderr.read()
+    assert "CUDA error: an illegal memory access" in output
+    assert "restarted, 1 of at most 3 times" in output
 
 
 def test_a_card_that_hangs_ends_its_worker_and_the_run_continues(tmp_path, environment, expected):
@@ -90,9 +90,9 @@ def test_a_card_that_hangs_ends_its_worker_and_the_run_continues(tmp_path, envir
         hold.release()
         result(cluster, expected)
         assert card.stderr is not None
-        said = card.stderr.read()
-    assert "device 'accelerator 0' failed: expected an answer within 1 s" in said
-    assert "it hangs" in said
+        error_text = card.stderr.read()
+    assert "device 'accelerator 0' failed: expected an answer within 1 s" in error_text
+    assert "it hangs" in error_text
 
 
 def test_of_two_cards_the_one_that_hangs_is_begun_again(tmp_path, environment, expected):
@@ -104,10 +104,10 @@ def test_of_two_cards_the_one_that_hangs_is_begun_again(tmp_path, environment, e
         cluster.wait_for_exit(cards)
         assert cards.stdout is not None
         assert cards.stderr is not None
-        said = cards.stdout.read() + cards.stderr.read()
-    assert "was ended: device 'accelerator" in said
-    assert "it hangs" in said
-    assert "restarted, 1 of at most 3 times" in said
+        output = cards.stdout.read() + cards.stderr.read()
+    assert "was ended: device 'accelerator" in output
+    assert "it hangs" in output
+    assert "restarted, 1 of at most 3 times" in output
 
 
 def test_a_card_that_is_too_small_says_what_to_set(tmp_path, environment, expected):
@@ -118,6 +118,6 @@ def test_a_card_that_is_too_small_says_what_to_set(tmp_path, environment, expect
         cluster.worker("cpu", "--backend", "cpu")
         result(cluster, expected)
         assert card.stderr is not None
-        said = card.stderr.read()
-    assert "out of memory" in said
-    assert "batch.microbatch" in said
+        error_text = card.stderr.read()
+    assert "out of memory" in error_text
+    assert "batch.microbatch" in error_text

@@ -35,9 +35,9 @@ def test_each_rank_touches_its_own_card_alone_and_the_digest_is_that_of_a_cpu(
     with Cluster(tmp_path / "cpu", "--expect-workers", "1", "--run", run) as cluster:
         cluster.worker("cpu", "--backend", "cpu")
         expected = cluster.result()["weights_digest"]
-    touched = tmp_path / "touched"
-    touched.mkdir()
-    environment = {**environment, standin.TOUCHED: str(touched)}
+    folder = tmp_path / "touched"
+    folder.mkdir()
+    environment = {**environment, standin.TOUCHED: str(folder)}
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
         ranks = ranks_of(cluster, tmp_path, [environment] * 2)
         assert cluster.result()["weights_digest"] == expected
@@ -45,7 +45,7 @@ def test_each_rank_touches_its_own_card_alone_and_the_digest_is_that_of_a_cpu(
         assert [cluster.wait_for_exit(rank) for rank in ranks] == [0, 0]
     assert device == "2 ranks sharded: 2 x Stand-in Accelerator"
     for rank in range(2):
-        (file,) = touched.glob(f"rank-{rank}-*")
+        (file,) = folder.glob(f"rank-{rank}-*")
         lines = file.read_text().splitlines()
         assert {line.partition(" ")[0] for line in lines} == {f"{standin.NAME}:{rank}"}, lines
         assert len(lines) > 1, "the engine's thread, the device's, autograd's"
@@ -62,8 +62,8 @@ def test_a_card_that_breaks_ends_both_ranks_and_the_cause_is_told(tmp_path, envi
         )
         lost = cluster.wait_for("worker_disconnected", worker="cards")
         codes = [cluster.wait_for_exit(rank) for rank in ranks]
-    said = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
-    assert codes == [1, 1], said
+    error_texts = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
+    assert codes == [1, 1], error_texts
     cause = "an illegal memory access was encountered"
     assert cause in lost["reason"]
-    assert cause in said[broken]
+    assert cause in error_texts[broken]

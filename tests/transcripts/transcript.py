@@ -106,10 +106,10 @@ def _played(lines: list[str]) -> Iterator[str]:
                 stage = Stage(**options)
             elif word == "restart":
                 stage = Stage(restart=plain[0], **options)
-                yield from (f"  {told}" for told in stage.told(stage.run.step(inputs.Resume())))
+                yield from (f"  {text}" for text in stage.told(stage.run.step(inputs.Resume())))
             else:
                 assert stage is not None
-                yield from (f"  {told}" for told in stage.command(word, plain, options))
+                yield from (f"  {text}" for text in stage.command(word, plain, options))
         elif not line.startswith("  "):
             yield line
 
@@ -264,19 +264,19 @@ class Stage:
 
     def told(self, actions: Actions, before: RunPhase = RunPhase.WAITING) -> list[str]:
         """The actions as text, with what a quick disk answers to them."""
-        told: list[str] = []
+        lines: list[str] = []
         todo = list(actions)
         while todo:
             action = todo.pop(0)
             self.hears([action])
             if not isinstance(action, act.Report) or action.event.name:
-                told.append(_text(action))
+                lines.append(_text(action))
             if not self._disk_is_slow:
                 todo += self._answer(action)
         if self.run.phase is not before:
             reason = f": {self.run.reason}" if self.run.reason else ""
-            told.append(f"[{self.run.phase.value}{reason}]")
-        return told
+            lines.append(f"[{self.run.phase.value}{reason}]")
+        return lines
 
     def _answer(self, action: act.Action) -> Actions:
         match action:
@@ -334,8 +334,8 @@ class Stage:
 
     def _loaded(self, state: str = "0") -> Actions:
         assert self.run.settled is not None
-        upload, known = self.run.settled.admission.upload, digest(state)
-        return self.run.step(inputs.ReplicaLoaded(upload, known, known))
+        upload, state_digest = self.run.settled.admission.upload, digest(state)
+        return self.run.step(inputs.ReplicaLoaded(upload, state_digest, state_digest))
 
     def _chunk(self, name: str, block: str = "embedding", last: str = "no") -> Actions:
         message = msg.StateChunk(

@@ -99,8 +99,8 @@ def test_without_a_coordinator_it_gives_up_with_69():
 def test_an_option_of_the_worker_after_the_script_is_noticed(tmp_path):
     (tmp_path / "plain.py").write_text("")
     script = str(tmp_path / "plain.py")
-    given = ("--retry-for", "0", script, "--lr", "1", "--coordinator=box:9000")
-    first, *_ = processes.ended("worker", *given).stderr.splitlines()  # scripts join from then on
+    args = ("--retry-for", "0", script, "--lr", "1", "--coordinator=box:9000")
+    first, *_ = processes.ended("worker", *args).stderr.splitlines()  # scripts join from then on
     assert first.endswith(
         "put options of the worker before the script: worker --coordinator ... SCRIPT.py"
     )

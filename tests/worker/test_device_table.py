@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from backends.base.frozen_base import frozen_base
 from backends.base.interface import DeviceInfo
-from backends.base.quantise import STORAGE, stored_bytes
+from backends.base.quantize import STORAGE, stored_bytes
 from protocol.machine.memory import Memory
 from worker.cli import app
 from worker.device_table import (
@@ -45,13 +45,15 @@ def llama() -> torch.nn.Module:
 @pytest.mark.parametrize("base_dtype", TOLD)
 def test_the_rule_is_what_a_model_takes(llama, base_dtype):
     narrow = frozen_base(llama)
-    taken = 0
+    total_bytes = 0
     for name, each in llama.named_parameters():
         rows, columns = each.shape if name in narrow else (1, each.numel())
-        taken += stored_bytes(rows, columns, STORAGE[base_dtype if name in narrow else "float32"])
+        total_bytes += stored_bytes(
+            rows, columns, STORAGE[base_dtype if name in narrow else "float32"]
+        )
     count = sum(each.numel() for each in llama.parameters())
     assert count == 8_030_261_248
-    assert bytes_per_parameter(base_dtype) == pytest.approx(taken / count, rel=0.02)
+    assert bytes_per_parameter(base_dtype) == pytest.approx(total_bytes / count, rel=0.02)
 
 
 def test_a_quarter_is_left():
@@ -91,10 +93,10 @@ def test_with_what_was_tried_it_is_one_document_too(monkeypatch):
     rows = [DeviceInfo("cpu", "CPU", True, ""), DeviceInfo("cuda", "CUDA", False, "no driver")]
     monkeypatch.setattr("backends.registry.devices", lambda: rows)
     monkeypatch.setattr("backends.canonical_devices.canonical_lines", lambda info: [info.name])
-    said = CliRunner().invoke(app, ["devices", "--canonical", "--json"]).stdout
-    assert [row["canonical"] for row in json.loads(said)["devices"]] == [["CPU"], []]
-    said = CliRunner().invoke(app, ["devices", "--canonical"]).stdout
-    assert said == "cpu 0: CPU\n  CPU\n"
+    output = CliRunner().invoke(app, ["devices", "--canonical", "--json"]).stdout
+    assert [row["canonical"] for row in json.loads(output)["devices"]] == [["CPU"], []]
+    output = CliRunner().invoke(app, ["devices", "--canonical"]).stdout
+    assert output == "cpu 0: CPU\n  CPU\n"
 
 
 def test_main_memory_is_what_the_group_may_have_of_it():

@@ -87,10 +87,10 @@ def answering(answer: bytes, context=None):
 
 
 def test_a_sound_machine_has_no_failure_and_nothing_is_left(tmp_path):
-    found = checks(plan())
-    failed = [each.check for each in found.values() if each.outcome == "failure"]
+    results = checks(plan())
+    failed = [each.check for each in results.values() if each.outcome == "failure"]
     assert failed == ["connection"]  # there is no coordinator
-    assert found.keys() >= {"release", "cache", "open files", "memory", "clock", "keys"}
+    assert results.keys() >= {"release", "cache", "open files", "memory", "clock", "keys"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,11 +120,11 @@ def test_a_key_that_is_damaged(own_home, text):
 
 def test_a_token_file_that_cannot_be_used(tmp_path):
     path = tmp_path / "token"
-    for said in ("does not exist", "expected a join token", "chmod 600"):
+    for message in ("does not exist", "expected a join token", "chmod 600"):
         wrong = checks(plan(token_file=path))["token"]
-        assert (wrong.outcome, said in wrong.found) == ("failure", True)
+        assert (wrong.outcome, message in wrong.found) == ("failure", True)
         path.write_text("nothing of the kind\n")
-        path.chmod(0o644 if said != "does not exist" else 0o600)
+        path.chmod(0o644 if message != "does not exist" else 0o600)
 
 
 # The way to the coordinator.
@@ -132,11 +132,13 @@ def test_a_token_file_that_cannot_be_used(tmp_path):
 
 @pytest.mark.parametrize(("name", "outcome"), [("", "warning"), ("den", "failure")])
 def test_no_coordinator_is_to_be_found(name, outcome):
-    with network("alone", subnet="10.8.3") as made:
-        found = made.run_on("alone", lambda: checks(plan(coordinator=None, coordinator_name=name)))
-    assert found["coordinator"].outcome == outcome
-    assert "worker --coordinator HOST:PORT" in found["coordinator"].found
-    assert "connection" not in found
+    with network("alone", subnet="10.8.3") as hosts:
+        results = hosts.run_on(
+            "alone", lambda: checks(plan(coordinator=None, coordinator_name=name))
+        )
+    assert results["coordinator"].outcome == outcome
+    assert "worker --coordinator HOST:PORT" in results["coordinator"].found
+    assert "connection" not in results
 
 
 def test_a_name_that_nobody_knows():
@@ -146,8 +148,8 @@ def test_a_name_that_nobody_knows():
 
 
 def test_a_name_that_means_this_very_machine(monkeypatch):
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
     first = joining("box", 9)[0]
     assert (first.outcome, "127.0.1.1 here, which is this machine" in first.found) == (
         "warning",
@@ -185,15 +187,15 @@ def test_no_answer(monkeypatch):
 def test_a_large_message_that_does_not_arrive(monkeypatch):
     monkeypatch.setattr("worker.join.trial_join._LARGE_PATIENCE_S", 0.1)
     monkeypatch.setattr("worker.join.trial_join._LOOK_EVERY_S", 0.02)
-    here, there = socket.socketpair()
-    with here, there:
-        silent = _large_message(here, "192.0.2.1:9000")
+    near_end, far_end = socket.socketpair()
+    with near_end, far_end:
+        silent = _large_message(near_end, "192.0.2.1:9000")
     assert (silent.check, silent.outcome) == ("large messages", "failure")
     assert "the path silently drops packets above its MTU" in silent.found
-    here, there = socket.socketpair()
-    with here:
-        there.close()
-        assert _large_message(here, "192.0.2.1:9000").outcome == "ok"
+    near_end, far_end = socket.socketpair()
+    with near_end:
+        far_end.close()
+        assert _large_message(near_end, "192.0.2.1:9000").outcome == "ok"
 
 
 @pytest.mark.slow
@@ -212,13 +214,14 @@ def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
                 join = partial(joining, host, int(port), token)
                 assert hosts.run_on("b", join)[-2].outcome == "ok"
                 hosts.drop_large("b", 1000)
-                found = {each.check: each for each in hosts.run_on("b", join)}
-                assert found["token"].outcome == "ok"
-                assert found["large messages"].outcome == "failure"
+                results = {each.check: each for each in hosts.run_on("b", join)}
+                assert results["token"].outcome == "ok"
+                assert results["large messages"].outcome == "failure"
                 assert (
-                    "the path silently drops packets above its MTU" in found["large messages"].found
+                    "the path silently drops packets above its MTU"
+                    in results["large messages"].found
                 )
-                assert "mtu 1280" in found["large messages"].advice
+                assert "mtu 1280" in results["large messages"].advice
 
         hosts.run_on("a", there)
 
@@ -283,8 +286,10 @@ async def test_a_key_of_its_own_and_after_it_is_revoked(tmp_path, own_home):
         at = ("127.0.0.1", live.port)
         coordinator = CoordinatorCredentials.open(own_home)
         token = coordinator.join_token().reveal()
-        there = WorkerCredentials(None, environment={"SAMESTEP_HOME": str(own_home / "there")})
-        there.remember(coordinator.fingerprint, "w", coordinator.enrol("w"))
+        credentials = WorkerCredentials(
+            None, environment={"SAMESTEP_HOME": str(own_home / "there")}
+        )
+        credentials.remember(coordinator.fingerprint, "w", coordinator.enrol("w"))
         line = (await asyncio.to_thread(joining, *at))[-1]
         assert (line.outcome, "the key of its own fits" in line.found) == ("ok", True)
         coordinator.revoke("w")
@@ -306,15 +311,15 @@ async def test_another_protocol_version(tmp_path, own_home):
         )
         command = [sys.executable, "-c", older, "doctor", "--backend", "scripted", "--json"]
         command += ["--coordinator", f"127.0.0.1:{live.port}"]
-        there = {"SAMESTEP_HOME": str(tmp_path / "there"), "SAMESTEP_TOKEN": token}
+        environment = {"SAMESTEP_HOME": str(tmp_path / "there"), "SAMESTEP_TOKEN": token}
         done = await asyncio.to_thread(
-            subprocess.run, command, cwd=ROOT, env={**os.environ, **there},
+            subprocess.run, command, cwd=ROOT, env={**os.environ, **environment},
             capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
-    found = json.loads(done.stdout)["checks"][-1]
+    last_check = json.loads(done.stdout)["checks"][-1]
     assert done.returncode == 1
-    assert (found["check"], found["outcome"]) == ("version", "failure")
-    assert found["found"].endswith("upgrade this worker")
+    assert (last_check["check"], last_check["outcome"]) == ("version", "failure")
+    assert last_check["found"].endswith("upgrade this worker")
 
 
 def test_plaintext(tmp_path, own_home):

@@ -19,10 +19,10 @@ def test_a_sample_is_shown_with_its_tokens(tmp_path):
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "word0"}
     document = {"version": "1.0", "added_tokens": [], "model": model}
     (logits / "tokenizer.json").write_text(json.dumps(document))
-    asked = ["logits", "show", str(logits / "00000.parquet"), "--samples", "2", "--rows", "3"]
-    shown = CliRunner().invoke(app, asked)
-    assert shown.exit_code == 0, shown.output
-    lines = shown.output.splitlines()
+    arguments = ["logits", "show", str(logits / "00000.parquet"), "--samples", "2", "--rows", "3"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
     assert "16 samples in 2 row groups; of each token the 4 largest of 50 logits" in lines[0]
     assert [line for line in lines if line.startswith("sample")] == [
         "sample 0: 6 rows", "sample 1: 6 rows",
@@ -40,26 +40,26 @@ def test_a_file_that_has_changed_is_not_shown(tmp_path):
     # As a whole file of another capture, put in its place.
     others = capture_of(tmp_path / "other", layout, 2, steps_of_a_file=2)
     file.write_bytes((others / "00000.parquet").read_bytes())
-    shown = CliRunner().invoke(app, ["logits", "show", str(file)])
-    assert isinstance(shown.exception, DataError)
-    assert "'00000.parquet'" in str(shown.exception)
-    assert "is not what the capture wrote" in str(shown.exception)
-    assert not shown.output
+    result = CliRunner().invoke(app, ["logits", "show", str(file)])
+    assert isinstance(result.exception, DataError)
+    assert "'00000.parquet'" in str(result.exception)
+    assert "is not what the capture wrote" in str(result.exception)
+    assert not result.output
     (logits / "capture.json").unlink()
     assert CliRunner().invoke(app, ["logits", "show", str(file)]).exit_code == 0
 
 
 def test_files_that_are_missing_are_reported_in_words(tmp_path):
     missing = str(tmp_path / "none")
-    told = CliRunner().invoke(app, ["logits", "show", missing]).exception
-    assert isinstance(told, DataError)
-    assert repr(missing) in str(told)
-    assert "Errno" not in str(told)
-    assert "\n" not in str(told)
+    error = CliRunner().invoke(app, ["logits", "show", missing]).exception
+    assert isinstance(error, DataError)
+    assert repr(missing) in str(error)
+    assert "Errno" not in str(error)
+    assert "\n" not in str(error)
 
 
 def test_without_a_tokenizer_tokens_are_numbers(tmp_path):
     layout = CaptureLayout(tokens=6, vocabulary=50, top_k=4)
     logits = capture_of(tmp_path, layout, 1, steps_of_a_file=1)
-    shown = CliRunner().invoke(app, ["logits", "show", str(logits / "00000.parquet")])
-    assert "token " in shown.output.splitlines()[3]
+    result = CliRunner().invoke(app, ["logits", "show", str(logits / "00000.parquet")])
+    assert "token " in result.output.splitlines()[3]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from protocol.base import limits
-from protocol.base.errors import NotAuthorised, UsageError
+from protocol.base.errors import NotAuthorized, UsageError
 from protocol.base.regular_file import read_regular
 from protocol.machine.secret_file import join_token_file, read_secret, state_home, write_secret
 from protocol.wire.authentication import NO_CERTIFICATE
@@ -70,7 +70,7 @@ class WorkerCredentials:
             name: The worker's name.
 
         Raises:
-            NotAuthorised: The certificate is not that of the token's coordinator, or there is
+            NotAuthorized: The certificate is not that of the token's coordinator, or there is
                 neither token nor key.
             UsageError: A file cannot be used.
         """
@@ -79,7 +79,7 @@ class WorkerCredentials:
         if certificate is None:
             if token is None:
                 self._raise_token_problem()
-                raise NotAuthorised(f"this worker has no join token; {_HOW}")
+                raise NotAuthorized(f"this worker has no join token; {_HOW}")
             return token.secret, False
         if token is not None and token.fingerprint == certificate:
             return self._key(certificate, name) or (token.secret, False)
@@ -89,16 +89,16 @@ class WorkerCredentials:
         if token is None:
             self._raise_token_problem()
             if fault := key_fault(path := self._key_file(certificate, name)):
-                raise NotAuthorised(
+                raise NotAuthorized(
                     f"this worker has no join token, and its key in {str(path)!r} {fault}; restore "
                     f"that file from a backup, or join with a token, which replaces it: {_HOW}"
                 )
-            raise NotAuthorised(
+            raise NotAuthorized(
                 f"this worker has no join token, and under the name {name!r} no key; keys are "
                 "stored by name: use the name under which it joined before (--name), or a token: "
                 f"{_HOW}"
             )
-        raise NotAuthorised(
+        raise NotAuthorized(
             f"expected the certificate {_short(token.fingerprint)} that the join token names, got "
             f"{_short(certificate)}: the token is outdated (the coordinator has a new "
             "certificate), belongs to another coordinator, or someone intercepts the connection; "
@@ -177,10 +177,10 @@ class WorkerCredentials:
         """Report why a token file that the user did not name cannot be used.
 
         Raises:
-            NotAuthorised: The file cannot be used, and the worker has no key either.
+            NotAuthorized: The file cannot be used, and the worker has no key either.
         """
         if self._token_problem:
-            raise NotAuthorised(f"this worker has no join token: {self._token_problem}")
+            raise NotAuthorized(f"this worker has no join token: {self._token_problem}")
 
     def _key(self, certificate: bytes, name: str) -> tuple[bytes, bool] | None:
         path = self._key_file(certificate, name)

@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 from backends.base import draws
 from backends.base.frozen_base import frozen_base
 from backends.base.interface import Array
-from backends.base.narrowing import quantise_tensor, release_pages
-from backends.base.quantise import STORAGE, Storage, dequantise
+from backends.base.narrowing import quantize_tensor, release_pages
+from backends.base.quantize import STORAGE, Storage, dequantize
 from protocol.base.errors import DataError, describe_error
 from protocol.exact.digest import digest_arrays
 from protocol.spec.files.adapter import (
@@ -412,7 +412,7 @@ def _norms(rows: torch.Tensor, storage: Storage) -> Array:
         part = rows[first : first + at_once]
         values = part.double().numpy()
         if storage != "f32":
-            values = dequantise(quantise_tensor(part, storage)).astype(np.float64)
+            values = dequantize(quantize_tensor(part, storage)).astype(np.float64)
         norms[first : first + at_once] = np.sqrt(np.square(values).sum(axis=1))
     release_pages(rows)
     return norms

@@ -13,7 +13,7 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
-from backends.base.quantise import STORAGE, group_of, stored_bytes
+from backends.base.quantize import STORAGE, group_of, stored_bytes
 from protocol.base.errors import MainMemoryTooSmall
 from protocol.base.regular_file import read_json
 from protocol.machine.allocator import give_back_freed_memory

@@ -118,13 +118,13 @@ def load_classifier(
         DataError: The source has no such model, or it cannot be loaded without running its code.
         MainMemoryTooSmall: This machine has no room for it.
     """
-    labelled = {
+    labeled = {
         "id2label": dict(enumerate(labels)),
         "label2id": {label: number for number, label in enumerate(labels)},
         "ignore_mismatched_sizes": True,
         **({"problem_type": _PROBLEM_TYPE[problem]} if problem in _PROBLEM_TYPE else {}),
     }
-    loaded = _load(transformers.AutoModelForSequenceClassification, spec, seed, labelled)
+    loaded = _load(transformers.AutoModelForSequenceClassification, spec, seed, labeled)
     if not list(_rows_before_positions(loaded.model)):
         loaded.config.pad_token_id = padding
     return loaded
@@ -138,12 +138,12 @@ def load_tagger(spec: ModelSpec, names: Sequence[str], seed: int) -> Pretrained:
         names: Of the tags, in the order of their numbers.
         seed: The run's.
     """
-    labelled = {
+    labeled = {
         "id2label": dict(enumerate(names)),
         "label2id": {name: number for number, name in enumerate(names)},
         "ignore_mismatched_sizes": True,
     }
-    return _load(transformers.AutoModelForTokenClassification, spec, seed, labelled)
+    return _load(transformers.AutoModelForTokenClassification, spec, seed, labeled)
 
 
 def load_seq2seq(spec: ModelSpec, seed: int) -> Pretrained:
@@ -399,7 +399,7 @@ def refusal(what: str, source: str, error: Exception) -> DataError:
 
 
 def quiet() -> None:
-    """A worker's log is its own; and a fork after tokenising is none of the tokenizer's."""
+    """A worker's log is its own; and a fork after tokenizing is none of the tokenizer's."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # What one of these libraries tells the other is nothing a user can act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from protocol.base import limits
 from protocol.base.errors import (
     ExitCode,
-    NotAuthorised,
+    NotAuthorized,
     OutOfOrder,
     ProtocolError,
     SamestepError,
@@ -300,13 +300,13 @@ class PeerLinks:
         """Return the peer that says hello.
 
         Raises:
-            NotAuthorised: The coordinator has not listed it, or it looks for another worker.
+            NotAuthorized: The coordinator has not listed it, or it looks for another worker.
         """
         link = self._links.get(hello.name)
         if link is None or hello.to != self.me:
             if len(self._rejected) < limits.WORKERS:
                 self._rejected.add(hello.name)
-            raise NotAuthorised(
+            raise NotAuthorized(
                 f"{hello.name!r} is not a peer of {self.me!r}, or looks for {hello.to!r}"
             )
         return link.peer
@@ -411,7 +411,7 @@ class _PeerConnection:
         """Check the certificate; only then say hello.
 
         Raises:
-            NotAuthorised: It is another one.
+            NotAuthorized: It is another one.
             Unreachable: The peer was faster, and there is a link already.
         """
         peer, certificate = self.peer, self.channel.certificate
@@ -419,7 +419,7 @@ class _PeerConnection:
         if self._links.has_link(peer):
             raise Unreachable(_CROSSED)
         if certificate is not None and tls.fingerprint(certificate).hex() != peer.fingerprint:
-            raise NotAuthorised(f"{peer.name!r}: expected its certificate, got another one")
+            raise NotAuthorized(f"{peer.name!r}: expected its certificate, got another one")
         self._hello = PeerHello(name=self._links.me, to=peer.name, nonce=new_nonce())
         self.channel.send(self._hello)
 
@@ -511,8 +511,8 @@ class _PeerConnection:
                     self._on_probe(body)
                 case Goodbye():
                     channel.abort(f"{self.name or self.host!r} refuses: {message.reason}")
-        except NotAuthorised as error:
-            channel.goodbye(str(error), retry=False, exit_code=ExitCode.NOT_AUTHORISED)
+        except NotAuthorized as error:
+            channel.goodbye(str(error), retry=False, exit_code=ExitCode.NOT_AUTHORIZED)
         except Unreachable as error:
             channel.abort(str(error))
 

@@ -19,7 +19,7 @@ from protocol.base.address import format_address
 from protocol.base.errors import (
     ExitCode,
     Mismatch,
-    NotAuthorised,
+    NotAuthorized,
     OutOfOrder,
     ProtocolError,
     SamestepError,
@@ -210,7 +210,7 @@ class Client:
             left_s = self._target.retry_for_s - (self._machine.now_s() - since_s)
             reason = await self._attempt(max(left_s, _LEAST_ATTEMPT_S))
             leaving = self._leaving
-            was_refused = leaving is not None and leaving.exit_code == ExitCode.NOT_AUTHORISED
+            was_refused = leaving is not None and leaving.exit_code == ExitCode.NOT_AUTHORIZED
             if leaving is not None and was_refused and self._credentials.try_token_next():
                 self._tell(f"{leaving.reason}; trying the join token")
                 continue
@@ -447,7 +447,7 @@ class Client:
             certificate = on_this_machine(certificate)
         try:
             channel.send(answer(self._hello, challenge, certificate, self._secret))
-        except NotAuthorised as error:
+        except NotAuthorized as error:
             self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
 
     def _enrol(self, welcome: Welcome) -> None:

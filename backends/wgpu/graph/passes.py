@@ -285,8 +285,8 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
     keep = bool(node.kwargs.get("keepdim", False))
     with graph.inserting_before(node):
         mean = add(graph, node, _aten.mean.dim, x, dims, True)
-        centred = add(graph, node, _aten.sub.Tensor, x, mean)
-        square = add(graph, node, _aten.mul.Tensor, centred, centred)
+        centered = add(graph, node, _aten.sub.Tensor, x, mean)
+        square = add(graph, node, _aten.mul.Tensor, centered, centered)
         total = add(graph, node, _aten.sum.dim_IntList, square, dims, keep)
         variance = add(graph, node, _aten.div.Scalar, total, float(max(count - subtracted, 0)))
         if not keep:

@@ -1,8 +1,8 @@
 """Read weights in narrow storage in shaders.
 
-A buffer has the layout of `Quantised.packed`: words, then scales. Element i of an int8, int4 or nf4
+A buffer has the layout of `Quantized.packed`: words, then scales. Element i of an int8, int4 or nf4
 buffer is its number times the scale of group `i / group`, one float32 product; bf16 and f16 are
-widened. The bits equal those of `backends.base.quantise.dequantise`.
+widened. The bits equal those of `backends.base.quantize.dequantize`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from backends.base.quantise import BITS, NF4, Quantised, Storage, group_of
+from backends.base.quantize import BITS, NF4, Quantized, Storage, group_of
 from protocol.base.errors import SamestepError
 
 _META = "narrow"
@@ -32,7 +32,7 @@ class Narrow:
     scales: int = 0
 
     @staticmethod
-    def of(stored: Quantised) -> Narrow:
+    def of(stored: Quantized) -> Narrow:
         """Return the layout of a quantized matrix."""
         return Narrow(stored.storage, stored.group, len(stored.words))
 

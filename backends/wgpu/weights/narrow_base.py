@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from backends.base.frozen_base import frozen_base
-from backends.base.narrowing import quantise_tensor
-from backends.base.quantise import STORAGE, dequantise, stored_bytes
+from backends.base.narrowing import quantize_tensor
+from backends.base.quantize import STORAGE, dequantize, stored_bytes
 from backends.wgpu.capture.capture import Capture, Kind
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables
@@ -90,9 +90,9 @@ class NarrowBase(BaseLayout):
         source = self._sources.get(name)
         if source is None:
             return None
-        return torch.from_numpy(dequantise(quantise_tensor(source, self._storage)))
+        return torch.from_numpy(dequantize(quantize_tensor(source, self._storage)))
 
     def take_words(self, name: str) -> NDArray[np.uint32] | None:
         """A stored weight as it is uploaded, which is once; None for what stays float32."""
         source = self._sources.pop(name, None)
-        return None if source is None else quantise_tensor(source, self._storage).packed()
+        return None if source is None else quantize_tensor(source, self._storage).packed()

@@ -190,8 +190,8 @@ class Round:
         self._open_chunks = [block.chunks for block in blocks]
         self._loss_bit = self._grid.count
         self._owed = self._owed_bits()
-        self._unsummarised: list[int] = []
-        self._summarising: set[int] = set()
+        self._unsummarized: list[int] = []
+        self._summarizing: set[int] = set()
         self._summaries: dict[int, Summary] = {}
         self._weights: TreeSum[float] = TreeSum(microbatches, add)
         self._losses: TreeSum[float] = TreeSum(microbatches, add)
@@ -514,7 +514,7 @@ class Round:
     def complete(self) -> bool:
         """Whether all blocks are averaged and summarized, all losses known, doubles compared."""
         has_all = not any(self._open_chunks) and self._losses.total is not None
-        return has_all and not self._summarising and not self._awaits_double()
+        return has_all and not self._summarizing and not self._awaits_double()
 
     @property
     def loss(self) -> float:
@@ -528,7 +528,7 @@ class Round:
     def gradient_norms(self) -> GradientNorms:
         """Euclidean norms of the averaged gradients; the round is complete."""
         assert self.complete
-        self._summarise()
+        self._summarize()
         trained = (
             self._summaries[number] for number, block in enumerate(self._blocks) if block.is_trained
         )
@@ -537,7 +537,7 @@ class Round:
     def averages_digest(self) -> str:
         """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""
         assert self.complete
-        self._summarise()
+        self._summarize()
         return averages_digest(self._summaries[block].digest for block in range(len(self._blocks)))
 
     @property
@@ -636,32 +636,32 @@ class Round:
         missing = set(self._losses.missing(subtree)) | self.peers.missing(subtree)
         return self._reducer.missing(subtree, missing)
 
-    def _summarise(self) -> None:
+    def _summarize(self) -> None:
         """Compute norm and digest of completed blocks, after all averages were broadcast."""
-        for number in self._unsummarised:
+        for number in self._unsummarized:
             summary = summary_of(self._blocks[number], self.averages[number], self._clipped)
             self._summaries[number] = summary
-        self._unsummarised.clear()
+        self._unsummarized.clear()
 
     @property
-    def summarises(self) -> bool:
+    def summarizes(self) -> bool:
         """Whether summaries are being computed in another thread."""
-        return bool(self._summarising)
+        return bool(self._summarizing)
 
     def summarize(self) -> list[Summarize]:
         """Return an action that summarizes large blocks in a thread; `summarized` follows."""
-        elements = sum(self._blocks[number].elements for number in self._unsummarised)
+        elements = sum(self._blocks[number].elements for number in self._unsummarized)
         if elements * 4 <= limits.EVENT_LOOP_REDUCE_BYTES:
             return []
-        numbers, self._unsummarised = self._unsummarised, []
-        self._summarising.update(numbers)
+        numbers, self._unsummarized = self._unsummarized, []
+        self._summarizing.update(numbers)
         averages = {number: (self._blocks[number], self.averages[number]) for number in numbers}
         return [Summarize(self.step_id["step"], self.step_id["attempt"], averages)]
 
     def summarized(self, summaries: Mapping[int, Summary]) -> None:
         """Take norms and digests of blocks from the thread."""
         for number, summary in summaries.items():
-            self._summarising.discard(number)
+            self._summarizing.discard(number)
             self._summaries[number] = summary
 
     def _check_assigned(self, worker: str, subtree: Subtree) -> Share:
@@ -679,7 +679,7 @@ class Round:
         block, chunk = self._grid.chunk(number)
         self._open_chunks[block] -= 1
         if not self._open_chunks[block]:
-            self._unsummarised.append(block)
+            self._unsummarized.append(block)
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
         own = number in self._reducer

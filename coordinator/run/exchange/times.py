@@ -72,13 +72,13 @@ def star_s(volume: Volume, members: Sequence[MeshMember]) -> float:
     once."""
     away = [member for member in members if not member.here]
     # Without a member on its machine, the coordinator's link is not measured: assume the fastest.
-    at_centre = [member for member in members if member.here] or members
-    centre = max(at_centre, key=lambda member: member.mbit)
+    at_center = [member for member in members if member.here] or members
+    center = max(at_center, key=lambda member: member.mbit)
     larger = max(volume.up_bytes, volume.down_bytes)
-    wire_s = max([centre.takes_s(len(away) * larger), *(m.takes_s(larger) for m in away)])
+    wire_s = max([center.takes_s(len(away) * larger), *(m.takes_s(larger) for m in away)])
     last_s = max(
         [
-            centre.takes_s(len(away) * volume.down_bytes),
+            center.takes_s(len(away) * volume.down_bytes),
             *(member.takes_s(volume.down_bytes) for member in away),
         ]
     )

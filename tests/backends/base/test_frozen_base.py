@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from backends.base.frozen_base import frozen_base, round_frozen_base
-from backends.base.quantise import dequantise, quantise
+from backends.base.quantize import dequantize, quantize
 
 
 class Tied(nn.Module):
@@ -37,5 +37,5 @@ def test_a_rounded_module_holds_what_the_stored_form_stands_for(base_dtype):
     }
     assert changed == (set() if base_dtype == "float32" else {"frozen.weight"})
     if base_dtype == "int8":
-        expected = dequantise(quantise(before["frozen.weight"].numpy(), "int8"))
+        expected = dequantize(quantize(before["frozen.weight"].numpy(), "int8"))
         np.testing.assert_array_equal(module.frozen.weight.numpy(), expected)

@@ -12,7 +12,7 @@ from torch import nn
 
 from backends.base.frozen_base import round_frozen_base
 from backends.base.interface import Batch, BlockGradient, Trainable
-from backends.base.quantise import dequantise, quantise
+from backends.base.quantize import dequantize, quantize
 from backends.eager import eager
 from backends.eager.narrow_base import narrow_frozen_base
 from backends.eager.narrow_linear import Bench, NarrowLinear, NarrowWeight
@@ -30,10 +30,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("shape", [(3, 8), (5, 64), (64, 192)])
 def test_widened_on_a_device_is_what_numpy_says(storage, shape):
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    stored = quantise(values, storage)
+    stored = quantize(values, storage)
     wide = NarrowWeight(stored, CPU).wide(torch.empty(shape))
     assert wide.is_contiguous()
-    assert np.array_equal(wide.numpy().view(np.uint32), dequantise(stored).view(np.uint32))
+    assert np.array_equal(wide.numpy().view(np.uint32), dequantize(stored).view(np.uint32))
 
 
 def gradients(spec: Any) -> list[bytes]:
@@ -140,7 +140,7 @@ def test_a_float32_base_in_half_precision_has_the_bits_of_torch_s_own_autocast(
 
 
 def test_a_weight_stored_as_it_is_computed_in_is_the_operand_itself():
-    stored = quantise(np.ones((8, 64), np.float32), "bf16")
+    stored = quantize(np.ones((8, 64), np.float32), "bf16")
     narrow, bench = NarrowWeight(stored, CPU), Bench(8 * 64, CPU)
     assert bench.operand(narrow, torch.bfloat16).data_ptr() == narrow.matrix.data_ptr()
     assert bench.operand(narrow, torch.float16).data_ptr() != narrow.matrix.data_ptr()

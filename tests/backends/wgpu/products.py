@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.base.quantise import dequantise, quantise
+from backends.base.quantize import dequantize, quantize
 from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul.shader import (
@@ -83,8 +83,8 @@ def same_bits(one, other):
 def stored_product(storage, tokens, columns, rows, *, backward):
     """x @ W^T forward or g @ W backward, W (rows, columns) in fewer bits; and with its values."""
     draw = np.random.default_rng(3)
-    stored = quantise(draw.standard_normal((rows, columns)).astype(np.float32), storage)
-    weight = dequantise(stored)
+    stored = quantize(draw.standard_normal((rows, columns)).astype(np.float32), storage)
+    weight = dequantize(stored)
     k, n = (rows, columns) if backward else (columns, rows)
     x = draw.standard_normal((tokens, k)).astype(np.float32)
     b = Operand((0, columns, 1) if backward else (0, 1, columns))

@@ -126,7 +126,7 @@ def text(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
     return Batch({"input_ids": ids, "labels": labels}, float(samples))
 
 
-def labelled(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
+def labeled(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
     """Padded texts with a class each."""
     draws = np.random.default_rng(seed)
     mask = (np.arange(length) < draws.integers(4, length, (samples, 1))).astype(np.int64)

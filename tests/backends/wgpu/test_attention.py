@@ -35,7 +35,7 @@ from tests.backends.wgpu.small_models import (
     bert,
     class_loss,
     gradients,
-    labelled,
+    labeled,
     llama,
     next_token_loss,
     qwen3_with_lora,
@@ -221,7 +221,7 @@ def padded_loss(module: nn.Module, arrays: Any) -> torch.Tensor:
 
 MODELS: dict[str, Any] = {
     "a padded Qwen3 with LoRA, added masks": (qwen3_with_lora, "eager", padded_loss, text),
-    "a BERT, truth values": (bert, "sdpa", class_loss, labelled),
+    "a BERT, truth values": (bert, "sdpa", class_loss, labeled),
 }
 
 

@@ -26,7 +26,7 @@ from tests.backends.wgpu.small_models import (
     bert,
     class_loss,
     gradients,
-    labelled,
+    labeled,
     llama,
     next_token_loss,
     qwen3_with_lora,
@@ -230,7 +230,7 @@ def test_the_comparison_with_torch_knows_the_precision(backend, monkeypatch):
 def test_models_of_transformers(device, backend, kind, cooperative):
     makes: dict[str, Any] = {
         "a decoder": (llama, next_token_loss, text, "float32"),
-        "an encoder": (bert, class_loss, labelled, "float32"),
+        "an encoder": (bert, class_loss, labeled, "float32"),
         "LoRA on few bits": (qwen3_with_lora, next_token_loss, text, "int8"),
     }
     make, loss, given, base = makes[kind]

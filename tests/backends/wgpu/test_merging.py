@@ -16,7 +16,7 @@ from tests.backends.wgpu.small_models import (
     bert,
     class_loss,
     gradients,
-    labelled,
+    labeled,
     llama,
     next_token_loss,
     text,
@@ -78,7 +78,7 @@ def test_the_bits_are_those_of_kernels_one_by_one(device, kind):
     if kind == "decoder":
         module, loss, batch = llama(**WIDE, num_key_value_heads=1), next_token_loss, text()
     else:
-        module, loss, batch = bert(dropout=0.1, **WIDE), class_loss, labelled()
+        module, loss, batch = bert(dropout=0.1, **WIDE), class_loss, labeled()
     found, counts = {}, {}
     for bindings in (ALONE, FEW, MANY):
         job = trainable(module, loss)

@@ -27,7 +27,7 @@ from tests.backends.wgpu.small_models import (
     Mixer,
     bert,
     class_loss,
-    labelled,
+    labeled,
     llama,
     mixed,
     mixer_loss,
@@ -179,7 +179,7 @@ def checkpointed() -> nn.Module:
 MODELS: dict[str, Any] = {
     "llama": (llama, next_token_loss, text),
     "its layers computed twice": (checkpointed, next_token_loss, text),
-    "bert with dropout": (lambda: bert(0.1), class_loss, labelled),
+    "bert with dropout": (lambda: bert(0.1), class_loss, labeled),
     "lora": (qwen3_with_lora, next_token_loss, text),
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Batch, Loss, Trainable
-from backends.base.quantise import GROUP, quantise, stored_bytes
+from backends.base.quantize import GROUP, quantize, stored_bytes
 from backends.eager.eager import EagerBackend
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import Estimate, refuse_insufficient_memory
@@ -104,7 +104,7 @@ def test_a_base_that_was_read_in_16_bits_is_narrowed_at_upload_and_never_widened
     assert source.data_ptr() == values.data_ptr(), "no copy is made before the upload"
     assert frozen.weight.dtype == torch.float32
     assert frozen.weight.untyped_storage().nbytes() == 4, "a trace needs shape and dtype alone"
-    expected = quantise(values.float().numpy(), "int4").packed()
+    expected = quantize(values.float().numpy(), "int4").packed()
     words = base.take_words("0.weight")
     assert words is not None
     assert words.tobytes() == expected.tobytes()

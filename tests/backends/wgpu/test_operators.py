@@ -173,7 +173,7 @@ def test_indices_negative_ones_too(device):
     shape=st.lists(st.integers(2, 4), min_size=3, max_size=4), data=st.data(), several=st.booleans()
 )
 def test_indices_of_later_dimensions(device, shape, data, several):
-    """Of one, or of two neighbours; their gradients add up where a place is read twice."""
+    """Of one, or of two neighbors; their gradients add up where a place is read twice."""
     first = data.draw(st.integers(1, len(shape) - 1 - several))
 
     def numbers(size: int) -> torch.Tensor:

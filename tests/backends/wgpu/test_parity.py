@@ -21,7 +21,7 @@ from tests.backends.wgpu.small_models import (
     Mixer,
     bert,
     class_loss,
-    labelled,
+    labeled,
     llama,
     mixed,
     mixer_loss,
@@ -53,7 +53,7 @@ def compared(backend: VulkanBackend, job: Trainable, *batches: Batch) -> str:
     ("make", "loss", "batch"),
     [
         (Mixer, mixer_loss, mixed),
-        pytest.param(partial(bert, dropout=0.2), class_loss, labelled, marks=pytest.mark.slow),
+        pytest.param(partial(bert, dropout=0.2), class_loss, labeled, marks=pytest.mark.slow),
     ],
 )
 def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend, make, loss, batch):

@@ -17,7 +17,7 @@ from backends.wgpu.shaders.matmul.shader import matmul_shader
 from tests.backends.wgpu.small_models import (
     bert,
     class_loss,
-    labelled,
+    labeled,
     llama,
     next_token_loss,
     text,
@@ -98,7 +98,7 @@ def test_layers_that_compute_otherwise_are_distinguished():
 
 def test_memory_is_shared_only_between_values_of_different_times():
     """Replays the plan: every read finds the value that was written for it."""
-    plan = planned(bert(dropout=0.1), class_loss, labelled())
+    plan = planned(bert(dropout=0.1), class_loss, labeled())
     slots = [place.slot for place in plan.locations]
     last_read: dict[int, int] = {}
     for at, dispatch in enumerate(plan.dispatches):

@@ -30,7 +30,7 @@ from tests.backends.wgpu.small_models import (
     bert,
     class_loss,
     gradients,
-    labelled,
+    labeled,
     llama,
     next_token_loss,
     qwen3_with_lora,
@@ -65,7 +65,7 @@ def of_a_llama(device) -> Iterator[VulkanProgram]:
 @pytest.fixture(scope="module")
 def of_a_bert(device) -> Iterator[VulkanProgram]:
     """Likewise, with dropout."""
-    yield from _compiled(device, trainable(bert(dropout=0.1), class_loss), labelled())
+    yield from _compiled(device, trainable(bert(dropout=0.1), class_loss), labeled())
 
 
 def _compiled(device: Any, job: Trainable, example: Batch) -> Iterator[VulkanProgram]:
@@ -81,7 +81,7 @@ MODELS: dict[str, Any] = {
     "a Llama whose embeddings are its head": (
         lambda: llama(tie_word_embeddings=True), next_token_loss, text,
     ),
-    "a BERT, embeddings too": (bert, class_loss, labelled),
+    "a BERT, embeddings too": (bert, class_loss, labeled),
     "a loss of a few tokens at a time": (
         qwen3_with_lora, partial(token_loss, options={"use_cache": False}, at_once=7), text,
     ),
@@ -283,7 +283,7 @@ def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(of_a_
 
     def node(leaves: int) -> tuple[int, int]:
         before = (device.counts.uploads, device.counts.readbacks)
-        stream = program.gradients([(labelled(seed=leaf), leaf) for leaf in range(leaves)])
+        stream = program.gradients([(labeled(seed=leaf), leaf) for leaf in range(leaves)])
         assert stream.sums is None, "added on the device"
         for _ in stream:
             pass
@@ -339,9 +339,9 @@ def test_sums_that_are_held_give_way_to_a_plan_that_needs_their_memory(device, m
 
 
 def test_one_upload_and_one_readback_per_block_for_a_microbatch(of_a_bert, device):
-    gradients(of_a_bert, labelled())
+    gradients(of_a_bert, labeled())
     before = (device.counts.uploads, device.counts.readbacks)
-    gradients(of_a_bert, labelled(seed=1))
+    gradients(of_a_bert, labeled(seed=1))
     assert device.counts.uploads - before[0] == 1
     assert device.counts.readbacks - before[1] == len(trainable(bert(), class_loss).blocks)
 

@@ -21,7 +21,7 @@ from tests.backends.wgpu.small_models import (
     bert,
     class_loss,
     gradients,
-    labelled,
+    labeled,
     llama,
     next_token_loss,
     qwen3_with_lora,
@@ -68,13 +68,13 @@ MODELS: dict[str, Any] = {
         lambda: frozen_embeddings(wide(llama, tie_word_embeddings=True)), next_token_loss, short,
     ),
     "a BERT in full but for its embeddings": (
-        lambda: frozen_embeddings(wide(bert)), class_loss, lambda: labelled(2, 8),
+        lambda: frozen_embeddings(wide(bert)), class_loss, lambda: labeled(2, 8),
     ),
     "a Llama in full": (lambda: wide(llama), next_token_loss, short),
     "a Llama in full, its head tied": (
         lambda: wide(llama, tie_word_embeddings=True), next_token_loss, short,
     ),
-    "a BERT in full": (lambda: wide(bert), class_loss, lambda: labelled(2, 8)),
+    "a BERT in full": (lambda: wide(bert), class_loss, lambda: labeled(2, 8)),
 }  # fmt: skip
 
 

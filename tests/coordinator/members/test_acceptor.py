@@ -11,7 +11,7 @@ import pytest
 from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.listening import is_loopback
 from protocol.base import limits
-from protocol.base.errors import ExitCode, NotAuthorised
+from protocol.base.errors import ExitCode, NotAuthorized
 from protocol.wire.acceptor import Acceptor
 from protocol.wire.authentication import Exchange, answer, on_this_machine
 from protocol.wire.messages import Challenge, Proof
@@ -200,10 +200,10 @@ async def test_no_proof_can_be_passed_on_between_the_unix_socket_and_the_port(tm
                 token = CoordinatorCredentials.open().join_token()
                 challenge = await relay.until(Challenge)
                 shown = token.fingerprint if here else on_this_machine(token.fingerprint)
-                with pytest.raises(NotAuthorised):
+                with pytest.raises(NotAuthorized):
                     answer(relay.hello, challenge, shown, token.secret)
                 proof = Exchange(relay.hello, challenge.nonce, shown).prove("worker", token.secret)
                 relay.send(Proof(proof=proof))
                 goodbye = await relay.farewell()
                 assert goodbye is not None
-                assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+                assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED

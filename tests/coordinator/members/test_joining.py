@@ -14,7 +14,7 @@ import pytest
 from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.run.outputs.events import ViewChanged
 from protocol.base import limits
-from protocol.base.errors import ExitCode, NotAuthorised, Unreachable
+from protocol.base.errors import ExitCode, NotAuthorized, Unreachable
 from protocol.wire import messages, tls
 from protocol.wire.authentication import (
     METHOD,
@@ -60,10 +60,10 @@ def client(port: int, credentials: WorkerCredentials, name: str = "w") -> Client
 
 async def refusal(port: int, credentials: WorkerCredentials) -> str:
     """A worker that does not get in: its one line."""
-    with pytest.raises(NotAuthorised) as caught:
+    with pytest.raises(NotAuthorized) as caught:
         async with asyncio.timeout(PATIENCE_S):
             await client(port, credentials).serve()
-    assert caught.value.exit_code == ExitCode.NOT_AUTHORISED == 77
+    assert caught.value.exit_code == ExitCode.NOT_AUTHORIZED == 77
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -166,7 +166,7 @@ async def test_a_key_of_one_name_is_none_of_another(tmp_path):
         hostile.send(Proof(proof=exchange.prove("worker", key)))
         goodbye = await hostile.farewell()
         assert goodbye is not None
-        assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+        assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
 
 
 @on_uvloop
@@ -231,7 +231,7 @@ async def test_proofs_that_are_not_of_this_connection(tmp_path, change):
         hostile.send(Proof(proof=proof))
         goodbye = await hostile.farewell()
         assert goodbye is not None
-        assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+        assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
         assert not live.service.sessions
 
 
@@ -253,7 +253,7 @@ async def test_a_recorded_handshake_is_worth_nothing(tmp_path):
             replaying.send(proof)
             goodbye = await replaying.farewell()
             assert goodbye is not None
-            assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+            assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
 
 
 @pytest.mark.parametrize("after_hello", [False, True])
@@ -276,7 +276,7 @@ async def refused_before_the_welcome(
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
             goodbye = await stranger.farewell()
         assert goodbye is not None, kind
-        assert goodbye.exit_code in (ExitCode.FAILED, ExitCode.NOT_AUTHORISED), kind
+        assert goodbye.exit_code in (ExitCode.FAILED, ExitCode.NOT_AUTHORIZED), kind
         assert not live.service.sessions, kind
 
 

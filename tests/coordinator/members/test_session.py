@@ -117,7 +117,7 @@ async def test_a_wrong_proof_is_not_admitted():
     assert house.heard == []
     ((reason, code),) = wire.goodbyes
     assert "the proof is wrong" in reason
-    assert code == ExitCode.NOT_AUTHORISED
+    assert code == ExitCode.NOT_AUTHORIZED
     assert session.name == ""
     session.on_lost(session.channel, "closed", None)
 

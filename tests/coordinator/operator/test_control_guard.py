@@ -21,7 +21,7 @@ from coordinator.operator.control_client import control_token, request
 from coordinator.operator.page_server import PAGE_PATHS
 from coordinator.service.events import Draining
 from protocol.base import limits
-from protocol.base.errors import ExitCode, NotAuthorised
+from protocol.base.errors import ExitCode, NotAuthorized
 from protocol.machine.secret_file import control_token_file, state_home, write_secret
 from tests.commands import called
 from tests.event_loop import on_uvloop
@@ -263,9 +263,9 @@ async def test_a_command_without_the_token_says_what_to_do(tmp_path, monkeypatch
     async with port(tmp_path) as control:
         address = f"127.0.0.1:{control.address[1]}"
         monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "another user's"))
-        with pytest.raises(NotAuthorised, match="SAMESTEP_CONTROL_TOKEN_FILE") as caught:
+        with pytest.raises(NotAuthorized, match="SAMESTEP_CONTROL_TOKEN_FILE") as caught:
             await request(address, "GET", "/status")
-        assert caught.value.exit_code == ExitCode.NOT_AUTHORISED
+        assert caught.value.exit_code == ExitCode.NOT_AUTHORIZED
         token_file = tmp_path / "control.token"
         token_file.write_text(control.guard.token)
         token_file.chmod(0o600)

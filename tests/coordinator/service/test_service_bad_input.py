@@ -105,14 +105,14 @@ async def test_another_version_is_told_which_side_to_upgrade(tmp_path, version):
 
 
 @on_uvloop
-async def test_a_proof_that_proves_nothing_is_not_authorised(tmp_path):
+async def test_a_proof_that_proves_nothing_is_not_authorized(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as stranger:
         stranger.greet()
         await stranger.until(messages.Challenge)
         stranger.send(messages.Proof(proof=b"let me in"))
         goodbye = await stranger.farewell()
         assert goodbye is not None
-        assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+        assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
         assert not live.service.sessions
 
 

@@ -51,7 +51,7 @@ def test_the_picture_is_the_tree():
         ("BackendUnavailable", 69),
         ("DeviceError", 1),
         ("MainMemoryTooSmall", 1),
-        ("NotAuthorised", 77),
+        ("NotAuthorized", 77),
         ("Mismatch", 78),
         ("LocalProtocolError", 1),
         ("FrameError", 1),

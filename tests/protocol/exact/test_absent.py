@@ -48,8 +48,8 @@ def test_a_sum_is_absent_exactly_if_all_its_terms_are(data, count, precision):
     average(sums.total, 3.0, out)
     reached = [values for values in gradients if values is not None]
     assert is_absent(out) == (not reached)
-    travelled = unpacked(packed(rounded(out), "bfloat16").view(np.uint8), "bfloat16")
-    assert is_absent(travelled) == (not reached)
+    traveled = unpacked(packed(rounded(out), "bfloat16").view(np.uint8), "bfloat16")
+    assert is_absent(traveled) == (not reached)
 
 
 def test_an_absent_term_changes_no_bit_of_a_sum():

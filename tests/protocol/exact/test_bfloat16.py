@@ -10,7 +10,7 @@ from tests.reference_bfloat16 import nearest
 
 BITS = st.one_of(
     st.integers(0, 2**32 - 1),
-    # Near what decides: ties, their neighbours, and the ends of exponents.
+    # Near what decides: ties, their neighbors, and the ends of exponents.
     st.builds(
         lambda upper, lower: upper << 16 | lower,
         st.integers(0, 2**16 - 1),

@@ -15,7 +15,7 @@ seeds = st.integers(0, 2**63 - 1)
 
 
 def naive_hash(*words):
-    """SplitMix64's finaliser chained over words, in Python's whole numbers."""
+    """SplitMix64's finalizer chained over words, in Python's whole numbers."""
     state = 0
     for word in words:
         z = ((word ^ state) + 0x9E3779B97F4A7C15) & MASK
@@ -128,7 +128,7 @@ def test_grouping_covers_every_sample_once_with_as_many_microbatches(seed, sampl
     assert sorted(s for step in parts for p in step for s in p) == list(range(samples))
 
 
-def test_grouped_microbatches_are_of_neighbours_and_steps_are_mixed():
+def test_grouped_microbatches_are_of_neighbors_and_steps_are_mixed():
     order = SampleOrder(3, 6400, BatchSpec(samples=64, microbatch=8), grouped=True)
     parts = [part for step in range(100) for part in order.microbatches(step)]
     spread = [max(part) - min(part) for part in parts]

@@ -82,12 +82,12 @@ def test_defaults():
 def test_canonical_round_trip(written):
     lm = parse_run_spec(LLAMA | {"steps": 1, "tokenizer": {"vocab_size": 300}})
     weighted = {"train": "d", "class_weights": {"b": 2, "a": 1.5}}
-    labelled = {"task": "classify", "steps": 1, "model": {"source": "m"}, "data": weighted}
+    labeled = {"task": "classify", "steps": 1, "model": {"source": "m"}, "data": weighted}
     for spec in (
         load_run_spec(written(CLASSIFY)),
         parse_run_spec(REGRESS),
         lm,
-        parse_run_spec(labelled),
+        parse_run_spec(labeled),
     ):
         again = parse_run_spec_bytes(spec.to_bytes())
         assert again == spec

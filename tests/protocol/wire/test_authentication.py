@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from protocol import PROTOCOL_VERSION
-from protocol.base.errors import ExitCode, NotAuthorised
+from protocol.base.errors import ExitCode, NotAuthorized
 from protocol.wire import authentication
 from protocol.wire.authentication import (
     METHOD,
@@ -60,9 +60,9 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_a_proof_of_another_connection_is_refused_by_both(other):
     replayed = Proof(proof=other.prove("worker", KEY))
-    with pytest.raises(NotAuthorised):
+    with pytest.raises(NotAuthorized):
         EXCHANGE.check_worker(KEY, replayed)
-    with pytest.raises(NotAuthorised):
+    with pytest.raises(NotAuthorized):
         answer(other.hello, EXCHANGE.challenge(KEY), other.fingerprint, KEY) if (
             other.hello != HELLO or other.fingerprint != CERTIFICATE
         ) else answer(
@@ -75,26 +75,26 @@ def test_a_proof_of_another_connection_is_refused_by_both(other):
 
 def test_a_reflected_proof_is_refused_by_both():
     own = EXCHANGE.challenge(KEY).proof
-    with pytest.raises(NotAuthorised):
+    with pytest.raises(NotAuthorized):
         EXCHANGE.check_worker(KEY, Proof(proof=own))
     mirrored = Challenge(
         method=METHOD, nonce=EXCHANGE.coordinator_nonce, proof=EXCHANGE.prove("worker", KEY)
     )
-    with pytest.raises(NotAuthorised):
+    with pytest.raises(NotAuthorized):
         answer(HELLO, mirrored, CERTIFICATE, KEY)
 
 
 @pytest.mark.parametrize("proof", [b"", b"guess", bytes(32), bytes(64)])
 def test_what_is_no_proof(proof):
-    with pytest.raises(NotAuthorised) as caught:
+    with pytest.raises(NotAuthorized) as caught:
         EXCHANGE.check_worker(KEY, Proof(proof=proof))
-    assert caught.value.exit_code == ExitCode.NOT_AUTHORISED == 77
+    assert caught.value.exit_code == ExitCode.NOT_AUTHORIZED == 77
 
 
 def test_another_secret_proves_nothing():
-    with pytest.raises(NotAuthorised, match="coordinator token show"):
+    with pytest.raises(NotAuthorized, match="coordinator token show"):
         answer(HELLO, EXCHANGE.challenge(new_key()), CERTIFICATE, KEY)
-    with pytest.raises(NotAuthorised, match="coordinator token show"):
+    with pytest.raises(NotAuthorized, match="coordinator token show"):
         EXCHANGE.check_worker(
             KEY, answer(HELLO, EXCHANGE.challenge(b"k" * 32), CERTIFICATE, b"k" * 32)
         )
@@ -103,12 +103,12 @@ def test_another_secret_proves_nothing():
 def test_another_version_of_the_protocol_proves_nothing(monkeypatch):
     challenge = EXCHANGE.challenge(KEY)
     monkeypatch.setattr(authentication, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
-    with pytest.raises(NotAuthorised):
+    with pytest.raises(NotAuthorized):
         answer(HELLO, challenge, CERTIFICATE, KEY)
 
 
 def test_a_worker_says_which_method_it_does_not_have():
-    with pytest.raises(NotAuthorised, match="'none'"):
+    with pytest.raises(NotAuthorized, match="'none'"):
         answer(HELLO, Challenge(method="none", nonce=bytes(32), proof=bytes(32)), CERTIFICATE, KEY)
 
 

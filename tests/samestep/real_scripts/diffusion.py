@@ -39,8 +39,8 @@ def loss(module, batch):
     (images,) = batch
     level = torch.randint(LEVELS, (len(images),))
     noise = torch.randn_like(images)
-    kept = module.kept[level][:, None]
-    noisy = kept.sqrt() * images + (1 - kept).sqrt() * noise
+    signal_share = module.kept[level][:, None]
+    noisy = signal_share.sqrt() * images + (1 - signal_share).sqrt() * noise
     return ((module(noisy, level) - noise) ** 2).mean(1).sum()
 
 

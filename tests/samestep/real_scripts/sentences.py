@@ -39,12 +39,12 @@ def groups(module):
 
 
 def pairs():
-    found = []
+    rows = []
     for owner in (statistics, textwrap, str, list, dict, bytes, int, float):
         for name, member in sorted(vars(owner).items()):
             if (text := inspect.getdoc(member)) and not isinstance(member, str):
-                found.append((f"{owner.__name__} {name.strip('_')}", text))
-    return found[:120]
+                rows.append((f"{owner.__name__} {name.strip('_')}", text))
+    return rows[:120]
 
 
 def tokens(text: str) -> list[int]:

@@ -35,8 +35,8 @@ def dialogue(number: int) -> Conversation:
 
 
 def read(tokenizer: Any, messages: Any, template: str, **how: Any) -> tuple[list[int], list[bool]]:
-    made = ChatTemplate(tokenizer, template, loss=how.get("loss", "assistant"))
-    [(tokens, counted)] = made.encode([made.render(of(messages))])
+    chat_template = ChatTemplate(tokenizer, template, loss=how.get("loss", "assistant"))
+    [(tokens, counted)] = chat_template.encode([chat_template.render(of(messages))])
     return tokens.tolist(), counted.tolist()
 
 
@@ -72,22 +72,22 @@ def test_the_mask_is_that_of_the_pieces_one_by_one(tokenizer):
 
 @pytest.mark.parametrize("number", range(6))
 def test_marks_say_what_transformers_says_of_them(tokenizer, number):
-    said = conversation(number)
-    theirs = tokenizer.apply_chat_template(
-        said, chat_template=MARKED, tokenize=True, return_dict=True,
+    messages = conversation(number)
+    expected = tokenizer.apply_chat_template(
+        messages, chat_template=MARKED, tokenize=True, return_dict=True,
         return_assistant_tokens_mask=True,
     )  # fmt: skip
-    made = ChatTemplate(tokenizer, MARKED, loss="assistant")
-    [(tokens, counted)] = made.encode([made.render(dialogue(number))])
-    assert tokens.tolist() == theirs["input_ids"]
-    assert counted.astype(int).tolist() == theirs["assistant_masks"]
+    chat_template = ChatTemplate(tokenizer, MARKED, loss="assistant")
+    [(tokens, counted)] = chat_template.encode([chat_template.render(dialogue(number))])
+    assert tokens.tolist() == expected["input_ids"]
+    assert counted.astype(int).tolist() == expected["assistant_masks"]
 
 
 def test_all_of_a_batch_are_as_each_alone(tokenizer):
-    made = ChatTemplate(tokenizer, CHATML, loss="assistant")
-    rendered = [made.render(dialogue(number % 9)) for number in range(300)]
-    for one, (tokens, counted) in zip(rendered, made.encode(rendered), strict=True):
-        [(alone, marks)] = made.encode([one])
+    chat_template = ChatTemplate(tokenizer, CHATML, loss="assistant")
+    rendered = [chat_template.render(dialogue(number % 9)) for number in range(300)]
+    for one, (tokens, counted) in zip(rendered, chat_template.encode(rendered), strict=True):
+        [(alone, marks)] = chat_template.encode([one])
         assert alone.tolist() == tokens.tolist()
         assert marks.tolist() == counted.tolist()
 
@@ -127,8 +127,10 @@ def test_a_tokenizer_whose_tokens_depend_on_what_follows_counts_by_characters():
 
 def test_no_template_sees_a_clock(tokenizer):
     template = "{{ strftime_now('%d %b %Y, %Y-%m-%d') }}\n" + CHATML
-    made = ChatTemplate(tokenizer, template, loss="assistant")
-    assert made.render(of(WEATHER)).text.startswith("26 Jul 2024, 2024-07-26\n<|im_start|>")
+    chat_template = ChatTemplate(tokenizer, template, loss="assistant")
+    assert chat_template.render(of(WEATHER)).text.startswith(
+        "26 Jul 2024, 2024-07-26\n<|im_start|>"
+    )
 
 
 REFUSED = {

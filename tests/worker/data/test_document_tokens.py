@@ -44,10 +44,10 @@ def text_of(kind: str, characters: int, seed: int = 3) -> str:
         "marks": [" ", "\n", "</s>", " <s> "],
         "spaces": [" ", " " * 40, "\n" * 40],
     }[kind]
-    said = ""
-    while len(said) < characters:
-        said += draw.choice(WORDS) + draw.choice(ends)
-    return said[:characters]
+    text = ""
+    while len(text) < characters:
+        text += draw.choice(WORDS) + draw.choice(ends)
+    return text[:characters]
 
 
 KINDS = [
@@ -67,46 +67,48 @@ def tokenizer_of(name: str) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if "byte" in name else [],
     )
     trainer: Any = bpe
-    made = Tokenizer(models.BPE(unk_token=None if "byte" in name else "<unk>", fuse_unk=True))
+    new_tokenizer = Tokenizer(
+        models.BPE(unk_token=None if "byte" in name else "<unk>", fuse_unk=True)
+    )
     match name:
         case "llama 3, byte":
             split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
             byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+            new_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
         case "roberta, byte":
-            made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+            new_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
         case "unigram":
-            made, trainer = Tokenizer(models.Unigram()), unigram
-            made.normalizer = normalizers.NFKC()
-            made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+            new_tokenizer, trainer = Tokenizer(models.Unigram()), unigram
+            new_tokenizer.normalizer = normalizers.NFKC()
+            new_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         case "unigram of one word":
-            made, trainer = Tokenizer(models.Unigram()), unigram
+            new_tokenizer, trainer = Tokenizer(models.Unigram()), unigram
         case "llama 2":
             bracketed = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-            made.normalizer = normalizers.Sequence(bracketed)
+            new_tokenizer.normalizer = normalizers.Sequence(bracketed)
             words = [text.replace(" ", "▁") for text in "".join(corpus()).split("\n")]
-            made.train_from_iterator(words, trainer)
-            return fast(made)
+            new_tokenizer.train_from_iterator(words, trainer)
+            return fast(new_tokenizer)
         case "bert":
-            made = Tokenizer(models.WordPiece(unk_token="<unk>"))
-            made.normalizer = normalizers.BertNormalizer(lowercase=True)
-            made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            new_tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+            new_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+            new_tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
             trainer = trainers.WordPieceTrainer(
                 vocab_size=300, special_tokens=SPECIAL, show_progress=False
             )
-    made.train_from_iterator(corpus(), trainer)
-    return fast(made)
+    new_tokenizer.train_from_iterator(corpus(), trainer)
+    return fast(new_tokenizer)
 
 
 def corpus() -> list[str]:
     return [text_of(kind, 2_000, seed=1) for kind in ("paragraphs", "crlf", "code")]
 
 
-def fast(made: Tokenizer) -> Any:
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+def fast(new_tokenizer: Tokenizer) -> Any:
+    new_tokenizer.decoder = decoders.ByteLevel()
+    new_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        tokenizer_object=new_tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
         pad_token="</s>",
     )  # fmt: skip
 
@@ -131,10 +133,10 @@ def whole(tokenizer: Any, text: str) -> list[int]:
 
 
 def in_windows(tokenizer: Any, text: str, window: int) -> list[int]:
-    found = [*encode_text(tokenizer, len(text), lambda lo, hi: text[lo:hi], window)]
-    starts = np.concatenate([starts for _, starts in found])
+    encoded_windows = [*encode_text(tokenizer, len(text), lambda lo, hi: text[lo:hi], window)]
+    starts = np.concatenate([starts for _, starts in encoded_windows])
     assert (np.diff(starts) >= 0).all()
-    return [int(each) for ids, _ in found for each in ids]
+    return [int(each) for ids, _ in encoded_windows for each in ids]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,8 +180,8 @@ def test_memory_is_bounded_where_texts_have_words(name, kind):
 def test_a_tokenizer_that_changes_its_mind_is_refused():
     class Fickle(Counting):
         def __call__(self, texts: list[str], **how: Any) -> Any:
-            found = super().__call__(texts, **how)
-            return found if len(texts[0]) <= 400 else super().__call__([texts[0].upper()], **how)
+            encoding = super().__call__(texts, **how)
+            return encoding if len(texts[0]) <= 400 else super().__call__([texts[0].upper()], **how)
 
     text = text_of("paragraphs", 800) + "a" * 700
     with pytest.raises(DataError, match="divide the document into several of at most 400"):
@@ -197,8 +199,8 @@ def spec_of(tokenizer: Path, train: Path, **data: Any) -> RunSpec:
 
 def stream(samples: Any) -> list[int]:
     """All tokens; a sample's last one is the next one's first."""
-    found = [samples.sample(number)[0].tolist() for number in range(len(samples))]
-    return [each for tokens in found for each in tokens[:-1]] + found[-1][-1:]
+    rows = [samples.sample(number)[0].tolist() for number in range(len(samples))]
+    return [each for tokens in rows for each in tokens[:-1]] + rows[-1][-1:]
 
 
 def written(path: Path, text: str) -> Path:
@@ -220,9 +222,9 @@ def test_a_cut_of_a_lone_file_changes_no_token(tokenizer, saved, tmp_path):
     """Cut between the line ends of an empty line, of which some tokenizers have one token."""
     text = ("the cat sat on a mat. " * 200)[: LONE_FILE_CHARACTERS - 1] + "a\n\nthe cat " * 3
     assert text[LONE_FILE_CHARACTERS : LONE_FILE_CHARACTERS + 2] == "\n\n"
-    for said in (text, text * 3):
-        spec = spec_of(saved, written(tmp_path / "a.txt", said))
-        assert stream(read_language_data(spec, 0.0).train) == [1, *whole(tokenizer, said), 2]
+    for content in (text, text * 3):
+        spec = spec_of(saved, written(tmp_path / "a.txt", content))
+        assert stream(read_language_data(spec, 0.0).train) == [1, *whole(tokenizer, content), 2]
 
 
 @pytest.mark.parametrize(
@@ -232,9 +234,9 @@ def test_a_cut_of_a_lone_file_changes_no_token(tokenizer, saved, tmp_path):
 )
 def test_nothing_of_a_lone_file_is_left_out(tokenizer, saved, tmp_path, text):
     spec = spec_of(saved, written(tmp_path / "a.txt", text))
-    found = read_language_data(spec, 0.0)
-    assert stream(found.train) == [1, *whole(tokenizer, text), 2]
-    assert found.notes["duplicates_removed"] == 0
+    language_data = read_language_data(spec, 0.0)
+    assert stream(language_data.train) == [1, *whole(tokenizer, text), 2]
+    assert language_data.notes["duplicates_removed"] == 0
 
 
 def test_what_is_held_out_of_a_lone_file_and_what_is_not_are_its_tokens(tokenizer, tmp_path):
@@ -250,23 +252,23 @@ def test_what_is_held_out_of_a_lone_file_and_what_is_not_are_its_tokens(tokenize
     assert len(together.tokens) == 1
     parts = [each.tokens.read(0, each.tokens.elements).tolist() for each in each_alone]
     assert [token for part in parts for token in part] == expected
-    found = [each.tokens.read(0, each.tokens.elements).tolist() for each in divided]
-    assert found[0] == [token for part in parts[::3] for token in part]
-    assert found[1] == [token for n in (1, 2, 4, 5) for token in parts[n]]
+    token_lists = [each.tokens.read(0, each.tokens.elements).tolist() for each in divided]
+    assert token_lists[0] == [token for part in parts[::3] for token in part]
+    assert token_lists[1] == [token for n in (1, 2, 4, 5) for token in parts[n]]
     assert [len(each.tokens) for each in divided] == [len(parts[::3]), 2]
 
 
 def test_packing_cuts_a_lone_file_as_it_cuts_a_row(tokenizer, tmp_path):
     text = text_of("paragraphs", 9_500)
-    found = []
+    piece_lists = []
     for name in ("a.txt", "a.jsonl"):
         path = str(written(tmp_path / name, text))
         read = read_text_corpus(DataSpec(train=path))
         (one,) = TextStream.of(tokenizer, read, range(len(read.documents)))
         cut = CutDocuments.of(one, 64)
-        found.append([cut.piece(n)[1].tolist() for n in range(len(cut.lengths))])
-    assert found[0] == found[1]
-    labels = [label for piece in found[0] for label in piece]
+        piece_lists.append([cut.piece(n)[1].tolist() for n in range(len(cut.lengths))])
+    assert piece_lists[0] == piece_lists[1]
+    labels = [label for piece in piece_lists[0] for label in piece]
     assert NOTHING not in labels
     assert labels == [*whole(tokenizer, text), 2]
 
@@ -283,6 +285,6 @@ def test_a_tokenizer_that_reports_no_places_still_reads_the_whole_text(tokenizer
 
     text = text_of("paragraphs", 9_500)
     read = read_text_corpus(DataSpec(train=str(written(tmp_path / "a.txt", text))))
-    (found,) = TextStream.of(Slow(tokenizer), read, range(len(read.documents)))
+    (text_stream,) = TextStream.of(Slow(tokenizer), read, range(len(read.documents)))
     expected = [1, *whole(tokenizer, text), 2]
-    assert found.tokens.read(0, found.tokens.elements).tolist() == expected
+    assert text_stream.tokens.read(0, text_stream.tokens.elements).tolist() == expected

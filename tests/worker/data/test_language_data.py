@@ -93,15 +93,15 @@ def test_each_form_in_each_kind_of_file_is_the_same_data(tokenizers, tmp_path):
     writers: dict[str, Callable[[Path, list[Any]], Path]] = {
         "a.jsonl": jsonl, "a.csv": write_csv, "a.parquet": write_parquet,
     }  # fmt: skip
-    found = []
-    for form, given in FORMS.items():
-        rows: list[Any] = [*given, given[2]]
+    data_sets = []
+    for form, form_rows in FORMS.items():
+        rows: list[Any] = [*form_rows, form_rows[2]]
         for name, write in writers.items():
             path = write(tmp_path / name, rows)
-            found.append(read(tokenizers, {"train": str(path), "format": form}))
-    assert all(data.digests == found[0].digests for data in found)
-    assert all(turns(data) == turns(found[0]) for data in found)
-    assert all(data.notes["duplicates_removed"] == 1 for data in found)
+            data_sets.append(read(tokenizers, {"train": str(path), "format": form}))
+    assert all(data.digests == data_sets[0].digests for data in data_sets)
+    assert all(turns(data) == turns(data_sets[0]) for data in data_sets)
+    assert all(data.notes["duplicates_removed"] == 1 for data in data_sets)
 
 
 def test_columns_of_other_names_and_alpaca_s_input(tokenizers, tmp_path):
@@ -111,8 +111,8 @@ def test_columns_of_other_names_and_alpaca_s_input(tokenizers, tmp_path):
         "format": "alpaca",
         "columns": {"instruction": "task", "input": "context"},
     }
-    found = read(tokenizers, data)
-    texts = found.tokenizer.batch_decode([tokens for tokens, _ in turns(found)])
+    language_data = read(tokenizers, data)
+    texts = language_data.tokenizer.batch_decode([tokens for tokens, _ in turns(language_data)])
     assert texts[1].startswith("<|im_start|>user\nWhat is 1?\n\n1!<|im_end|>\n")
     without = [{"instruction": a, "output": b} for a, b in PAIRS]
     alone = {"train": str(jsonl(tmp_path / "b.jsonl", without)), "format": "alpaca"}
@@ -120,9 +120,9 @@ def test_columns_of_other_names_and_alpaca_s_input(tokenizers, tmp_path):
 
 
 def test_a_batch_holds_each_counted_token_behind_what_comes_before(tokenizers, tmp_path):
-    found = read(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
-    everything = turns(found)
-    batch = found.train.batch(np.array([4, 1, 8]))
+    language_data = read(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
+    everything = turns(language_data)
+    batch = language_data.train.batch(np.array([4, 1, 8]))
     inputs, labels = batch.arrays["input_ids"], batch.arrays["labels"]
     assert inputs.shape == labels.shape
     assert inputs.shape[1] % 16 == 0
@@ -170,8 +170,8 @@ def test_the_held_out_part_is_apart_and_the_same_again(tokenizers, tmp_path):
     assert isinstance(first.held_out, Turns)
     assert first.digests == again.digests
     assert turns(first) == turns(again)
-    held = {tuple(tokens.tolist()) for tokens in first.held_out.tokens}
-    assert not held & {tuple(tokens) for tokens, _ in turns(first)}
+    held_out_tokens = {tuple(tokens.tolist()) for tokens in first.held_out.tokens}
+    assert not held_out_tokens & {tuple(tokens) for tokens, _ in turns(first)}
 
 
 def test_a_template_that_is_given_is_saved_with_the_model(tokenizers, tmp_path):
@@ -179,8 +179,8 @@ def test_a_template_that_is_given_is_saved_with_the_model(tokenizers, tmp_path):
     data = {"train": path, "chat_template": CHATML}
     task = build(parse_run_spec(document_of(tokenizers, data, "bare")))
     assert task.manifest.export.files["chat_template.jinja"] == CHATML
-    shown = task.manifest.digests
-    assert shown.keys() == {"base_weights", "tokenizer", "counted_tokens", "data"}
+    digests = task.manifest.digests
+    assert digests.keys() == {"base_weights", "tokenizer", "counted_tokens", "data"}
 
 
 def test_a_teacher_s_rows_say_which_count(tokenizers, tmp_path):
@@ -243,12 +243,12 @@ def test_worker_data_shows_what_counts_and_how_much(tokenizers, tmp_path):
     path = tmp_path / "run.yaml"
     data = {"train": str(jsonl(tmp_path / "a.jsonl", [*ROWS, ROWS[1]])), "holdout": 0.25}
     path.write_text(json.dumps(document_of(tokenizers, data)))
-    shown = called("worker", "data", str(path))
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("with loss\n") >= 5
-    assert "<|im_start|>assistant\n⟦It is " in shown.stdout
-    assert "training samples: 9; tokens of each: least " in shown.stdout
-    assert "duplicates removed: 1" in shown.stdout
+    process = called("worker", "data", str(path))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("with loss\n") >= 5
+    assert "<|im_start|>assistant\n⟦It is " in process.stdout
+    assert "training samples: 9; tokens of each: least " in process.stdout
+    assert "duplicates removed: 1" in process.stdout
     few = called("worker", "data", str(path), "--samples", "1", "--set", "data.loss=all")
     assert few.stdout.count("sample ") == 1
     assert "(9" in few.stdout or "(100" in few.stdout
@@ -318,7 +318,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=list(MISTAKES))
 def test_a_mistake_is_one_line_that_says_where(tokenizers, tmp_path, mistake):
-    name, content, data, told = mistake
+    name, content, data, message = mistake
     if name:
         (tmp_path / name).write_bytes(content)
     if name.endswith(".parquet"):
@@ -330,7 +330,7 @@ def test_a_mistake_is_one_line_that_says_where(tokenizers, tmp_path, mistake):
     assert ended.returncode == 2, ended
     assert ended.stdout == ""
     assert len(ended.stderr.splitlines()) == 1
-    assert told in ended.stderr
+    assert message in ended.stderr
 
 
 def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
@@ -342,8 +342,12 @@ def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
     data = {"train": str(path), "chat_template": choosy + CHATML}
     with pytest.raises(DataError) as refused:
         read(tokenizers, data)
-    for told in ("2 bad rows:", "line 4: the chat template fails: TemplateError: No.", "line 14"):
-        assert told in str(refused.value)
+    for message in (
+        "2 bad rows:",
+        "line 4: the chat template fails: TemplateError: No.",
+        "line 14",
+    ):
+        assert message in str(refused.value)
     skipped = read(tokenizers, {**data, "skip_bad_rows": True}, 0.25)
     assert skipped.notes["bad_rows_skipped"] == 2
     assert skipped.notes["left_out_as_no_answer_fits"] == 0
@@ -382,20 +386,20 @@ def test_padding_and_company_change_no_loss(tokenizers, tmp_path):
 
     data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS)), "holdout": 0.0}
     task = build(parse_run_spec(document_of(tokenizers, data)))
-    found = read(tokenizers, data)
+    language_data = read(tokenizers, data)
     batch = task.batch(range(len(ROWS)))
     program = EagerBackend("cpu").compile(task.trainable, batch)
     sums = program.evaluate(batch)
     program.close()
     total = 0.0
     assert task.trainable.module is not None
-    for tokens, counted in turns(found):
+    for tokens, counted in turns(language_data):
         labels = [t if c else NOTHING for t, c in zip(tokens, counted, strict=True)]
         with torch.no_grad():
             ids = torch.tensor([tokens])
             mean = task.trainable.module(ids, labels=torch.tensor([labels])).loss
         total += float(mean) * sum(counted)
-    assert sums["tokens"] == sum(sum(counted) for _, counted in turns(found))
+    assert sums["tokens"] == sum(sum(counted) for _, counted in turns(language_data))
     assert sums["loss_sum"] == pytest.approx(total, rel=1e-5)
 
 
@@ -430,7 +434,7 @@ OTHER_MISTAKES: dict[str, tuple[bytes, dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("mistake", OTHER_MISTAKES.values(), ids=list(OTHER_MISTAKES))
 def test_a_mistake_in_what_goes_together_is_one_line(tokenizers, tmp_path, mistake):
-    content, data, others, told = mistake
+    content, data, others, message = mistake
     (tmp_path / "a.jsonl").write_bytes(LONG)
     (tmp_path / "v.jsonl").write_bytes(content)
     if "validation" in data:
@@ -443,7 +447,7 @@ def test_a_mistake_in_what_goes_together_is_one_line(tokenizers, tmp_path, mista
     ended = called("worker", "data", str(path))
     assert (ended.returncode, ended.stdout) == (2, ""), ended
     assert len(ended.stderr.splitlines()) == 1
-    assert told in ended.stderr
+    assert message in ended.stderr
 
 
 def test_more_than_forty_mistakes_are_named():

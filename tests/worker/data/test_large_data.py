@@ -129,9 +129,13 @@ def _libraries_are_loaded(tmp_path_factory):
     pa.set_memory_pool(pa.system_memory_pool())
     rows = ({"prompt": f"{n}?", "completion": WORDS} for n in range(200))
     path = written(tmp_path_factory.mktemp("small") / "t.parquet", rows)
-    found = read_conversations(DataSpec(train=str(path), format="prompt-completion"))
+    conversations = read_conversations(DataSpec(train=str(path), format="prompt-completion"))
     Turns.encode(
-        Plain(), (found[n] for n in range(len(found))), 4096, 16, bad_rows=BadRows(skip=False)
+        Plain(),
+        (conversations[n] for n in range(len(conversations))),
+        4096,
+        16,
+        bad_rows=BadRows(skip=False),
     )
     yield
     pa.set_memory_pool(before)
@@ -143,27 +147,27 @@ def test_conversations(tmp_path, form):
     path = written(tmp_path / f"t.{form}", rows)
     data = DataSpec.model_validate({"train": str(path), "format": "prompt-completion"})
     with measured_growth() as growth:
-        found = read_conversations(data)
-        rows_read = (found[n] for n in range(len(found)))
+        conversations = read_conversations(data)
+        rows_read = (conversations[n] for n in range(len(conversations)))
         turns = Turns.encode(Plain(), rows_read, 4096, 16, bad_rows=BadRows(skip=False))
-    assert len(turns) == len(found) == ROWS
-    assert found[7].messages[1].content == f"7 {WORDS}"
+    assert len(turns) == len(conversations) == ROWS
+    assert conversations[7].messages[1].content == f"7 {WORDS}"
     assert growth.peak_bytes < MOST
 
 
 # Tables with commas and with tabs have one reader.
 @pytest.mark.parametrize("form", ["jsonl", "csv", pytest.param("tsv", marks=pytest.mark.slow)])
-def test_labelled_text(tmp_path, form):
+def test_labeled_text(tmp_path, form):
     rows = ({"text": f"{n} {WORDS}".strip(), "label": "ab"[n % 2]} for n in range(ROWS))
     path = written(tmp_path / f"t.{form}", rows)
     with measured_growth() as growth:
-        found = read_labeled_text(DataSpec(train=str(path)))
-        train, _ = holdout.split(found.texts, 0, 0.2)
-        tokens, cut = encoded(Bytes(), found.texts, 4096, str)
-        data_digest(found)
+        labeled_text = read_labeled_text(DataSpec(train=str(path)))
+        train, _ = holdout.split(labeled_text.texts, 0, 0.2)
+        tokens, cut = encoded(Bytes(), labeled_text.texts, 4096, str)
+        data_digest(labeled_text)
     assert (len(tokens), cut, len(train)) == (ROWS, 0, ROWS - round(ROWS * 0.2))
-    assert found.texts[7] == f"7 {WORDS}".strip()
-    assert found.labels[7] == 1
+    assert labeled_text.texts[7] == f"7 {WORDS}".strip()
+    assert labeled_text.labels[7] == 1
     assert growth.peak_bytes < MOST
 
 
@@ -178,21 +182,21 @@ def test_pairs(tmp_path, form):
     data = DataSpec(train=str(written(tmp_path / f"t.{form}", rows)), max_tokens=4096)
     pairs = EncodedPairs(data.max_tokens)
     with measured_growth() as growth:
-        found = read_preferences(data)
-        documents = pairs.add(Plain(), found, data)
+        preferences = read_preferences(data)
+        documents = pairs.add(Plain(), preferences, data)
         pairs.digests(0)
-    assert len(documents) == len(pairs) == len(found) == ROWS
-    assert found[7].rejected.messages[-1].content == f"-7 {half}"
+    assert len(documents) == len(pairs) == len(preferences) == ROWS
+    assert preferences[7].rejected.messages[-1].content == f"-7 {half}"
     assert len(pairs.pair(7)[0][0]) > 250
     assert growth.peak_bytes < MOST
 
 
-def test_a_digest_of_labelled_text_is_that_of_its_json(tmp_path):
+def test_a_digest_of_labeled_text_is_that_of_its_json(tmp_path):
     path = tmp_path / "t.jsonl"
     rows = [{"text": f'é "{n}"', "label": "cab"[n % 3]} for n in range(5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_labeled_text(DataSpec(train=str(path)))
+    labeled_text = read_labeled_text(DataSpec(train=str(path)))
     texts = [row["text"] for row in rows]
     document = json.dumps([texts, [2, 0, 1, 2, 0], ["a", "b", "c"]]).encode()
     expected = digest_arrays({"document": np.frombuffer(document, np.uint8)})
-    assert data_digest(found) == expected
+    assert data_digest(labeled_text) == expected

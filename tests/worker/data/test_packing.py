@@ -91,8 +91,8 @@ def losses(task: Any) -> tuple[float, float, dict[str, np.ndarray]]:
     *items, total = program.gradients(leaves)
     program.close()
     assert isinstance(total, Loss)
-    found = {str(item.block): item.values for item in items if isinstance(item, BlockGradient)}
-    return total.loss_sum, total.weight, found
+    gradients = {str(item.block): item.values for item in items if isinstance(item, BlockGradient)}
+    return total.loss_sum, total.weight, gradients
 
 
 def test_packed_sums_are_the_unpacked_ones(chat):
@@ -158,12 +158,12 @@ def test_grouping_leaves_less_than_half_of_the_padding(chat, tmp_path):
         for n, count in enumerate(words.tolist())
     ]  # fmt: skip
     data = {"train": str(jsonl(tmp_path / "s.jsonl", rows)), "max_tokens": 4096}
-    found = {}
+    padding_of = {}
     for grouped in (False, True):
         document = changed(chat, **data, group_by_length=grouped)
         spec = parse_run_spec({**document, "batch": {"samples": 32, "microbatch": 8}})
-        found[grouped] = padding(spec, read_language_data(spec, 0.0).train)
-    assert found[True] <= 0.5 * found[False]
+        padding_of[grouped] = padding(spec, read_language_data(spec, 0.0).train)
+    assert padding_of[True] <= 0.5 * padding_of[False]
 
 
 def test_a_validation_file_is_evaluated(chat, tmp_path):

@@ -68,14 +68,14 @@ def test_marks_are_those_of_the_tokenizer(tokenizers):
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_document_is_read_from_its_mark_on_which_nobody_predicts(tokenizers, tmp_path, packing):
     train = documents(tmp_path)
-    found = predicted(spec_of(tokenizers / "bracketed", train, packing=packing))
+    samples = predicted(spec_of(tokenizers / "bracketed", train, packing=packing))
     plain = predicted(spec_of(tokenizers / "plain", train, packing=packing))
-    assert sum(read.count(BEGIN) for read, _ in found) == 8
-    assert not any(BEGIN in labels for _, labels in found)
-    ends = [sum(labels.count(END) for _, labels in each) for each in (found, plain)]
+    assert sum(read.count(BEGIN) for read, _ in samples) == 8
+    assert not any(BEGIN in labels for _, labels in samples)
+    ends = [sum(labels.count(END) for _, labels in each) for each in (samples, plain)]
     assert ends == [8, 8]
     # The first token of each text is predicted from the mark.
-    counts = [sum(len(x) - x.count(NOTHING) for _, x in each) for each in (found, plain)]
+    counts = [sum(len(x) - x.count(NOTHING) for _, x in each) for each in (samples, plain)]
     assert counts[0] == counts[1] + (8 if packing else 1)
 
 
@@ -93,7 +93,7 @@ def test_a_prompt_begins_as_a_document_does(tokenizers, tmp_path):
 def test_a_lone_file_ends_where_it_ends(tokenizers, tmp_path, packing):
     path = tmp_path / "book.txt"
     path.write_text("".join(f"What is {n} plus {n}?\n" for n in range(900)))
-    found = predicted(spec_of(tokenizers / "bracketed", path, packing=packing))
-    assert sum(labels.count(END) for _, labels in found) == 1
-    assert sum(read.count(BEGIN) for read, _ in found) == 1
-    assert found[0][0][0] == BEGIN or packing
+    samples = predicted(spec_of(tokenizers / "bracketed", path, packing=packing))
+    assert sum(labels.count(END) for _, labels in samples) == 1
+    assert sum(read.count(BEGIN) for read, _ in samples) == 1
+    assert samples[0][0][0] == BEGIN or packing

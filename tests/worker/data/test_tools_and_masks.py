@@ -29,18 +29,18 @@ def read(directory: Any, row: dict[str, Any], **spec: Any) -> Conversation:
 
 
 def learned(tokenizer: Any, conversation: Conversation, template: str, loss: Any = "assistant"):
-    made = ChatTemplate(tokenizer, template, loss=loss)
-    rendered = made.render(conversation)
-    [(tokens, counted)] = made.encode([rendered])
+    chat_template = ChatTemplate(tokenizer, template, loss=loss)
+    rendered = chat_template.render(conversation)
+    [(tokens, counted)] = chat_template.encode([rendered])
     return tokens.tolist(), counted.tolist(), [rendered.text[a:b] for a, b in rendered.spans]
 
 
 def transformers_mask(tokenizer: Any, messages: Any, tools: Any) -> tuple[list[int], list[bool]]:
-    made = tokenizer.apply_chat_template(
+    encoding = tokenizer.apply_chat_template(
         messages, tools=tools, chat_template=MARKED_TOOL_TEMPLATE, tokenize=True,
         return_dict=True, return_assistant_tokens_mask=True,
     )  # fmt: skip
-    return made["input_ids"], [bool(each) for each in made["assistant_masks"]]
+    return encoding["input_ids"], [bool(each) for each in encoding["assistant_masks"]]
 
 
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED_TOOL_TEMPLATE])

@@ -62,10 +62,10 @@ def test_what_cannot_be_used_is_named(tmp_path, content, said):
 
 def test_a_worker_waits_for_the_file_and_reports_it(tmp_path):
     path = tmp_path / "address.json"
-    waiting, told = threading.Event(), []
+    waiting, lines = threading.Event(), []
 
     def tell(text):
-        told.append(text)
+        lines.append(text)
         waiting.set()
 
     def write():
@@ -76,4 +76,4 @@ def test_a_worker_waits_for_the_file_and_reports_it(tmp_path):
     writer.start()
     assert find(path, 60.0, tell) == ("127.0.0.1", 7)
     writer.join()
-    assert "waiting for a coordinator's address in" in told[0]
+    assert "waiting for a coordinator's address in" in lines[0]

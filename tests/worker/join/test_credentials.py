@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.base.errors import ExitCode, NotAuthorised, UsageError
+from protocol.base.errors import ExitCode, NotAuthorized, UsageError
 from protocol.machine.secret_file import join_token_file, write_secret
 from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
@@ -64,13 +64,13 @@ def test_a_file_is_read_again_each_time(tmp_path, environment):
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666, 0o644, 0o610])
 def test_a_file_that_others_may_read_is_refused(tmp_path, environment, mode):
-    given = token()
-    path = kept(tmp_path / "file", given)
+    join_token = token()
+    path = kept(tmp_path / "file", join_token)
     path.chmod(mode)
-    with pytest.raises(UsageError, match=f"mode 0{mode:o}.*chmod 600") as caught:
+    with pytest.raises(UsageError, match=f"mode 0{mode:o}.*chmod 600") as error_info:
         WorkerCredentials(path, environment=environment)
-    assert caught.value.exit_code == ExitCode.USAGE
-    assert given.reveal().partition(".")[2] not in str(caught.value)
+    assert error_info.value.exit_code == ExitCode.USAGE
+    assert join_token.reveal().partition(".")[2] not in str(error_info.value)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_a_file_that_others_may_read_is_refused(tmp_path, environment, mode):
 def test_what_is_not_a_token_is_not_shown(tmp_path, environment, text):
     path = tmp_path / "file"
     write_secret(path, text)
-    with pytest.raises(UsageError, match="expected a join token") as caught:
+    with pytest.raises(UsageError, match="expected a join token") as error_info:
         WorkerCredentials(path, environment=environment)
-    assert text not in str(caught.value) or not text.strip("x")
+    assert text not in str(error_info.value) or not text.strip("x")
     if text:
         with pytest.raises(UsageError, match="SAMESTEP_TOKEN"):
             WorkerCredentials(environment={**environment, "SAMESTEP_TOKEN": text})
@@ -98,7 +98,7 @@ def test_a_token_given_for_one_coordinator_is_not_shown_to_another(environment):
     environment["SAMESTEP_TOKEN"] = token(HERE).reveal()
     credentials = WorkerCredentials(environment=environment)
     credentials.remember(THERE, "w", new_key())
-    with pytest.raises(NotAuthorised, match="expected the certificate 6868"):
+    with pytest.raises(NotAuthorized, match="expected the certificate 6868"):
         credentials.secret(THERE, "w")
 
 
@@ -106,37 +106,37 @@ def test_a_token_that_was_only_found_gives_way_to_a_key(tmp_path, environment):
     """This machine once had a coordinator of its own; its worker now serves another."""
     kept(join_token_file(tmp_path / "home"), token(HERE))
     credentials = WorkerCredentials(environment=environment)
-    with pytest.raises(NotAuthorised, match="expected the certificate"):
+    with pytest.raises(NotAuthorized, match="expected the certificate"):
         credentials.secret(THERE, "w")
     key = new_key()
     assert credentials.remember(THERE, "w", key) == ""
     assert credentials.secret(THERE, "w") == (key, True)
-    with pytest.raises(NotAuthorised):
+    with pytest.raises(NotAuthorized):
         credentials.secret(THERE, "another")
 
 
 def test_a_refused_key_is_followed_by_the_token_once(environment):
-    given, key = token(), new_key()
-    environment["SAMESTEP_TOKEN"] = given.reveal()
+    join_token, key = token(), new_key()
+    environment["SAMESTEP_TOKEN"] = join_token.reveal()
     credentials = WorkerCredentials(environment=environment)
     assert not credentials.try_token_next()
     credentials.remember(HERE, "w", key)
     assert credentials.secret(HERE, "w") == (key, True)
     assert credentials.try_token_next()
-    assert credentials.secret(HERE, "w") == (given.secret, False)
+    assert credentials.secret(HERE, "w") == (join_token.secret, False)
     assert not credentials.try_token_next()
     credentials.remember(HERE, "w", key)
     assert credentials.secret(HERE, "w") == (key, True)
 
 
 def test_without_tls_only_a_token_will_do(environment):
-    with pytest.raises(NotAuthorised, match="no join token"):
+    with pytest.raises(NotAuthorized, match="no join token"):
         WorkerCredentials(plaintext=True, environment=environment).secret(None, "w")
-    given = token()
-    environment["SAMESTEP_TOKEN"] = given.reveal()
+    join_token = token()
+    environment["SAMESTEP_TOKEN"] = join_token.reveal()
     credentials = WorkerCredentials(plaintext=True, environment=environment)
     assert credentials.remember(None, "w", new_key()) == ""
-    assert credentials.secret(None, "w") == (given.secret, False)
+    assert credentials.secret(None, "w") == (join_token.secret, False)
 
 
 def test_a_home_that_cannot_be_written_is_said_and_no_more(tmp_path, environment):
@@ -146,15 +146,15 @@ def test_a_home_that_cannot_be_written_is_said_and_no_more(tmp_path, environment
 
 
 def test_no_secret_in_any_text_of_a_token():
-    given = token()
-    assert given.reveal().partition(".")[2] not in repr(given)
-    assert str(given.secret) not in repr(given)
-    assert JoinToken.parse(f" {given.reveal()}\n", "a test") == given
+    join_token = token()
+    assert join_token.reveal().partition(".")[2] not in repr(join_token)
+    assert str(join_token.secret) not in repr(join_token)
+    assert JoinToken.parse(f" {join_token.reveal()}\n", "a test") == join_token
 
 
 def test_files_that_are_gone_or_damaged_leave_what_was_read_last(tmp_path, environment):
-    given, key = token(), new_key()
-    path = kept(tmp_path / "file", given)
+    join_token, key = token(), new_key()
+    path = kept(tmp_path / "file", join_token)
     credentials = WorkerCredentials(path, environment=environment)
     assert credentials.remember(HERE, "w", key) == ""
     home = tmp_path / "home"
@@ -162,9 +162,9 @@ def test_files_that_are_gone_or_damaged_leave_what_was_read_last(tmp_path, envir
     path.unlink()
     assert credentials.secret(HERE, "w") == (key, True)
     assert credentials.try_token_next()
-    assert credentials.secret(HERE, "w") == (given.secret, False)
+    assert credentials.secret(HERE, "w") == (join_token.secret, False)
     path.write_text("")
-    assert credentials.secret(HERE, "w") == (given.secret, False)
+    assert credentials.secret(HERE, "w") == (join_token.secret, False)
 
 
 @pytest.mark.parametrize("text", ["", "0" * 62, "xyz\n", "\x00" * 65])
@@ -173,8 +173,8 @@ def test_a_damaged_key_is_no_key(tmp_path, environment, text):
     credentials.remember(HERE, "w", new_key())
     (path,) = (tmp_path / "home" / "worker").glob("*.key")
     path.write_text(text)
-    with pytest.raises(NotAuthorised, match=f"{path.name}.*damaged.*join with a token"):
+    with pytest.raises(NotAuthorized, match=f"{path.name}.*damaged.*join with a token"):
         WorkerCredentials(environment=environment).secret(HERE, "w")
-    given = kept(tmp_path / "file", token())
-    again = WorkerCredentials(given, environment=environment)
+    token_path = kept(tmp_path / "file", token())
+    again = WorkerCredentials(token_path, environment=environment)
     assert again.secret(HERE, "w")[1] is False

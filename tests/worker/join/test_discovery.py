@@ -37,14 +37,14 @@ def has_credentials(certificate: str) -> bool:
     ],
 )
 def test_which_one_is_meant(found, name, chosen):
-    made = choose(found, name, has_credentials)
-    assert (made.name if made is not None else None) == chosen
+    coordinator = choose(found, name, has_credentials)
+    assert (coordinator.name if coordinator is not None else None) == chosen
 
 
 def test_it_is_read_as_it_was_announced():
-    made = announced("den", MINE, "192.0.2.1", "2001:db8::1")
-    assert made.properties() == GOOD
-    assert [str(address) for address in made.addresses] == ["192.0.2.1", "2001:db8::1"]
+    announcement = announced("den", MINE, "192.0.2.1", "2001:db8::1")
+    assert announcement.properties() == GOOD
+    assert [str(address) for address in announcement.addresses] == ["192.0.2.1", "2001:db8::1"]
     assert announced("den", "").certificate == ""
 
 

@@ -53,19 +53,19 @@ def unlike_manifest(**changes: Any) -> Manifest:
 
 def group(*names: str) -> DeviceGroup:
     """One whose devices have all built the run's task."""
-    made = DeviceGroup(names)
-    made.begin()
-    made.do(act.Build("r", SPEC, keep=False))
-    settle(made, *names)
-    return made
+    devices = DeviceGroup(names)
+    devices.begin()
+    devices.do(act.Build("r", SPEC, keep=False))
+    settle(devices, *names)
+    return devices
 
 
-def settle(made: DeviceGroup, *names: str, reads_on: bool = False) -> list[Output]:
+def settle(devices: DeviceGroup, *names: str, reads_on: bool = False) -> list[Output]:
     """All devices build the task, and have the initial parameters."""
-    outputs = [x for name in names for x in made.report(name, BUILT)]
-    outputs += made.report(names[0], events.InitialParameters(PARAMETERS))
+    outputs = [x for name in names for x in devices.report(name, BUILT)]
+    outputs += devices.report(names[0], events.InitialParameters(PARAMETERS))
     for name in names:
-        outputs += made.report(name, events.WeightsTaken(0, reads_on))
+        outputs += devices.report(name, events.WeightsTaken(0, reads_on))
     return outputs
 
 
@@ -102,24 +102,24 @@ def told(outputs: list[Output]) -> str:
     return "\n".join(output.text for output in outputs if isinstance(output, LogLine))
 
 
-def lost(made: DeviceGroup, name: str) -> list[Output]:
-    return made.lost(name, "was ended by SIGKILL")
+def lost(devices: DeviceGroup, name: str) -> list[Output]:
+    return devices.lost(name, "was ended by SIGKILL")
 
 
-def fails(made: DeviceGroup, name: str) -> list[Output]:
-    return made.report(name, events.DeviceFailed(DeviceError("card", "out of memory")))
+def fails(devices: DeviceGroup, name: str) -> list[Output]:
+    return devices.report(name, events.DeviceFailed(DeviceError("card", "out of memory")))
 
 
-def do_part(made: DeviceGroup, name: str, subtree: Subtree, ms: float = 10.0) -> list[Output]:
+def do_part(devices: DeviceGroup, name: str, subtree: Subtree, ms: float = 10.0) -> list[Output]:
     """A device computes a part, and says all of it."""
     outputs: list[Output] = []
     for block in (1, 0):
         values = subtree_sum(subtree, block)
-        outputs += made.report(
+        outputs += devices.report(
             name, events.BlockSum(STEP_ID, subtree, block, values, subtree.leaves)
         )
     loss = Loss(float(subtree.leaves), float(subtree.leaves))
-    return outputs + made.report(
+    return outputs + devices.report(
         name, events.SubtreeDone(STEP_ID, subtree, loss, ms * subtree.leaves)
     )
 
@@ -127,10 +127,10 @@ def do_part(made: DeviceGroup, name: str, subtree: Subtree, ms: float = 10.0) ->
 def test_nobody_can_tell_how_many_devices_there_were():
     expected = {block: subtree_sum(Subtree(0, M), block) for block in (0, 1)}
     for names in (("a",), ("a", "b"), ("a", "b", "c"), tuple("abcdefgh")):
-        made = group(*names)
-        parts = computes(made.do(act.Compute(STEP_ID, M, Subtree(0, M))))
+        devices = group(*names)
+        parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, M))))
         assert sorted(n for _, part in parts for n in range(*part)) == list(range(M))
-        outputs = [x for name, part in reversed(parts) for x in do_part(made, name, part)]
+        outputs = [x for name, part in reversed(parts) for x in do_part(devices, name, part)]
         sums = [event for event in given(outputs) if isinstance(event, events.BlockSum)]
         assert {event.block for event in sums} == {0, 1}
         for event in sums:
@@ -141,33 +141,33 @@ def test_nobody_can_tell_how_many_devices_there_were():
 
 
 def test_work_goes_by_measured_speed():
-    made = group("slow", "quick")
-    for name, subtree in computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4)))):
-        do_part(made, name, subtree, ms=30.0 if name == "slow" else 10.0)
-    parts = computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
+    devices = group("slow", "quick")
+    for name, subtree in computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4)))):
+        do_part(devices, name, subtree, ms=30.0 if name == "slow" else 10.0)
+    parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
     leaves = {name: sum(n.leaves for who, n in parts if who == name) for name, _ in parts}
     assert leaves == {"slow": 1, "quick": 3}
 
 
 def test_the_worker_s_speed_is_that_of_all_its_devices():
-    made = group("a", "b")
-    parts = computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
-    outputs = [x for name, part in parts for x in do_part(made, name, part, ms=10.0)]
+    devices = group("a", "b")
+    parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
+    outputs = [x for name, part in parts for x in do_part(devices, name, part, ms=10.0)]
     (done,) = [event for event in given(outputs) if isinstance(event, events.SubtreeDone)]
     assert done.elapsed_ms == pytest.approx(20.0)
 
 
 def test_what_a_lost_device_owes_is_computed_by_its_siblings():
-    made = group("a", "b")
-    parts = dict(computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4)))))
-    do_part(made, "a", parts["a"])
-    made.report("b", events.BlockSum(STEP_ID, parts["b"], 1, subtree_sum(parts["b"], 1), 2.0))
-    outputs = made.lost("b", "was ended by SIGKILL")
+    devices = group("a", "b")
+    parts = dict(computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4)))))
+    do_part(devices, "a", parts["a"])
+    devices.report("b", events.BlockSum(STEP_ID, parts["b"], 1, subtree_sum(parts["b"], 1), 2.0))
+    outputs = devices.lost("b", "was ended by SIGKILL")
     assert Start("b") in outputs
     assert "'b' was ended by SIGKILL; restarted, 1 of at most 3 times" in told(outputs)
     again = computes(outputs)
     assert {name for name, _ in again} == {"a"}
-    finished = [x for name, part in again for x in do_part(made, name, part)]
+    finished = [x for name, part in again for x in do_part(devices, name, part)]
     sums = {e.block: e.values for e in given(finished) if isinstance(e, events.BlockSum)}
     # Of block 1 all had come before the loss.
     assert sums[0].tobytes() == subtree_sum(Subtree(0, 4), 0).tobytes()
@@ -175,13 +175,13 @@ def test_what_a_lost_device_owes_is_computed_by_its_siblings():
 
 
 def test_the_replica_begins_with_the_parameters_of_one_device_and_all_read_it():
-    made = DeviceGroup(("a", "b"))
-    made.do(act.Build("r", SPEC, keep=False))
-    made.report("a", BUILT)
-    (read,) = made.report("b", BUILT)
+    devices = DeviceGroup(("a", "b"))
+    devices.do(act.Build("r", SPEC, keep=False))
+    devices.report("a", BUILT)
+    (read,) = devices.report("b", BUILT)
     assert read == ToDevice("a", act.ReadInitial())
-    assert not made.report("b", events.InitialParameters(PARAMETERS)), "it was not asked"
-    reset, *attached, built = made.report("a", events.InitialParameters(PARAMETERS))
+    assert not devices.report("b", events.InitialParameters(PARAMETERS)), "it was not asked"
+    reset, *attached, built = devices.report("a", events.InitialParameters(PARAMETERS))
     assert isinstance(reset, ResetReplica)
     assert (reset.blocks, reset.parameters) == (BLOCKS, PARAMETERS)
     assert attached == [Attach("a", reset=True), Attach("b", reset=True)]
@@ -190,107 +190,107 @@ def test_the_replica_begins_with_the_parameters_of_one_device_and_all_read_it():
 
 @pytest.mark.parametrize("stops", [lost, fails])
 def test_one_that_is_lost_with_the_initial_parameters_is_not_waited_for(stops):
-    made = DeviceGroup(("a", "b"))
-    made.do(act.Build("r", SPEC, keep=False))
-    made.report("a", BUILT)
-    made.report("b", BUILT)
-    outputs = stops(made, "a")
+    devices = DeviceGroup(("a", "b"))
+    devices.do(act.Build("r", SPEC, keep=False))
+    devices.report("a", BUILT)
+    devices.report("b", BUILT)
+    outputs = stops(devices, "a")
     if stops is lost:
-        outputs += made.report("a", BUILT)
+        outputs += devices.report("a", BUILT)
     assert ToDevice("a" if stops is lost else "b", act.ReadInitial()) in outputs
 
 
 def test_a_step_is_taken_once_and_then_read_by_all():
-    made = group("a", "b")
-    assert made.do(SKIP) == [
+    devices = group("a", "b")
+    assert devices.do(SKIP) == [
         ChangeReplica(SKIP),
         *(ToDevice(name, act.TakeWeights(1, 0, -1)) for name in "ab"),
     ]
-    assert not made.report("b", events.WeightsTaken(1, reads_on=False))
-    assert not made.digested(1, "1" * 64)
-    assert given(made.report("a", events.WeightsTaken(1, reads_on=False))) == [
+    assert not devices.report("b", events.WeightsTaken(1, reads_on=False))
+    assert not devices.digested(1, "1" * 64)
+    assert given(devices.report("a", events.WeightsTaken(1, reads_on=False))) == [
         events.Applied(1, "1" * 64)
     ]
 
 
 def test_the_replica_stays_as_it_is_while_a_device_takes_its_parameters():
-    made = group("a", "b")
-    made.do(SKIP)
-    made.report("a", events.WeightsTaken(1, reads_on=False))
+    devices = group("a", "b")
+    devices.do(SKIP)
+    devices.report("a", events.WeightsTaken(1, reads_on=False))
     compute = act.Compute(StepId(2, 0), M, Subtree(0, 1))
-    assert made.do(SKIP) + made.do(compute) + made.do(act.CopyState()) == []
-    outputs = made.report("b", events.WeightsTaken(1, reads_on=False))
+    assert devices.do(SKIP) + devices.do(compute) + devices.do(act.CopyState()) == []
+    outputs = devices.report("b", events.WeightsTaken(1, reads_on=False))
     assert outputs[0] == ChangeReplica(SKIP)
     assert ToDevice("a", compute) == outputs[-2], "with the parameters of its step"
     assert outputs[-1] == CopyReplica()
 
 
 def test_devices_that_read_on_release_the_replica_before_it_changes():
-    made = DeviceGroup(("a", "b"))
-    made.do(act.Build("r", SPEC, keep=False))
-    settle(made, "a", "b", reads_on=True)
-    assert made.do(SKIP) == [ToDevice(name, act.ReleaseReplica()) for name in "ab"]
-    assert not made.report("a", events.ReplicaReleased())
-    assert made.report("b", events.ReplicaReleased())[0] == ChangeReplica(SKIP)
+    devices = DeviceGroup(("a", "b"))
+    devices.do(act.Build("r", SPEC, keep=False))
+    settle(devices, "a", "b", reads_on=True)
+    assert devices.do(SKIP) == [ToDevice(name, act.ReleaseReplica()) for name in "ab"]
+    assert not devices.report("a", events.ReplicaReleased())
+    assert devices.report("b", events.ReplicaReleased())[0] == ChangeReplica(SKIP)
 
 
 @pytest.mark.parametrize("stops", [lost, fails])
 @pytest.mark.parametrize("reads_on", [False, True])
 def test_nobody_waits_for_a_device_that_is_lost_while_it_reads(stops, reads_on):
-    made = group("a", "b")
-    made.do(SKIP)
-    made.digested(1, "1" * 64)
-    made.report("a", events.WeightsTaken(1, reads_on))
-    made.do(SKIP)
-    outputs = stops(made, "b")
+    devices = group("a", "b")
+    devices.do(SKIP)
+    devices.digested(1, "1" * 64)
+    devices.report("a", events.WeightsTaken(1, reads_on))
+    devices.do(SKIP)
+    outputs = stops(devices, "b")
     assert events.Applied(1, "1" * 64) in given(outputs)
     if reads_on:
-        outputs = made.report("a", events.ReplicaReleased())
+        outputs = devices.report("a", events.ReplicaReleased())
     assert ChangeReplica(SKIP) in outputs
 
 
 def test_what_is_cancelled_before_its_turn_reaches_no_device():
-    made = group("a", "b")
-    made.do(SKIP)
-    made.do(SKIP)
+    devices = group("a", "b")
+    devices.do(SKIP)
+    devices.do(SKIP)
     for lo in range(3):
-        made.do(act.Compute(StepId(2, 0), M, Subtree(lo, lo + 1)))
-    made.do(act.CancelSubtree(StepId(2, 0), Subtree(1, 2)))
+        devices.do(act.Compute(StepId(2, 0), M, Subtree(lo, lo + 1)))
+    devices.do(act.CancelSubtree(StepId(2, 0), Subtree(1, 2)))
     outputs = [
-        x for name in "ab" for x in made.report(name, events.WeightsTaken(1, reads_on=False))
+        x for name in "ab" for x in devices.report(name, events.WeightsTaken(1, reads_on=False))
     ]
     assert {subtree.lo for _, subtree in computes(outputs)} == {0, 2}
-    made.do(SKIP)
-    made.do(act.Compute(StepId(3, 0), M, Subtree(0, 1)))
-    made.do(act.CancelWork())
+    devices.do(SKIP)
+    devices.do(act.Compute(StepId(3, 0), M, Subtree(0, 1)))
+    devices.do(act.CancelWork())
     outputs = [
-        x for name in "ab" for x in made.report(name, events.WeightsTaken(2, reads_on=False))
+        x for name in "ab" for x in devices.report(name, events.WeightsTaken(2, reads_on=False))
     ]
     assert not computes(outputs)
     assert ChangeReplica(SKIP) in outputs, "a step that is committed is taken"
 
 
 def test_a_device_that_is_restarted_reads_the_replica():
-    made = group("a", "b")
-    made.lost("b", "was ended by SIGKILL")
-    names = {name for name, _ in computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 1))))}
+    devices = group("a", "b")
+    devices.lost("b", "was ended by SIGKILL")
+    names = {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 1))))}
     assert names == {"a"}
-    outputs = made.report("b", BUILT)
+    outputs = devices.report("b", BUILT)
     assert Attach("b", reset=False) in outputs
     assert "'b' takes part from step 0 on" in told(outputs)
-    names = {name for name, _ in computes(made.do(act.Compute(STEP_ID, M, Subtree(1, 2))))}
+    names = {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(1, 2))))}
     assert names == {"b"}
 
 
 def test_a_device_that_is_restarted_while_a_state_is_loaded_reads_it_when_it_is_whole():
-    made = group("a", "b")
+    devices = group("a", "b")
     chunks = [act.LoadChunk("parameters", n, 0, np.ones(3, np.float32)) for n in (0, 1)]
-    assert made.do(chunks[0]) == [ChangeReplica(chunks[0])]
-    made.lost("b", "was ended by SIGKILL")
-    assert Attach("b", reset=False) not in made.report("b", BUILT)
-    assert made.do(chunks[1]) == [ChangeReplica(chunks[1])]
+    assert devices.do(chunks[0]) == [ChangeReplica(chunks[0])]
+    devices.lost("b", "was ended by SIGKILL")
+    assert Attach("b", reset=False) not in devices.report("b", BUILT)
+    assert devices.do(chunks[1]) == [ChangeReplica(chunks[1])]
     restore = act.Restore(3, 2)
-    assert made.do(restore) == [
+    assert devices.do(restore) == [
         ChangeReplica(restore), ToDevice("a", act.TakeWeights(3, 2, None)),
         Attach("b", reset=False),
     ]  # fmt: skip
@@ -298,46 +298,46 @@ def test_a_device_that_is_restarted_while_a_state_is_loaded_reads_it_when_it_is_
 
 @pytest.mark.parametrize("loading", [False, True])
 def test_a_connection_that_comes_back_finds_the_replica_unless_it_is_half_loaded(loading):
-    made = group("a", "b")
-    made.do(SKIP)
+    devices = group("a", "b")
+    devices.do(SKIP)
     if loading:
-        made.do(act.LoadChunk("parameters", 0, 0, np.ones(3, np.float32)))
-    made.do(act.CancelWork())
-    made.do(act.Build("r", SPEC, keep=True))
+        devices.do(act.LoadChunk("parameters", 0, 0, np.ones(3, np.float32)))
+    devices.do(act.CancelWork())
+    devices.do(act.Build("r", SPEC, keep=True))
     for name in "ab":
-        made.report(name, events.WeightsTaken(1, reads_on=False))
-    made.report("a", BUILT)
-    outputs = made.report("b", BUILT)
+        devices.report(name, events.WeightsTaken(1, reads_on=False))
+    devices.report("a", BUILT)
+    outputs = devices.report("b", BUILT)
     if loading:
         assert outputs == [ToDevice("a", act.ReadInitial())]
     else:
         assert [Attach("a", reset=False), Attach("b", reset=False)] == outputs[:2]
-        assert not made.digested(1, "1" * 64), "of the connection before"
-        assert made.do(SKIP) == [], "all are taking its parameters"
+        assert not devices.digested(1, "1" * 64), "of the connection before"
+        assert devices.do(SKIP) == [], "all are taking its parameters"
 
 
 def test_a_device_of_another_numerics_profile_is_left_out_and_the_rest_continues():
-    made = DeviceGroup(("a", "b", "odd"))
-    made.do(act.Build("r", SPEC, keep=False))
-    made.report("odd", replace(BUILT, numerics_profile="6" * 64))
-    outputs = settle(made, "a", "b")
+    devices = DeviceGroup(("a", "b", "odd"))
+    devices.do(act.Build("r", SPEC, keep=False))
+    devices.report("odd", replace(BUILT, numerics_profile="6" * 64))
+    outputs = settle(devices, "a", "b")
     assert "device 'odd' is left out of the run" in told(outputs)
     assert "start a separate worker" in told(outputs)
     (built,) = given(outputs)
     assert isinstance(built, events.Built)
     assert (built.devices, built.device) == (2, "2 x CPU")
-    assert {name for name, _ in computes(made.do(act.Compute(STEP_ID, M, Subtree(0, M))))} == {
+    assert {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, M))))} == {
         "a",
         "b",
     }
 
 
 def test_the_coordinator_is_told_why_a_device_is_left_out():
-    made = DeviceGroup(("a", "odd"))
-    made.do(act.Build("r", SPEC, keep=False))
-    made.report("a", BUILT)
-    made.report("odd", replace(BUILT, numerics_profile="6" * 64))
-    (built,) = given(made.report("a", events.InitialParameters(PARAMETERS)))
+    devices = DeviceGroup(("a", "odd"))
+    devices.do(act.Build("r", SPEC, keep=False))
+    devices.report("a", BUILT)
+    devices.report("odd", replace(BUILT, numerics_profile="6" * 64))
+    (built,) = given(devices.report("a", events.InitialParameters(PARAMETERS)))
     assert isinstance(built, events.Built)
     assert built.devices == 1
     assert built.left_out.startswith("device 'odd' is left out: expected the numerics profile")
@@ -352,10 +352,10 @@ def test_the_coordinator_is_told_why_a_device_is_left_out():
     ],
 )
 def test_a_task_that_is_another_on_each_device_is_refused(change, named):
-    made = DeviceGroup(("a", "b"))
-    made.do(act.Build("r", SPEC, keep=False))
-    made.report("a", BUILT)
-    (failed,) = given(made.report("b", replace(BUILT, **change)))
+    devices = DeviceGroup(("a", "b"))
+    devices.do(act.Build("r", SPEC, keep=False))
+    devices.report("a", BUILT)
+    (failed,) = given(devices.report("b", replace(BUILT, **change)))
     assert isinstance(failed, events.BuildFailed)
     assert not failed.is_local, "no other machine would do better"
     assert str(failed.error).startswith(f"expected the task to build the same {named}")
@@ -368,71 +368,71 @@ def non_finite(subtree, block, device):
 
 def test_values_that_are_not_finite_are_reported_with_their_device():
     values = np.array([1, np.inf, 2], np.float32)
-    made = group("a", "b")
-    parts = dict(computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 2)))))
+    devices = group("a", "b")
+    parts = dict(computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 2)))))
     reported = without_infinite_sums(events.BlockSum(STEP_ID, parts["b"], 1, values, 1.0))
-    assert given(made.report("b", reported)) == [non_finite(parts["b"], 1, "b")]
+    assert given(devices.report("b", reported)) == [non_finite(parts["b"], 1, "b")]
     nan = events.SubtreeDone(STEP_ID, parts["a"], Loss(float("nan"), 1.0), 1.0)
-    assert given(made.report("a", nan)) == [non_finite(parts["a"], None, "a")]
+    assert given(devices.report("a", nan)) == [non_finite(parts["a"], None, "a")]
 
 
 def test_without_any_device_that_has_the_state_the_worker_joins_again():
-    made = group("a", "b")
-    made.lost("a", "was ended by SIGKILL")
-    (lost,) = given(made.lost("b", "was ended by SIGKILL"))
+    devices = group("a", "b")
+    devices.lost("a", "was ended by SIGKILL")
+    (lost,) = given(devices.lost("b", "was ended by SIGKILL"))
     assert isinstance(lost, events.DevicesLost)
 
 
 def test_a_process_that_ends_again_and_again_is_left_out():
-    made = group("a", "b")
+    devices = group("a", "b")
     for _ in range(MOST_RESTARTS):
-        assert Start("b") in made.lost("b", "was ended by SIGKILL")
-    outputs = made.lost("b", "was ended by SIGKILL")
+        assert Start("b") in devices.lost("b", "was ended by SIGKILL")
+    outputs = devices.lost("b", "was ended by SIGKILL")
     assert Start("b") not in outputs
     assert "it is left out" in told(outputs)
     assert not given(outputs)
 
 
 def test_a_device_that_fails_is_left_out_and_the_last_one_is_the_worker_s_end():
-    made = group("a", "b")
+    devices = group("a", "b")
     error = DeviceError("card", "out of memory")
-    outputs = made.report("a", events.DeviceFailed(error))
+    outputs = devices.report("a", events.DeviceFailed(error))
     assert Stop("a") in outputs
     assert "'a' is left out" in told(outputs)
-    assert given(made.report("b", events.DeviceFailed(error))) == [events.DeviceFailed(error)]
+    assert given(devices.report("b", events.DeviceFailed(error))) == [events.DeviceFailed(error)]
 
 
 def test_a_device_that_is_missing_is_the_end_of_the_worker():
-    made = DeviceGroup(("a", "b"))
+    devices = DeviceGroup(("a", "b"))
     event = events.DeviceFailed(BackendUnavailable("cuda", "no driver"))
-    assert given(made.report("a", event)) == [event]
+    assert given(devices.report("a", event)) == [event]
 
 
 def test_a_task_that_nobody_can_build_is_reported_once():
-    made = DeviceGroup(("a", "b"))
-    made.do(act.Build("r", SPEC, keep=False))
+    devices = DeviceGroup(("a", "b"))
+    devices.do(act.Build("r", SPEC, keep=False))
     failed = events.BuildFailed("r", RunFailed("no memory"), is_local=True)
-    assert not given(made.report("a", failed))
-    assert given(made.report("b", replace(failed, is_local=False))) == [
+    assert not given(devices.report("a", failed))
+    assert given(devices.report("b", replace(failed, is_local=False))) == [
         replace(failed, is_local=False)
     ]
 
 
 def test_a_part_that_waits_for_files_continues_with_its_subtree():
-    made = group("a", "b")
+    devices = group("a", "b")
     compute = act.Compute(STEP_ID, M, Subtree(0, 2))
-    parts = dict(computes(made.do(compute)))
+    parts = dict(computes(devices.do(compute)))
     wanted = events.FilesNeeded(("x",), (STEP_ID, M, parts["b"]))
-    assert given(made.report("b", wanted)) == [
+    assert given(devices.report("b", wanted)) == [
         replace(wanted, for_subtree=(STEP_ID, M, Subtree(0, 2)))
     ]
-    assert computes(made.do(compute)) == [("b", parts["b"])]
+    assert computes(devices.do(compute)) == [("b", parts["b"])]
 
 
 def test_what_is_cancelled_is_nobody_s():
-    made = group("a", "b")
-    parts = computes(made.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
-    cancelled = made.do(act.CancelSubtree(STEP_ID, Subtree(0, 4)))
+    devices = group("a", "b")
+    parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
+    cancelled = devices.do(act.CancelSubtree(STEP_ID, Subtree(0, 4)))
     expected = [act.CancelSubtree(STEP_ID, part) for _, part in parts]
     assert [*orders(cancelled, "a"), *orders(cancelled, "b")] == expected
-    assert not given([x for name, part in parts for x in do_part(made, name, part)])
+    assert not given([x for name, part in parts for x in do_part(devices, name, part)])

@@ -40,8 +40,8 @@ def begun(listing: BlobList) -> FileFetch:
     document = listing.to_bytes()
     digest = blake3(document).hexdigest()
     fetch = FileFetch("run", SPEC, digest)
-    (asked,) = fetch.start()
-    assert asked == act.Transmit(msg.BlobRequest(run_id="run", digest=digest, offset=0))
+    (request,) = fetch.start()
+    assert request == act.Transmit(msg.BlobRequest(run_id="run", digest=digest, offset=0))
     chunk = msg.BlobChunk(run_id="run", digest=digest, offset=0)
     assert fetch.chunk(chunk, np.frombuffer(document, np.uint8)) == [
         act.Locate(digest, SPEC, listing)
@@ -202,9 +202,9 @@ def fetching_one(size: int = 10) -> tuple[FileFetch, BlobFile]:
 
 def unready(actions: list[act.Action]) -> msg.Unready:
     assert act.DropFiles() in actions
-    (found,) = [a.message for a in actions if isinstance(a, act.Transmit)]
-    assert isinstance(found, msg.Unready)
-    return found
+    (message,) = [a.message for a in actions if isinstance(a, act.Transmit)]
+    assert isinstance(message, msg.Unready)
+    return message
 
 
 @pytest.mark.parametrize("count", [9, 11, 0])
@@ -294,8 +294,8 @@ def test_a_file_for_later_is_fetched_when_something_waits_for_it():
     located = act.Locate(digest, STUDENT, listing, left)
     assert fetch.want(("1.parquet",), waiting) == [located]
     assert fetch.want(("0.parquet",), None) == []  # one after the other
-    asked = fetch.event(fet.Located((files[2],)))
-    assert requests(asked) == [(files[2].digest, 0)]
+    actions = fetch.event(fet.Located((files[2],)))
+    assert requests(actions) == [(files[2].digest, 0)]
     fetch.chunk(answer(files[2].digest, 0), body(20))
     assert fetch.event(fet.ChunkStored(files[2].digest, complete=True)) == [
         act.Assemble(digest, STUDENT, listing, left)

@@ -92,8 +92,8 @@ def ready():
 
 
 def plan(*subtrees, **change):
-    given = {**WHERE, "uploads": 100, "owners": 0, "loss_scale": 1.0, **change}
-    return msg.StepPlan(**given, view=1, microbatches=4, subtrees=subtrees)
+    fields = {**WHERE, "uploads": 100, "owners": 0, "loss_scale": 1.0, **change}
+    return msg.StepPlan(**fields, view=1, microbatches=4, subtrees=subtrees)
 
 
 def working():
@@ -180,21 +180,24 @@ def test_embeddings_of_another_attempt_or_step_are_not_taken():
 
 
 def test_what_a_task_needs_of_the_devices_memory_is_told_where_it_is_known():
-    for known, said in ("", "a processor"), ("1.00 GiB of 2.00 GiB", "; memory: 1.00 GiB of 2.00"):
+    for memory_text, expected_text in (
+        ("", "a processor"),
+        ("1.00 GiB of 2.00 GiB", "; memory: 1.00 GiB of 2.00"),
+    ):
         session = welcomed()
         session.receive(*start_run())
-        actions = session.result(replace(built(), memory=known))
-        (told,) = [action.text for action in actions if isinstance(action, act.Tell)]
-        assert said in told
-        assert ("memory" in told) == bool(known)
+        actions = session.result(replace(built(), memory=memory_text))
+        (line,) = [action.text for action in actions if isinstance(action, act.Tell)]
+        assert expected_text in line
+        assert ("memory" in line) == bool(memory_text)
 
 
 def test_how_far_a_device_is_from_torch_is_told_where_it_was_compared():
     session = welcomed()
     session.receive(*start_run())
     actions = session.result(replace(built(), parity="gradients within 1e-06 of torch's"))
-    (told,) = [action.text for action in actions if isinstance(action, act.Tell)]
-    assert told.endswith("; gradients within 1e-06 of torch's")
+    (line,) = [action.text for action in actions if isinstance(action, act.Tell)]
+    assert line.endswith("; gradients within 1e-06 of torch's")
 
 
 def test_what_it_is_doing_is_one_line():
@@ -610,12 +613,12 @@ def test_gradients_are_sent_as_far_as_there_is_credit_and_the_rest_when_there_is
     session = ready()
     session.receive(plan((0, 2), (2, 4), uploads=1), None)
     step_id, sums = StepId(0, 0), {1: np.ones(3, "f4"), 0: np.ones(2, "f4")}
-    said = [
+    sent_chunks = [
         payloads(session.result(events.BlockSum(step_id, subtree, block, sums[block], 2.0)))
         for subtree in (Subtree(0, 2), Subtree(2, 4))
         for block in (1, 0)
     ]
-    assert said == [[(0, 1)], [], [(2, 1)], []]
+    assert sent_chunks == [[(0, 1)], [], [(2, 1)], []]
     older = msg.Credit(**{**WHERE, "attempt": 1}, uploads=2)
     assert session.receive(older, None) == []
     session.receive(msg.Cancel(**WHERE, subtrees=((2, 4),)), None)
@@ -638,15 +641,15 @@ STEP_ID, LEAF = StepId(0, 0), Subtree(1, 2)
 
 
 def inner_state(*, inner=4, last=True, **change):
-    given = {**WHERE, "replica": 1, "own": True, **change}
-    return msg.InnerStateChunk(**given, inner=inner, last=last)
+    fields = {**WHERE, "replica": 1, "own": True, **change}
+    return msg.InnerStateChunk(**fields, inner=inner, last=last)
 
 
 def waiting():
     session = ready()
     session.receive(plan((1, 2)), None)
-    (asked,) = session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, carried=True))
-    assert asked.message == msg.InnerStateRequest(**WHERE, replica=1, own=True)
+    (request,) = session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, carried=True))
+    assert request.message == msg.InnerStateRequest(**WHERE, replica=1, own=True)
     return session
 
 
@@ -688,8 +691,8 @@ def test_how_far_an_inner_phase_is_and_where_it_can_continue_are_reported(monkey
     monkeypatch.setattr(limits, "BODY_BYTES", 4)
     session = ready()
     session.receive(plan((1, 2)), None)
-    (told,) = session.result(events.InnerPhaseStep(STEP_ID, LEAF, 7))
-    assert told.message == msg.InnerPhaseProgress(**WHERE, replica=1, inner=7)
+    (report,) = session.result(events.InnerPhaseStep(STEP_ID, LEAF, 7))
+    assert report.message == msg.InnerPhaseProgress(**WHERE, replica=1, inner=7)
     pieces = session.result(events.InnerCheckpoint(STEP_ID, LEAF, 7, np.arange(9, dtype=np.uint8)))
     places = [(p.message.chunk, p.message.last) for p in pieces]
     assert places == [(0, False), (1, False), (2, True)]

@@ -67,9 +67,9 @@ def test_a_run_begins_with_the_adapter_s_values(finished):
     ],
 )
 def test_an_adapter_of_another_shape_is_one_line(finished, lora, text):
-    with pytest.raises(DataError, match=re.escape(text)) as caught:
+    with pytest.raises(DataError, match=re.escape(text)) as error_info:
         check_adapter(going_on(finished, lora=lora))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_an_adapter_of_another_base_is_one_line(finished, tmp_path):

@@ -116,25 +116,25 @@ def test_results_compute_in_transformers_what_the_run_computed(bases, tmp_path, 
     read = batch.arrays["labels" if base in {"t5", "bart"} else "input_ids"]
     assert set(ids) <= {*read.reshape(-1).tolist()}
     named = dict(task.trainable.module.named_parameters())
-    given = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     values = moved(task)
     with torch.no_grad():
         for block, array in zip(task.manifest.blocks, values, strict=True):
             for tensor, place in block.slices():
                 named[tensor.name].copy_(torch.tensor(array[place].reshape(tensor.shape)))
         assert task.trainable.loss is not None
-        ours = float(task.trainable.loss(task.trainable.module.eval(), given)) / batch.weight
+        ours = float(task.trainable.loss(task.trainable.module.eval(), tensors)) / batch.weight
     saved = export(task, values, tmp_path)
     model = transformers_model(saved, base, bases / base)
     with torch.no_grad():
         if BASES[base] == "causal-lm":  # whose labels are shifted already
-            logits = model(input_ids=given["input_ids"]).logits
-            theirs = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), given["labels"].flatten()
+            logits = model(input_ids=tensors["input_ids"]).logits
+            expected = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), tensors["labels"].flatten()
             )
         else:
-            theirs = model(**given).loss
-    assert ours == pytest.approx(float(theirs), rel=1e-5)
+            expected = model(**tensors).loss
+    assert ours == pytest.approx(float(expected), rel=1e-5)
     if lora is not None:
         merge(find(saved), None, tmp_path / "merged")  # which compares logits
         again = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
@@ -183,8 +183,8 @@ def row_gradients(bases: Path, backend: str, **model: Any) -> Any:
     batch = task.batch([0, 1])
     program = choose(backend).backend.compile(task.trainable, batch)
     program.load(moved(task))
-    found = program.gradients([(batch, 0)])
-    flat = {each.block: each.values for each in found if isinstance(each, BlockGradient)}
+    items = program.gradients([(batch, 0)])
+    flat = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
     program.close()
     [rows] = [
         flat[number][place].reshape(tensor.shape)
@@ -199,10 +199,12 @@ def test_a_result_is_used_by_every_command(bases, tmp_path):
     pytest.importorskip("gguf")
     task = build(spec_of(bases, "tied", {"r": 2}))
     saved = export(task, moved(task), tmp_path)
-    said = called("worker", "generate", str(saved), f"What is{TEXT}?", "--max-tokens", "4")
-    assert said.returncode == 0, said.stderr
-    made = called("worker", "export", str(saved), "--gguf", "f32", "--out", str(tmp_path / "gguf"))
-    assert made.returncode == 0, made.stderr
+    process = called("worker", "generate", str(saved), f"What is{TEXT}?", "--max-tokens", "4")
+    assert process.returncode == 0, process.stderr
+    export_process = called(
+        "worker", "export", str(saved), "--gguf", "f32", "--out", str(tmp_path / "gguf")
+    )
+    assert export_process.returncode == 0, export_process.stderr
     import gguf
 
     [file] = (tmp_path / "gguf").glob("*.gguf")
@@ -212,12 +214,12 @@ def test_a_result_is_used_by_every_command(bases, tmp_path):
     task = build(spec_of(bases, "bert", {"r": 2}))
     (tmp_path / "bert").mkdir()
     saved = export(task, moved(task), tmp_path / "bert")
-    said = called("worker", "classify", str(saved), f"1 plus 1{TEXT}", "--json")
-    assert said.returncode == 0, said.stderr
+    process = called("worker", "classify", str(saved), f"1 plus 1{TEXT}", "--json")
+    assert process.returncode == 0, process.stderr
     merged = called("worker", "merge", str(saved), "--out", str(tmp_path / "merged"))
     assert merged.returncode == 0, merged.stderr
     again = called("worker", "classify", str(tmp_path / "merged"), f"1 plus 1{TEXT}", "--json")
-    one, other = (json.loads(each.stdout) for each in (said, again))
+    one, other = (json.loads(each.stdout) for each in (process, again))
     assert one["label"] == other["label"]
     assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
 

@@ -92,6 +92,6 @@ def test_a_model_whose_sizes_do_not_fit_is_one_clear_line():
         def forward(self, input_ids):
             return input_ids @ self.weight
 
-    with pytest.raises(DataError, match=r"logits of tokens, got: .*check its config") as told:
+    with pytest.raises(DataError, match=r"logits of tokens, got: .*check its config") as error_info:
         check_causality(Unfitting(), 300, {})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error_info.value)

@@ -59,9 +59,9 @@ def test_weights_are_counted_as_they_are_stored(path):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_to_set(path, changes, memory_bytes, remedy):
     run = run_of(path, *changes)
-    with pytest.raises(DeviceOutOfMemory, match=r"weights .*, gradients .*") as caught:
+    with pytest.raises(DeviceOutOfMemory, match=r"weights .*, gradients .*") as error_info:
         check_device_memory(run, "cuda 0", memory_bytes)
-    assert remedy in str(caught.value)
+    assert remedy in str(error_info.value)
 
 
 def test_samples_that_may_be_too_long_are_a_line_and_no_refusal(path):
@@ -72,12 +72,12 @@ def test_samples_that_may_be_too_long_are_a_line_and_no_refusal(path):
 
 
 def test_a_worker_says_at_the_start_what_its_card_takes_and_what_is_slow_there(path):
-    told: list[str] = []
-    device = LocalDevice("cuda", None, told.append)
+    lines: list[str] = []
+    device = LocalDevice("cuda", None, lines.append)
     info = DeviceInfo("cuda", "Card", True, "", 0, 1 << 30)
     device._backend = cast("Any", SimpleNamespace(info=info))
     device.task(load_run_spec(path))
     device.task(load_run_spec(path, ["model.precision=bfloat16", "model.attention=sdpa"]))
-    assert [line.partition(" ")[0] for line in told] == ["memory:", "a", "memory:"]
-    assert told[0].startswith("memory: about ")
-    assert told[1].endswith("--set model.precision=bfloat16 --set model.attention=sdpa")
+    assert [line.partition(" ")[0] for line in lines] == ["memory:", "a", "memory:"]
+    assert lines[0].startswith("memory: about ")
+    assert lines[1].endswith("--set model.precision=bfloat16 --set model.attention=sdpa")

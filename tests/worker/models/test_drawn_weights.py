@@ -112,11 +112,11 @@ def test_a_drawn_pooler_is_saved_with_the_adapter(tmp_path):
     task = build(spec_of("classify", source, tmp_path))
     assert "drawn_as_the_checkpoint_lacks[bert.pooler.dense]" in task.manifest.notes
     adapter = export(task, moved(task), tmp_path / "adapter")
-    theirs = loaded_by_peft(
+    peft_logits = loaded_by_peft(
         transformers.AutoModelForSequenceClassification, source, adapter, num_labels=2
     )
-    assert torch.allclose(logits_of(task.trainable.module), theirs, atol=1e-5)
-    assert torch.allclose(theirs, logits_of(load(find(adapter), None).model), atol=1e-5)
+    assert torch.allclose(logits_of(task.trainable.module), peft_logits, atol=1e-5)
+    assert torch.allclose(peft_logits, logits_of(load(find(adapter), None).model), atol=1e-5)
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "bfloat16"])
@@ -129,8 +129,8 @@ def test_a_drawn_head_is_saved_with_the_adapter_whatever_the_seed(tmp_path, base
     ours = load(find(adapter), None)
     assert ours.base == task.manifest.digests["base_weights"]
     if base_dtype == "float32":
-        theirs = loaded_by_peft(transformers.AutoModelForCausalLM, source, adapter)
-        assert torch.allclose(logits_of(task.trainable.module), theirs, atol=1e-5)
+        peft_logits = loaded_by_peft(transformers.AutoModelForCausalLM, source, adapter)
+        assert torch.allclose(logits_of(task.trainable.module), peft_logits, atol=1e-5)
         whole = merge(find(adapter), None, tmp_path / "whole")
         assert whole.difference < 1e-5
         assert torch.allclose(logits_of(task.trainable.module), logits_of(ours.model), atol=1e-5)
@@ -165,9 +165,11 @@ def test_an_adapter_of_before_whose_pooler_was_not_saved_is_read(tmp_path):
     assert config["modules_to_save"][:2] == ["classifier", "bert.pooler.dense"]
     path.write_text(json.dumps(config | {"modules_to_save": ["classifier"]}))
     weights = safetensors.numpy.load_file(adapter / "adapter_model.safetensors")
-    kept = {name: value for name, value in weights.items() if "pooler" not in name}
-    assert len(kept) == len(weights) - 2
-    safetensors.numpy.save_file(kept, adapter / "adapter_model.safetensors", {"format": "pt"})
+    older_weights = {name: value for name, value in weights.items() if "pooler" not in name}
+    assert len(older_weights) == len(weights) - 2
+    safetensors.numpy.save_file(
+        older_weights, adapter / "adapter_model.safetensors", {"format": "pt"}
+    )
     old = [
         max(p.scores.values())
         for p in classify(adapter, ["number 3"], lambda: choose("cpu").backend)

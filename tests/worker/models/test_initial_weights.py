@@ -33,10 +33,10 @@ def started(model_type: str, seed: int = 7, **config: Any) -> Any:
 
 def library_made(model_type: str, seed: int, **config: Any) -> Any:
     torch.manual_seed(seed)
-    made = transformers.AutoConfig.for_model(
+    model_config = transformers.AutoConfig.for_model(
         model_type, vocab_size=300, bos_token_id=2, eos_token_id=2, **config
     )
-    return transformers.AutoModelForCausalLM.from_config(made)
+    return transformers.AutoModelForCausalLM.from_config(model_config)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -117,7 +117,7 @@ def test_neither_torchs_generator_nor_its_instruction_set_shows():
         "    bits = b''.join(value.numpy().tobytes() for value in state.values())\n"
         "    print(family, hashlib.sha256(bits).hexdigest())\n"
     )
-    told = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", program, seed],
             env={**os.environ, **level},
@@ -125,7 +125,7 @@ def test_neither_torchs_generator_nor_its_instruction_set_shows():
         ).stdout
         for seed, level in (("1", {}), ("2", {"ATEN_CPU_CAPABILITY": "default"}))
     }  # fmt: skip
-    assert len(told) == 1
+    assert len(outputs) == 1
 
 
 def test_functions_are_those_of_float64_rounded():

@@ -64,8 +64,8 @@ def same_in_peft(task: Any, base: Path, saved: Path, batch: Any) -> None:
                 named[tensor.name].copy_(torch.tensor(values[place].reshape(tensor.shape)))
         ours = float(task.trainable.loss(task.trainable.module.eval(), arrays))
         model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-        theirs = peft.PeftModel.from_pretrained(model, saved).eval()
-        logits = theirs(input_ids=arrays["input_ids"]).logits
+        peft_model = peft.PeftModel.from_pretrained(model, saved).eval()
+        logits = peft_model(input_ids=arrays["input_ids"]).logits
         expected = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), arrays["labels"].flatten(), reduction="sum"
         )
@@ -111,13 +111,13 @@ def trained_in_peft(task: Any, model: Any, saved: Path, batch: Any) -> tuple[flo
 
     from worker.models.lora import adapter_name
 
-    theirs = peft.PeftModel.from_pretrained(model, saved, is_trainable=True).train()
+    peft_model = peft.PeftModel.from_pretrained(model, saved, is_trainable=True).train()
     arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-    loss = task.trainable.loss(theirs, arrays)
+    loss = task.trainable.loss(peft_model, arrays)
     loss.backward()
     return float(loss.detach()), {
         adapter_name(name): each.grad
-        for name, each in theirs.named_parameters()
+        for name, each in peft_model.named_parameters()
         if each.requires_grad
     }
 
@@ -191,14 +191,14 @@ def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypa
 
     def step() -> tuple[int, Any]:
         task: Any = build(spec_of(directory, base="int4", dora=True, dropout=0.5))
-        module, kept = task.trainable.module, [0]
+        module, wide_counts = task.trainable.module, [0]
         narrow_frozen_base(module, "int4", torch.device("cpu"))
         for name, parameter in module.named_parameters():
             if "lora_B" in name:
                 parameter.data.fill_(0.01)
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept[0] += tensor.shape == (32, 32)
+            wide_counts[0] += tensor.shape == (32, 32)
             return tensor
 
         torch.manual_seed(0)
@@ -207,13 +207,13 @@ def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypa
             loss = task.trainable.loss(module.train(), arrays)
         loss.backward()
         (first, *_) = (p.grad for n, p in module.named_parameters() if "lora_A" in n)
-        return kept[0], first
+        return wide_counts[0], first
 
-    narrow, found = step()
+    narrow, gradient = step()
     monkeypatch.setattr(lora, "_keep_dora_narrow", lambda _: None)
     wide, expected = step()
     assert wide == narrow + 1, "the first layer's input has no gradient"
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_all_linear_layers_are_those_of_peft(directory):
@@ -225,9 +225,9 @@ def test_all_linear_layers_are_those_of_peft(directory):
         transformers.AutoModelForCausalLM.from_config(config),
         peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    theirs = {name for name, each in model.named_parameters() if each.requires_grad}
+    peft_names = {name for name, each in model.named_parameters() if each.requires_grad}
     task = build(spec_of(directory, targets="all-linear"))
-    assert {t.name for block in task.manifest.blocks for t in block.tensors} == theirs
+    assert {t.name for block in task.manifest.blocks for t in block.tensors} == peft_names
 
 
 def test_dora_begins_with_the_norms_of_the_rows(directory):
@@ -250,8 +250,8 @@ def mixture(directory, tmp_path_factory) -> Path:
     path: Path = tmp_path_factory.mktemp("mixture")
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "model")
-    made: Any = transformers.Qwen3MoeConfig
-    config = made(
+    config_class: Any = transformers.Qwen3MoeConfig
+    config = config_class(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=8, max_position_embeddings=128,

@@ -101,8 +101,10 @@ def test_a_broken_file_is_the_readers_to_tell(tmp_path):
 
 
 def test_how_it_is_said():
-    said = str(MainMemoryTooSmall(16 * GIB, 7 * GIB))
-    assert said.startswith("reading the model takes 16.00 GiB of main memory, only 7.00 GiB is av")
+    message = str(MainMemoryTooSmall(16 * GIB, 7 * GIB))
+    assert message.startswith(
+        "reading the model takes 16.00 GiB of main memory, only 7.00 GiB is av"
+    )
 
 
 def test_what_an_earlier_model_has_freed_counts_as_free(tmp_path):

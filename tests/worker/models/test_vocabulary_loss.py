@@ -52,11 +52,11 @@ def adapted(model: Any, **how: Any) -> Any:
     return module
 
 
-def gradients(module: Any, loss: Any, given: Batch, backend: str, **how: Any) -> Any:
+def gradients(module: Any, loss: Any, microbatch: Batch, backend: str, **how: Any) -> Any:
     program = EagerBackend(backend).compile(
-        Trainable(cut_into_blocks(module), module, loss, **how), given
+        Trainable(cut_into_blocks(module), module, loss, **how), microbatch
     )
-    items = list(program.gradients([(given, 0)]))
+    items = list(program.gradients([(microbatch, 0)]))
     program.close()
     return items[-1].loss_sum, [i.values for i in items if isinstance(i, BlockGradient)]  # type: ignore[union-attr]
 
@@ -73,9 +73,9 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_all_tokens_at_once(case):
     make, loss, how = CASES[case]
-    given = batch(pairs=case == "preferences")
+    microbatch = batch(pairs=case == "preferences")
     whole, parts = (
-        gradients(make(), partial(loss, options={}, at_once=at_once), given, KIND, **how)
+        gradients(make(), partial(loss, options={}, at_once=at_once), microbatch, KIND, **how)
         for at_once in (0, AT_ONCE)
     )
     assert parts[0] == pytest.approx(whole[0], rel=1e-6)
@@ -95,12 +95,12 @@ def test_a_head_s_dropout_is_drawn_once(monkeypatch):
 
 
 def test_loss_is_that_of_transformers():
-    model, given = llama(), batch()
-    ids, labels = (torch.tensor(given.arrays[name]) for name in ("input_ids", "labels"))
+    model, microbatch = llama(), batch()
+    ids, labels = (torch.tensor(microbatch.arrays[name]) for name in ("input_ids", "labels"))
     with torch.no_grad():
         expected = float(model(input_ids=ids, labels=labels, shift_labels=labels).loss)
-    found = token_loss(model, {"input_ids": ids, "labels": labels}, {}, AT_ONCE)
-    mean = float(found.detach()) / int((labels != -100).sum())
+    loss = token_loss(model, {"input_ids": ids, "labels": labels}, {}, AT_ONCE)
+    mean = float(loss.detach()) / int((labels != -100).sum())
     assert mean == pytest.approx(expected, rel=1e-5)
 
 
@@ -125,9 +125,9 @@ def test_logits_are_those_of_a_few_tokens_in_forward_and_backward():
     arrays = {name: torch.tensor(array) for name, array in batch().arrays.items()}
     largest = []
     for at_once in (0, 33):
-        with LargestTensor() as made:
+        with LargestTensor() as largest_tensor:
             token_loss(model, arrays, {}, at_once).backward()
-        largest.append(made.elements)
+        largest.append(largest_tensor.elements)
     assert largest == [48 * 4096, 4096 * 33]
 
 
@@ -150,5 +150,5 @@ def test_a_model_that_changes_its_logits_behind_the_head_is_computed_as_a_whole(
 
 
 def test_how_many_tokens_is_decided_by_the_vocabulary_alone():
-    found = [tokens_at_once(size) for size in (512, 32_000, 49_152, 151_936, 2_000_000)]
-    assert found == [65_536, 1024, 640, 192, 64]
+    token_counts = [tokens_at_once(size) for size in (512, 32_000, 49_152, 151_936, 2_000_000)]
+    assert token_counts == [65_536, 1024, 640, 192, 64]

@@ -34,13 +34,13 @@ def test_any_order_and_duplicates_give_whole_blocks(data):
     places = [(b, c) for b, block in enumerate(BLOCKS) for c in range(block.chunks)]
     grid = ChunkGrid(BLOCKS)
     averages = Averages(grid)
-    come: set[tuple[int, int]] = set()
+    arrivals: set[tuple[int, int]] = set()
     for block, chunk in data.draw(st.permutations(places + places[:3])):
-        assert averages.complete is (len(come) == len(places))
-        wrong = (block, chunk) in come
+        assert averages.complete is (len(arrivals) == len(places))
+        wrong = (block, chunk) in arrivals
         values = value(block, chunk) - (999 if wrong else 0)
         averages.put(grid.number(block, chunk), "", values)
-        come.add((block, chunk))
+        arrivals.add((block, chunk))
     assert averages.complete
     for number, block in enumerate(BLOCKS):
         expected = np.arange(block.elements, dtype=np.float32) + 100 * number

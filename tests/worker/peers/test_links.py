@@ -63,18 +63,18 @@ class Member:
         """Return the next report of this kind."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                found = await self.reports.get()
-                if found[0] == what:
-                    return found[1:]
+                report = await self.reports.get()
+                if report[0] == what:
+                    return report[1:]
 
 
 @contextlib.contextmanager
 def members(*names, **options):
     with contextlib.ExitStack() as stack:
-        found = [Member(name, **options) for name in names]
-        for member in found:
+        group = [Member(name, **options) for name in names]
+        for member in group:
             stack.callback(member.links.close)
-        yield found
+        yield group
 
 
 def payload(worker):
@@ -144,8 +144,8 @@ async def test_one_port_that_can_be_reached_is_enough(unreachable, monkeypatch):
 async def test_two_that_dial_each_other_at_once_keep_one_link(encrypted, monkeypatch):
     monkeypatch.setattr(links, "_SECOND_DIALER_S", 0.0)
     names = [f"{letter}-{number}" for number in range(6) for letter in "ab"]
-    with members(*names, encrypted=encrypted) as found:
-        pairs = [*zip(found[::2], found[1::2], strict=True)]
+    with members(*names, encrypted=encrypted) as group:
+        pairs = [*zip(group[::2], group[1::2], strict=True)]
         for one, other in pairs:
             one.know(other)
             other.know(one)
@@ -155,7 +155,7 @@ async def test_two_that_dial_each_other_at_once_keep_one_link(encrypted, monkeyp
                     assert (await member.reports.get())[0] == "linked"
             await send_gradient(one, other)
             await send_gradient(other, one)
-        for member in found:
+        for member in group:
             async with asyncio.timeout(PATIENCE_S):
                 while len(member.links._connections) > 1:  # noqa: ASYNC110 -- nothing is reported
                     await asyncio.sleep(0.01)
@@ -254,9 +254,9 @@ def hello(name, to):
 async def test_a_process_that_is_not_listed_gets_no_proof():
     with members("owner") as (owner,):
         owner.know()
-        said = await dial(owner, hello("unknown", "owner"), bytes(32))
-        assert isinstance(said, Goodbye)
-        assert "'unknown' is not a peer of 'owner'" in said.reason
+        reply = await dial(owner, hello("unknown", "owner"), bytes(32))
+        assert isinstance(reply, Goodbye)
+        assert "'unknown' is not a peer of 'owner'" in reply.reason
 
 
 @on_uvloop
@@ -265,9 +265,9 @@ async def test_a_member_that_poses_as_another_is_refused():
     with members("owner", "true", "poser") as (owner, true, poser):
         owner.know(true, poser)
         own_key = pair_key(SECRET, "poser", "owner")
-        said = await dial(owner, hello("true", "owner"), own_key)
-        assert isinstance(said, SamestepError)
-        assert "worker 'owner' does not know the key of this link" in str(said)
+        reply = await dial(owner, hello("true", "owner"), own_key)
+        assert isinstance(reply, SamestepError)
+        assert "worker 'owner' does not know the key of this link" in str(reply)
 
 
 @on_uvloop
@@ -275,8 +275,8 @@ async def test_a_hello_for_another_worker_is_refused():
     with members("owner", "other", "third") as (owner, other, third):
         owner.know(other, third)
         key = pair_key(SECRET, "other", "third")
-        said = await dial(owner, hello("other", "third"), key)
-        assert "is not a peer of 'owner'" in said.reason
+        reply = await dial(owner, hello("other", "third"), key)
+        assert "is not a peer of 'owner'" in reply.reason
 
 
 @on_uvloop

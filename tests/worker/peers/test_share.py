@@ -45,21 +45,21 @@ def table(*members, owners=None, scribe=None):
 
 
 def share(me="a", given=None, microbatches=2):
-    made = GradientExchange(me, BLOCKS, Codecs())
-    made.own(1, given or table("a", "b"))
-    made.begin(plan(microbatches))
-    return made
+    exchange = GradientExchange(me, BLOCKS, Codecs())
+    exchange.own(1, given or table("a", "b"))
+    exchange.begin(plan(microbatches))
+    return exchange
 
 
 def plan(microbatches, uploads=100, **change):
-    given = {**PLACE, "owners": 1, "uploads": uploads, "view": 1, "loss_scale": 1.0, **change}
-    return StepPlan(**given, microbatches=microbatches, subtrees=())
+    fields = {**PLACE, "owners": 1, "uploads": uploads, "view": 1, "loss_scale": 1.0, **change}
+    return StepPlan(**fields, microbatches=microbatches, subtrees=())
 
 
-def committed(made, wanted):
+def committed(exchange, wanted):
     """Its step is durable, with averages of these digests."""
-    made.expect(AverageDigests(**PLACE), wanted)
-    return made.commit(Commit(**PLACE, scalars=SCALARS, loss=0.0, averages_digest="0" * 64))
+    exchange.expect(AverageDigests(**PLACE), wanted)
+    return exchange.commit(Commit(**PLACE, scalars=SCALARS, loss=0.0, averages_digest="0" * 64))
 
 
 def at(number, **more):
@@ -95,17 +95,17 @@ def raw(values):
 
 def play(shares, actions_of):
     """Carry messages until none is left; gives what was for the coordinator, by member."""
-    told: dict[str, list[object]] = {name: [] for name in shares}
+    reports: dict[str, list[object]] = {name: [] for name in shares}
     waiting = [(name, action) for name, actions in actions_of for action in actions]
     while waiting:
         name, action = waiting.pop(0)
         match action:
             case ToPeer(peer, message, body):
-                made = shares[peer].receive(name, message, raw(body))
-                waiting += [(peer, each) for each in made]
+                answers = shares[peer].receive(name, message, raw(body))
+                waiting += [(peer, each) for each in answers]
             case _:
-                told[name].append(action)
-    return told
+                reports[name].append(action)
+    return reports
 
 
 def contributed(shares, subtree_of):
@@ -123,8 +123,8 @@ def expected():
 
 def digests():
     means = expected()
-    found = [chunk_digest(part(means, number)) for number in range(GRID.count)]
-    return np.frombuffer(b"".join(found), np.uint8)
+    chunk_digests = [chunk_digest(part(means, number)) for number in range(GRID.count)]
+    return np.frombuffer(b"".join(chunk_digests), np.uint8)
 
 
 def taken(actions):
@@ -133,11 +133,11 @@ def taken(actions):
 
 def test_all_have_the_mean_and_the_coordinator_the_digests():
     shares = {"a": share("a"), "b": share("b")}
-    told = play(shares, contributed(shares, {"a": ONE, "b": OTHER}))
+    reports = play(shares, contributed(shares, {"a": ONE, "b": OTHER}))
     for name, each in shares.items():
         (averages,) = taken(committed(each, digests()))
         assert [x.tobytes() for x in averages] == [x.tobytes() for x in expected()]
-        to = [action.message for action in told[name] if isinstance(action, Transmit)]
+        to = [action.message for action in reports[name] if isinstance(action, Transmit)]
         own = [GRID.number(m.block, m.chunk) for m in to if isinstance(m, AveragedGradient)]
         assert own == [n for n in own if table("a", "b").owner(n) == name]
 
@@ -162,11 +162,11 @@ def test_a_chunk_that_is_given_back_needs_its_sums_again():
     owned = share(given=table("a", "b", owners=[0] * GRID.count))
 
     def give(number):
-        told = []
+        actions = []
         for each in range(GRID.count):
             message = payload(each, 1).model_copy(update={"owners": number})
-            told += owned.receive("b", message, raw(part(sums(2), each)))
-        return [a.message for a in told if isinstance(a, Transmit)]
+            actions += owned.receive("b", message, raw(part(sums(2), each)))
+        return [a.message for a in actions if isinstance(a, Transmit)]
 
     assert [type(each) for each in give(1)] == [SumsArrived]
     owned.own(2, table("a", "b", owners=[1] * GRID.count))
@@ -179,8 +179,8 @@ def carried(shares, waiting, most=None):
     while waiting and most != 0:
         name, action = waiting.pop(0)
         if isinstance(action, ToPeer) and name in shares and action.peer in shares:
-            made = shares[action.peer].receive(name, action.message, raw(action.body.copy()))
-            waiting += [(action.peer, each) for each in made]
+            answers = shares[action.peer].receive(name, action.message, raw(action.body.copy()))
+            waiting += [(action.peer, each) for each in answers]
         most = None if most is None else most - 1
     return waiting
 
@@ -191,12 +191,12 @@ def test_owners_that_die_at_any_stage_of_a_chunk_leave_the_bits(lost):
     subtrees = {"a": Subtree(0, 1), "b": Subtree(1, 2), "c": Subtree(2, 3)}
     both = [(one + other) + third for one, other, third in zip(*map(sums, range(3)), strict=True)]
     means = [total * np.float32(1 / 3) for total in both]
-    told = b"".join(chunk_digest(part(means, number)) for number in range(GRID.count))
+    digest_bytes = b"".join(chunk_digest(part(means, number)) for number in range(GRID.count))
     stage, waiting = 0, [("", None)]
     while waiting:
         shares = {name: share(name, table(*"abc"), microbatches=3) for name in "abc"}
-        begun = contributed(shares, subtrees)
-        waiting = [(name, action) for name, actions in begun for action in actions]
+        contributions = contributed(shares, subtrees)
+        waiting = [(name, action) for name, actions in contributions for action in actions]
         waiting = carried(shares, waiting, stage)
         on_their_way = [(name, action) for name, action in waiting if name not in lost]
         for name in lost:
@@ -216,7 +216,7 @@ def test_owners_that_die_at_any_stage_of_a_chunk_leave_the_bits(lost):
         on_their_way += [(name, action) for name, actions in again for action in actions]
         assert carried(shares, on_their_way) == []
         for each in shares.values():
-            (averages,) = taken(committed(each, np.frombuffer(told, np.uint8)))
+            (averages,) = taken(committed(each, np.frombuffer(digest_bytes, np.uint8)))
             assert [x.tobytes() for x in averages] == [x.tobytes() for x in means]
         stage += 1
     assert stage > 2 * GRID.count
@@ -228,29 +228,29 @@ def test_an_average_that_is_not_what_the_coordinator_has_names_its_owner_and_is_
     wrong = digests().copy()
     number = next(n for n in range(GRID.count) if table("a", "b").owner(n) == "b")
     wrong[16 * number] ^= 1
-    said = committed(shares["a"], wrong)
-    assert not taken(said)
-    messages = [action.message for action in said]
+    actions = committed(shares["a"], wrong)
+    assert not taken(actions)
+    messages = [action.message for action in actions]
     assert messages == [
         AverageMismatch(**at(number), owner="b"), AveragesRequest(**PLACE),
     ]  # fmt: skip
 
 
 def test_averages_of_a_committed_step_that_do_not_come_are_asked_for_once():
-    made = share("a")
-    made.contribute(ONE, 0, 1.0, sums(0)[0])
-    assert committed(made, digests()) == []  # their owners may be sending them
-    asked = made.waits()
-    assert [action.message for action in asked] == [AveragesRequest(**PLACE)]
-    assert made.waits() == []
+    exchange = share("a")
+    exchange.contribute(ONE, 0, 1.0, sums(0)[0])
+    assert committed(exchange, digests()) == []  # their owners may be sending them
+    requests = exchange.waits()
+    assert [action.message for action in requests] == [AveragesRequest(**PLACE)]
+    assert exchange.waits() == []
     means = expected()
-    said = []
+    actions = []
     for block, each in enumerate(BLOCKS):
         kind = AveragedBlockGradient if each.kind == "block" else AveragedNonBlockGradient
         for chunk in range(each.chunks):
             values = raw(means[block][each.chunk_slice(chunk)])
-            said += made.receive("", kind(**PLACE, block=block, chunk=chunk), values)
-    (averages,) = taken(said)
+            actions += exchange.receive("", kind(**PLACE, block=block, chunk=chunk), values)
+    (averages,) = taken(actions)
     assert [x.tobytes() for x in averages] == [x.tobytes() for x in means]
 
 
@@ -272,18 +272,18 @@ def test_a_sum_in_another_s_name_is_refused():
 def test_what_is_not_finite_is_reported_with_its_worker():
     message = payload(0, 0)
     body = raw(np.full(GRID.elements(0), np.inf, np.float32))
-    (said,) = share("a").receive("b", message, body)
-    assert said.message == NonFiniteSum(**PLACE, lo=0, hi=1, worker="b", block=1, device="")
+    (report,) = share("a").receive("b", message, body)
+    assert report.message == NonFiniteSum(**PLACE, lo=0, hi=1, worker="b", block=1, device="")
 
 
 def test_early_sums_wait_late_ones_are_dropped():
-    made = share("a")
+    exchange = share("a")
     later = payload(0, 0).model_copy(update={"step": 1})
     body = raw(np.ones(GRID.elements(0), np.float32))
-    assert made.receive("b", later, body) == []
-    arrived = made.begin(plan(1, step=1))
+    assert exchange.receive("b", later, body) == []
+    arrived = exchange.begin(plan(1, step=1))
     assert arrived, "the average of a step with one microbatch"
-    assert made.receive("b", later.model_copy(update={"step": 0}), body) == []
+    assert exchange.receive("b", later.model_copy(update={"step": 0}), body) == []
 
 
 def test_a_table_of_another_shape_is_refused():
@@ -292,15 +292,15 @@ def test_a_table_of_another_shape_is_refused():
 
 
 def test_who_has_no_links_sends_through_the_coordinator():
-    made = share("c", table("a", "b"))
-    actions = made.contribute(ONE, 0, 1.0, sums(0)[0])
+    exchange = share("c", table("a", "b"))
+    actions = exchange.contribute(ONE, 0, 1.0, sums(0)[0])
     assert {type(action) for action in actions} == {Transmit}
 
 
 def star(uploads):
-    made = GradientExchange("a", BLOCKS, Codecs())
-    made.begin(plan(2, uploads, owners=0))
-    return made
+    exchange = GradientExchange("a", BLOCKS, Codecs())
+    exchange.begin(plan(2, uploads, owners=0))
+    return exchange
 
 
 def to_coordinator(actions):
@@ -308,19 +308,19 @@ def to_coordinator(actions):
 
 
 def test_the_coordinator_is_sent_as_many_chunks_as_it_allows():
-    made = star(2)
-    sent = made.contribute(ONE, 0, 1.0, sums(0)[0])
+    exchange = star(2)
+    sent = exchange.contribute(ONE, 0, 1.0, sums(0)[0])
     assert {type(action) for action in sent} == {Transmit}
-    assert to_coordinator(made.contribute(ONE, 1, 1.0, sums(0)[1])) == [0]
+    assert to_coordinator(exchange.contribute(ONE, 1, 1.0, sums(0)[1])) == [0]
     assert to_coordinator(sent) == [1]
-    assert to_coordinator(made.allow(Credit(**PLACE, uploads=3))) == [2]
-    made.cancel(Cancel(**PLACE, subtrees=((0, 1),)))
-    assert made.allow(Credit(**PLACE, uploads=100)) == []
+    assert to_coordinator(exchange.allow(Credit(**PLACE, uploads=3))) == [2]
+    exchange.cancel(Cancel(**PLACE, subtrees=((0, 1),)))
+    assert exchange.allow(Credit(**PLACE, uploads=100)) == []
 
 
 def test_where_every_other_owner_is_lost_the_coordinator_is_sent_all_that_they_had():
     alone = share("a")
     for block, values in enumerate(sums(0)):
         alone.contribute(ONE, block, 1.0, values)
-    given = OwnerTable.star(GRID.count)
-    assert sorted(to_coordinator(alone.own(2, given))) == [*range(GRID.count)]
+    owner_table = OwnerTable.star(GRID.count)
+    assert sorted(to_coordinator(alone.own(2, owner_table))) == [*range(GRID.count)]

@@ -52,9 +52,12 @@ def spec_of(directory: Path, task: str, family: str, sizes: dict[str, Any], **ch
     if task == "classify":
         tokenizer.backend_tokenizer.post_processor = end
         tokenizer.save_pretrained(directory / "model")
-    known = transformers.AutoConfig.for_model(family)
+    default_config = transformers.AutoConfig.for_model(family)
     config = transformers.AutoConfig.for_model(
-        family, **{k: v for k, v in sizes.items() if hasattr(known, k) or k.startswith("decoder_")}
+        family,
+        **{
+            k: v for k, v in sizes.items() if hasattr(default_config, k) or k.startswith("decoder_")
+        },
     )
     kind: Any = transformers.AutoModelForCausalLM
     if task == "classify":
@@ -159,7 +162,7 @@ def test_an_adapter_beside_embeddings_and_head_is_peft_s(tmp_path, family, tied,
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # (tied layers: what they warn of is tried here)
-        theirs = peft.PeftModel.from_pretrained(base, str(run / "adapter")).eval()
+        peft_model = peft.PeftModel.from_pretrained(base, str(run / "adapter")).eval()
     merge(find(run), None, tmp_path / "whole")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     task = build(load_run_spec(spec))
@@ -172,7 +175,7 @@ def test_an_adapter_beside_embeddings_and_head_is_peft_s(tmp_path, family, tied,
             parameters[name].copy_(stored[their_name])
     expected = probe(trained, 2000)
     assert (probe(base, 2000) - probe(ours.model, 2000)).abs().max() < 1e-6
-    for model in (ours.model, theirs, whole):
+    for model in (ours.model, peft_model, whole):
         assert (probe(model, 2000) - expected).abs().max() < 1e-5
     assert "".join(generate(ours.model, ours.tokenizer, [5, 9], Sampling(0, 1, 0, 3))) is not None
 

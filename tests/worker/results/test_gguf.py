@@ -64,8 +64,8 @@ def model_of(family: str, **settings: Any) -> Any:
 def logits(model: Any) -> torch.Tensor:
     """Of texts as long as the model has positions: beyond any window."""
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=torch.arange(5, 69)[None] % 300).logits
-    return found
+        values: torch.Tensor = model(input_ids=torch.arange(5, 69)[None] % 300).logits
+    return values
 
 
 @pytest.mark.parametrize(
@@ -186,20 +186,22 @@ def read_by_hand(path: Path, config: Any) -> Any:
     model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
     used = set()
     for name, parameter in model.named_parameters():
-        found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)", name)
-        assert found is not None
-        block, part = found.groups()
+        match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)", name)
+        assert match is not None
+        block, part = match.groups()
         prefix = f"blk.{block}." if block else ""
         if part.startswith("mlp.experts."):
             parts = {"mlp.experts.gate_up_proj": ["ffn_gate_exps", "ffn_up_exps"],
                      "mlp.experts.down_proj": ["ffn_down_exps"]}[part]  # fmt: skip
-            there = [f"{prefix}{each}.weight" for each in parts]
+            stored_names = [f"{prefix}{each}.weight" for each in parts]
         else:
             module, _, kind = part.rpartition(".")
-            there = [f"{prefix}{names[module]}.{kind}"]
-        value = torch.cat([stored[each] for each in there], 1 if len(there) > 1 else 0)
-        used |= {*there}
-        if names_pairs(config) and there[0].split(".")[-2] in ("attn_q", "attn_k"):
+            stored_names = [f"{prefix}{names[module]}.{kind}"]
+        value = torch.cat(
+            [stored[each] for each in stored_names], 1 if len(stored_names) > 1 else 0
+        )
+        used |= {*stored_names}
+        if names_pairs(config) and stored_names[0].split(".")[-2] in ("attn_q", "attn_k"):
             pairs = value.unflatten(0, (-1, config.hidden_size // config.num_attention_heads))
             value = torch.cat([pairs[:, ::2], pairs[:, 1::2]], 1).flatten(0, 1)
         if config.model_type == "gemma" and value.ndim == 1:
@@ -281,9 +283,9 @@ def sentencepiece(directory: Path, *, space_before: bool) -> Any:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     marks = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **marks)
-    made.save_pretrained(directory)
-    return made
+    new_tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **marks)
+    new_tokenizer.save_pretrained(directory)
+    return new_tokenizer
 
 
 def as_llama_cpp_does(reader: Any, text: str) -> list[int]:
@@ -310,15 +312,15 @@ def as_llama_cpp_does(reader: Any, text: str) -> list[int]:
 
 @pytest.mark.parametrize("space_before", [False, True])
 def test_sentencepiece_makes_the_same_tokens_in_llama_cpp(tmp_path, space_before):
-    made = sentencepiece(tmp_path, space_before=space_before)
-    model = model_of("gemma", head_dim=8, vocab_size=len(made))
-    write_gguf(model, made, tmp_path / "m.gguf", "f32", "m")
+    new_tokenizer = sentencepiece(tmp_path, space_before=space_before)
+    model = model_of("gemma", head_dim=8, vocab_size=len(new_tokenizer))
+    write_gguf(model, new_tokenizer, tmp_path / "m.gguf", "f32", "m")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    drawn = random.Random(0)
+    generator = random.Random(0)
     for _ in range(200):
-        text = "".join(drawn.choice(["the", "hat", " ", "  ", "an", "e", "ch", "é", "n"])
+        text = "".join(generator.choice(["the", "hat", " ", "  ", "an", "e", "ch", "é", "n"])
                        for _ in range(12))  # fmt: skip
-        assert as_llama_cpp_does(reader, text) == made(text)["input_ids"]
+        assert as_llama_cpp_does(reader, text) == new_tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -335,11 +337,11 @@ def test_sentencepiece_makes_the_same_tokens_in_llama_cpp(tmp_path, space_before
 def test_a_sentencepiece_tokenizer_that_llama_cpp_would_not_follow_is_refused(
     tmp_path, change, told
 ):
-    made = sentencepiece(tmp_path, space_before=False)
-    change(made)
-    model = model_of("gemma", head_dim=8, vocab_size=len(made))
+    new_tokenizer = sentencepiece(tmp_path, space_before=False)
+    change(new_tokenizer)
+    model = model_of("gemma", head_dim=8, vocab_size=len(new_tokenizer))
     with pytest.raises(DataError, match=told):
-        write_gguf(model, made, tmp_path / "m.gguf", "f32", "m")
+        write_gguf(model, new_tokenizer, tmp_path / "m.gguf", "f32", "m")
 
 
 @pytest.mark.parametrize(
@@ -377,9 +379,9 @@ def test_a_classifier_of_a_gguf_file_has_the_labels(tmp_path, tokenizer):
 
 
 def changed_tokenizer(directory: Path, change: Any) -> Any:
-    found = save_chat_tokenizer(directory)
-    change(found)
-    return found
+    new_tokenizer = save_chat_tokenizer(directory)
+    change(new_tokenizer)
+    return new_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,9 @@ def test_a_default_system_message_is_said(tokenizer):
     assert 'SYSTEM """Be kind."""' in modelfile(tokenizer, "m.gguf", 128)
     around = around_messages(tokenizer)
     assert around is not None
-    told = [{"role": "user", "content": "Hi"}]
-    assert around.render(told) == tokenizer.apply_chat_template(
-        told, tokenize=False, add_generation_prompt=True
+    messages = [{"role": "user", "content": "Hi"}]
+    assert around.render(messages) == tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
     )
 
 

@@ -133,13 +133,13 @@ def test_another_base_or_adapter_is_refused(run, tmp_path):
     safetensors.numpy.save_file(tensors, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match="another digest"):
         load(find(run), str(other))
-    broken = tmp_path / "adapter"
-    shutil.copytree(run / "adapter", broken)
-    weights = safetensors.numpy.load_file(broken / "adapter_model.safetensors")
+    adapter_copy = tmp_path / "adapter"
+    shutil.copytree(run / "adapter", adapter_copy)
+    weights = safetensors.numpy.load_file(adapter_copy / "adapter_model.safetensors")
     del weights[min(weights)]
-    safetensors.numpy.save_file(weights, broken / "adapter_model.safetensors")
+    safetensors.numpy.save_file(weights, adapter_copy / "adapter_model.safetensors")
     with pytest.raises(DataError, match="adapter of another model"):
-        load(find(broken), None)
+        load(find(adapter_copy), None)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_an_answer_is_the_same_again(run):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    drawn = ("--temperature", "1.0", "--top-p", "0.9", "--seed")
+    options = ("--temperature", "1.0", "--top-p", "0.9", "--seed")
     assert answer() == answer()
-    assert answer(*drawn, "1") == answer(*drawn, "1")
-    assert answer(*drawn, "1") != answer(*drawn, "2")
+    assert answer(*options, "1") == answer(*options, "1")
+    assert answer(*options, "1") != answer(*options, "2")
 
 
 def test_greedy_is_what_transformers_generates(run):
@@ -175,10 +175,10 @@ def test_greedy_is_what_transformers_generates(run):
     ids = prompt_tokens(loaded.tokenizer, "What is 3?", "Add.")
     assert loaded.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
     ours = "".join(generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 12)))
-    theirs = loaded.model.generate(
+    expected_ids = loaded.model.generate(
         input_ids=torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0
     )[0, len(ids) :]
-    assert ours == loaded.tokenizer.decode(theirs, skip_special_tokens=True)
+    assert ours == loaded.tokenizer.decode(expected_ids, skip_special_tokens=True)
     assert end_tokens(loaded.model, loaded.tokenizer) == {2}
     with pytest.raises(DataError, match="positions"):
         generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 128))
@@ -187,8 +187,8 @@ def test_greedy_is_what_transformers_generates(run):
 def test_draws_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.6, 0.3]).log()
     everything = Sampling(1.0, 1.0, 0, 1)
-    drawn = [choose(logits, everything, (n + 0.5) / 1000) for n in range(1000)]
-    assert [drawn.count(token) for token in range(3)] == [100, 600, 300]
+    draws = [choose(logits, everything, (n + 0.5) / 1000) for n in range(1000)]
+    assert [draws.count(token) for token in range(3)] == [100, 600, 300]
     most = Sampling(1.0, 0.85, 0, 1)
     assert {choose(logits, most, n / 100) for n in range(100)} == {1, 2}
     assert choose(logits, Sampling(0, 1, 0, 1), 0.99) == 1

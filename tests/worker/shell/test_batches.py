@@ -36,8 +36,8 @@ class Texts:
 def test_each_shape_comes_once_and_the_first_microbatch_first():
     order = SampleOrder(3, 21, BatchSpec(samples=5, microbatch=2))
     task = Texts()
-    found = microbatch_of_each_shape(task, order)  # type: ignore[arg-type]
-    shapes = [batch.arrays["ids"].shape for batch in found]
+    microbatches = microbatch_of_each_shape(task, order)  # type: ignore[arg-type]
+    shapes = [batch.arrays["ids"].shape for batch in microbatches]
     assert shapes[0] == task.batch(order.microbatches(0)[0]).arrays["ids"].shape
     assert len(shapes) == len({*shapes})
     steps = range(order.steps_per_epoch)
@@ -46,9 +46,13 @@ def test_each_shape_comes_once_and_the_first_microbatch_first():
 
 
 def test_each_shape_of_a_held_out_part_comes_once():
-    found = evaluation_of_each_shape(Texts())  # type: ignore[arg-type]
-    assert {batch.arrays["ids"].shape for batch in found} == {(3, 16), (3, 32), (1, 32)}
-    assert len(found) == 3
+    evaluation_batches = evaluation_of_each_shape(Texts())  # type: ignore[arg-type]
+    assert {batch.arrays["ids"].shape for batch in evaluation_batches} == {
+        (3, 16),
+        (3, 32),
+        (1, 32),
+    }
+    assert len(evaluation_batches) == 3
     none = SimpleNamespace(manifest=SimpleNamespace(evaluation_parts=0))
     assert evaluation_of_each_shape(none) == []
 

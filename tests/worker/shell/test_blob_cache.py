@@ -179,8 +179,8 @@ def test_a_place_that_cannot_be_a_cache_is_one_line(tmp_path):
         lambda: cache.reserve(1), lambda: cache.put(DIGEST, CONTENT),
         lambda: cache.open_part(DIGEST, SIZE),
     ):  # fmt: skip
-        with pytest.raises(StorageFailed, match="SAMESTEP_CACHE") as caught:
+        with pytest.raises(StorageFailed, match="SAMESTEP_CACHE") as error_info:
             use()
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(error_info.value)
     assert cache.find(DIGEST, SIZE) is None
     assert cache.part_bytes(DIGEST) == 0

@@ -34,22 +34,22 @@ def silent() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def unanswered() -> Iterator[threading.Event]:
-    with dead_name_server("coordinator.example") as asked:
-        yield asked
+    with dead_name_server("coordinator.example") as question_event:
+        yield question_event
 
 
 def client(
-    at: tuple[str, int], retry_for_s: float, told: list[str], find_again: FindAgain | None = None
+    at: tuple[str, int], retry_for_s: float, lines: list[str], find_again: FindAgain | None = None
 ) -> Client:
     target = Target(*at, "w", "scripted", retry_for_s)
-    return Client(target, Scripted(), WorkerCredentials(), told.append, find_again=find_again)
+    return Client(target, Scripted(), WorkerCredentials(), lines.append, find_again=find_again)
 
 
 async def given_up(at: tuple[str, int]) -> str:
-    with pytest.raises(Unreachable) as caught:
+    with pytest.raises(Unreachable) as error_info:
         async with asyncio.timeout(PATIENCE_S):
             await client(at, 0.1, []).serve()
-    return str(caught.value)
+    return str(error_info.value)
 
 
 @on_uvloop
@@ -102,7 +102,7 @@ async def test_it_leaves_at_once_while_a_name_is_resolved(unanswered):
 async def test_one_that_was_found_on_the_network_is_looked_for_again(tmp_path, monkeypatch):
     """The address at which it was found is dead; meanwhile it is announced at another."""
     monkeypatch.setattr(shell, "_FIND_AGAIN_AFTER_S", 0.0)
-    told: list[str] = []
+    lines: list[str] = []
     async with live_service(tmp_path, 1) as live:
         looks = iter([0, live.port])
 
@@ -111,7 +111,7 @@ async def test_one_that_was_found_on_the_network_is_looked_for_again(tmp_path, m
                 raise Unreachable("none announces itself")
             return "127.0.0.1", port
 
-        worker = client(("127.0.0.1", refusing_port()), FOR_EVER_S, told, find_again)
+        worker = client(("127.0.0.1", refusing_port()), FOR_EVER_S, lines, find_again)
         serving = asyncio.create_task(worker.serve())
         async with asyncio.timeout(PATIENCE_S):
             while not live.every("worker_connected"):
@@ -119,4 +119,4 @@ async def test_one_that_was_found_on_the_network_is_looked_for_again(tmp_path, m
                 await live.changed.wait()
         worker.drain()
         assert await serving == ExitCode.OK
-    assert f"the coordinator is at 127.0.0.1:{live.port} now" in told
+    assert f"the coordinator is at 127.0.0.1:{live.port} now" in lines

@@ -15,15 +15,15 @@ from worker.shell.client import Client
 async def test_the_first_failure_is_reported_and_others_finish_the_run(tmp_path):
     spec = scripted_spec()
     async with live_service(tmp_path / "disturbed", 2) as live:
-        broken = live.worker("broken")
+        failing_worker = live.worker("broken")
         run_id = live.service.submit(spec)
         await live.wait_for("worker_ready", worker="broken")
         # Jobs that had been asked for before fail after the first.
         for reason in ("out of memory", "the device was lost"):
-            broken._result(DeviceFailed(DeviceError("card", reason)))
-        with pytest.raises(RunFailed, match=r"^device 'card' failed: out of memory$") as caught:
+            failing_worker._result(DeviceFailed(DeviceError("card", reason)))
+        with pytest.raises(RunFailed, match=r"^device 'card' failed: out of memory$") as error_info:
             await live.workers["broken"]
-        assert caught.value.exit_code == ExitCode.FAILED
+        assert error_info.value.exit_code == ExitCode.FAILED
         await live.wait_for("worker_lost", worker="broken")
         for name in ("w0", "w1"):
             live.worker(name)
@@ -35,8 +35,8 @@ async def test_the_first_failure_is_reported_and_others_finish_the_run(tmp_path)
 class FailsBehindAnUpload(Client):
     """Its device fails when a subtree's sums have been handed to the network, all at once."""
 
-    def __init__(self, *given, **named):
-        super().__init__(*given, **named)
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
         self._held: list[BlockSum] = []
 
     def _result(self, event):
@@ -75,9 +75,9 @@ async def test_a_device_that_is_missing_leaves_at_once_also_without_a_run(tmp_pa
     async with live_service(tmp_path, 2) as live:
         live.worker("seven", toolbox=Missing())
         reason = "backend 'vulkan' is not usable here: there is no device 7"
-        with pytest.raises(Unreachable, match=f"^{reason}$") as caught:
+        with pytest.raises(Unreachable, match=f"^{reason}$") as error_info:
             await live.workers["seven"]
-        assert caught.value.exit_code == ExitCode.UNREACHABLE
+        assert error_info.value.exit_code == ExitCode.UNREACHABLE
         await live.wait_for("worker_connected", worker="seven")
         await live.wait_for("worker_disconnected", worker="seven", reason=reason)
 

@@ -116,8 +116,8 @@ def told_apart(value):
 )  # fmt: skip
 def test_an_error_arrives_with_its_class_and_words(error):
     codec = report_codec(SharedMemory())
-    for told in (events.DeviceFailed(error), events.BuildFailed("r", error, is_local=True)):
-        arrived = codec.unpack(sent(codec.pack(told)))
+    for event in (events.DeviceFailed(error), events.BuildFailed("r", error, is_local=True)):
+        arrived = codec.unpack(sent(codec.pack(event)))
         assert (type(arrived.error), str(arrived.error)) == (type(error), str(error))
         assert vars(arrived.error) == vars(error)
 
@@ -179,9 +179,9 @@ def test_of_a_device_that_is_killed_while_it_writes_only_whole_reports_are_read(
 def test_what_has_no_room_in_shared_memory_is_one_line_and_nothing_is_reported(monkeypatch):
     own = SharedMemory()
     monkeypatch.setattr(shared_memory, "_reserve", _no_room)
-    with pytest.raises(SharedMemoryFull, match="close other programs") as caught:
+    with pytest.raises(SharedMemoryFull, match="close other programs") as error_info:
         report_codec(own).pack(block_sum(1))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def _no_room(_, offset, size):

@@ -123,10 +123,10 @@ class Device:
 
 @pytest.fixture
 def device():
-    made = Device()
-    yield made
-    made.toolbox.gate.set()
-    made.engine.close()
+    new_device = Device()
+    yield new_device
+    new_device.toolbox.gate.set()
+    new_device.engine.close()
     assert all(thread.name != "engine" for thread in threading.enumerate())
 
 
@@ -153,8 +153,8 @@ def test_a_thread_that_flushes_subnormals_applies_nothing_and_its_task_is_not_bu
 
 
 def test_the_numerics_profile_says_what_threads_that_compute_do_to_subnormals(device, monkeypatch):
-    kept = device.build()
-    assert "subnormals kept" in kept.numerics_text
+    subnormal_build = device.build()
+    assert "subnormals kept" in subnormal_build.numerics_text
     monkeypatch.setattr(GatedProgram, "keeps_subnormals", lambda _: False)
     device.engine.do(act.Apply(ONES, SCALARS))
     failed, _ = device.until(events.DeviceFailed)
@@ -166,7 +166,11 @@ def test_the_numerics_profile_says_what_threads_that_compute_do_to_subnormals(de
         device.build(SPEC.model_copy(update={"seed": 5})).numerics_profile
         == flushed.numerics_profile
     )
-    assert device.build().numerics_profile == kept.numerics_profile != flushed.numerics_profile
+    assert (
+        device.build().numerics_profile
+        == subnormal_build.numerics_profile
+        != flushed.numerics_profile
+    )
 
 
 def naive_replica():
@@ -227,8 +231,8 @@ def test_steps_give_the_digest_of_the_exact_update(device):
     device.engine.do(act.Apply(ONES, SCALARS))
     device.engine.do(act.Apply([], None))
     device.engine.do(act.Apply(ONES, SCALARS))
-    for taken in (True, False, True):
-        replica.apply(ONES, SCALARS) if taken else replica.skip()
+    for is_applied in (True, False, True):
+        replica.apply(ONES, SCALARS) if is_applied else replica.skip()
         assert device.until(events.Applied)[0] == events.Applied(
             replica.step, replica.state_digest()
         )
@@ -341,7 +345,7 @@ def _without_text():
 
 
 def test_what_a_library_raises_while_building_is_reported_in_one_line(device):
-    for raised, told, own in (
+    for raised, expected_text, own in (
         (RuntimeError("size of tensor a\n(3)"), "RuntimeError: size of tensor a (3)", False),
         (_raised_by(_without_text), "RuntimeError in test_engine.py, line ", False),
         (MemoryError(), "not enough main memory is available; ", True),
@@ -360,10 +364,10 @@ def test_what_a_library_raises_while_building_is_reported_in_one_line(device):
         device.engine.do(act.Build("run", SPEC, keep=False))
         failed = device.next()
         assert isinstance(failed, events.BuildFailed)
-        said = str(failed.error)
-        assert said.startswith("the task 'scripted' cannot be built: ")
-        assert told in said
-        assert (" is free: close other programs, add memory or swap" in said) is own
+        message = str(failed.error)
+        assert message.startswith("the task 'scripted' cannot be built: ")
+        assert expected_text in message
+        assert (" is free: close other programs, add memory or swap" in message) is own
         assert (failed.is_local, failed.error.exit_code) == (own, 1 if own else 2)
     device.toolbox.failure = None
     device.build()
@@ -422,11 +426,11 @@ def test_the_scripted_job_has_the_microbatches_of_its_spec():
 
 def test_how_far_a_preparation_is_can_be_asked_meanwhile():
     lines: list[str] = []
-    told: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
-    engine = Engine(BackendFactory(), told.put, prepares=lines.append)
+    event_queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    engine = Engine(BackendFactory(), event_queue.put, prepares=lines.append)
     engine.do(act.OpenDevice())
     engine.do(act.Build("run", SPEC, keep=False))
-    assert isinstance(told.get(timeout=PATIENCE_S), events.Built)
+    assert isinstance(event_queue.get(timeout=PATIENCE_S), events.Built)
     engine.close()
     name = BackendFactory().backend().info.name
     assert (lines, engine.preparing) == ([f"compiling for {name}", ""], "")

@@ -42,8 +42,8 @@ def found(tmp_path):
 def test_a_task_sees_the_listed_files_and_no_others(tmp_path):
     inputs = tmp_path / "inputs/one"
     link_files(inputs, LISTING, found(tmp_path))
-    seen = sorted(p.relative_to(inputs).as_posix() for p in inputs.rglob("*") if p.is_file())
-    assert seen == [
+    file_names = sorted(p.relative_to(inputs).as_posix() for p in inputs.rglob("*") if p.is_file())
+    assert file_names == [
         "data/a.txt", "data/b/x.jsonl", "model/config.json", "model/model.safetensors",
         "tokenizer/t.gguf",
     ]  # fmt: skip
@@ -81,11 +81,11 @@ def test_a_name_that_was_given_to_the_model_stays(tmp_path):
 def test_links_that_are_right_stay_and_others_are_turned(tmp_path):
     inputs, places = tmp_path / "inputs/one", found(tmp_path)
     link_files(inputs, LISTING, places)
-    kept = (inputs / "data/a.txt").lstat().st_ino
+    inode = (inputs / "data/a.txt").lstat().st_ino
     moved = tmp_path / "moved"
     moved.write_text("elsewhere")
     link_files(inputs, LISTING, {**places, ("model", "config.json"): moved})
-    assert (inputs / "data/a.txt").lstat().st_ino == kept
+    assert (inputs / "data/a.txt").lstat().st_ino == inode
     assert (inputs / "model/config.json").read_text() == "elsewhere"
 
 

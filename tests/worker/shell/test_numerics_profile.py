@@ -47,5 +47,5 @@ def test_libraries_are_those_that_the_models_layers_come_from():
     assert library_versions(torch.nn.Linear(1, 1)) == {"torch": torch.__version__}
     # A layer of another package: any that is there will do.
     layer = type("Layer", (torch.nn.Linear,), {"__module__": "numpy.layers"})
-    found = library_versions(torch.nn.Sequential(layer(1, 1)))
-    assert found == {"torch": torch.__version__, "numpy": np.__version__}
+    versions = library_versions(torch.nn.Sequential(layer(1, 1)))
+    assert versions == {"torch": torch.__version__, "numpy": np.__version__}

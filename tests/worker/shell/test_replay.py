@@ -100,14 +100,14 @@ class Device:
 
 @pytest.fixture
 def device():
-    made = []
+    devices = []
 
     def make(task: Any) -> Device:
-        made.append(Device(task))
-        return made[-1]
+        devices.append(Device(task))
+        return devices[-1]
 
     yield make
-    for each in made:
+    for each in devices:
         each.engine.close()
 
 
@@ -196,50 +196,50 @@ def rescale(task):
 def test_what_moves_later_is_found_after_two_steps_at_a_checkpoint_and_at_the_end(
     device, moves, named, after
 ):
-    found = device(task := Own())
-    assert isinstance(found.built, events.Built)
+    engine_device = device(task := Own())
+    assert isinstance(engine_device.built, events.Built)
     for _ in range(after):
-        assert isinstance(found.take_step(), events.Applied)
-    found.wait_until_idle()
+        assert isinstance(engine_device.take_step(), events.Applied)
+    engine_device.wait_until_idle()
     moves(task)
     looked_at = next(step for step in (1, 2, 4, STEPS) if step > after)
     for step in range(after + 1, looked_at):
-        assert isinstance(found.take_step(), events.Applied), step
-    moved = found.take_step()
+        assert isinstance(engine_device.take_step(), events.Applied), step
+    moved = engine_device.take_step()
     assert isinstance(moved, events.TaskRefused), looked_at
     with pytest.raises(type(moved.error), match=named):
         raise moved.error
 
 
 def test_a_comparison_leaves_the_replica_as_it_is(device):
-    found, digests = device(Own()), []
+    engine_device, digests = device(Own()), []
     for _ in range(STEPS):
-        applied = found.take_step()
+        applied = engine_device.take_step()
         assert isinstance(applied, events.Applied)
         digests.append(applied.state_digest)
     assert len(set(digests)) == STEPS
-    found.engine.do(act.Build("again", SPEC, keep=False))
-    built = found.events.get(timeout=PATIENCE_S)
+    engine_device.engine.do(act.Build("again", SPEC, keep=False))
+    built = engine_device.events.get(timeout=PATIENCE_S)
     assert isinstance(built, events.Built)
-    assert built.initial_digest == found.built.initial_digest
-    assert built.state_digest == found.built.state_digest
-    found.step = 0
-    assert [found.take_step().state_digest for _ in range(STEPS)] == digests
+    assert built.initial_digest == engine_device.built.initial_digest
+    assert built.state_digest == engine_device.built.state_digest
+    engine_device.step = 0
+    assert [engine_device.take_step().state_digest for _ in range(STEPS)] == digests
 
 
 def test_a_task_that_moved_is_built_again_for_the_next_run(device):
-    found = device(task := Own())
+    engine_device = device(task := Own())
     move_frozen(task)
-    assert isinstance(found.take_step(), events.TaskRefused)
+    assert isinstance(engine_device.take_step(), events.TaskRefused)
     built = []
 
     def build(spec):
         built.append(spec)
         return Own()
 
-    found.engine._factory.task = build
-    found.engine.do(act.Build("again", SPEC, keep=False))
-    assert isinstance(found.events.get(timeout=PATIENCE_S), events.Built)
+    engine_device.engine._factory.task = build
+    engine_device.engine.do(act.Build("again", SPEC, keep=False))
+    assert isinstance(engine_device.events.get(timeout=PATIENCE_S), events.Built)
     assert built == [SPEC]
 
 
@@ -261,10 +261,10 @@ def cache(task, out):
 
 
 def test_caches_and_logs_train(device):
-    found = device(Own(cache))
-    assert isinstance(found.built, events.Built), found.built
+    engine_device = device(Own(cache))
+    assert isinstance(engine_device.built, events.Built), engine_device.built
     for _ in range(STEPS):
-        assert isinstance(found.take_step(), events.Applied)
+        assert isinstance(engine_device.take_step(), events.Applied)
 
 
 class Live(Own):
@@ -279,8 +279,12 @@ class Live(Own):
 
 
 def test_initial_values_that_training_changes_are_named_as_the_cause(device):
-    found = device(Live())
-    refused = found.built if isinstance(found.built, events.BuildFailed) else found.take_step()
+    engine_device = device(Live())
+    refused = (
+        engine_device.built
+        if isinstance(engine_device.built, events.BuildFailed)
+        else engine_device.take_step()
+    )
     with pytest.raises(
         type(refused.error),
         match=r"but the values that initial_parameters\(\) returns changed .*; return copies",

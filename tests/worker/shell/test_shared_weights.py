@@ -70,10 +70,10 @@ class Device:
     def step(self, gradient: float, *, skip: bool = False) -> None:
         """Both apply it, and have one digest."""
         mine = self.replica
-        given = [np.full_like(values, gradient) for values in mine.parameters]
+        gradients = [np.full_like(values, gradient) for values in mine.parameters]
         scalars = step_scalars(self.spec.update, mine.optimizer_step + 1, mine.step, 8, 1.0)
-        self.engine.do(act.Apply(given, None if skip else scalars))
-        mine.skip() if skip else mine.apply(given, scalars)
+        self.engine.do(act.Apply(gradients, None if skip else scalars))
+        mine.skip() if skip else mine.apply(gradients, scalars)
         assert self.until(events.Applied)[0].state_digest == mine.state_digest()
 
     def gradients(self) -> list[Array]:
@@ -111,8 +111,8 @@ def test_neither_computing_nor_evaluating_changes_the_replica(changes):
 @pytest.mark.parametrize("skips", [False, True], ids=["steps", "none taken yet"])
 def test_a_worker_that_takes_another_s_state_computes_what_that_one_does(arithmetic, skips):
     """Also back from a later state to one before the first update, whose moments are not sent."""
-    given = spec(arithmetic={"mode": arithmetic})
-    source, late = Device(given), Device(given)
+    run_spec = spec(arithmetic={"mode": arithmetic})
+    source, late = Device(run_spec), Device(run_spec)
     source.step(0.5, skip=skips)
     source.step(-0.25, skip=skips)
     for gradient in (1.0, 2.0, 3.0):

@@ -54,9 +54,11 @@ def made(module, loss, *tensors, **more):
 def diffusion(module, batch):
     x = batch[0]
     t = torch.randint(0, 1000, (len(x),))
-    kept = (torch.cos(t / 1000 * 1.5) ** 2)[:, None].to(x)
+    signal_share = (torch.cos(t / 1000 * 1.5) ** 2)[:, None].to(x)
     noise = torch.randn_like(x)
-    return ((module(kept.sqrt() * x + (1 - kept).sqrt() * noise) - noise) ** 2).sum()
+    return (
+        (module(signal_share.sqrt() * x + (1 - signal_share).sqrt() * noise) - noise) ** 2
+    ).sum()
 
 
 class Autoencoder(nn.Module):
@@ -66,9 +68,9 @@ class Autoencoder(nn.Module):
 
     def forward(self, x):
         mean, log_variance = self.inwards(x).chunk(2, 1)
-        drawn = torch.distributions.Normal(mean, (log_variance / 2).exp()).rsample()
+        latent = torch.distributions.Normal(mean, (log_variance / 2).exp()).rsample()
         divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum()
-        return ((self.outwards(drawn) - x) ** 2).sum() + divergence
+        return ((self.outwards(latent) - x) ** 2).sum() + divergence
 
 
 def masked(module, batch):
@@ -113,10 +115,10 @@ def by_python(module, batch):
 
 
 def rejected(module, batch):
-    drawn = torch.randn(())
-    while abs(drawn) > 0.1:
-        drawn = torch.randn(())
-    return squares(module, [batch[0] + drawn, batch[1]])
+    noise = torch.randn(())
+    while abs(noise) > 0.1:
+        noise = torch.randn(())
+    return squares(module, [batch[0] + noise, batch[1]])
 
 
 def steps_first(module, batch):
@@ -289,8 +291,10 @@ class Experts(nn.Module):
     def forward(self, x):
         shares = self.router(x).softmax(1)
         y = torch.stack([expert(x) for expert in self.experts], 1)[..., 0]
-        chosen = functional.one_hot(shares.argmax(1), 3).to(shares)
-        return (shares * y).sum(1, keepdim=True), 3 * (chosen.mean(0) * shares.mean(0)).sum()
+        one_hot_experts = functional.one_hot(shares.argmax(1), 3).to(shares)
+        return (shares * y).sum(1, keepdim=True), 3 * (
+            one_hot_experts.mean(0) * shares.mean(0)
+        ).sum()
 
 
 def with_balance(module, batch):
@@ -400,8 +404,8 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_depends_on_how_a_step_is_cut_is_refused_with_its_reason(name):
-    build, told = REFUSED[name]
-    with pytest.raises(DataError, match=told) as raised:
+    build, message = REFUSED[name]
+    with pytest.raises(DataError, match=message) as raised:
         ScriptTask(build(), SPEC, {})
     assert "\n" not in str(raised.value)
 

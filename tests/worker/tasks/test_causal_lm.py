@@ -94,9 +94,9 @@ def gradients(task: Task, seed: int = 1, rows: Any = (0, 1)) -> tuple[list[bytes
 
 @given(st.lists(st.integers(0, 99), max_size=40), st.integers(2, 9))
 def test_every_token_but_the_first_is_predicted_once_from_the_one_before(stream, length):
-    kept = DiskArrays("<u4", np.int64)
-    kept.append(np.array(stream, np.int64))
-    windows = Windows(TextStream(kept), length)
+    token_array = DiskArrays("<u4", np.int64)
+    token_array.append(np.array(stream, np.int64))
+    windows = Windows(TextStream(token_array), length)
     batch = windows.batch(slice(None))
     inputs, labels = batch.arrays["input_ids"], batch.arrays["labels"]
     pairs = zip(inputs.reshape(-1).tolist(), labels.reshape(-1).tolist(), strict=True)
@@ -155,14 +155,14 @@ def test_attention_and_precision_change_little(texts, precision, attention):
     model = {"config": without, "precision": precision, "attention": attention}
     plain, _ = gradients(build(spec_of(texts, model={"config": without})))
     other = build(spec_of(texts, model=model))
-    found, loss = gradients(other)
-    assert gradients(other) == (found, loss)
+    block_gradients, loss = gradients(other)
+    assert gradients(other) == (block_gradients, loss)
     close = 1e-4 if precision == "float32" else 0.05
-    for one, two in zip(plain, found, strict=True):
+    for one, two in zip(plain, block_gradients, strict=True):
         a, b = np.frombuffer(one, np.float32), np.frombuffer(two, np.float32)
         assert np.linalg.norm(a - b) <= close * np.linalg.norm(a)
     if precision == "bfloat16":
-        assert found != plain
+        assert block_gradients != plain
 
 
 def test_a_batch_weighs_as_many_tokens_as_it_predicts(task):
@@ -292,16 +292,16 @@ def test_layer_drop_reaches_nothing_of_a_layer_and_the_same_ones_again(texts):
     task = build(spec_of(texts, model={"config": opt}))
     dropped = set()
     for seed in range(6):
-        found, _ = gradients(task, seed)
-        assert gradients(task, seed)[0] == found
-        layers = [np.frombuffer(values, np.float32) for values in found[::-1][1:5]]
+        block_gradients, _ = gradients(task, seed)
+        assert gradients(task, seed)[0] == block_gradients
+        layers = [np.frombuffer(values, np.float32) for values in block_gradients[::-1][1:5]]
         blocks = task.manifest.blocks[1:5]
         dropped |= {
             n
             for n, (block, values) in enumerate(zip(blocks, layers, strict=True))
             if all(is_absent(values[place]) for _, place in block.slices())
         }
-        assert any(found[-1])
+        assert any(block_gradients[-1])
     assert dropped == {0, 1, 2, 3}
 
 
@@ -322,9 +322,9 @@ def test_layer_drop_reaches_nothing_of_a_layer_and_the_same_ones_again(texts):
 def test_what_cannot_be_used_is_one_clear_line(texts, changes, message, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     document = json.loads(json.dumps(changes).replace("TEXTS", texts))
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as error_info:
         build(spec_of(texts, **document))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_experts_with_a_balancing_loss_are_refused(texts):

@@ -99,8 +99,8 @@ def test_blocks_are_the_layers_and_the_head(task):
     assert manifest.blocks[-1].kind == "non_block"
     assert manifest.train_samples == 16
     assert set(manifest.digests) == {"base_weights", "tokenizer", "data"}
-    shown = [metric.name for metric in manifest.metrics if not metric.detail]
-    assert shown == ["accuracy", "majority_class", "macro_f1", "f1[ham]", "f1[spam]"]
+    metric_names = [metric.name for metric in manifest.metrics if not metric.detail]
+    assert metric_names == ["accuracy", "majority_class", "macro_f1", "f1[ham]", "f1[spam]"]
     assert not any(manifest.notes.values())
 
 
@@ -149,18 +149,18 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
     base = transformers.AutoModelForSequenceClassification.from_pretrained(
         model_source(MINILM), num_labels=len(names), attn_implementation="eager"
     )
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warning_records:
         warnings.simplefilter("always")
-        theirs = logits_of(peft.PeftModel.from_pretrained(base, str(directory)), batch)
-    assert not [w for w in caught if "missing" in str(w.message).lower()]
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+        peft_logits = logits_of(peft.PeftModel.from_pretrained(base, str(directory)), batch)
+    assert not [w for w in warning_records if "missing" in str(w.message).lower()]
+    np.testing.assert_allclose(ours, peft_logits, rtol=1e-4, atol=1e-5)
 
     labels = batch.arrays["labels"]
     spam = names.index("spam")
     figures = {metric.name: metric.value(dict(sums)) for metric in task.manifest.metrics}
-    said = theirs.argmax(1)
-    assert figures["accuracy"] == pytest.approx((said == labels).mean())
-    assert figures["confusion[spam][ham]"] == ((labels == spam) & (said != spam)).sum()
+    classes = peft_logits.argmax(1)
+    assert figures["accuracy"] == pytest.approx((classes == labels).mean())
+    assert figures["confusion[spam][ham]"] == ((labels == spam) & (classes != spam)).sum()
     gradients = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
     assert sorted(gradients) == list(range(7))
     assert all(np.isfinite(v).all() and v.any() for v in gradients.values())
@@ -191,12 +191,12 @@ def test_two_builds_agree_whatever_torch_drew_before(tiny, texts):
     import torch
 
     spec = spec_of(texts, source=tiny, lora=LoraSpec(r=2))
-    made = []
+    tasks = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        made.append(build(spec))
-    assert made[0].manifest.digest() == made[1].manifest.digest()
-    for a, b in zip(*(task.initial_parameters() for task in made), strict=True):
+        tasks.append(build(spec))
+    assert tasks[0].manifest.digest() == tasks[1].manifest.digest()
+    for a, b in zip(*(task.initial_parameters() for task in tasks), strict=True):
         assert a.tobytes() == b.tobytes()
 
 
@@ -211,9 +211,9 @@ def test_what_cannot_be_used_is_one_clear_line(tiny, texts, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     for file in Path(tiny).glob("tokenizer*"):
         (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(DataError, match="cannot load the model") as caught:
+    with pytest.raises(DataError, match="cannot load the model") as error_info:
         build(spec_of(texts, source=str(tmp_path)))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def copied(tiny: str, to: Path, *left_out: str) -> Path:
@@ -290,9 +290,9 @@ def test_a_trained_head_is_given_to_no_other_labels(tiny, texts, tmp_path, lora)
             r"for the labels \['ham', 'spam'\], the data has \['advertising', 'ham'\]: give data "
             "with the same labels, or start with a new head: .*--set model.source="
         )
-        with pytest.raises(DataError, match=expected) as caught:
+        with pytest.raises(DataError, match=expected) as error_info:
             check_data(parse_run_spec({**document, "data": {"train": str(others)}}))
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(error_info.value)
 
 
 @pytest.mark.parametrize("lora", [LoraSpec(r=2), None])
@@ -385,14 +385,14 @@ def test_balanced_weights_give_every_class_the_same_say(tiny, texts):
     other = choose("cpu").backend.compile(plain.trainable, bare)
     losses = []
     for row in range(16):
-        given, alone = task.batch([row]), plain.batch([row])
+        row_batch, alone = task.batch([row]), plain.batch([row])
         weighted, unweighted = (
-            list(one.gradients([(given, 0)]))[-1],
+            list(one.gradients([(row_batch, 0)]))[-1],
             list(other.gradients([(alone, 0)]))[-1],
         )
         assert isinstance(weighted, Loss)
         assert isinstance(unweighted, Loss)
-        losses.append((weighted.loss_sum, unweighted.loss_sum * given.weight))
+        losses.append((weighted.loss_sum, unweighted.loss_sum * row_batch.weight))
     one.close()
     other.close()
     weighted_losses, expected = np.array(losses).T
@@ -463,11 +463,11 @@ def test_other_families_with_targets_found_by_looking(config, tiny, texts, tmp_p
 
     sizes = {key: value for key, value in config.items() if key != "model_type"}
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-    made = transformers.AutoConfig.for_model(
+    model_config = transformers.AutoConfig.for_model(
         config["model_type"], vocab_size=len(tokenizer), bos_token_id=2, eos_token_id=3, **sizes
     )
     source = tmp_path / "model"
-    transformers.AutoModel.from_config(made).save_pretrained(source)
+    transformers.AutoModel.from_config(model_config).save_pretrained(source)
     tokenizer.save_pretrained(source)
     task = build(spec_of(texts, source=str(source), lora=LoraSpec(r=2)))
     names = [block.name for block in task.manifest.blocks]
@@ -482,11 +482,13 @@ def test_other_families_with_targets_found_by_looking(config, tiny, texts, tmp_p
     directory = export(task, values, tmp_path)
     base = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=2)
     base.config.pad_token_id = tokenizer.pad_token_id
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warning_records:
         warnings.simplefilter("always")
-        theirs = peft.PeftModel.from_pretrained(base, str(directory))
-    assert not [w for w in caught if "fan_in" in str(w.message) or "missing" in str(w.message)]
-    np.testing.assert_allclose(ours, logits_of(theirs, batch), rtol=1e-4, atol=1e-5)
+        peft_model = peft.PeftModel.from_pretrained(base, str(directory))
+    assert not [
+        w for w in warning_records if "fan_in" in str(w.message) or "missing" in str(w.message)
+    ]
+    np.testing.assert_allclose(ours, logits_of(peft_model, batch), rtol=1e-4, atol=1e-5)
 
 
 def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
@@ -505,7 +507,7 @@ def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
             parameter.data = room[3:].view(parameter.shape)
         return loaded
 
-    made = []
+    gradient_bits = []
     for change in (False, True):
         if change:
             monkeypatch.setattr(pretrained, "_load", copying)
@@ -514,8 +516,8 @@ def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
         program.load(task.initial_parameters())
         items = [item for n in range(3) for item in program.gradients([(task.batch([n]), n)])]
         program.close()
-        made.append([i.values.tobytes() for i in items if isinstance(i, BlockGradient)])
-    assert made[0] == made[1]
+        gradient_bits.append([i.values.tobytes() for i in items if isinstance(i, BlockGradient)])
+    assert gradient_bits[0] == gradient_bits[1]
 
 
 def test_a_validation_file_is_evaluated(tiny, texts, tmp_path):
@@ -527,9 +529,11 @@ def test_a_validation_file_is_evaluated(tiny, texts, tmp_path):
     assert task.manifest.notes["of_them_trained_on_too"] == 1
     assert "validation" in task.manifest.digests
     path.write_text("text,label\nyou won,spam\nsee you,Ham\n")
-    told = r"v\.csv' line 3: expected a label of the training data, got 'Ham'; there are ham, spam"
+    message = (
+        r"v\.csv' line 3: expected a label of the training data, got 'Ham'; there are ham, spam"
+    )
     for look in (build, check_data):
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             look(spec_of(texts, tiny, validation=str(path)))
 
 

@@ -60,11 +60,11 @@ def task(logits) -> Distil:
 
 def test_a_student_of_too_few_positions_is_told_what_can_be_set(logits):
     spec = spec_of(logits, model={"config": LLAMA | {"max_position_embeddings": 8}})
-    told = (
+    message = (
         r"at least 12 positions.* got 8: --set model.config.max_position_embeddings=12, or capture "
         "with data.max_tokens=8"
     )
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         build(spec)
 
 
@@ -126,7 +126,7 @@ def test_a_student_on_vulkan_is_torch_s(tmp_path, temperature):
     layout = LAYOUT.model_copy(update={"temperature": temperature})
     logits = capture_of(tmp_path, layout, 3, steps_of_a_file=4, samples_of_a_group=16)
     task = build(spec_of(logits, distil={"alpha": 0.5, "temperature": temperature}))
-    found = []
+    outcomes = []
     for backend in (EagerBackend("cpu"), VulkanBackend()):
         program = backend.compile(
             task.trainable, task.batch([0, 1, 2, 3]), (), [task.evaluation_batch(0)]
@@ -135,12 +135,12 @@ def test_a_student_on_vulkan_is_torch_s(tmp_path, temperature):
         *blocks, loss = program.gradients([(task.batch([4, 5, 6, 7]), 1)])
         assert isinstance(loss, Loss)
         gradients = {b.block: b.values.copy() for b in blocks if isinstance(b, BlockGradient)}
-        found.append((loss.loss_sum, gradients, program.evaluate(task.evaluation_batch(0))))
+        outcomes.append((loss.loss_sum, gradients, program.evaluate(task.evaluation_batch(0))))
         program.close()
-    (expected, theirs, figures), (loss_sum, ours, measured) = found
+    (expected, expected_gradients, figures), (loss_sum, ours, measured) = outcomes
     assert loss_sum == pytest.approx(expected, rel=1e-5)
     assert measured == pytest.approx(figures, rel=1e-5)
-    for block, values in theirs.items():
+    for block, values in expected_gradients.items():
         assert np.abs(ours[block] - values).max() < 1e-5 * np.abs(values).max()
 
 

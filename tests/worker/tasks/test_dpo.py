@@ -58,19 +58,21 @@ def test_the_last_answers_count_and_nothing_else(task):
 def test_worker_data_shows_both_answers_and_how_long_they_are(spec, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(spec.model_dump(mode="json", exclude_none=True)))
-    shown = called("worker", "data", str(path), "--samples", "2")
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count(", chosen: ") == 2 + 2 * 2
-    assert shown.stdout.count("<|im_start|>assistant\n⟦It is ") == 2
-    assert shown.stdout.count("<|im_start|>assistant\n⟦It may be ") == 2
+    process = called("worker", "data", str(path), "--samples", "2")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count(", chosen: ") == 2 + 2 * 2
+    assert process.stdout.count("<|im_start|>assistant\n⟦It is ") == 2
+    assert process.stdout.count("<|im_start|>assistant\n⟦It may be ") == 2
     for line in (
         "training pairs, chosen: 32; tok",
         "held-out pairs, rejected: 8; tok",
         "pairs: 40",
     ):
-        assert f"\n{line}" in shown.stdout
-    told = re.findall(r"(?:chosen|rejected): (\d+) tokens, (\d+) of them with loss", shown.stdout)
-    assert all(0 < int(counted) < int(tokens) for tokens, counted in told)
+        assert f"\n{line}" in process.stdout
+    token_counts = re.findall(
+        r"(?:chosen|rejected): (\d+) tokens, (\d+) of them with loss", process.stdout
+    )
+    assert all(0 < int(counted) < int(tokens) for tokens, counted in token_counts)
     cut = called("worker", "data", str(path), "--set", "data.max_tokens=40")
     assert "most 40" in cut.stdout
     assert "pairs truncated: 0" not in cut.stdout
@@ -101,13 +103,13 @@ def test_before_the_first_step_nothing_is_preferred(task):
 
 def test_dropout_of_the_base_is_not_taken_for_a_preference(tmp_path):
     """Neither a layer's nor attention's, which is a function's argument; the adapter's own acts."""
-    given = dpo_run(tmp_path, lora={"r": 4, "dropout": 0.5})
-    model = load_run_spec(given).model
+    run_path = dpo_run(tmp_path, lora={"r": 4, "dropout": 0.5})
+    model = load_run_spec(run_path).model
     assert model is not None
     assert model.source is not None
-    config = given.parent / model.source / "config.json"
+    config = run_path.parent / model.source / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.5}))
-    task = build(load_run_spec(given))
+    task = build(load_run_spec(run_path))
     assert isinstance(task, Dpo)
     batch = task.batch([0, 1])
     program = EagerBackend("cpu").compile(task.trainable, batch)
@@ -150,8 +152,8 @@ def test_the_loss_is_trl_s(task, spec):
     def log_probabilities(model: Any, side: int) -> torch.Tensor:
         every = model(input_ids=ids[:, side]).logits.log_softmax(-1)
         mask = labels[:, side] != NOTHING
-        taken = every.gather(-1, labels[:, side].clamp(min=0)[..., None])[..., 0]
-        return (taken * mask).sum(-1)
+        label_scores = every.gather(-1, labels[:, side].clamp(min=0)[..., None])[..., 0]
+        return (label_scores * mask).sum(-1)
 
     chosen, rejected = (log_probabilities(policy, side) for side in (0, 1))
     with torch.no_grad():
@@ -169,8 +171,8 @@ def test_the_loss_is_trl_s(task, spec):
         for tensor, place in task.manifest.blocks[item.block].slices():
             gradient = parameters[tensor.name].grad
             assert gradient is not None
-            theirs = gradient.reshape(-1).numpy()
-            np.testing.assert_allclose(item.values[place], theirs, atol=2e-5)
+            expected_gradient = gradient.reshape(-1).numpy()
+            np.testing.assert_allclose(item.values[place], expected_gradient, atol=2e-5)
 
 
 def test_the_loss_adds_up_over_pairs(task):

@@ -62,8 +62,8 @@ def naive(task, rows, *, pooling="mean", temperature=0.05, symmetric=False, norm
     arrays = {name: torch.tensor(values) for name, values in batch.arrays.items()}
 
     def encoded(ids, mask):
-        found = module(input_ids=ids[None], attention_mask=mask[None]).last_hidden_state[0]
-        vector = pooled(found, mask, pooling)
+        states = module(input_ids=ids[None], attention_mask=mask[None]).last_hidden_state[0]
+        vector = pooled(states, mask, pooling)
         return normalize(vector, dim=0) if normalized else vector
 
     pairs = range(len(rows))
@@ -130,11 +130,11 @@ def test_the_loss_is_the_naive_one_and_leaves_out_what_belongs_together(tiny, tm
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
-    found = step_of(task, 4)._step_loss
+    step_loss = step_of(task, 4)._step_loss
     how = {name: value for name, value in how.items() if name != "learn_temperature"}
     expected = naive(task, rows, normalized=how.pop("normalize", True), **how)
-    assert np.allclose(found.losses, expected.detach().numpy(), rtol=1e-4, atol=1e-5)
-    assert sorted(found.parameters) == (
+    assert np.allclose(step_loss.losses, expected.detach().numpy(), rtol=1e-4, atol=1e-5)
+    assert sorted(step_loss.parameters) == (
         ["log_scale"] if "temperature" in how and len(how) == 1 else []
     )
 
@@ -146,10 +146,10 @@ def test_a_decoder_learns_from_its_last_token(tmp_path, lora):
     names = {tensor.name for block in task.manifest.blocks for tensor in block.tensors}
     assert "log_scale" in names
     assert all("lora_" in name for name in names - {"log_scale"}) == (lora is not None)
-    found = step_of(task, 4)._step_loss
-    assert np.isfinite(found.losses).all()
-    assert np.abs(found.embeddings["anchor"]).max() > 0
-    assert sorted(found.parameters) == ["log_scale"]
+    step_loss = step_of(task, 4)._step_loss
+    assert np.isfinite(step_loss.losses).all()
+    assert np.abs(step_loss.embeddings["anchor"]).max() > 0
+    assert sorted(step_loss.parameters) == ["log_scale"]
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ def test_a_text_without_tokens_is_named(tiny, tmp_path, monkeypatch):
 )
 def test_rows_that_are_no_pairs_or_triplets_are_named(tiny, tmp_path, change, text):
     rows = [*ROWS[:3], {**ROWS[3], **change}]
-    with pytest.raises(DataError, match=text) as caught:
+    with pytest.raises(DataError, match=text) as error_info:
         task_of(tiny, tmp_path, rows)
-    assert "line 4" in str(caught.value)
+    assert "line 4" in str(error_info.value)
 
 
 def test_a_run_with_replicas_is_refused(tiny):
@@ -304,9 +304,9 @@ def test_an_adapter_is_merged_for_sentence_transformers(tiny, tmp_path, dtype):
     trained = [v + 0.1 * rng.standard_normal(v.shape, "f4") for v in task.initial_parameters()]
     (tmp_path / "out").mkdir()
     adapter, new = export(task, trained, tmp_path / "out"), tmp_path / "new"
-    made = called("worker", "merge", str(adapter), "--out", str(new), "--dtype", dtype)
-    assert made.returncode == 0, made.stderr
-    assert "last states of 24 tokens" in made.stdout
+    process = called("worker", "merge", str(adapter), "--out", str(new), "--dtype", dtype)
+    assert process.returncode == 0, process.stderr
+    assert "last states of 24 tokens" in process.stdout
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
         assert (new / name).read_bytes() == (adapter / name).read_bytes()
     batch = task.batch(range(4)).arrays
@@ -319,8 +319,8 @@ def test_an_adapter_is_merged_for_sentence_transformers(tiny, tmp_path, dtype):
                 named[tensor.name].copy_(torch.from_numpy(values[place].reshape(tensor.shape)))
         expected = module(input_ids=ids, attention_mask=mask).last_hidden_state
         model = transformers.AutoModel.from_pretrained(new, dtype=torch.float32).eval()
-        got = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    assert torch.allclose(got, expected, atol=1e-5 if dtype == "float32" else 0.1)
+        states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert torch.allclose(states, expected, atol=1e-5 if dtype == "float32" else 0.1)
 
 
 def test_a_model_that_embeds_writes_no_text(tiny, tmp_path):
@@ -338,7 +338,7 @@ def test_worker_data_shows_anchors_and_passages(tiny, tmp_path):
         "task": "embed", "steps": 1, "model": {"source": tiny},
         "data": {"train": str(train), "max_tokens": 16}, "batch": {"samples": 4, "microbatch": 2},
     }))  # fmt: skip
-    shown = called("worker", "data", str(run), "--samples", "1")
-    assert shown.returncode == 0, shown.stderr
+    process = called("worker", "data", str(run), "--samples", "1")
+    assert process.returncode == 0, process.stderr
     for word in ("anchor:", "positive:", "negative:", "held-out passages", "distinct texts"):
-        assert word in shown.stdout
+        assert word in process.stdout

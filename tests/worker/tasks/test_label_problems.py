@@ -65,11 +65,11 @@ def test_loss_and_scores_are_those_of_transformers(tiny, rows, tmp_path, data):
     program.load(values)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(saved).eval()
     assert task.trainable.loss is not None
-    given = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     with torch.no_grad():
-        expected = model(**given)
-        loss = float(task.trainable.loss(model, given)) / batch.weight
-    assert given["labels"].shape[0] == 5
+        expected = model(**tensors)
+        loss = float(task.trainable.loss(model, tensors)) / batch.weight
+    assert tensors["labels"].shape[0] == 5
     assert loss == pytest.approx(float(expected.loss), rel=1e-6)
     parts = task.manifest.evaluation_parts
     texts = [task.evaluation_batch(n) for n in range(parts)]
@@ -81,9 +81,9 @@ def test_loss_and_scores_are_those_of_transformers(tiny, rows, tmp_path, data):
         inputs = {"input_ids", "attention_mask", "token_type_ids"} & part.arrays.keys()
         arrays = {name: torch.tensor(part.arrays[name]) for name in inputs}
         with torch.no_grad():
-            said = model(**arrays).logits[:, 0].numpy()
-        assert metrics["mse"] == pytest.approx(((said - part.arrays["labels"]) ** 2).mean())
-        assert metrics["pearson"] == pytest.approx(np.corrcoef(said, part.arrays["labels"])[0, 1])
+            scores = model(**arrays).logits[:, 0].numpy()
+        assert metrics["mse"] == pytest.approx(((scores - part.arrays["labels"]) ** 2).mean())
+        assert metrics["pearson"] == pytest.approx(np.corrcoef(scores, part.arrays["labels"])[0, 1])
     program.close()
 
 
@@ -104,20 +104,22 @@ def test_label_metrics_are_those_of_sklearn():
 
     rng = np.random.default_rng(0)
     for classes in (3, 21):
-        true, chosen = rng.random((2, 40, classes)) < 0.4
+        true, predictions = rng.random((2, 40, classes)) < 0.4
         sums: dict[str, float] = {}
         for lo in range(0, 40, 8):
-            part = label_sums(true[lo : lo + 8], chosen[lo : lo + 8])
+            part = label_sums(true[lo : lo + 8], predictions[lo : lo + 8])
             assert len(part) <= 64
             for name, count in part.items():
                 sums[name] = sums.get(name, 0) + count
-        found = {m.name: m.value(sums) for m in label_metrics([f"c{n}" for n in range(classes)])}
-        assert found["micro_f1"] == pytest.approx(f1_score(true, chosen, average="micro"))
-        assert found["exact_match"] == pytest.approx(accuracy_score(true, chosen))
+        metrics = {m.name: m.value(sums) for m in label_metrics([f"c{n}" for n in range(classes)])}
+        assert metrics["micro_f1"] == pytest.approx(f1_score(true, predictions, average="micro"))
+        assert metrics["exact_match"] == pytest.approx(accuracy_score(true, predictions))
         if classes == 3:
-            assert found["macro_f1"] == pytest.approx(f1_score(true, chosen, average="macro"))
-            by_class = f1_score(true, chosen, average=None)
-            assert [found[f"f1[c{n}]"] for n in range(3)] == pytest.approx(by_class)
+            assert metrics["macro_f1"] == pytest.approx(
+                f1_score(true, predictions, average="macro")
+            )
+            by_class = f1_score(true, predictions, average=None)
+            assert [metrics[f"f1[c{n}]"] for n in range(3)] == pytest.approx(by_class)
 
 
 def test_correlations_are_those_of_scipy():
@@ -127,11 +129,13 @@ def test_correlations_are_those_of_scipy():
     x, y = rng.standard_normal((2, 50)).round(1)
     pearson, spearman = (Metric(name=n, **{n: True}) for n in ("pearson", "spearman"))
     for level in (0.0, 1.7e9):  # such as times in seconds: sums of squares would lose the digits
-        ours, theirs = x + level, y + x + level
-        sums = pair_sums(range(50), ours, theirs)
+        x_values, y_values = x + level, y + x + level
+        sums = pair_sums(range(50), x_values, y_values)
         assert len({*y.tolist()}) < 50
         assert pearson.value(sums) == pytest.approx(pearsonr(x, y + x).statistic, rel=1e-6)
-        assert spearman.value(sums) == pytest.approx(spearmanr(ours, theirs).statistic, rel=1e-6)
+        assert spearman.value(sums) == pytest.approx(
+            spearmanr(x_values, y_values).statistic, rel=1e-6
+        )
     for odd in (pair_sums([0, 1], [1, 1], [1, 2]), pair_sums([0, 1], [1, np.nan], [1, 2]), {}):
         assert np.isnan(pearson.value(odd))
         assert np.isnan(spearman.value(odd))
@@ -178,17 +182,17 @@ def test_standardized_numbers_are_measured_and_shown_as_in_the_data(tiny, tmp_pa
     program.close()
     texts = [ROWS[row]["text"] for row in part.arrays["rows"].tolist()]
     ended = called("worker", "classify", str(saved), *texts, "--json")
-    said = np.array([json.loads(line)["value"] for line in ended.stdout.splitlines()])
+    answers = np.array([json.loads(line)["value"] for line in ended.stdout.splitlines()])
     right = [prices[row]["value"] for row in part.arrays["rows"].tolist()]
     assert part.arrays["labels"] * deviation + mean == pytest.approx(right)
     metrics = {metric.name: metric.value(sums) for metric in task.manifest.metrics}
-    assert metrics["mse"] == pytest.approx(((said - right) ** 2).mean(), rel=1e-4)
-    assert metrics["mae"] == pytest.approx(np.abs(said - right).mean(), rel=1e-4)
+    assert metrics["mse"] == pytest.approx(((answers - right) ** 2).mean(), rel=1e-4)
+    assert metrics["mae"] == pytest.approx(np.abs(answers - right).mean(), rel=1e-4)
     assert [plain_number(each) for each in (1234567.8, 0.25, -41000.5, 0, 1e-9)] == [
         "1234570", "0.25", "-41000.5", "0", "1e-09",
     ]  # fmt: skip
-    shown = "\n".join(view(spec_of(tiny, large, **NUMBER), 1))
-    assert "set data.standardize=true" in shown
+    view_text = "\n".join(view(spec_of(tiny, large, **NUMBER), 1))
+    assert "set data.standardize=true" in view_text
     assert "set data.standardize" not in "\n".join(view(spec_of(tiny, large, **data), 1))
     equal = tmp_path / "equal.jsonl"
     equal.write_text("".join(json.dumps({**row, "value": 3}) + "\n" for row in ROWS))
@@ -197,9 +201,9 @@ def test_standardized_numbers_are_measured_and_shown_as_in_the_data(tiny, tmp_pa
 
 
 def test_worker_data_shows_labels_and_a_table(tiny, rows):
-    shown = "\n".join(view(spec_of(tiny, rows, **MULTI), 2))
-    assert "label: " in shown
-    assert "class  training  held out" in shown
+    view_text = "\n".join(view(spec_of(tiny, rows, **MULTI), 2))
+    assert "label: " in view_text
+    assert "class  training  held out" in view_text
     by_number = "\n".join(view(spec_of(tiny, rows, **NUMBER, **PAIRS), 2))
     assert "[SEP] " in by_number
     assert "training values: least -1.5" in by_number or "training values: least -1.25" in by_number

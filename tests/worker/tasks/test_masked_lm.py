@@ -53,24 +53,24 @@ def test_the_loss_is_that_of_transformers(model, text, tmp_path, lora):
     saved = export(task, moved(task), tmp_path)
     batch = task.drawn_batch(range(6), 1)
     named = dict(task.trainable.module.named_parameters())
-    given = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     with torch.no_grad():
         for block, values in zip(task.manifest.blocks, moved(task), strict=True):
             for tensor, place in block.slices():
                 named[tensor.name].copy_(torch.tensor(values[place].reshape(tensor.shape)))
-        ours = float(task.trainable.loss(task.trainable.module.eval(), given)) / batch.weight
+        ours = float(task.trainable.loss(task.trainable.module.eval(), tensors)) / batch.weight
         if lora is None:
             again: Any = transformers.AutoModelForMaskedLM.from_pretrained(saved)
         else:
             base = transformers.AutoModelForMaskedLM.from_pretrained(model)
             again = peft.PeftModel.from_pretrained(base, saved)
-        expected = float(again.eval()(**given).loss)
+        expected = float(again.eval()(**tensors).loss)
     assert ours == pytest.approx(expected, rel=1e-5)
     if lora is not None:
         merged = called("worker", "merge", str(saved), "--out", str(tmp_path / "merged"))
         assert merged.returncode == 0, merged.stderr
-    said = called("worker", "generate", str(saved), "hello")
-    assert "fills in masked tokens" in said.stderr
+    process = called("worker", "generate", str(saved), "hello")
+    assert "fills in masked tokens" in process.stderr
 
 
 def test_masks_are_drawn_by_the_seed_and_are_of_three_kinds(model, text):

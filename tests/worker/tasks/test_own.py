@@ -92,9 +92,9 @@ def test_the_documented_example_learns(install):
 )
 def test_what_is_no_task_is_refused_in_one_line(install, task, source, message):
     install(source)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as error_info:
         build(RunSpec(task=task, steps=1))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_a_part_in_evaluation_mode_is_kept_in_it(install):

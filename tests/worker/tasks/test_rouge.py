@@ -34,8 +34,8 @@ def test_the_values_are_those_of_rouge_score(reference, written):
     ours = rouge(reference, written)
     assert ours["rougeL"] == pytest.approx(_plain_rouge_l(reference, written))
     if (package := _package()) is not None:
-        theirs = package.RougeScorer([*NAMES]).score(reference, written)
-        assert ours == {name: theirs[name].fmeasure for name in NAMES}
+        package_scores = package.RougeScorer([*NAMES]).score(reference, written)
+        assert ours == {name: package_scores[name].fmeasure for name in NAMES}
 
 
 def _package() -> Any:

@@ -65,7 +65,7 @@ def test_seq2seq_has_the_loss_and_the_answers_of_transformers(
     task = build(spec_of("seq2seq", base, rows, lora=lora))
     values, batch = moved(task), task.batch(range(4))
     module = with_values(task, values)
-    given = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     (tmp_path / "out").mkdir()
     saved = export(task, values, tmp_path / "out")
     if lora is None:
@@ -76,17 +76,17 @@ def test_seq2seq_has_the_loss_and_the_answers_of_transformers(
     model.eval()
     assert task.trainable.loss is not None
     with torch.no_grad():
-        ours = float(task.trainable.loss(module, given)) / batch.weight
-        expected = float(model(**given).loss)
+        ours = float(task.trainable.loss(module, tensors)) / batch.weight
+        expected = float(model(**tensors).loss)
     assert ours == pytest.approx(expected, rel=1e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     read = tokenizer("add 2 and 1", return_tensors="pt")
     read.pop("token_type_ids", None)
     answer = model.generate(**read, max_new_tokens=8, do_sample=False, num_beams=1)
     wanted = tokenizer.decode(answer[0], skip_special_tokens=True)
-    said = called("worker", "generate", str(saved), "add 2 and 1", "--max-tokens", "8")
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.rstrip("\n") == wanted
+    process = called("worker", "generate", str(saved), "add 2 and 1", "--max-tokens", "8")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.rstrip("\n") == wanted
     if lora is not None:
         merged = called("worker", "merge", str(saved), "--out", str(tmp_path / "merged"))
         assert merged.returncode == 0, merged.stderr
@@ -106,24 +106,26 @@ def test_seq2seq_measures_the_targets_that_transformers_writes(
     module = with_values(task, moved(task))
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder_decoders[family])
     part = task.evaluation_batch(0)
-    given = {name: torch.tensor(array) for name, array in part.arrays.items()}
-    inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
+    tensors = {name: torch.tensor(array) for name, array in part.arrays.items()}
+    inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
     answers = module.generate(**inputs, max_new_tokens=6, do_sample=False, num_beams=1)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    labels = torch.where(given["labels"] == -100, 0, given["labels"])
+    labels = torch.where(tensors["labels"] == -100, 0, tensors["labels"])
     right = tokenizer.batch_decode(labels, skip_special_tokens=True)
     assert task.trainable.evaluate is not None
     with torch.no_grad():
-        sums = dict(task.trainable.evaluate(module, given))
+        sums = dict(task.trainable.evaluate(module, tensors))
         # A device that computes whole calls, as Vulkan does, writes the same.
-        apart = dict(task.trainable.evaluate(StandIn(module, lambda a, k: module(*a, **k)), given))
-    found = {metric.name: metric.value(sums) for metric in task.manifest.metrics}
+        apart = dict(
+            task.trainable.evaluate(StandIn(module, lambda a, k: module(*a, **k)), tensors)
+        )
+    metrics = {metric.name: metric.value(sums) for metric in task.manifest.metrics}
     scores = [rouge(one, other) for one, other in zip(right, texts, strict=True)]
     for name in NAMES:
-        assert found[name] == pytest.approx(sum(score[name] for score in scores) / len(scores))
+        assert metrics[name] == pytest.approx(sum(score[name] for score in scores) / len(scores))
         assert apart[name] == pytest.approx(sums[name])
     same = [one.split() == other.split() for one, other in zip(right, texts, strict=True)]
-    assert found["exact_match"] == pytest.approx(sum(same) / len(same))
+    assert metrics["exact_match"] == pytest.approx(sum(same) / len(same))
     assert task.manifest.notes["references_without_words_for_rouge"] == 0
 
 
@@ -138,11 +140,11 @@ def test_words_have_the_tokens_and_labels_of_transformers(tiny):
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
     words = TAGGED[0]["tokens"]
-    made = tokenizer(words, is_split_into_words=True)
+    encoding = tokenizer(words, is_split_into_words=True)
     ids, numbers, is_cut = encode_words(tokenizer, words, 64)
-    assert ids.tolist() == made["input_ids"]
+    assert ids.tolist() == encoding["input_ids"]
     seen: set[int | None] = {None}
-    expected = [-1 if w in seen or seen.add(w) else w for w in made.word_ids()]  # type: ignore[func-returns-value]
+    expected = [-1 if w in seen or seen.add(w) else w for w in encoding.word_ids()]  # type: ignore[func-returns-value]
     assert numbers.tolist() == expected
     assert not is_cut
     assert encode_words(tokenizer, words, 5)[2]
@@ -159,32 +161,32 @@ def test_tag_has_the_loss_of_transformers_and_tags_new_words(tiny, tmp_path, lor
     assert names == ["f1", "accuracy", "f1[LOC]", "f1[PER]"]
     values, batch = moved(task), task.batch(range(5))
     module = with_values(task, values)
-    given = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     assert task.trainable.loss is not None
     assert task.trainable.evaluate is not None
     assert batch.weight == 5 * 8
     with torch.no_grad():
-        ours = float(task.trainable.loss(module, given)) / batch.weight
-        sums = task.trainable.evaluate(module, given)
+        ours = float(task.trainable.loss(module, tensors)) / batch.weight
+        sums = task.trainable.evaluate(module, tensors)
     assert sums["words"] == 5 * 8
     (tmp_path / "out").mkdir()
     saved = export(task, values, tmp_path / "out")
     if lora is None:
         model = transformers.AutoModelForTokenClassification.from_pretrained(saved).eval()
         with torch.no_grad():
-            assert ours == pytest.approx(float(model(**given).loss), rel=1e-5)
-    shown = called("worker", "classify", str(saved), "Ada Lovelace in Rome", "--json")
-    assert shown.returncode == 0, shown.stderr
-    answer = json.loads(shown.stdout)
+            assert ours == pytest.approx(float(model(**tensors).loss), rel=1e-5)
+    process = called("worker", "classify", str(saved), "Ada Lovelace in Rome", "--json")
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout)
     assert answer["words"] == ["Ada", "Lovelace", "in", "Rome"]
     with torch.no_grad():
         tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-        made = tokenizer(answer["words"], is_split_into_words=True, return_tensors="pt")
-        arrays = {name: made[name] for name in ("input_ids", "attention_mask")}
-        chosen = module(**arrays).logits[0].argmax(-1).tolist()
+        encoding = tokenizer(answer["words"], is_split_into_words=True, return_tensors="pt")
+        arrays = {name: encoding[name] for name in ("input_ids", "attention_mask")}
+        tag_ids = module(**arrays).logits[0].argmax(-1).tolist()
     labels = json.loads((saved / "samestep.json").read_text())["labels"]
-    firsts = [made.word_ids().index(n) for n in range(4)]
-    assert answer["tags"] == [labels[chosen[at]] for at in firsts]
+    firsts = [encoding.word_ids().index(n) for n in range(4)]
+    assert answer["tags"] == [labels[tag_ids[at]] for at in firsts]
     if lora is not None:
         merged = called("worker", "merge", str(saved), "--out", str(tmp_path / "merged"))
         assert merged.returncode == 0, merged.stderr
@@ -192,16 +194,16 @@ def test_tag_has_the_loss_of_transformers_and_tags_new_words(tiny, tmp_path, lor
 
 def test_spans_are_counted_whole():
     true = ["B-PER", "I-PER", "O", "B-LOC", "B-LOC", "I-PER"]
-    said = ["B-PER", "I-PER", "O", "I-LOC", "I-LOC", "O"]
+    predictions = ["B-PER", "I-PER", "O", "I-LOC", "I-LOC", "O"]
     assert [*spans(true)] == [("PER", 0, 2), ("LOC", 3, 4), ("LOC", 4, 5), ("PER", 5, 6)]
-    assert [*spans(said)] == [("PER", 0, 2), ("LOC", 3, 5)]
+    assert [*spans(predictions)] == [("PER", 0, 2), ("LOC", 3, 5)]
     # One word is S-x or U-x, the last word of several E-x or L-x; as seqeval has it.
     several = ["S-PER", "B-LOC", "I-LOC", "E-LOC", "U-LOC", "I-PER", "L-PER", "E-LOC", "O", "S-"]
     assert [*spans(several)] == [
         ("PER", 0, 1), ("LOC", 1, 4), ("LOC", 4, 5), ("PER", 5, 7), ("LOC", 7, 8),
     ]  # fmt: skip
-    names = sorted({*true, *said})
-    sums = span_sums([(true, said)], names)
+    names = sorted({*true, *predictions})
+    sums = span_sums([(true, predictions)], names)
     figures = {metric.name: metric.value(dict(sums)) for metric in span_metrics(names)}
     assert figures["f1"] == pytest.approx(2 / (2 + 3 + 1))
     assert figures["f1[PER]"] == pytest.approx(2 / 3)

@@ -32,8 +32,8 @@ def descend(task: Task, program: Program, rate: float, steps: int, samples: int)
     for step in range(steps):
         program.load(values)
         first = step * samples
-        chosen = [(first + n) % task.manifest.train_samples for n in range(samples)]
-        for item in program.gradients([(task.batch(chosen), step)]):
+        rows = [(first + n) % task.manifest.train_samples for n in range(samples)]
+        for item in program.gradients([(task.batch(rows), step)]):
             if isinstance(item, BlockGradient):
                 values[item.block] -= np.float32(rate / samples) * item.values
     program.load(values)
@@ -93,15 +93,15 @@ def test_digits_has_one_block_per_hidden_layer_and_a_head():
 def test_digits_data_is_scikit_learns():
     from sklearn.datasets import load_digits
 
-    task, theirs = build(digits()), load_digits()
+    task, dataset = build(digits()), load_digits()
     assert task.manifest.train_samples == 1438
     batch = task.batch(range(1438))
     parts = [task.evaluation_batch(n) for n in range(task.manifest.evaluation_parts)]
     images = np.vstack([batch.arrays["x"], *(part.arrays["x"] for part in parts)])
     labels = np.concatenate([batch.arrays["labels"], *(p.arrays["labels"] for p in parts)])
     ours = sorted(zip(map(bytes, images), labels, strict=True))
-    rows = (theirs.data / 16).astype(np.float32)
-    assert ours == sorted(zip(map(bytes, rows), theirs.target, strict=True))
+    rows = (dataset.data / 16).astype(np.float32)
+    assert ours == sorted(zip(map(bytes, rows), dataset.target, strict=True))
 
 
 def test_digits_start_values_stay_within_their_bound():
@@ -133,8 +133,8 @@ def test_a_spec_builds_the_same_task_twice_and_a_seed_changes_it(spec):
         assert a.tobytes() == b.tobytes()
         assert a.dtype == np.float32
     if spec.task != "scripted":
-        mine, theirs = one.batch([0, 1]).arrays, other.batch([0, 1]).arrays
-        assert any(not np.array_equal(mine[name], theirs[name]) for name in mine)
+        arrays, other_arrays = one.batch([0, 1]).arrays, other.batch([0, 1]).arrays
+        assert any(not np.array_equal(arrays[name], other_arrays[name]) for name in arrays)
 
 
 def test_scripted_has_the_blocks_asked_for():

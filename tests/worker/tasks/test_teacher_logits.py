@@ -52,7 +52,7 @@ def captured(spec: RunSpec, samples: list[int]) -> tuple[TeacherLogits, Records,
     assert task.manifest.capture is not None
     batch = task.batch(samples)
     program = EagerBackend("cpu").compile(task.trainable, batch)
-    found = program.rows(batch)
+    row_results = program.rows(batch)
     module = task.trainable.module
     assert module is not None
     with torch.no_grad():
@@ -61,9 +61,9 @@ def captured(spec: RunSpec, samples: list[int]) -> tuple[TeacherLogits, Records,
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
     )
-    assert found.loss_sum == pytest.approx(float(loss), rel=1e-6)
+    assert row_results.loss_sum == pytest.approx(float(loss), rel=1e-6)
     program.close()
-    return task, records_of(found.rows.reshape(-1), task.manifest.capture), logits
+    return task, records_of(row_results.rows.reshape(-1), task.manifest.capture), logits
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])

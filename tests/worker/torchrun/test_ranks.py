@@ -61,15 +61,15 @@ def test_a_frozen_base_lies_across_the_ranks_and_all_members_agree(tmp_path):
 def test_all_ranks_take_the_unit_of_the_run_spec(tmp_path):
     """The mean of a microbatch counts by its weight on every rank: the digest of one worker."""
     run = run_file(tmp_path, FROZEN.replace("microbatch: 2}", "microbatch: 2, unit: microbatch}"))
-    found = []
+    digests = []
     for kind in ("alone", "ranks"):
         with Cluster(tmp_path / kind, "--expect-workers", "1", "--run", run) as cluster:
             if kind == "ranks":
                 group(cluster, "group")
             else:
                 cluster.worker("alone", "--backend", "cpu")
-            found.append(cluster.result()["weights_digest"])
-    assert found[0] == found[1]
+            digests.append(cluster.result()["weights_digest"])
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_two_members_that_torchrun_starts(tmp_path):
             )
             for number in range(2)
         ]  # fmt: skip
-        said = [member.communicate(timeout=300)[0] for member in members]
-        assert [member.returncode for member in members] == [0, 0], said
+        outputs = [member.communicate(timeout=300)[0] for member in members]
+        assert [member.returncode for member in members] == [0, 0], outputs
         result = cluster.result()
     assert result["outcome"] == "finished"  # digests are compared after every step

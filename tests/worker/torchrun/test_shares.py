@@ -11,8 +11,8 @@ SIZES = st.integers(1, 40), st.integers(1, 9)
 
 
 def leaves_of(shares) -> list[int]:
-    kept = [share.subtree for each in shares for share in each if share.kept]
-    return sorted(leaf for subtree in kept for leaf in range(*subtree))
+    subtrees = [share.subtree for each in shares for share in each if share.kept]
+    return sorted(leaf for subtree in subtrees for leaf in range(*subtree))
 
 
 @given(*SIZES)

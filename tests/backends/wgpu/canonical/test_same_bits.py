@@ -24,7 +24,7 @@ from tests.backends.wgpu.small_models import (
     Mixer,
     bert,
     class_loss,
-    labelled,
+    labeled,
     llama,
     mixed,
     mixer_loss,
@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[Model, Any, Batch, dict[str, Any]]] = {
     "perceptron": (perceptron, perceptron_loss, few_samples(), {}),
     "llama": (llama, next_token_loss, text(), {}),
     "mixer": (Mixer, mixer_loss, mixed(), {}),
-    "bert with dropout": (lambda: bert(0.1), class_loss, labelled(), {}),
+    "bert with dropout": (lambda: bert(0.1), class_loss, labeled(), {}),
     "lora on int8": (qwen3_with_lora, next_token_loss, text(), {"base_dtype": "int8"}),
 }
 

@@ -422,7 +422,7 @@ def test_where_subtrees_were_assigned_twice_each_way_of_counting_is_reported():
     )
 
 
-def test_blocks_are_summarised_by_another_thread_and_the_round_waits_for_it(monkeypatch):
+def test_blocks_are_summarized_by_another_thread_and_the_round_waits_for_it(monkeypatch):
     monkeypatch.setattr(limits, "EVENT_LOOP_REDUCE_BYTES", BLOCKS[LAST].elements * 4)
     round_ = Round(BLOCKS, 1, 1, 0, 0)
     round_.assign("a", (Subtree(0, 1),))
@@ -434,7 +434,7 @@ def test_blocks_are_summarised_by_another_thread_and_the_round_waits_for_it(monk
         asked += round_.summarize()
     round_.subtree_loss("a", subtree_loss(Subtree(0, 1)))
     assert [len(each.averages) for each in asked] == [2]  # and the rest at the end, here
-    assert round_.summarises
+    assert round_.summarizes
     assert not round_.complete
     for each in asked:
         round_.summarized({n: summary_of(*given) for n, given in each.averages.items()})

@@ -6,7 +6,7 @@ becomes 127 or 7. nf4: the nearest of 16 quantiles of a normal distribution (Det
 arXiv:2305.14314). q8_0, q4_0: llama.cpp's types, with a float16 scale for every 32 values, so that
 a GGUF file's values are preserved. Plain numpy in a fixed order gives the same bits everywhere.
 
-`dequantise` is the definition for all backends: element (r, c) is its number times its group's
+`dequantize` is the definition for all backends: element (r, c) is its number times its group's
 scale, one float32 product, which is also what a device computes that widens weights as it reads.
 """
 
@@ -62,7 +62,7 @@ _SMALLEST_GROUP: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class Quantized:
     """A matrix in fewer bits.
 
     Attributes:
@@ -100,7 +100,7 @@ def group_of(columns: int, storage: Storage = "int4") -> int:
     return group if group >= _SMALLEST_GROUP else 0
 
 
-def quantise(values: Array, storage: Storage) -> Quantised:
+def quantize(values: Array, storage: Storage) -> Quantized:
     """Store a matrix of float32 in fewer bits.
 
     Args:
@@ -118,7 +118,7 @@ def quantise(values: Array, storage: Storage) -> Quantised:
     none = np.zeros(0, np.float32)
     if storage in {"bf16", "f16"}:
         half = _bfloat16(values) if storage == "bf16" else _float16(values)
-        return Quantised(storage, rows, columns, half.reshape(-1).view(np.uint32), none, 0)
+        return Quantized(storage, rows, columns, half.reshape(-1).view(np.uint32), none, 0)
     grouped = values.reshape(-1, group)
     if storage == "q8_0":
         whole, scales = _as_q8_0(grouped)
@@ -130,9 +130,9 @@ def quantise(values: Array, storage: Storage) -> Quantised:
         whole, scales = _as_whole(grouped, _LARGEST[storage])
     if BITS[storage] == 8:
         words = np.ascontiguousarray(whole).reshape(-1).view(np.uint32)
-        return Quantised("int8", rows, columns, words, scales, group)
+        return Quantized("int8", rows, columns, words, scales, group)
     storage_kind: Storage = "nf4" if storage == "nf4" else "int4"
-    return Quantised(storage_kind, rows, columns, _nibbles(whole), scales, group)
+    return Quantized(storage_kind, rows, columns, _nibbles(whole), scales, group)
 
 
 _Numbers = tuple[NDArray[np.int8], Array]
@@ -190,7 +190,7 @@ def _nibbles(whole: NDArray[np.int8]) -> NDArray[np.uint32]:
     return words
 
 
-def dequantise(stored: Quantised) -> Array:
+def dequantize(stored: Quantized) -> Array:
     """Return the float32 values of a stored matrix, shape (rows, columns)."""
     shape = stored.rows, stored.columns
     if stored.storage == "bf16":
@@ -210,7 +210,7 @@ def dequantise(stored: Quantised) -> Array:
 
 
 def stored_bytes(rows: int, columns: int, storage: Storage) -> int:
-    """Return the size of the result of `quantise` without computing it."""
+    """Return the size of the result of `quantize` without computing it."""
     words = rows * columns * BITS[storage] // 8
     scaled = BITS[storage] <= 8
     return words + (4 * rows * columns // group_of(columns, storage) if scaled else 0)
