@@ -12,6 +12,7 @@ import json
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -166,6 +167,39 @@ def _with_remedy(error: str) -> str:
 _LINES: Final = ("jsonl", "csv", "tsv")
 
 
+class _Columns:
+    """The columns that rows have to have.
+
+    Args:
+        wanted: By the key of the section `data` that names each.
+        optional: Columns that are read where they are there.
+        look: Called before any column is missed.
+    """
+
+    def __init__(
+        self,
+        wanted: Mapping[str, str],
+        optional: Collection[str],
+        look: Callable[[Location, Sequence[str]], None],
+    ) -> None:
+        self._wanted, self._optional, self._look = wanted, optional, look
+        self._has_complete_rows = False
+
+    def check(self, path: Path, number: int, columns: Sequence[str]) -> None:
+        """Check the columns of one row, or of a table's header.
+
+        Raises:
+            DataError: One is missing.
+        """
+        location = Location(path, number)
+        self._look(location, columns)
+        check_columns(
+            str(location), columns, self._wanted, optional=self._optional,
+            is_lone_row=self._has_complete_rows and sources.kind_of(path) in ("jsonl", "json"),
+        )  # fmt: skip
+        self._has_complete_rows = True
+
+
 def read_rows(
     files: Sequence[Path],
     columns_wanted: Mapping[str, str],
@@ -186,22 +220,9 @@ def read_rows(
     Raises:
         DataError: A file is none of a kind that is read, is damaged, or its header lacks a column.
     """
-    has_complete_rows = False
-    optional = {*names} - {*columns_wanted.values()}
+    columns = _Columns(columns_wanted, {*names} - {*columns_wanted.values()}, look)
     for path in files:
-
-        def check(number: int, columns: Sequence[str], path: Path = path) -> None:
-            nonlocal has_complete_rows
-            look(Location(path, number), columns)
-            check_columns(
-                str(Location(path, number)),
-                columns,
-                columns_wanted,
-                optional=optional,
-                is_lone_row=has_complete_rows and sources.kind_of(path) in ("jsonl", "json"),
-            )
-            has_complete_rows = True
-
+        check = partial(columns.check, path)
         kind = sources.kind_of(path)
         if kind in ("jsonl", "json"):
             lines = (

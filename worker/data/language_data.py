@@ -265,16 +265,7 @@ def _conversations(spec: ModelRun, data: DataSpec, fraction: float, *, even: boo
     ]
     bad_rows.report()
     if not len(both[0]):
-        if both[0].longest <= data.max_tokens:
-            raise DataError(
-                f"expected conversations in {data.train!r} with an answer to learn, found none: "
-                "every answer has weight 0, or train false; leave that out of one"
-            )
-        raise DataError(
-            f"expected conversations in {data.train!r} whose first data.max_tokens = "
-            f"{data.max_tokens} tokens reach an answer, found none; raise it: "
-            f"--set data.max_tokens={max(part.longest for part in both)}"
-        )
+        raise _no_answer(data, max(part.longest for part in both))
     _refuse_answers_without_end(tokenizer, both[0], ends)
     lengths = [int(length) for part in both for length in part.tokens.lengths]
     samples: list[Samples] = [
@@ -305,6 +296,20 @@ def _conversations(spec: ModelRun, data: DataSpec, fraction: float, *, even: boo
             **({} if documents is None else overlap(found.documents, documents)),
             **_packed_notes(samples[0]),
         },
+    )
+
+
+def _no_answer(data: DataSpec, longest: int) -> DataError:
+    """Return why no conversation has anything to learn; the longest has so many tokens."""
+    if longest <= data.max_tokens:
+        return DataError(
+            f"expected conversations in {data.train!r} with an answer to learn, found none: every "
+            "answer has weight 0, or train false; leave that out of one"
+        )
+    return DataError(
+        f"expected conversations in {data.train!r} whose first data.max_tokens = "
+        f"{data.max_tokens} tokens reach an answer, found none; raise it: "
+        f"--set data.max_tokens={longest}"
     )
 
 

@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -277,7 +277,9 @@ def _refuse_idle_patterns(module: torch.nn.Module, spec: LoraSpec) -> None:
     from peft.utils.other import get_pattern_key  # noqa: PLC0415
 
     layers = [name for name, child in module.named_modules() if isinstance(child, LoraLayer)]
-    patterns = {"rank_pattern": spec.rank_pattern, "alpha_pattern": spec.alpha_pattern}
+    patterns: dict[str, Mapping[str, float]] = {
+        "rank_pattern": spec.rank_pattern, "alpha_pattern": spec.alpha_pattern,
+    }  # fmt: skip
     for key, pattern in patterns.items():
         # Where two keys fit a layer, peft takes the first: each is asked alone.
         idle = [end for end in pattern if all(get_pattern_key([end], n) != end for n in layers)]

@@ -231,7 +231,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "no rejected": (
         "a.jsonl", GOOD + row(prompt="a", chosen="b"), {}, "expected a column 'rejected' in",
     ),
-    "no chosen": ("a.csv", b"prompt,good,rejected\na,b,c\n", {}, "data.columns.chosen=COLUMN"),
+    "no chosen": ("a.csv", b"prompt,good,rejected\na,b,c\n", {}, "data.columns.chosen=good"),
     "conversations": ("a.jsonl", row(messages=[ASKED, YES]), {}, "'chosen' and 'rejected' in"),
     "a column that is not there": (
         "a.jsonl", GOOD, {"columns": {"chosen": "best"}}, "expected a column 'best' in",
