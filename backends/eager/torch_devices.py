@@ -232,8 +232,8 @@ def naming_device_errors(device: torch.device, needs: str = "") -> Iterator[None
         if is_out_of_memory(error):
             advice = (
                 f"{needs or 'this'} does not fit; set a smaller batch.microbatch, "
-                "model.checkpointing: true or a narrower model.base_dtype, or end what else uses "
-                "the device"
+                "model.gradient_checkpointing: true or a narrower model.base_dtype, or end what "
+                "else uses the device"
             )
             raise DeviceOutOfMemory(name, f"out of memory: {advice} ({first_line})") from error
         if has_failed(error):

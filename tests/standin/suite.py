@@ -36,7 +36,9 @@ from tests.backends.eager.test_eager import Net, batch, trainable
 from tests.small_decoder import decoder_run
 from worker.models import device_memory, vocabulary_loss
 from worker.tasks.checks.reachable_state import reachable_state
+from worker.tasks.labels import classify
 from worker.tasks.registry import build
+from worker.tasks.small import regress
 
 SUBTREE = [(batch(seed=seed), seed) for seed in range(5)]
 
@@ -131,6 +133,29 @@ def test_a_card_without_float64_computes_and_is_not_where_a_loss_is_tried():
         standin.set_float64(is_there=True)
     assert on_device == gradients("cpu", fresh(loss=loss))
     np.testing.assert_allclose(inner, inner_step(fresh(loss=loss)), rtol=1e-6)
+
+
+def test_metrics_of_a_card_without_float64_are_those_of_the_host():
+    module, arrays = torch.nn.Linear(3, 1), {"x": torch.randn(4, 3), "y": torch.randn(4)}
+    labels = {"labels": torch.randn(4), classify.ROWS: torch.arange(4)}
+    scaled: Any = SimpleNamespace(scale=SimpleNamespace(mean=0.5, deviation=2.0))
+
+    def sums_on(device: torch.device) -> list[Any]:
+        on_device = {name: each.to(device) for name, each in (arrays | labels).items()}
+        module.to(device)
+        patched = mock.patch.object(classify, "logits_of", lambda m, fields, _: m(fields["x"]))
+        with patched, torch.no_grad():
+            values = classify._regression(scaled, {}).evaluate(module, on_device)
+            return [regress._evaluate(module, on_device), values]
+
+    expected = sums_on(torch.device("cpu"))
+    standin.set_float64(is_there=False)
+    try:
+        assert sums_on(torch.device("standin", 1)) == [
+            pytest.approx(each, rel=1e-6) for each in expected
+        ]
+    finally:
+        standin.set_float64(is_there=True)
 
 
 def inner_step(job: Trainable) -> Any:

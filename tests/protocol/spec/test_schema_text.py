@@ -1,8 +1,19 @@
+import ast
+import re
+
 import pytest
 
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.schema_text import UNITS, schema_keys, schema_lines
+from tests.house import modules
+
+NO_KEYS = {
+    "capture.json", "checkpoint.json", "model.safetensors", "optimizer.safetensors",
+    "tokenizer.json", "tokenizer.model", "tokenizer.ggml",
+    "digits.csv", "exchange.way",
+}  # fmt: skip
+"""Files, keys of GGUF, and the former name of a key."""
 
 
 def test_every_key_has_its_line_with_default_and_meaning():
@@ -44,3 +55,28 @@ def test_bounds_are_words_and_lose_no_digit():
     assert bounds["optimizer.clip_value"] == "1e-30 to 1e+30"
     assert bounds["dpo.beta"] == "above 0, at most 100"
     assert bounds["optimizer.eps"] == "1e-30 to 1,000"
+
+
+def test_a_key_that_a_text_names_exists():
+    keys = {key.path for key in schema_keys()} | NO_KEYS
+    sections = "|".join({path.partition(".")[0] for path in keys if "." in path})
+    pattern = re.compile(rf"(?<![\w./-])(?:{sections})\.[a-z_]+\b(?!\()")
+    unknown = {
+        (name, key)
+        for name, path in modules().items()
+        for text in texts_of(ast.parse(path.read_text("utf-8")))
+        for key in pattern.findall(text)
+        if key not in keys
+    }
+    assert not unknown, "a run spec does not have these keys"
+
+
+def texts_of(tree: ast.Module) -> list[str]:
+    """The strings of a module but for its docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if id(node) not in docstrings
+    ]

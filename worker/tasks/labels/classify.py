@@ -156,8 +156,8 @@ def _multi_label(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
 def _regression(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
     def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
         mean, deviation = data.scale.mean, data.scale.deviation
-        x = logits_of(module, arrays, options)[:, 0].double() * deviation + mean
-        y = arrays["labels"].double() * deviation + mean
+        x = logits_of(module, arrays, options)[:, 0].cpu().double() * deviation + mean
+        y = arrays["labels"].cpu().double() * deviation + mean
         return {
             "samples": len(y),
             "squared_error": float(((x - y) ** 2).sum()),

@@ -221,7 +221,7 @@ def _scores(
         logits = logits.sigmoid()
     else:
         mean, deviation = info.scale
-        logits = logits.double() * deviation + mean
+        logits = logits.cpu().double() * deviation + mean
     return {str(number): float(score) for number, score in enumerate(logits)}
 
 

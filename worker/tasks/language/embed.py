@@ -159,7 +159,7 @@ class Encoder:
         count = len(fields["anchor"])
         sums = dict.fromkeys(["loss_sum", "reciprocal", *(f"within_{k}" for k in _RANKS)], 0.0)
         for part in _slices(count):
-            sums["loss_sum"] += float(self._losses(module, fields, part).double().sum())
+            sums["loss_sum"] += float(self._losses(module, fields, part).cpu().double().sum())
         for rank in ranks(fields):
             sums["reciprocal"] += 1.0 / rank if rank <= _RANKS[-1] else 0.0
             for k in _RANKS:

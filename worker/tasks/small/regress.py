@@ -112,5 +112,5 @@ def _loss(module: torch.nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _evaluate(module: torch.nn.Module, arrays: Mapping[str, Any]) -> Sums:
-    error = (module(arrays["x"])[:, 0] - arrays["y"]).double()
+    error = (module(arrays["x"])[:, 0] - arrays["y"]).cpu().double()
     return {"squared_error": float((error * error).sum()), "samples": float(len(error))}
