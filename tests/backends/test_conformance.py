@@ -86,9 +86,9 @@ def backend(request) -> str:
 @pytest.fixture(scope="module")
 def program(backend) -> Iterator[Program]:
     """One for all: what a test has done with it must not show in the next."""
-    made = choose(backend).backend.compile(make_trainable(), make_batch())
-    yield made
-    made.close()
+    compiled = choose(backend).backend.compile(make_trainable(), make_batch())
+    yield compiled
+    compiled.close()
 
 
 def run(program: Program, batch: Batch, seed: int) -> tuple[list[BlockGradient], Loss]:
@@ -150,9 +150,9 @@ def test_the_seed_decides_the_draws(program):
 
 def test_early_close_abandons_and_the_next_microbatch_is_whole(program):
     whole = bits(run(program, make_batch(), 5)[0])
-    for taken in range(3):
+    for items in range(3):
         stream = program.gradients([(make_batch(seed=9), 8)])
-        for _ in range(taken):
+        for _ in range(items):
             next(stream)
         stream.close()
         assert list(stream) == []
@@ -185,10 +185,10 @@ def test_a_subtrees_sums_are_those_of_its_microbatches_along_the_tree(program, l
         items = list(program.gradients([(batch, leaf) for leaf, batch in enumerate(batches)]))
         added = [BlockAdded(n) for n in reversed(range(len(blocks)))] * (leaves - 1)
         assert items[: len(added)] == added
-        *gradients, found = items[len(added) :]
+        *gradients, last = items[len(added) :]
         assert [item.block for item in gradients] == list(reversed(range(len(blocks))))
         assert {item.block: item.values.tobytes() for item in gradients} == sums
-        assert found == loss
+        assert last == loss
 
 
 def test_a_subtree_that_is_abandoned_leaves_the_next_whole(program):
@@ -243,11 +243,11 @@ def test_another_thread_may_close_while_the_device_computes(backend):
     armed.append(True)
     stream = program.gradients([(make_batch(), 0)])
     assert isinstance(stream, SubtreeGradients)
-    seen: list[object] = []
+    items: list[object] = []
 
     def receive() -> None:
         with contextlib.suppress(StopIteration):
-            seen.append(next(stream))
+            items.append(next(stream))
 
     receiver = threading.Thread(target=receive)
     receiver.start()
@@ -257,5 +257,5 @@ def test_another_thread_may_close_while_the_device_computes(backend):
     stream.close()
     receiver.join(30)
     assert not receiver.is_alive()
-    assert len(seen) <= 1
+    assert len(items) <= 1
     program.close()

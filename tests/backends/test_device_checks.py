@@ -125,8 +125,10 @@ class TestWithoutCuda:
         assert "TORCH=cuda bash deploy/environment.sh" in self.about_cuda(machine, "580.65.06")
 
     def test_the_open_kernel_module_names_itself_otherwise(self, machine):
-        said = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
-        assert machine(NVIDIA, driver=said).nvidia_driver() == "580.65.06"
+        version_text = (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+        )
+        assert machine(NVIDIA, driver=version_text).nvidia_driver() == "580.65.06"
 
     @staticmethod
     def about_cuda(machine, loaded: str) -> str:

@@ -82,8 +82,8 @@ def test_an_index_past_the_last_cuda_device_is_not_usable(machine):
 )
 def test_a_device_that_is_asked_for_and_not_there_is_never_another(machine, kinds, wanted):
     machine(*kinds)
-    asked = f"device {wanted} was asked for, and is not there: "
-    with pytest.raises(BackendUnavailable, match=asked) as caught:
+    message = f"device {wanted} was asked for, and is not there: "
+    with pytest.raises(BackendUnavailable, match=message) as caught:
         registry.choose("auto", wanted)
     assert caught.value.exit_code == ExitCode.UNREACHABLE
     assert "\n" not in str(caught.value)
@@ -154,9 +154,9 @@ def test_without_wgpu_the_vulkan_row_says_what_to_install(monkeypatch):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "wgpu" else object()
     )
-    found = adapters.adapters.__wrapped__()
-    assert isinstance(found, str)
-    assert "pip install 'wgpu>=0.32'" in found
+    reason = adapters.adapters.__wrapped__()
+    assert isinstance(reason, str)
+    assert "pip install 'wgpu>=0.32'" in reason
 
 
 @pytest.mark.parametrize(

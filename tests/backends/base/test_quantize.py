@@ -78,10 +78,10 @@ def test_gguf_s_forms_are_its_library_s_and_come_back_unchanged(storage):
     values = np.random.default_rng(0).standard_normal((16, 96)).astype(np.float32)
     values[3, :32], values[4] = 0, values[4] * np.float32(1e-4)
     theirs = gguf.dequantize(gguf.quantize(values, kind), kind)
-    found = quantize(values, storage)
-    assert found.group == 32
-    assert found.nbytes == stored_bytes(16, 96, storage)
-    assert np.array_equal(dequantize(found).view(np.uint32), theirs.view(np.uint32))
+    stored = quantize(values, storage)
+    assert stored.group == 32
+    assert stored.nbytes == stored_bytes(16, 96, storage)
+    assert np.array_equal(dequantize(stored).view(np.uint32), theirs.view(np.uint32))
     assert np.array_equal(dequantize(quantize(theirs, storage)), theirs)
 
 

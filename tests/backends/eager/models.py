@@ -77,11 +77,11 @@ def batch(family: str, seed: int) -> Batch:
 
 
 def loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
-    given = dict(arrays)
-    labels = given.pop("labels", None)
-    logits = module(**given).logits.float()
+    fields = dict(arrays)
+    labels = fields.pop("labels", None)
+    logits = module(**fields).logits.float()
     if labels is None:
-        logits, labels = logits[:, :-1].flatten(0, 1), given["input_ids"][:, 1:].flatten()
+        logits, labels = logits[:, :-1].flatten(0, 1), fields["input_ids"][:, 1:].flatten()
     return functional.cross_entropy(logits, labels, reduction="sum")
 
 
@@ -133,13 +133,13 @@ def _distances_are_shown(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("family", MAKE)
 def test_gradients_are_those_of_the_cpu_and_repeat_their_bits(family, how):
     expected, loss_of_cpu = gradients("cpu", family, HOW[how])
-    found, loss_of_device = gradients(KIND, family, HOW[how])
+    on_device, loss_of_device = gradients(KIND, family, HOW[how])
     again, loss_again = gradients(KIND, family, HOW[how])
-    assert [a.tobytes() for a in found] == [a.tobytes() for a in again]
+    assert [a.tobytes() for a in on_device] == [a.tobytes() for a in again]
     assert loss_of_device == loss_again
     is_half = HOW[how].get("precision") == "bfloat16"
     assert loss_of_device == pytest.approx(loss_of_cpu, rel=2e-2 if is_half else 1e-5)
-    wanted, got = np.concatenate(expected), np.concatenate(found)
+    wanted, got = np.concatenate(expected), np.concatenate(on_device)
     distance = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
     _distances[how] = max(float(distance), _distances.get(how, 0.0))
     assert distance < (0.1 if is_half else 1e-4)

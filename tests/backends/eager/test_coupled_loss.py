@@ -87,8 +87,8 @@ def in_two_phases(microbatch):
     step = CoupledStep(program, STEP_ID, rows.reshape(-1), [microbatch] * len(batches), 0)
     whole = Subtree(0, len(batches))
     leaves = [(batch, leaf) for leaf, batch in enumerate(batches)]
-    found = program.gradients(step.leaves(whole, leaves))
-    sums = {each.block: each.values for each in found if isinstance(each, BlockGradient)}
+    items = program.gradients(step.leaves(whole, leaves))
+    sums = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
     assert step.unlike(whole, program.take_embedded()) == ()
     loss = step.loss(whole, float(SAMPLES))
     program.close()
@@ -137,11 +137,11 @@ def test_a_loss_that_remembers_is_found():
         calls.append(1)
         return losses(module, fields) * len(calls)
 
-    for loss, found in ((losses, False), (counting, True)):
+    for loss, has_memory in ((losses, False), (counting, True)):
         program = compiled(trainable(loss), samples(0, 8))
         rows = next(program.embed([(samples(), 1)])).reshape(-1)
         step = CoupledStep(program, STEP_ID, rows, [8] * 4, 0)
-        with pytest.raises(DataError, match="second time") if found else nullcontext():
+        with pytest.raises(DataError, match="second time") if has_memory else nullcontext():
             step.check()
         program.close()
 

@@ -96,16 +96,16 @@ def plain_torch(module: nn.Module, job: Trainable, of: Batch) -> dict[int, Array
     module.zero_grad()
     loss_sum(module, {name: torch.tensor(a) for name, a in of.arrays.items()}).backward()
     parameters = dict(module.named_parameters())
-    found = {}
+    by_number = {}
     for number, block in enumerate(job.blocks):
         parts = []
         for spec in block.tensors:
             gradient = parameters[spec.name].grad
             zeros = torch.zeros(spec.shape)
             parts.append((zeros if gradient is None else gradient).reshape(-1).numpy())
-        found[number] = np.concatenate(parts).copy()
+        by_number[number] = np.concatenate(parts).copy()
     module.zero_grad()
-    return found
+    return by_number
 
 
 @pytest.mark.parametrize("kind", [Net, Tied])
@@ -407,9 +407,9 @@ def test_a_reentrant_checkpoint_is_named_as_such():
 def test_an_error_in_the_device_thread_reaches_the_receiver():
     program = compiled(trainable(Net()))
     whole = by_block(program, batch())
-    broken = Batch({"x": np.zeros((1, WIDTH + 1), np.float32), "y": batch().arrays["y"]}, 1.0)
+    wrong_batch = Batch({"x": np.zeros((1, WIDTH + 1), np.float32), "y": batch().arrays["y"]}, 1.0)
     with pytest.raises(LossRaised, match="shapes cannot be multiplied"):
-        list(program.gradients([(broken, 0)]))
+        list(program.gradients([(wrong_batch, 0)]))
     again = by_block(program, batch())
     program.close()
     assert all(np.array_equal(whole[number], again[number]) for number in whole)
@@ -464,8 +464,8 @@ def test_bfloat16_computes_in_it_and_sums_in_float32():
         for name, values in module.state_dict().items():
             values.copy_(state[name])
     program = compiled(trainable(module, precision="bfloat16", evaluate=evaluate))
-    found = by_block(program, batch())
-    assert by_block(program, batch())[0].tobytes() == found[0].tobytes()
+    sums = by_block(program, batch())
+    assert by_block(program, batch())[0].tobytes() == sums[0].tobytes()
     program.evaluate(batch())
     loss = list(program.gradients([(batch(), 0)]))[-1]
     program.close()
@@ -473,9 +473,9 @@ def test_bfloat16_computes_in_it_and_sums_in_float32():
     assert isinstance(loss, Loss)
     assert loss.loss_sum != float(torch.tensor(loss.loss_sum).bfloat16())
     for number, values in plain.items():
-        assert found[number].dtype == np.float32
-        np.testing.assert_allclose(found[number], values, rtol=0.1, atol=0.1)
-    assert any(found[number].tobytes() != plain[number].tobytes() for number in plain)
+        assert sums[number].dtype == np.float32
+        np.testing.assert_allclose(sums[number], values, rtol=0.1, atol=0.1)
+    assert any(sums[number].tobytes() != plain[number].tobytes() for number in plain)
 
 
 def test_layers_left_out_by_chance_are_absent_and_follow_the_seed():

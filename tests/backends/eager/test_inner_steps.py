@@ -63,12 +63,12 @@ def program():
     module = torch.nn.Sequential(
         torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1, bias=False)
     )
-    made = EagerBackend(KIND).compile(
+    compiled = EagerBackend(KIND).compile(
         Trainable(BLOCKS, module, lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()),
         batches()[0][0],
     )
-    yield made
-    made.close()
+    yield compiled
+    compiled.close()
 
 
 def start(optimizer):
@@ -99,12 +99,12 @@ def taken(steps, optimizer, count=4):
 def test_as_the_exact_update_to_rounding(program, name):
     optimizer = SPECS[name]
     exact, exact_losses = taken(HostInnerSteps(program, BLOCKS, optimizer), optimizer)
-    found, losses = taken(inner_steps(program, BLOCKS, optimizer), optimizer)
+    on_device, losses = taken(inner_steps(program, BLOCKS, optimizer), optimizer)
     again, _ = taken(program.inner_steps(optimizer), optimizer)
-    for mine, theirs, same in zip(found, exact, again, strict=True):
+    for mine, theirs, same in zip(on_device, exact, again, strict=True):
         assert np.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
         assert mine.tobytes() == same.tobytes()
-    assert not np.allclose(found[0], start(optimizer).parameters[0], atol=1e-3)
+    assert not np.allclose(on_device[0], start(optimizer).parameters[0], atol=1e-3)
     assert [loss.weight for loss in losses] == [8.0] * 4
     assert np.allclose([a.loss_sum for a in losses], [b.loss_sum for b in exact_losses], rtol=1e-5)
 
@@ -113,19 +113,19 @@ def test_a_hook_on_what_is_accumulated_sees_each_microbatch_alone():
     def halved(parameter):
         parameter.grad.mul_(0.5)
 
-    optimizer, found = SPECS["momentum"], []
+    optimizer, states = SPECS["momentum"], []
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         torch.manual_seed(1)
         module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1, bias=False))
         change = halved if "post" in register else lambda gradient: gradient * 0.5
         getattr(module[0].weight, register)(change)
-        made = EagerBackend(KIND).compile(
+        program = EagerBackend(KIND).compile(
             Trainable(BLOCKS, module, lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()),
             batches()[0][0],
         )
-        found.append(taken(inner_steps(made, BLOCKS, optimizer), optimizer)[0])
-        made.close()
-    for before, after in zip(*found, strict=True):
+        states.append(taken(inner_steps(program, BLOCKS, optimizer), optimizer)[0])
+        program.close()
+    for before, after in zip(*states, strict=True):
         assert before.tobytes() == after.tobytes()
 
 
@@ -136,8 +136,8 @@ def test_an_interrupted_step_leaves_nothing_behind(program):
     work = steps.step(batches()[:2], SchedulePosition(1, 0, 9))
     next(work)
     work.close()
-    found = steps.state()
-    assert [a.tobytes() for a in found.parameters] == [
+    state = steps.state()
+    assert [a.tobytes() for a in state.parameters] == [
         a.tobytes() for a in start(optimizer).parameters
     ]
     expected, _ = taken(program.inner_steps(optimizer), optimizer, 1)
@@ -242,7 +242,7 @@ def test_what_an_inner_step_does_not_reach_stays_as_in_torch(name, on):
     expected = by_torch(plain, spec.model_copy(update={"schedule": "constant"}), steps)
     for block, values in zip(CHOSEN, state.parameters, strict=True):
         for tensor, part in block.slices():
-            there = expected[tensor.name].detach().numpy().reshape(-1)
-            np.testing.assert_allclose(values[part], there, rtol=1e-5, atol=1e-6)
+            values_in_torch = expected[tensor.name].detach().numpy().reshape(-1)
+            np.testing.assert_allclose(values[part], values_in_torch, rtol=1e-5, atol=1e-6)
     missed = [count for block in state.missed for count in block]
     assert missed == ([reached.count(False)] * 2 + [12, 12, 0, 0] if counts_updates(spec) else [])

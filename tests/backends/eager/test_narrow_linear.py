@@ -40,13 +40,13 @@ def gradients(spec: Any) -> list[bytes]:
     task = build(spec)
     program = eager.EagerBackend(KIND).compile(task.trainable, task.batch([0, 1]))
     program.load([values + np.float32(0.01) for values in task.initial_parameters()])
-    found = [
+    contents = [
         item.values.tobytes() if isinstance(item, BlockGradient) else repr(item).encode()
         for item in program.gradients([(task.batch([n, n + 1]), n) for n in (0, 2, 4)])
     ]
-    found.append(repr(program.evaluate(task.evaluation_batch(0))).encode())
+    contents.append(repr(program.evaluate(task.evaluation_batch(0))).encode())
     program.close()
-    return found
+    return contents
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,14 @@ class Operands:
         queries = (sizes.batch, sizes.heads, sizes.queries, sizes.size)
         keys = (sizes.batch, sizes.groups, sizes.keys, sizes.size)
         shapes = {"query": queries, "key": keys, "value": keys, "tangent": queries}
-        given = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
         if mask:
             shape = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)
-            seen = torch.rand(shape, generator=draw) > 0.3
-            seen[..., : sizes.queries // 2, sizes.keys // 3 :] = False  # whole blocks
-            added = torch.zeros(shape).masked_fill(~seen, -1e38)
-            given["mask"] = seen.int() if mask == "truth" else added
-        return Operands(sizes, mask, causal, given)
+            visible = torch.rand(shape, generator=draw) > 0.3
+            visible[..., : sizes.queries // 2, sizes.keys // 3 :] = False  # whole blocks
+            added = torch.zeros(shape).masked_fill(~visible, -1e38)
+            tensors["mask"] = visible.int() if mask == "truth" else added
+        return Operands(sizes, mask, causal, tensors)
 
     def expected(self) -> list[torch.Tensor]:
         """Output and gradients of query, key and value in float64; (B, rows, heads, D) each."""

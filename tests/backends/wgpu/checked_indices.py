@@ -35,8 +35,8 @@ def assert_right_accesses(
     padded_sizes = [-(-size // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES for size in nbytes]
     x, y, z = grid
     for group in {(0, 0, 0), (x - 1, y - 1, z - 1)}:
-        for taken in ((True,), (False,), (True, False), (False, True)):
-            run = _Watched(module, group, padded_sizes, taken)
+        for branches in ((True,), (False,), (True, False), (False, True)):
+            run = _Watched(module, group, padded_sizes, branches)
             run.block(module.body)
             if not run.choices:
                 break
@@ -88,11 +88,11 @@ class _Watched(Run):
     def count(self, array: Array, at: Known) -> None:
         assert at is not None, f"an index of {array.name} depends on what a buffer holds"
         places, lanes = at[self.here], np.flatnonzero(self.here)
-        there = array.elements
+        elements = array.elements
         if array.binding >= 0:
-            there = self._nbytes[array.binding] // (4 * size_of(array.element))
+            elements = self._nbytes[array.binding] // (4 * size_of(array.element))
         assert places.min() >= 0
-        assert places.max() < there, f"{array.name}[{places.max()}] of {there}"
+        assert places.max() < elements, f"{array.name}[{places.max()}] of {elements}"
         if array.binding < 0:
             self._races(array.name, places, lanes)
         super().count(array, at)

@@ -31,6 +31,6 @@ class CheckedDevice(Device):
     """Ends a test whose kernels have such names, also where it expects a refusal."""
 
     def _pipeline(self, shader: Shader, label: str) -> tuple[Any, Any]:
-        if shader.source not in self._pipelines and (found := hidden_names(shader.source)):
-            pytest.fail(f"{label}: {sorted(found)} of its module are hidden or there twice")
+        if shader.source not in self._pipelines and (hidden := hidden_names(shader.source)):
+            pytest.fail(f"{label}: {sorted(hidden)} of its module are hidden or there twice")
         return super()._pipeline(shader, label)

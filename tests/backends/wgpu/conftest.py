@@ -13,25 +13,25 @@ from backends.wgpu.device.adapters import adapters
 @contextmanager
 def opened() -> Iterator[object]:
     """The first adapter."""
-    found = adapters()
-    if isinstance(found, str):
-        pytest.skip(found)
+    present = adapters()
+    if isinstance(present, str):
+        pytest.skip(present)
     from tests.backends.wgpu.checked_shaders import CheckedDevice
 
-    made = CheckedDevice(found[0])
-    yield made
-    made.close()
+    checked = CheckedDevice(present[0])
+    yield checked
+    checked.close()
 
 
 @pytest.fixture(scope="session")
 def device() -> Iterator[object]:
     """Opened once for all tests of a process."""
-    with opened() as made:
-        yield made
+    with opened() as shared:
+        yield shared
 
 
 @pytest.fixture
 def own_device() -> Iterator[object]:
     """One that a test may break."""
-    with opened() as made:
-        yield made
+    with opened() as own:
+        yield own

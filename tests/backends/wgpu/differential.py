@@ -53,8 +53,8 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, n: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
         if hasattr(self, "only"):
-            found: list[torch.Tensor] = self.only(x, n, b)
-            return found
+            outputs: list[torch.Tensor] = self.only(x, n, b)
+            return outputs
         for layer in self.layers:
             results = layer(x, n, b)
             x = x + 0.1 * sum(each.mean() for each in results)
@@ -131,11 +131,13 @@ def _compared(
     try:
         compiled = VulkanProgram(device, Trainable(blocks, module, loss_of), template, adds=True)
         with contextlib.closing(compiled):
-            given = [Batch({n: value.numpy() for n, value in one.items()}, 1.0) for one in batches]
-            capture = compiled.capture(given[0])
-            compiled.take(given[0], capture)
+            batch_list = [
+                Batch({n: value.numpy() for n, value in one.items()}, 1.0) for one in batches
+            ]
+            capture = compiled.capture(batch_list[0])
+            compiled.take(batch_list[0], capture)
             for number, batch in enumerate(batches):
-                got = compiled.gradients_of(given[number], number)
+                got = compiled.gradients_of(batch_list[number], number)
                 _check(module, batch, got, capture, number)
     except SamestepError as error:
         words = str(error)
@@ -194,8 +196,8 @@ def _in_float64(
     wide = {id(value): _wide(value) for value in values.values()}
     doubles = {name: wide[id(value)] for name, value in values.items()}
     step = HostStep(module, loss_of, doubles, names, capture.calls)
-    found = step.run({name: _wide(value) for name, value in batch.items()}, seeds)
-    return [value.double() for value in found]
+    results = step.run({name: _wide(value) for name, value in batch.items()}, seeds)
+    return [value.double() for value in results]
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
@@ -238,9 +240,9 @@ def repeat(program: type[nn.Module], **options: Any) -> None:
     """For a program's text: compare again, and say what came of it."""
     from backends.wgpu.device.adapters import adapters
 
-    found = adapters()
-    assert not isinstance(found, str), found
-    device = Device(found[0])
+    present = adapters()
+    assert not isinstance(present, str), present
+    device = Device(present[0])
     try:
         sys.stdout.write(f"{compare_class(device, program, **options)}\n")
     finally:

@@ -65,9 +65,9 @@ def program_of(device, module, base_dtype, example):
 def measure(base_dtype: str) -> int:
     """Bytes by which this process grows from a large model on the host to one on the device."""
     keep_freed_memory()  # as the worker does
-    found = adapters()
-    assert not isinstance(found, str), found
-    device = Device(found[0])
+    present = adapters()
+    assert not isinstance(present, str), present
+    device = Device(present[0])
     # What is imported and kept by whatever computes first is none of the large model's.
     for module, example in ((Model(), batch()), (Model(LARGE, DEEP), batch(LARGE))):
         with measured_growth() as growth:

@@ -78,8 +78,8 @@ def make(text: str) -> type[torch.nn.Module]:
     """The class that a program's text defines."""
     names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional}
     exec(text, names)
-    made: type[torch.nn.Module] = names["Program"]
-    return made
+    module_type: type[torch.nn.Module] = names["Program"]
+    return module_type
 
 
 @dataclass(slots=True)
@@ -98,8 +98,8 @@ class _Growing:
         ]  # fmt: skip
 
     def tensor(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = eval(name, self.names)
-        return found
+        value: torch.Tensor = eval(name, self.names)
+        return value
 
     def run(self, line: str, to: list[str]) -> bool:
         """Whether torch takes the line; then it is part of the program."""
@@ -117,7 +117,7 @@ class _Growing:
 
 
 def _filled(draw: Any, template: str, growing: _Growing) -> tuple[str, str] | None:
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     floats = growing.of({torch.float32})
     lately = floats[-3:]
     first = draw(st.sampled_from(lately if draw(st.integers(0, 3)) else floats))
@@ -126,9 +126,9 @@ def _filled(draw: Any, template: str, growing: _Growing) -> tuple[str, str] | No
 
     def hole(match: re.Match[str]) -> str:
         kind = match[1]
-        if kind not in found:
-            found[kind] = str(_hole(draw, kind, growing, first, like, size))
-        return found[kind]
+        if kind not in names:
+            names[kind] = str(_hole(draw, kind, growing, first, like, size))
+        return names[kind]
 
     try:
         return first, _HOLES.sub(hole, template)
@@ -228,9 +228,9 @@ def _grow(draw: Any, growing: _Growing, number: int) -> None:
         growing.run(line, growing.forward)
     else:
         growing.run(f"{new} = {line}", growing.forward)
-    made = growing.names.get(new)
-    if made is not None and (
-        not isinstance(made, torch.Tensor) or not 0 < made.numel() <= MOST_ELEMENTS
+    value = growing.names.get(new)
+    if value is not None and (
+        not isinstance(value, torch.Tensor) or not 0 < value.numel() <= MOST_ELEMENTS
     ):
         del growing.names[new]
         growing.forward.pop()

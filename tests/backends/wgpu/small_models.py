@@ -140,8 +140,8 @@ def trainable(module: nn.Module, loss: Any, **changes: Any) -> Trainable:
     trained = {
         id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad
     }
-    taken = copy.deepcopy(module, trained)
-    return Trainable(cut_into_blocks(taken), taken, loss, **changes)
+    copied = copy.deepcopy(module, trained)
+    return Trainable(cut_into_blocks(copied), copied, loss, **changes)
 
 
 def gradients(program: Program, batch: Batch, seed: int = 0) -> dict[int, Array]:
@@ -155,12 +155,12 @@ def on_cpu(module: nn.Module, blocks: tuple[Block, ...], loss: Any, batch: Batch
     module.zero_grad()
     loss(module, {name: torch.tensor(array) for name, array in batch.arrays.items()}).backward()
     named = dict(module.named_parameters())
-    found = {}
+    gradients = {}
     for tensor in (tensor for block in blocks for tensor in block.tensors):
         gradient = named[tensor.name].grad
-        found[tensor.name] = torch.zeros(tensor.shape) if gradient is None else gradient.clone()
+        gradients[tensor.name] = torch.zeros(tensor.shape) if gradient is None else gradient.clone()
     module.zero_grad()
-    return found
+    return gradients
 
 
 def assert_like_the_cpu(

@@ -114,10 +114,10 @@ def test_any_shape_and_mask(device, cooperative, heads, sizes, kind, thin, lead)
 @pytest.mark.parametrize("hide", ["truth", "minus infinity", "lowest"])
 def test_rows_and_tiles_that_are_masked_as_a_whole(device, cooperative, hide):
     """A window. Zeros where nothing may be seen, the mean where all is equally unlikely."""
-    seen = torch.ones(2, 1, 70, 100, dtype=torch.bool).tril(2).triu(-5)
-    seen[1, 0, :3] = False
+    visible = torch.ones(2, 1, 70, 100, dtype=torch.bool).tril(2).triu(-5)
+    visible[1, 0, :3] = False
     fill = -math.inf if hide == "minus infinity" else torch.finfo(torch.float32).min
-    mask = seen if hide == "truth" else torch.zeros(seen.shape).masked_fill(~seen, fill)
+    mask = visible if hide == "truth" else torch.zeros(visible.shape).masked_fill(~visible, fill)
     q, k, v, tangent = (drawn(2, 2, n, 8, seed=n) for n in (70, 100, 100, 70))
     expected = functional.scaled_dot_product_attention(q, k, v, mask)
     assert bool((expected[1, :, :3] == 0).all()) == (hide != "lowest")
@@ -191,8 +191,8 @@ def test_what_has_no_kernels_is_written_out(change, one_piece):
             return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask, **change)
 
     operands = (drawn(*shape), drawn(5, 5))
-    found = targets(capture_forward(Function(function), operands, {}, fused))
-    assert (ATTENTION in found) == one_piece
+    operators = targets(capture_forward(Function(function), operands, {}, fused))
+    assert (ATTENTION in operators) == one_piece
 
 
 def test_a_model_with_its_own_formula_keeps_it():
@@ -247,9 +247,9 @@ def test_such_models_have_the_gradients_of_the_cpu(device, name):
 def assert_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> None:
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
     names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
-    found = targets(capture_step(module, loss, names, arrays, fused))
-    assert found >= {ATTENTION, ATTENTION_QUERIES, ATTENTION_KEYS}
-    assert torch.ops.aten.bmm.default not in found
+    operators = targets(capture_step(module, loss, names, arrays, fused))
+    assert operators >= {ATTENTION, ATTENTION_QUERIES, ATTENTION_KEYS}
+    assert torch.ops.aten.bmm.default not in operators
 
 
 def trained(device: Any, job: Any, batch: Batch) -> tuple[VulkanProgram, Any]:
@@ -262,7 +262,7 @@ def trained(device: Any, job: Any, batch: Batch) -> tuple[VulkanProgram, Any]:
 
 @pytest.mark.slow
 def test_checkpointing_computes_the_same_bits(device):
-    found = []
+    results = []
     for checkpoint in (False, True):
         module = llama(attn_implementation="sdpa")
         assert_in_one_piece(module, next_token_loss, text())
@@ -270,10 +270,10 @@ def test_checkpointing_computes_the_same_bits(device):
             module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         job = trainable(module, next_token_loss)
         program, got = trained(device, job, text())
-        found.append(got)
+        results.append(got)
         program.close()
-    assert_like_the_cpu(module, job.blocks, next_token_loss, text(), found[0])
-    plain, checkpointed = found
+    assert_like_the_cpu(module, job.blocks, next_token_loss, text(), results[0])
+    plain, checkpointed = results
     assert all(plain[n].tobytes() == checkpointed[n].tobytes() for n in plain)
 
 

@@ -73,8 +73,8 @@ def test_no_index_is_outside_and_no_access_in_a_race(part, size, mask, causal, w
 def test_workgroup_memory_serves_nothing_twice(part, size):
     problem = problem_of(part, AttentionSizes(1, 1, 1, 128, 128, size), "truth")
     for workgroup_bytes in (LEAST, USUAL):
-        found = counts_of(*attention_shader(problem, workgroup_bytes))
-        assert found.served == found.accesses
+        counts = counts_of(*attention_shader(problem, workgroup_bytes))
+        assert counts.served == counts.accesses
 
 
 @pytest.mark.parametrize("part", PARTS)

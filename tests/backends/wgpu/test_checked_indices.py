@@ -96,6 +96,6 @@ def test_an_index_that_a_buffer_holds_is_checked():
 
 
 def test_what_is_no_shader_is_still_refused(device):
-    broken = Shader("fn main( {", 0, in_bounds=True)
+    shader = Shader("fn main( {", 0, in_bounds=True)
     with pytest.raises(Exception, match="Shader"):
-        device.prepare([Dispatch(broken, (), (1, 1, 1), "broken")], [])
+        device.prepare([Dispatch(shader, (), (1, 1, 1), "broken")], [])

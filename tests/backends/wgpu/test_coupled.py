@@ -31,16 +31,16 @@ CANONICAL = ArithmeticSpec(mode="canonical", multiply_add="separate")
 
 
 def task(loss: Any = losses, arithmetic: ArithmeticSpec = CANONICAL, **changes: Any) -> Trainable:
-    made = trainable(loss)
-    assert made.coupled is not None
-    coupled = replace(made.coupled, samples=SAMPLES)
-    return replace(made, coupled=coupled, arithmetic=arithmetic, **changes)
+    job = trainable(loss)
+    assert job.coupled is not None
+    coupled = replace(job.coupled, samples=SAMPLES)
+    return replace(job, coupled=coupled, arithmetic=arithmetic, **changes)
 
 
 def vulkan() -> VulkanBackend:
-    found = adapters()
-    if isinstance(found, str):
-        pytest.skip(found)
+    present = adapters()
+    if isinstance(present, str):
+        pytest.skip(present)
     return VulkanBackend(0)
 
 
@@ -63,19 +63,19 @@ def in_two_phases(backend: Any, job: Trainable, microbatch: int) -> Any:
     return rows, loss.loss_sum, [sums[block] for block in range(len(job.blocks))]
 
 
-def as_bytes(found: Any) -> list[bytes]:
-    rows, loss, sums = found
+def as_bytes(result: Any) -> list[bytes]:
+    rows, loss, sums = result
     return [rows.tobytes(), np.float64(loss).tobytes(), *(each.tobytes() for each in sums)]
 
 
-def close_to_torch(job: Trainable, found: Any) -> None:
+def close_to_torch(job: Trainable, result: Any) -> None:
     module: Any = job.module
     named = dict(module.named_parameters())
     arrays = {name: torch.tensor(values) for name, values in samples().arrays.items()}
     expected = losses(module, embed(module, arrays)).sum()
     gradients = dict(zip(named, torch.autograd.grad(expected, [*named.values()]), strict=True))
-    assert found[1] == pytest.approx(expected.item(), rel=1e-5)
-    for block, sums in zip(job.blocks, found[2], strict=True):
+    assert result[1] == pytest.approx(expected.item(), rel=1e-5)
+    for block, sums in zip(job.blocks, result[2], strict=True):
         for tensor, part in block.slices():
             flat = gradients[tensor.name].numpy().reshape(-1)
             assert np.allclose(sums[part], flat, rtol=1e-5, atol=1e-5), tensor.name

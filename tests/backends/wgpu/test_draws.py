@@ -68,12 +68,12 @@ def test_each_distribution_has_the_mean_and_deviation_that_it_should(device):
     def all_(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(draw(x) for draw, _, _ in DISTRIBUTIONS.values())
 
-    found = on_device(device, all_, (torch.ones(SHAPE),))
-    for (name, (_, mean, deviation)), got in zip(DISTRIBUTIONS.items(), found, strict=True):
+    samples = on_device(device, all_, (torch.ones(SHAPE),))
+    for (name, (_, mean, deviation)), got in zip(DISTRIBUTIONS.items(), samples, strict=True):
         error = 5 * deviation / (64 * 32) ** 0.5
         assert abs(float(got.mean()) - mean) < error, name
         assert float(got.std()) == pytest.approx(deviation, rel=0.1), name
-    by_channel = found[list(DISTRIBUTIONS).index("dropout1d")]
+    by_channel = samples[list(DISTRIBUTIONS).index("dropout1d")]
     assert torch.equal(by_channel, by_channel[..., :1].expand(SHAPE))
 
 
@@ -141,8 +141,8 @@ def test_layers_between_which_is_dropout_are_torchs_own(kind):
     expected, *states = module.eval()(x)
     module.train()
     with Rewritten():
-        found, *others = module(x)
-    torch.testing.assert_close(found, expected)
+        output, *others = module(x)
+    torch.testing.assert_close(output, expected)
     for mine, torchs in zip(others, states, strict=True):
         torch.testing.assert_close(mine, torchs)
     assert draws.sites == 2

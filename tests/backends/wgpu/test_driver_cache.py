@@ -32,10 +32,10 @@ def kept_after_a_start(cache: Path, **more: str) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.slow
 def test_the_second_start_compiles_nothing(tmp_path):
-    found = adapters()
-    if isinstance(found, str):
-        pytest.skip(found)
-    if not found[0].software:
+    present = adapters()
+    if isinstance(present, str):
+        pytest.skip(present)
+    if not present[0].software:
         pytest.skip("only Mesa's drivers keep their shaders where this looks")
     without = kept_after_a_start(tmp_path / "none", MESA_SHADER_CACHE_DISABLE="true")
     first = kept_after_a_start(tmp_path / "cache")

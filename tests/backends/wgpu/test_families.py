@@ -130,25 +130,27 @@ class Pooled(nn.Module):
 def model(kind: str, sizes: Mapping[str, Any], attention: str, *, decoder: bool) -> nn.Module:
     """A tiny one with weights drawn, and no dropout: its draws are not torch's."""
     torch.manual_seed(0)
-    known = transformers.AutoConfig.for_model(kind)
-    rates = {key: 0.0 for key, rate in known.to_dict().items() if "drop" in key and rate}
+    defaults = transformers.AutoConfig.for_model(kind)
+    rates = {key: 0.0 for key, rate in defaults.to_dict().items() if "drop" in key and rate}
     heads = {} if decoder else {"num_labels": 3}
-    given = {**SIZES, **rates, **heads, **sizes}
-    config = transformers.AutoConfig.for_model(kind, **given)
-    made: nn.Module
+    arguments = {**SIZES, **rates, **heads, **sizes}
+    config = transformers.AutoConfig.for_model(kind, **arguments)
+    module: nn.Module
     if kind == "t5":
         config._attn_implementation = attention
-        made = Pooled(transformers.T5EncoderModel(config))  # type: ignore[arg-type]
+        module = Pooled(transformers.T5EncoderModel(config))  # type: ignore[arg-type]
     elif decoder:
-        made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        module = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention
+        )
     else:
-        made = transformers.AutoModelForSequenceClassification.from_config(
+        module = transformers.AutoModelForSequenceClassification.from_config(
             config, attn_implementation=attention
         )
     with torch.no_grad():  # what begins as zeros or ones would hide where it is used
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.02)
-    return made
+    return module
 
 
 def decoder_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
@@ -173,18 +175,18 @@ def padded(side: str, *, decoder: bool) -> Batch:
 
 @pytest.fixture
 def compiled(device) -> Iterator[Callable[..., VulkanProgram]]:
-    made: list[VulkanProgram] = []
+    programs: list[VulkanProgram] = []
 
     def compile_(
         module: nn.Module, loss: Any, *, cooperative: bool, bindings: int = 8
     ) -> VulkanProgram:
         templates = Templates(cooperative, MatmulTuner(device).shader, bindings=bindings)
         job = trainable(module, loss)
-        made.append(VulkanProgram(device, job, templates, adds=True))
-        return made[-1]
+        programs.append(VulkanProgram(device, job, templates, adds=True))
+        return programs[-1]
 
     yield compile_
-    for program in made:
+    for program in programs:
         program.close()
 
 

@@ -44,10 +44,10 @@ REST = [(True, True), (False, False), (False, True)]
 def backend():
     if isinstance(why := adapters(), str):
         pytest.skip(why)
-    made = VulkanBackend()
-    if made.no_halves:
-        pytest.skip(made.no_halves)
-    return made
+    vulkan = VulkanBackend()
+    if vulkan.no_halves:
+        pytest.skip(vulkan.no_halves)
+    return vulkan
 
 
 class Block(nn.Module):
@@ -124,16 +124,16 @@ def test_gradients_are_torchs_in_float16(device, backend, cooperative, attends):
 
 def test_what_is_in_float16_takes_two_bytes(device, backend):
     del backend
-    found = {}
+    bytes_by_precision = {}
     for precision in ("float32", "float16"):
         module = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
         _, program = program_of(device, module, squares, precision=precision)
         program.check(batch())
         (ready,) = program._plans.values()
         weights = 128 * 128 * 4
-        found[precision] = sum(size for size in ready.plan.slots if size < weights)
+        bytes_by_precision[precision] = sum(size for size in ready.plan.slots if size < weights)
         program.close()
-    assert found["float16"] < 0.7 * found["float32"]
+    assert bytes_by_precision["float16"] < 0.7 * bytes_by_precision["float32"]
 
 
 def test_gradients_that_overflow_are_not_finite_and_half_the_scale_is_enough(device, backend):
@@ -143,11 +143,11 @@ def test_gradients_that_overflow_are_not_finite_and_half_the_scale_is_enough(dev
     _, program = program_of(device, module, squares)
     program.check(batch())
     largest = float(np.abs(batch().arrays["y"]).max())
-    found = []
+    results = []
     for scale in (2.0 ** np.ceil(np.log2(65_504 / largest)), 2.0**5, 1.0):
         program.loss_scale = scale
-        found.append(np.concatenate([*gradients(program, batch()).values()]))
-    overflowed, one, other = found
+        results.append(np.concatenate([*gradients(program, batch()).values()]))
+    overflowed, one, other = results
     assert not np.isfinite(overflowed).all()
     assert np.isfinite(one).all()
     assert np.linalg.norm(one - other) < WITHIN * np.linalg.norm(other)
@@ -168,16 +168,18 @@ ONCE_EACH = (("f16", False, SMALL_TILES), ("rounded", True, TILES[0]))
 def test_a_product_widens_or_rounds_its_operands(device, backend, kind):
     """Summed in float32: the bits are those of the same numbers in float32."""
     del backend
-    held, turned, tiles = kind
+    storage, turned, tiles = kind
     for columns in (36, 35):  # in fours and one by one
         plain = product(2, 20, 24, columns, a_turned=turned, b_turned=not turned)
         rounded = [x.astype(np.float16).astype(np.float32) for x in plain.bindings]
-        given = [x.astype(np.float16) for x in plain.bindings] if held == "f16" else plain.bindings
+        operand_values = (
+            [x.astype(np.float16) for x in plain.bindings] if storage == "f16" else plain.bindings
+        )
         operands = {
-            "a": replace(plain.problem.a, element_form=held),
-            "b": replace(plain.problem.b, element_form=held),
+            "a": replace(plain.problem.a, element_form=storage),
+            "b": replace(plain.problem.b, element_form=storage),
         }
-        ours = replace(plain, problem=replace(plain.problem, **operands), bindings=given)
+        ours = replace(plain, problem=replace(plain.problem, **operands), bindings=operand_values)
         wanted = replace(plain, bindings=rounded).on(device, tiles)
         assert np.array_equal(ours.on(device, tiles).view(np.uint32), wanted.view(np.uint32))
 
@@ -233,16 +235,16 @@ def test_models_of_transformers(device, backend, kind, cooperative):
         "an encoder": (bert, class_loss, labeled, "float32"),
         "LoRA on few bits": (qwen3_with_lora, next_token_loss, text, "int8"),
     }
-    make, loss, given, base = makes[kind]
+    make, loss, make_batch, base = makes[kind]
     job = trainable(make(attn_implementation="sdpa"), loss, precision="float16", base_dtype=base)
     if not cooperative:
-        program = backend.compile(job, given())
+        program = backend.compile(job, make_batch())
         assert float(program.parity.split()[2]) < WITHIN
         program.close()
         return
     _, program = program_of(device, make(attn_implementation="sdpa"), loss)
-    program.check(given())
-    got, wanted = gradients(program, given()), expected(make(), loss, given())
+    program.check(make_batch())
+    got, wanted = gradients(program, make_batch()), expected(make(), loss, make_batch())
     norm = max(float(x.norm()) for x in wanted.values())
     for number, block in enumerate(job.blocks):
         for tensor, place in block.slices():

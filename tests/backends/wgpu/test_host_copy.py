@@ -36,26 +36,26 @@ ROOM_BYTES = 112 * MIB
 @pytest.mark.parametrize("base_dtype", ["float32", "int8", "int4"])
 def test_nothing_reads_what_the_host_has_let_go_of(device, base_dtype):
     module = Model()
-    taken = copy.deepcopy(module)
-    program = program_of(device, taken, base_dtype, batch())
-    found, sums = gradients(program, batch()), program.evaluate(batch())
-    frozen = [p for p in taken.parameters() if not p.requires_grad]
+    copied = copy.deepcopy(module)
+    program = program_of(device, copied, base_dtype, batch())
+    values_by_block, sums = gradients(program, batch()), program.evaluate(batch())
+    frozen = [p for p in copied.parameters() if not p.requires_grad]
     assert len(frozen) == 2 * LAYERS
     assert all(parameter.isnan().all() for parameter in frozen)
-    assert taken.scale.isfinite().all()
+    assert copied.scale.isfinite().all()
 
     reference = EagerBackend("cpu").compile(job(module, base_dtype), batch())
     expected = gradients(reference, batch())
     assert sums["loss"] == pytest.approx(reference.evaluate(batch())["loss"], rel=1e-5)
     reference.close()
     for block, values in expected.items():
-        assert np.linalg.norm(found[block] - values) <= 1e-5 * np.linalg.norm(values)
+        assert np.linalg.norm(values_by_block[block] - values) <= 1e-5 * np.linalg.norm(values)
     again = gradients(program, batch())
-    assert all(np.array_equal(again[block], found[block]) for block in found)
+    assert all(np.array_equal(again[block], values_by_block[block]) for block in values_by_block)
     program.close()
 
     with pytest.raises(SamestepError, match=r"'layers.0.weight' were let go of .* build the task"):
-        program_of(device, taken, base_dtype, batch())
+        program_of(device, copied, base_dtype, batch())
 
 
 def test_whole_numbers_stay():

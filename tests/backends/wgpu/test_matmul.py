@@ -86,11 +86,11 @@ def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
 )
 def test_a_sum_longer_than_lavapipes_loops(device, shape, turned):
     it = product(*shape, b_turned=turned)
-    tiles, chosen = (
+    tiles, tuned = (
         it.on(device, kernel) for kernel in (SMALL_TILES, MatmulTuner(device).choice(it.problem))
     )
     assert it.error(tiles) < 1e-5
-    assert same_bits(tiles, chosen)
+    assert same_bits(tiles, tuned)
 
 
 def test_no_kernel_takes_more_rounds_than_lavapipe_allows():

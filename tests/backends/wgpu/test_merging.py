@@ -51,10 +51,10 @@ def results(device, job, batch, bindings):
     """The gradients, and how many dispatches they took."""
     program = VulkanProgram(device, job, Templates(True, small_tiles, bindings=bindings), adds=True)
     program.check(batch)
-    found = gradients(program, batch)
+    values = gradients(program, batch)
     dispatches = sum(len(ready.plan.dispatches) for ready in program._plans.values())
     program.close()
-    return found, dispatches
+    return values, dispatches
 
 
 def test_one_block_in_fewer_dispatches_has_the_same_bits(device):

@@ -81,13 +81,13 @@ def same_bits(
 ) -> None:
     """Subtrees whose microbatches are computed one by one, and `room` at once; one is left over."""
     leaves = [(make_batch(seed=leaf), 10 + leaf) for leaf in range(room + 1)]
-    found = []
+    results = []
     for at_once in (1, room):
         program = compiled(target, make_job(), leaves[0][0], at_once, matmul, **changes)
         assert {ready.plan.at_once for ready in program._plans.values()} == {at_once}
-        found.append(subtree(program, leaves))
+        results.append(subtree(program, leaves))
         program.close()
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_each_microbatch_has_the_bits_that_it_has_alone(device, monkeypatch):
@@ -228,8 +228,8 @@ def test_families_have_the_same_bits(device, family):
     loss = families.decoder_loss if decoder else class_loss
 
     def batch(seed: int) -> Batch:
-        found = families.padded("left" if seed % 2 else "right", decoder=decoder)
-        ids = found.arrays["input_ids"]
-        return replace(found, arrays={**found.arrays, "input_ids": np.roll(ids, seed, 0)})
+        padded = families.padded("left" if seed % 2 else "right", decoder=decoder)
+        ids = padded.arrays["input_ids"]
+        return replace(padded, arrays={**padded.arrays, "input_ids": np.roll(ids, seed, 0)})
 
     same_bits(device, partial(trainable, module, loss), batch, room=2, bindings=16)

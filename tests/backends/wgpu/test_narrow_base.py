@@ -80,10 +80,10 @@ def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
     program = VulkanProgram(device, trainable(module, base_dtype), template, adds=True)
     program.check(batch)
-    expected, found = gradients(reference, batch), gradients(program, batch)
+    expected, on_device = gradients(reference, batch), gradients(program, batch)
     program.close()
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    for one, other in zip(found[1], expected[1], strict=True):
+    assert on_device[0] == pytest.approx(expected[0], rel=1e-5)
+    for one, other in zip(on_device[1], expected[1], strict=True):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
     assert exact[0] != pytest.approx(expected[0], rel=1e-5), "fewer bits would show"
     (needed,) = program.estimates

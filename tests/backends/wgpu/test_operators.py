@@ -180,17 +180,17 @@ def test_indices_of_later_dimensions(device, shape, data, several):
         drawn_ = data.draw(st.lists(st.integers(-size, size - 1), min_size=3, max_size=3))
         return torch.tensor(drawn_)
 
-    given = [numbers(size) for size in shape[first : first + 1 + several]]
-    given[0] = given[0][:, None] if several else given[0]
+    indices = [numbers(size) for size in shape[first : first + 1 + several]]
+    indices[0] = indices[0][:, None] if several else indices[0]
 
-    def function(x: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def function(x: torch.Tensor, *indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            picked = leaf[(*(slice(None),) * first, *given)]
+            picked = leaf[(*(slice(None),) * first, *indices)]
             (grad,) = torch.autograd.grad((picked * picked).sum(), leaf)
             return picked.detach(), grad
 
-    agree(device, function, drawn(*shape), *given)
+    agree(device, function, drawn(*shape), *indices)
 
 
 @FEW
@@ -206,18 +206,18 @@ def test_masked_attention_weights(device, sizes, thin, diagonal, fill, added, se
     """A mask for all or some of the dimensions, and a triangle; -inf and the lowest float alike."""
     scores = drawn(*sizes) * 4
     shape = [1 if one else size for one, size in zip(thin, sizes, strict=True)]
-    seen = drawn(*shape, seed=seed) > -0.3
+    visible = drawn(*shape, seed=seed) > -0.3
 
-    def function(scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    def function(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         triangle = torch.ones(sizes[2:], dtype=torch.bool).tril(diagonal)
-        allowed = triangle & seen
+        allowed = triangle & visible
         if fill == -math.inf:  # a row of nothing else has no weights
             allowed = allowed | (torch.arange(sizes[3]) == 0)
         if not added:
             return scores.masked_fill(~allowed, fill).softmax(-1)
         return (scores + torch.zeros(allowed.shape).masked_fill(~allowed, fill)).softmax(-1)
 
-    agree(device, function, scores, seen)
+    agree(device, function, scores, visible)
 
 
 def test_fused_attention_is_written_out(device):
@@ -306,8 +306,8 @@ def test_the_gradient_of_an_extreme_goes_to_the_element_that_it_is(device, fold)
     """Which backward finds by comparing: a product computed twice may differ in its last bit."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = getattr(x * y * 0.1, fold)(0)
-        return found
+        extreme: torch.Tensor = getattr(x * y * 0.1, fold)(0)
+        return extreme
 
     operands = drawn(9, 7), drawn(9, 7, seed=1)
     got = gradients_on_device(device, function, operands)

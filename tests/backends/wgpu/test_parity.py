@@ -57,10 +57,10 @@ def compared(backend: VulkanBackend, job: Trainable, *batches: Batch) -> str:
     ],
 )
 def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend, make, loss, batch):
-    found = compared(backend, trainable(make(), loss), batch(), batch(2))
-    assert found.startswith("gradients within ")
-    assert float(found.split()[2]) < 1e-5
-    assert "(all; " in found
+    report = compared(backend, trainable(make(), loss), batch(), batch(2))
+    assert report.startswith("gradients within ")
+    assert float(report.split()[2]) < 1e-5
+    assert "(all; " in report
 
 
 @pytest.mark.slow
@@ -70,9 +70,9 @@ def test_of_a_model_that_torch_would_take_long_for_a_part_is_compared(backend, b
     monkeypatch.setattr(parity, "_BUDGET_S", 0.0)
     model = qwen3_with_lora(num_hidden_layers=4)
     job = trainable(model, next_token_loss, base_dtype=base)
-    found = compared(backend, job, text())
-    assert "(3 layers, 1 samples; " in found
-    assert float(found.split()[2]) < 1e-5
+    report = compared(backend, job, text())
+    assert "(3 layers, 1 samples; " in report
+    assert float(report.split()[2]) < 1e-5
     assert job.module is not None
     assert {n for n, _ in job.module.named_parameters()} == {n for n, _ in model.named_parameters()}
 

@@ -39,8 +39,8 @@ def planned(module, loss, batch, *, fused: bool = False) -> Plan:
     for kind in capture.kinds:
         if id(kind) not in kinds:
             kinds[id(kind)] = lower_layer(kind, (), template)
-    known = [None] * (len(capture.tensors) + len(capture.arrays) + 1)
-    outer = lower(capture.graph, known, (), template)
+    values = [None] * (len(capture.tensors) + len(capture.arrays) + 1)
+    outer = lower(capture.graph, values, (), template)
     groups = [[1 + number] for number in reversed(range(len(names)))]
     groups[-1].append(0)
     layers = [kinds[id(kind)] for kind in capture.kinds]
@@ -84,15 +84,15 @@ def test_layers_that_compute_otherwise_are_distinguished():
         "n_head": 2,
         "n_positions": 32,
     }
-    found = []
+    shader_sets = []
     for scaled in (False, True):
         config = transformers.GPT2Config(
             **sizes, scale_attn_by_inverse_layer_idx=scaled, bos_token_id=0, eos_token_id=0
         )
         torch.manual_seed(0)
         module = transformers.GPT2LMHeadModel(config)
-        found.append(shaders(planned(module, next_token_loss, text())))
-    plain, scaled_ones = found
+        shader_sets.append(shaders(planned(module, next_token_loss, text())))
+    plain, scaled_ones = shader_sets
     assert len(scaled_ones) > len(plain)
 
 

@@ -62,12 +62,12 @@ class BackendFactory:
 
 @pytest.fixture
 def toolbox(request: pytest.FixtureRequest) -> Iterator[BackendFactory]:
-    found = adapters()
-    if isinstance(found, str):
-        pytest.skip(found)
-    made = BackendFactory(request.param)
-    yield made
-    made.close()
+    present = adapters()
+    if isinstance(present, str):
+        pytest.skip(present)
+    factory = BackendFactory(request.param)
+    yield factory
+    factory.close()
 
 
 @pytest.mark.parametrize("toolbox", [InBfloat16], indirect=True)

@@ -42,17 +42,17 @@ from worker.tasks.language.causal_lm import token_loss
 
 @pytest.fixture
 def compiled(device) -> Iterator[Any]:
-    made: list[VulkanProgram] = []
+    programs: list[VulkanProgram] = []
 
     def compile_(job: Trainable, example: Batch) -> VulkanProgram:
         template = Templates(not device.adapter.software, MatmulTuner(device).shader)
         program = VulkanProgram(device, job, template, adds=True)
-        made.append(program)
+        programs.append(program)
         program.check(example)
         return program
 
     yield compile_
-    for program in made:
+    for program in programs:
         program.close()
 
 
@@ -112,18 +112,18 @@ def test_gradients_are_those_of_the_cpu_and_the_same_again(compiled, name):
 
 
 def test_checkpointing_gives_the_same_bits_in_less_memory(compiled):
-    found = []
+    results = []
     for checkpoint in (False, True):
         module = llama(layers=4)
         if checkpoint:
             module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         program = compiled(trainable(module, next_token_loss), text())
-        found.append((gradients(program, text()), program.estimates[0].activations))
+        results.append((gradients(program, text()), program.estimates[0].activations))
         assert any(getattr(m, "gradient_checkpointing", False) for m in module.modules()) == (
             checkpoint
         )
     assert re.match(r"[\d.]+ MiB \(weights [\d.]+ MiB, activations ", program.memory)
-    (plain, more), (checkpointed, less) = found
+    (plain, more), (checkpointed, less) = results
     assert all(plain[n].tobytes() == checkpointed[n].tobytes() for n in plain)
     assert less < 0.7 * more
 
@@ -211,8 +211,8 @@ def test_dropout_is_the_function_of_its_seed_that_the_host_knows(compiled):
 
         def noise(number: int, drop: float, words: Any = words) -> Any:
             drawn = threefry.words((int(words[number, 0]), int(words[number, 1])), 0, 120)
-            kept = drawn >= threefry.threshold(drop)
-            return (kept / np.float32(1 - drop)).reshape(3, 40)
+            is_kept = drawn >= threefry.threshold(drop)
+            return (is_kept / np.float32(1 - drop)).reshape(3, 40)
 
         outside, first, second = noise(0, 0.25), noise(1, 0.5), noise(2, 0.5)
         after_first = x + first
@@ -252,8 +252,8 @@ def test_layers_that_hold_numbers_of_their_own(compiled, columns):
     module = Stacked(nn.ModuleList(Picking(each) for each in columns))
     x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
     job, batch = trainable(module, total), Batch({"x": x}, 3.0)
-    found = gradients(compiled(job, batch), batch)
-    assert_like_the_cpu(module, job.blocks, total, batch, found)
+    values_by_block = gradients(compiled(job, batch), batch)
+    assert_like_the_cpu(module, job.blocks, total, batch, values_by_block)
 
 
 class Counted(Picking):
@@ -355,10 +355,10 @@ def test_a_block_comes_while_the_backward_of_earlier_ones_is_yet_to_run(compiled
         stream = program.gradients([(text(), leaf) for leaf in range(leaves)])
         for _ in range(leaves):
             next(stream)
-            begun = device.counts.submissions - before
+            submissions = device.counts.submissions - before
             for _ in job.blocks[1:]:
                 next(stream)
-            assert begun <= device.counts.submissions - before - len(job.blocks) // 2
+            assert submissions <= device.counts.submissions - before - len(job.blocks) // 2
             before = device.counts.submissions
         assert isinstance(next(stream), Loss)
 
@@ -634,13 +634,13 @@ def test_a_loss_may_change_its_batch_in_place(compiled):
         arrays["y"][:, 0].mul_(0.5)
         return ((module(arrays["x"]) - arrays["y"]) ** 2).sum()
 
-    given = np.linspace(-1, 1, 4, dtype=np.float32)[:, None]
-    batch = Batch({"x": given, "y": given.copy()}, 4)
+    values = np.linspace(-1, 1, 4, dtype=np.float32)[:, None]
+    batch = Batch({"x": values, "y": values.copy()}, 4)
     program = compiled(trainable(nn.Linear(1, 1), in_place), batch)
     once, again = (dict(program.gradients_of(batch, 0)) for _ in range(2))
     assert np.array_equal(batch.arrays["x"], np.linspace(-1, 1, 4, dtype=np.float32)[:, None])
     with torch.no_grad():
         weight, bias = (program._weights.module.get_parameter(n) for n in ("weight", "bias"))
-        x = torch.tensor(given)
+        x = torch.tensor(values)
         expected = (((x + 1) * weight + bias - 0.5 * x) ** 2).sum()
     assert once[""] == again[""] == pytest.approx(float(expected), rel=1e-5)

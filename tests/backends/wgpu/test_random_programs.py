@@ -49,7 +49,7 @@ def test_a_random_module_agrees_with_torch_or_is_refused(device, part, monkeypat
     as_on_a_card = part % 2 == 1
     if as_on_a_card:
         monkeypatch.setattr(kernels, "_COOPERATIVE_TERMS", 2)  # no row here has as many as a card's
-    found: Counter[bool] = Counter()
+    outcomes: Counter[bool] = Counter()
     seen: set[str] = set()
 
     @seed(part)
@@ -63,11 +63,11 @@ def test_a_random_module_agrees_with_torch_or_is_refused(device, part, monkeypat
             return
         seen.add(str(text))
         try:
-            found[compare(device, text, as_on_a_card=as_on_a_card) == "agreed"] += 1
+            outcomes[compare(device, text, as_on_a_card=as_on_a_card) == "agreed"] += 1
         except Wrong:
             pytest.fail(complaint(device, text, as_on_a_card=as_on_a_card), pytrace=False)
         except Untakable:
             pass
 
     tried()
-    assert found[True] >= LEAST_AGREEING * sum(found.values()), found
+    assert outcomes[True] >= LEAST_AGREEING * sum(outcomes.values()), outcomes

@@ -29,8 +29,8 @@ Functions = Mapping[str, Callable[..., torch.Tensor]]
 
 def assert_alike(device: Any, functions: Functions, *given: torch.Tensor) -> None:
     """Within rounding, each of them."""
-    found = on_device(device, lambda *x: tuple(f(*x) for f in functions.values()), given)
-    for (name, function), got in zip(functions.items(), found, strict=True):
+    results = on_device(device, lambda *x: tuple(f(*x) for f in functions.values()), given)
+    for (name, function), got in zip(functions.items(), results, strict=True):
         expected = function(*given)
         assert got.dtype == expected.dtype, name
         close = torch.isclose(got, expected, rtol=5e-6, atol=1e-37, equal_nan=True)
@@ -125,8 +125,8 @@ def test_functions_of_two(device):
 def test_what_cancels_is_no_number_where_torchs_is_none(device):
     count = len(EDGES)
     operands = EDGES.repeat_interleave(count), EDGES.repeat(count)
-    found = on_device(device, lambda *x: tuple(f(*x) for f in CANCELLED.values()), operands)
-    for (name, function), got in zip(CANCELLED.items(), found, strict=True):
+    results = on_device(device, lambda *x: tuple(f(*x) for f in CANCELLED.values()), operands)
+    for (name, function), got in zip(CANCELLED.items(), results, strict=True):
         assert torch.equal(got.isnan(), function(*operands).isnan()), name
 
 
@@ -135,21 +135,21 @@ def test_folds(device, cooperative):
     rows = torch.randn((6, 200), generator=torch.Generator().manual_seed(0))
     rows[0, 70], rows[1, 3], rows[2, 199], rows[3] = NAN, INF, -INF, -INF
     rows[4, 0], rows[4, 1] = NAN, INF
-    found = on_device(
+    results = on_device(
         device, lambda x: tuple(f(x) for f in FOLDS.values()), (rows,), cooperative=cooperative
     )
-    for (name, function), got in zip(FOLDS.items(), found, strict=True):
+    for (name, function), got in zip(FOLDS.items(), results, strict=True):
         assert torch.allclose(got, function(rows), rtol=1e-5, equal_nan=True), name
 
 
 def attended(places: Sequence[tuple[int, float]]) -> list[torch.Tensor]:
     """Queries, keys, values and an added mask, some with a special value."""
     draws = torch.Generator().manual_seed(1)
-    given = [torch.randn((1, 2, 40, 8), generator=draws) for _ in range(3)]
-    given.append(torch.zeros(1, 1, 40, 40))
+    operands = [torch.randn((1, 2, 40, 8), generator=draws) for _ in range(3)]
+    operands.append(torch.zeros(1, 1, 40, 40))
     for place, value in places:
-        given[place][0, 0, 3, 5] = value
-    return given
+        operands[place][0, 0, 3, 5] = value
+    return operands
 
 
 @pytest.mark.parametrize("cooperative", [False, True])
@@ -192,12 +192,12 @@ def test_indices_that_are_no_places_give_no_number(device):
             put.index_put((numbers,), table, accumulate=True).sum(),
         )
 
-    found = [x.isnan() for x in on_device(device, function, (table, numbers))]
-    assert found[0].tolist() == [False, False, True, True, False]
-    assert found[1].tolist() == [False, False, True, False, False]
-    assert found[2].tolist() == [False, True, True, True, False]
-    assert not found[3].any()
-    assert found[4]
+    is_nan = [x.isnan() for x in on_device(device, function, (table, numbers))]
+    assert is_nan[0].tolist() == [False, False, True, True, False]
+    assert is_nan[1].tolist() == [False, False, True, False, False]
+    assert is_nan[2].tolist() == [False, True, True, True, False]
+    assert not is_nan[3].any()
+    assert is_nan[4]
 
 
 def test_whole_numbers_of_fewer_bits_wrap_and_powers_are_exact(device):

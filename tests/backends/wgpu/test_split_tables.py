@@ -86,14 +86,14 @@ def test_gradients_are_those_of_the_whole_table(device, name):
 
 
 def assert_as_the_whole(device, module, loss, batch, largest, **changes):
-    found = []
+    results = []
     for limit in (None, largest):
         job = trainable(module, loss, **changes)
         program = program_of(device, job, batch, limit)
-        found.append(gradients(program, batch))
+        results.append(gradients(program, batch))
         assert (program.estimates[-1].largest[0] > largest) == (limit is None)
         program.close()
-    whole, parts = found
+    whole, parts = results
     round_frozen_base(module, changes.get("base_dtype", "float32"))
     assert_like_the_cpu(module, job.blocks, loss, batch, parts)
     for number, values in whole.items():
@@ -240,12 +240,12 @@ def test_a_trained_table_takes_values_and_gives_a_subtrees_sums_in_parts(device)
     after = gradients(program, short())
     assert_like_the_cpu(module, job.blocks, next_token_loss, short(), after)
     assert any(before[n].tobytes() != after[n].tobytes() for n in before)
-    found = []
+    contents = []
     for compute in (program.gradients, program.sum_on_host):
         items = compute([(short(), leaf) for leaf in range(2)])
-        found.append([x.values.tobytes() for x in items if isinstance(x, BlockGradient)])
+        contents.append([x.values.tobytes() for x in items if isinstance(x, BlockGradient)])
     program.close()
-    assert found[0] == found[1]
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.parametrize("message", REFUSED)

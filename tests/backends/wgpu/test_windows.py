@@ -63,7 +63,7 @@ def test_convolutions(device, name):
 
 def test_pooling(device):
     def function(x: torch.Tensor) -> torch.Tensor:
-        found = [
+        pooled = [
             functional.max_pool2d(x, 2),
             functional.max_pool2d(x, 3, 2, 1),
             functional.max_pool2d(x, (2, 3), (1, 2), ceil_mode=True),
@@ -72,7 +72,7 @@ def test_pooling(device):
             functional.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
             functional.adaptive_avg_pool2d(x, 1),
         ]
-        return torch.cat([each.flatten(1) for each in found], 1)
+        return torch.cat([each.flatten(1) for each in pooled], 1)
 
     assert_alike(device, function, drawn(2, 3, 6, 7))
 
@@ -115,7 +115,7 @@ def test_what_is_taken_from_other_places(device):
 
     def function(x: torch.Tensor) -> torch.Tensor:
         single = x.mean()
-        found = [
+        parts = [
             x.repeat(2, 2)[:3],
             x.roll(2, 1),
             x.index_select(0, places[:, 0]),
@@ -125,6 +125,6 @@ def test_what_is_taken_from_other_places(device):
             x.min(0, keepdim=True).values.expand(3, -1),
             single.gather(0, single.argmax(0)).flip(-1).cumsum(-1).expand(3, 1),
         ]
-        return torch.cat([each[:2] for each in found], 1)
+        return torch.cat([each[:2] for each in parts], 1)
 
     assert_alike(device, function, drawn(3, 5))

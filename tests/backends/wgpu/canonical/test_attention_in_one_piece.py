@@ -44,17 +44,17 @@ def _attention(
 
 def _on(target: ComputeTarget, template: Templates) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
-    given = [torch.randn((1, 2, 45, 20), generator=draw) for _ in range(4)]
+    operands = [torch.randn((1, 2, 45, 20), generator=draw) for _ in range(4)]
     task = Trainable((), Function(_attention), lambda m, a: m(a))
     program = VulkanProgram(target, task, template, adds=False)
     try:
-        found: list[torch.Tensor] = [*program.forward(tuple(given), {})]
+        results: list[torch.Tensor] = [*program.forward(tuple(operands), {})]
     finally:
         program.close()
-    expected = _attention(*given)
-    for one, other in zip(found, expected, strict=True):
+    expected = _attention(*operands)
+    for one, other in zip(results, expected, strict=True):
         assert float((one - other).norm()) < 1e-5 * float(other.norm())
-    return found
+    return results
 
 
 @pytest.mark.slow

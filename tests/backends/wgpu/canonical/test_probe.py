@@ -39,6 +39,6 @@ def test_a_kernel_that_departs_is_named(device: Device, monkeypatch: pytest.Monk
     monkeypatch.setattr(wgsl_text, "_CORRECTED", worse)
     convention = Convention(fused=False)
     target = CanonicalDevice(device, convention)
-    found = first_difference(target, MatmulTuner(device).shader, convention)
-    assert found is not None
-    assert found.operator == "a quotient"
+    difference = first_difference(target, MatmulTuner(device).shader, convention)
+    assert difference is not None
+    assert difference.operator == "a quotient"

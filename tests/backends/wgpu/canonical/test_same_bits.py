@@ -114,8 +114,8 @@ _WAYS = ("fused", "separate", "flushed")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_vulkan_device_gives_the_bits_of_the_cpu(name: str) -> None:
-    if isinstance(found := adapters(), str):
-        pytest.skip(found)
+    if isinstance(present := adapters(), str):
+        pytest.skip(present)
     from backends.wgpu.backend import VulkanBackend
 
     # Mesa's software device rounds the product of a multiply-add.
@@ -125,8 +125,8 @@ def test_a_vulkan_device_gives_the_bits_of_the_cpu(name: str) -> None:
 @pytest.mark.parametrize("threads", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_decide_no_bit(name: str, threads: int) -> None:
-    there = on_backend(CpuBackend(), name, "separate", threads)
-    assert there == on_one_thread(name, "separate")
+    on_threads = on_backend(CpuBackend(), name, "separate", threads)
+    assert on_threads == on_one_thread(name, "separate")
 
 
 @pytest.mark.slow
