@@ -160,7 +160,7 @@ def _what_to_set(run: ModelRun, memory_bytes: int) -> str:
             return f"{shown} takes {byte_size(needed.total)}"
     if run.lora is None:
         return "train with lora (--set lora.r=8), or on a larger device"
-    return "use a larger device, or shard the base: torchrun -m worker --shard"
+    return "use a larger device, or shard a float32 base: torchrun -m worker --shard"
 
 
 def _converted(model: ModelSpec, shapes: Shapes, *, is_tied: bool) -> int:
