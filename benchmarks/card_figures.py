@@ -130,7 +130,7 @@ def shard(kind: str, size: Size) -> None:
     # What a rank has taken of each card: of its own alone.
     used = {
         int(rank): [int(card) for card, size in re.findall(r"(\d+) (\d+) bytes", text) if int(size)]
-        for rank, text in re.findall(r"rank (\d+) took (.*)", ranks.stdout)
+        for rank, text in sorted(re.findall(r"rank (\d+) took (.*)", ranks.stdout))
     }
     is_apart = used == {0: [0], 1: [1]}
     alike = "that of one card" if sharded == alone else "another than of one card"
