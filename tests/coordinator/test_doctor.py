@@ -236,11 +236,12 @@ def test_all_addresses(plan):
 
 
 def test_a_machine_without_a_network(plan):
-    with network("alone", subnet="10.8.2") as made:
+    with network("alone", subnet="10.8.2") as machines:
         subprocess.run(
-            ["ip", "-n", made.namespace("alone").name, "addr", "flush", "dev", "eth0"], check=True
+            ["ip", "-n", machines.namespace("alone").name, "addr", "flush", "dev", "eth0"],
+            check=True,
         )
-        alone = made.run_on("alone", lambda: findings(plan(bind=("0.0.0.0", 0)), "reachable"))
+        alone = machines.run_on("alone", lambda: findings(plan(bind=("0.0.0.0", 0)), "reachable"))
     assert (alone.outcome, "no address that others can reach" in alone.found) == ("failure", True)
 
 

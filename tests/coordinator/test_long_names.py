@@ -21,6 +21,6 @@ LONG = "x" * 300
 )
 def test_it_is_refused_in_a_line(option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = CliRunner().invoke(app, option)
-    assert isinstance(found.exception, UsageError)
+    result = CliRunner().invoke(app, option)
+    assert isinstance(result.exception, UsageError)
     assert not [*tmp_path.iterdir()]

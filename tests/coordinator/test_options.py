@@ -24,19 +24,19 @@ from coordinator.options import CoordinatorOptions, resume_command
     ],
 )
 def test_the_line_asks_for_the_same_again(changes, monkeypatch):
-    seen: list[CoordinatorOptions] = []
+    calls: list[CoordinatorOptions] = []
 
     def begun(options: CoordinatorOptions) -> int:
-        seen.append(options)
+        calls.append(options)
         return 0
 
     monkeypatch.setattr(coordinator_main, "main", begun)
     assert CliRunner().invoke(app, shlex.split(f"{changes} -o 'a dir'")).exit_code == 0
-    line = resume_command(seen[0], seen[0].bind, Path("a dir"), control=seen[0].control)
+    line = resume_command(calls[0], calls[0].bind, Path("a dir"), control=calls[0].control)
     words = shlex.split(line)
     assert words[:4] == ["coordinator", "--resume", "--out", "a dir"]
     assert CliRunner().invoke(app, words[1:]).exit_code == 0
     for name in ("name", "bind", "control", "plaintext", "expect_workers", "out", "local_workers",
                  "local_devices"):  # fmt: skip
-        assert getattr(seen[1], name) == getattr(seen[0], name), name
-    assert not seen[0].local_workers or seen[1].local_backend == seen[0].local_backend
+        assert getattr(calls[1], name) == getattr(calls[0], name), name
+    assert not calls[0].local_workers or calls[1].local_backend == calls[0].local_backend

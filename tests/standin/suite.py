@@ -35,6 +35,7 @@ from tests import standin
 from tests.backends.eager.test_eager import Net, batch, trainable
 from tests.small_decoder import decoder_run
 from worker.models import device_memory, vocabulary_loss
+from worker.tasks.base.transformer import ROWS
 from worker.tasks.checks.reachable_state import reachable_state
 from worker.tasks.labels import classify
 from worker.tasks.registry import build
@@ -137,7 +138,7 @@ def test_a_card_without_float64_computes_and_is_not_where_a_loss_is_tried():
 
 def test_metrics_of_a_card_without_float64_are_those_of_the_host():
     module, arrays = torch.nn.Linear(3, 1), {"x": torch.randn(4, 3), "y": torch.randn(4)}
-    labels = {"labels": torch.randn(4), classify.ROWS: torch.arange(4)}
+    labels = {"labels": torch.randn(4), ROWS: torch.arange(4)}
     scaled: Any = SimpleNamespace(scale=SimpleNamespace(mean=0.5, deviation=2.0))
 
     def sums_on(device: torch.device) -> list[Any]:

@@ -86,9 +86,9 @@ def test_progress_is_reported_and_shown_at_a_terminal_alone(run):
     reports = []
     audit(run, lambda done, total: reports.append((done, total)))
     assert reports == [(step, 9) for step in range(1, 10)]
-    shown = CliRunner().invoke(app, ["audit", str(run)])
-    assert shown.exit_code == 0
-    assert shown.output.splitlines() == audit(run).lines()
+    result = CliRunner().invoke(app, ["audit", str(run)])
+    assert result.exit_code == 0
+    assert result.output.splitlines() == audit(run).lines()
 
 
 def test_an_audit_changes_nothing(run):
@@ -463,15 +463,15 @@ def test_coverage_is_what_a_naive_count_says(data):
     spec = SPEC.model_copy(update={"batch": batch, "seed": data.draw(st.integers(0, 99))})
     order = SampleOrder(spec.seed, samples, batch)
     entries: list[Record] = []
-    taken: list[bool] = []
+    skips: list[bool] = []
     term = 1
     for _ in range(data.draw(st.integers(0, 14))):
-        step = len(taken)
+        step = len(skips)
         event = data.draw(st.sampled_from(["step", "step", "step", "skip", "resume", "retry"]))
         if event == "resume":
             term += 1
             back = data.draw(st.integers(0, step))
-            del taken[back:]
+            del skips[back:]
             entries.append(Resumed(term=term, step=back, optimizer_step=0))
             continue
         count = order.microbatch_count(step)
@@ -488,15 +488,15 @@ def test_coverage_is_what_a_naive_count_says(data):
                 skipped=event == "skip", averages_digest="0" * 64,
             )
         )  # fmt: skip
-        taken.append(event == "skip")
+        skips.append(event == "skip")
     numbered = [Entry(n, "", record, "") for n, record in enumerate(entries, 1)]
     coverage = cover_samples(read_history(numbered), spec, samples)
     assert coverage.faults == ()
     naive = []
-    for first in range(0, len(taken), order.steps_per_epoch):
-        steps = range(first, min(first + order.steps_per_epoch, len(taken)))
-        seen = [(step, s) for step in steps for part in order.microbatches(step) for s in part]
-        once = sum(1 for sample in range(samples) if [s for _, s in seen].count(sample) == 1)
-        naive.append((once, samples, sum(1 for step, _ in seen if taken[step])))
+    for first in range(0, len(skips), order.steps_per_epoch):
+        steps = range(first, min(first + order.steps_per_epoch, len(skips)))
+        visits = [(step, s) for step in steps for part in order.microbatches(step) for s in part]
+        once = sum(1 for sample in range(samples) if [s for _, s in visits].count(sample) == 1)
+        naive.append((once, samples, sum(1 for step, _ in visits if skips[step])))
     assert list(coverage.epochs) == naive
     assert all(covered == samples for covered, _, _ in coverage.epochs[:-1])

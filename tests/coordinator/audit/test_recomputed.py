@@ -46,17 +46,17 @@ def recomputed(path, steps, compute):
 
 def test_each_step_is_computed_from_the_state_before_it(tmp_path):
     states: list[list[Array]] = []
-    seen: dict[int, list[Array]] = {}
+    states_before: dict[int, list[Array]] = {}
 
     def compute(step, loss_scale, parameters):
-        seen[step] = [values.copy() for values in parameters]
+        states_before[step] = [values.copy() for values in parameters]
         return honest(step, loss_scale, parameters)
 
     [finding] = recomputed(finished(tmp_path / "run", states=states), 99, compute)
     assert finding.ok
     assert "9 of 9 steps recomputed" in finding.text
     for step, state in enumerate(states):
-        for one, other in zip(seen[step], state, strict=True):
+        for one, other in zip(states_before[step], state, strict=True):
             assert np.array_equal(one, other)
 
 
@@ -65,8 +65,8 @@ def test_this_many_are_drawn_as_are_asked_for(tmp_path):
     [finding] = recomputed(path, 2, honest)
     assert finding.ok
     assert "2 of 9 steps recomputed" in finding.text
-    drawn = {recomputed(path, 2, honest)[0].text for _ in range(12)}
-    assert len(drawn) > 1
+    texts = {recomputed(path, 2, honest)[0].text for _ in range(12)}
+    assert len(texts) > 1
 
 
 def test_one_forged_element_is_found_by_this_alone(tmp_path):

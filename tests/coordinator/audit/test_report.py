@@ -120,8 +120,8 @@ def test_a_confusion_is_a_grid(tmp_path):
     words = [word.strip() for word in page.words if word.strip()]
     at = words.index("Confusion after step 1")
     grid = [EVIL, "ham", EVIL, "7", "3", "ham", "10", "90"]
-    found = [word for word in words[at + 1 :] if word in grid]
-    assert found[: len(grid)] == grid
+    cells = [word for word in words[at + 1 :] if word in grid]
+    assert cells[: len(grid)] == grid
     assert "confusion[" not in page.text
     assert 'fill-opacity="0.90"' in text
     assert "@media print" in text

@@ -80,13 +80,13 @@ def test_all_rows_are_there_in_order(tmp_path, spec, undisturbed):
     assert len(index.files) == 4
     assert index.files[0].row_groups == (4, 4, 4)  # whole microbatches, at most 5 samples
     assert index.files[-1].row_groups == (4, 2)
-    found = []
+    sample_ids = []
     for file in index.files:
         logits = LogitsFile(directory / file.name)
         for group in range(len(file.row_groups)):
-            found += logits.records(group)["sample_id"].tolist()
+            sample_ids += logits.records(group)["sample_id"].tolist()
         assert undisturbed[f"logits/{file.name}"] == file.digest
-    assert found == list(range(42))
+    assert sample_ids == list(range(42))
     assert not list((tmp_path / "undisturbed" / "capture").iterdir())
 
 
@@ -191,9 +191,9 @@ def test_it_goes_back_where_no_finished_file_has_to_grow(tmp_path, spec, undistu
             files_from(tmp_path, MANIFEST, spec, step)
         return
     others = ["capture.json", "tokenizer.json"] if whole else []
-    found = files_from(tmp_path, MANIFEST, spec, step)
-    assert [path.name for path in found] == [*aside, *others]
-    for path in found:
+    paths = files_from(tmp_path, MANIFEST, spec, step)
+    assert [path.name for path in paths] == [*aside, *others]
+    for path in paths:
         path.unlink()
     again = files(tmp_path, spec, committed=step)
     for each in range(step, STEPS):

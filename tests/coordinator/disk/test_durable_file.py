@@ -88,9 +88,9 @@ def test_short_writes_are_continued(parts, sizes):
 
     def writev(_fd, buffers):
         joined = b"".join(bytes(buffer) for buffer in buffers)
-        taken = joined[: sizes.pop() if sizes else len(joined)]
-        written.extend(taken)
-        return len(taken)
+        piece = joined[: sizes.pop() if sizes else len(joined)]
+        written.extend(piece)
+        return len(piece)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "writev", writev)
@@ -135,7 +135,7 @@ def test_what_a_user_named_is_written_and_never_replaced_by_another_kind(tmp_pat
     assert (tmp_path / "later").read_bytes() == b"first"
     assert not write_output(Path("/dev/null"), b"gone")
     assert Path("/dev/null").is_char_device()
-    pipe, got = tmp_path / "pipe", []
+    pipe, contents = tmp_path / "pipe", []
     os.mkfifo(pipe)
     with pytest.raises(StorageFailed, match="start what reads from the pipe"):
         write_output(pipe, b"alone")
@@ -145,7 +145,7 @@ def test_what_a_user_named_is_written_and_never_replaced_by_another_kind(tmp_pat
 
     def read() -> None:
         with os.fdopen(reading, "rb") as file:
-            got.append(file.read())
+            contents.append(file.read())
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -153,7 +153,7 @@ def test_what_a_user_named_is_written_and_never_replaced_by_another_kind(tmp_pat
     assert not write_output(pipe, content)
     os.close(writer)
     reader.join()
-    assert got == [content]
+    assert contents == [content]
     assert pipe.is_fifo()
 
 

@@ -35,10 +35,10 @@ def spec_of(logits: Path, **changes: Any) -> RunSpec:
 
 
 def refusal(spec: RunSpec) -> str:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error_info:
         index_blobs(spec)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    assert "\n" not in str(error_info.value)
+    return str(error_info.value)
 
 
 def test_a_whole_capture_is_listed(logits):
@@ -95,11 +95,11 @@ def test_a_student_with_another_tokenizer(logits, tmp_path):
     added = [{"content": "<end>", "id": 2}]
     document = {"model": {"vocab": tokens}, "added_tokens": added}
     (student / "tokenizer.json").write_text(json.dumps(document))
-    found = digest_of_file(student / "tokenizer.json")
-    assert found == vocabulary_digest({**tokens, "<end>": 2})
+    digest = digest_of_file(student / "tokenizer.json")
+    assert digest == vocabulary_digest({**tokens, "<end>": 2})
     spec = spec_of(logits, model={"source": str(student)})
     assert "has another tokenizer than the teacher" in refusal(spec)
     index = (logits / "capture.json").read_text()
-    assert found is not None
-    (logits / "capture.json").write_text(index.replace("b" * 64, found))
+    assert digest is not None
+    (logits / "capture.json").write_text(index.replace("b" * 64, digest))
     assert index_blobs(spec) is not None

@@ -105,9 +105,9 @@ def test_an_error_about_a_file_that_was_swapped_quotes_none_of_it(home, data, mo
         raise DataError(f"line 1: {good.read_text()}")
 
     monkeypatch.setattr(blob_index, "check_data", swap)
-    with pytest.raises(DataError, match=SECRET) as caught:
+    with pytest.raises(DataError, match=SECRET) as error_info:
         index_blobs(reads(good), PermittedFiles((), secret_places()))
-    assert "PRIVATE" not in str(caught.value)
+    assert "PRIVATE" not in str(error_info.value)
 
 
 @on_uvloop

@@ -150,8 +150,8 @@ async def test_members_take_no_stranger_s_place(tmp_path):
 @on_uvloop
 async def test_without_file_descriptors_it_waits_and_continues(monkeypatch):
     """`accept` fails with EMFILE once: the listener rests, and then takes the caller."""
-    seen = asyncio.Event()
-    acceptor = Acceptor(lambda _: seen.set(), None)
+    arrival = asyncio.Event()
+    acceptor = Acceptor(lambda _: arrival.set(), None)
     await acceptor.listen("127.0.0.1", 0)
     (listener,) = acceptor._listeners
     accept, failures = type(listener).accept, [OSError(errno.EMFILE, "too many open files")]
@@ -165,7 +165,7 @@ async def test_without_file_descriptors_it_waits_and_continues(monkeypatch):
     stranger = Stranger(acceptor.address[1])
     await stranger.connect()
     async with asyncio.timeout(PATIENCE_S):
-        await seen.wait()
+        await arrival.wait()
     assert not failures
     stranger.endpoint.close()
     acceptor.close()
@@ -199,10 +199,12 @@ async def test_no_proof_can_be_passed_on_between_the_unix_socket_and_the_port(tm
                 relay.greet()
                 token = CoordinatorCredentials.open().join_token()
                 challenge = await relay.until(Challenge)
-                shown = token.fingerprint if here else on_this_machine(token.fingerprint)
+                fingerprint = token.fingerprint if here else on_this_machine(token.fingerprint)
                 with pytest.raises(NotAuthorized):
-                    answer(relay.hello, challenge, shown, token.secret)
-                proof = Exchange(relay.hello, challenge.nonce, shown).prove("worker", token.secret)
+                    answer(relay.hello, challenge, fingerprint, token.secret)
+                proof = Exchange(relay.hello, challenge.nonce, fingerprint).prove(
+                    "worker", token.secret
+                )
                 relay.send(Proof(proof=proof))
                 goodbye = await relay.farewell()
                 assert goodbye is not None

@@ -43,10 +43,10 @@ class Network:
 
 @pytest.fixture
 def network(monkeypatch) -> Network:
-    made = Network()
-    monkeypatch.setattr(announcement, "AsyncZeroconf", made)
+    fake_network = Network()
+    monkeypatch.setattr(announcement, "AsyncZeroconf", fake_network)
     monkeypatch.setattr(announcement, "LOOK_EVERY_S", 0.0)
-    return made
+    return fake_network
 
 
 def addresses(monkeypatch, *now: str) -> None:
@@ -55,14 +55,14 @@ def addresses(monkeypatch, *now: str) -> None:
 
 async def test_it_is_announced_again_when_addresses_change(network, monkeypatch):
     addresses(monkeypatch, "192.0.2.1")
-    made = Announcement("den", ("0.0.0.0", 9000), "")
-    made.start()
+    advert = Announcement("den", ("0.0.0.0", 9000), "")
+    advert.start()
     async with asyncio.timeout(PATIENCE_S):
         assert await network.heard.get() == ["192.0.2.1"]
         addresses(monkeypatch, "198.51.100.7", "192.0.2.9")
         assert await network.heard.get() == ["198.51.100.7", "192.0.2.9"]
         assert network.withdrawn == 1
-        await made.stop()
+        await advert.stop()
     assert network.withdrawn == 2
     assert network.heard.empty()
 
@@ -71,16 +71,16 @@ async def test_it_is_announced_once_the_network_is_there(network, monkeypatch):
     """Started before the network, as services are at boot; each reason is logged once."""
     addresses(monkeypatch)
     network.failure = OSError(101, "Network is unreachable")
-    made = Announcement("den", ("0.0.0.0", 9000), "")
+    advert = Announcement("den", ("0.0.0.0", 9000), "")
     with capture_logs() as logs:
-        made.start()
+        advert.start()
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.sleep(0)  # it has looked once
             addresses(monkeypatch, "192.0.2.1")
             await network.tried.wait()
             network.failure = None
             assert await network.heard.get() == ["192.0.2.1"]
-            await made.stop()
+            await advert.stop()
     reasons = [each["reason"] for each in logs if each["event"] == "not_announced"]
     assert "no address that others reach" in reasons[0]
     assert "Network is unreachable" in reasons[1]

@@ -118,9 +118,9 @@ def test_damage_is_named_without_what_it_holds(tmp_path):
     path = tmp_path / "coordinator" / "workers.json"
     secret = json.loads(path.read_text())["w"]["key"]
     path.write_text(path.read_text()[:-4])
-    with pytest.raises(UsageError, match="expected workers' keys") as caught:
+    with pytest.raises(UsageError, match="expected workers' keys") as error_info:
         CoordinatorCredentials.open(tmp_path).keys.get("w")
-    assert secret not in str(caught.value)
+    assert secret not in str(error_info.value)
     key = tmp_path / "coordinator" / "key.pem"
     key.write_text("no key")
     with pytest.raises(UsageError, match="remove"):

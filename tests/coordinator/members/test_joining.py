@@ -60,11 +60,11 @@ def client(port: int, credentials: WorkerCredentials, name: str = "w") -> Client
 
 async def refusal(port: int, credentials: WorkerCredentials) -> str:
     """A worker that does not get in: its one line."""
-    with pytest.raises(NotAuthorized) as caught:
+    with pytest.raises(NotAuthorized) as error_info:
         async with asyncio.timeout(PATIENCE_S):
             await client(port, credentials).serve()
-    assert caught.value.exit_code == ExitCode.NOT_AUTHORIZED == 77
-    text = str(caught.value)
+    assert error_info.value.exit_code == ExitCode.NOT_AUTHORIZED == 77
+    text = str(error_info.value)
     assert "\n" not in text
     return text
 
@@ -378,9 +378,9 @@ async def test_an_impostor_that_does_not_wait_for_the_proof_is_not_followed(tmp_
 
     def reply(hello: Hello) -> bytes:
         challenge = Challenge(method=METHOD, nonce=hello.nonce, proof=bytes(32))
-        said = [challenge] if first == "challenge" else []
+        first_messages = [challenge] if first == "challenge" else []
         welcome = EXAMPLES[messages.Welcome].model_copy(update={"key": b"k" * 32})
-        sent = [*said, welcome, EXAMPLES[messages.StartRun]]
+        sent = [*first_messages, welcome, EXAMPLES[messages.StartRun]]
         return b"".join(frame(message) for message in sent)
 
     received: list[str] = []

@@ -170,13 +170,13 @@ def test_who_cannot_take_part_is_named_once_while_the_run_waits():
 
 
 def test_lines_about_waiting_come_once_a_minute_at_most(monkeypatch):
-    told, screen = progress()
-    told._service.current.run = staged("invite ann", workers="2")
-    now_s = told._waiting_since_s
+    reporter, screen = progress()
+    reporter._service.current.run = staged("invite ann", workers="2")
+    now_s = reporter._waiting_since_s
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     for _ in range(300):
         now_s += 1
-        told.tick()
+        reporter.tick()
     seconds = re.findall(r"waiting (\d+) s for", screen.getvalue())
     assert [int(each) + 1 for each in seconds] == [6, 11, 21, 41, 81, 141, 201, 261]
 

@@ -379,13 +379,13 @@ async def test_metrics_are_what_prometheus_reads(tmp_path):
         await operator.post("/halt")
         halted = await operator.live.wait_for("halted")
         await operator.live.wait_for("committed", step=halted["step"] - 1)  # if it was on its way
-        found, status = await figures(), await operator.status()
-        assert found["samestep_workers"] == 1
-        assert found["samestep_step"] == status["step"]
-        assert found["samestep_view"] == 1
-        assert found["samestep_loss"] == pytest.approx(status["loss"])
-        assert found["samestep_microbatchesw0"] == status["workers"][0]["microbatches"]
-        assert found["samestep_ms_per_microbatchw0"] >= 0
+        metrics, status = await figures(), await operator.status()
+        assert metrics["samestep_workers"] == 1
+        assert metrics["samestep_step"] == status["step"]
+        assert metrics["samestep_view"] == 1
+        assert metrics["samestep_loss"] == pytest.approx(status["loss"])
+        assert metrics["samestep_microbatchesw0"] == status["workers"][0]["microbatches"]
+        assert metrics["samestep_ms_per_microbatchw0"] >= 0
 
 
 @on_uvloop
@@ -478,15 +478,15 @@ def test_loopback_is_accepted(host):
 @on_uvloop
 async def test_plain_http_is_not_for_other_machines(tmp_path, host):
     service = Service(Settings(("127.0.0.1", 0), 1, tmp_path, once=False))
-    with pytest.raises(UsageError, match="--control: expected a loopback address") as caught:
+    with pytest.raises(UsageError, match="--control: expected a loopback address") as error_info:
         await ControlPort(service).start(host, 0)
-    assert caught.value.exit_code == ExitCode.USAGE
+    assert error_info.value.exit_code == ExitCode.USAGE
 
 
 @on_uvloop
 async def test_a_port_in_use_is_said_in_one_line(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         service = Service(Settings(("127.0.0.1", port), 1, tmp_path, once=False))
         with pytest.raises(UsageError, match=f"--bind 127.0.0.1:{port} is in use"):
             await service.start()
@@ -499,8 +499,8 @@ async def test_a_port_in_use_is_said_in_one_line(tmp_path):
 @pytest.mark.parametrize("option", ["--bind", "--control"])
 def test_the_command_reports_it_too(tmp_path, option):
     other = {"--bind": "--control", "--control": "--bind"}[option]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         ending = ended(
             "coordinator", "--expect-workers", "1", "--out", str(tmp_path),
             option, f"127.0.0.1:{port}", other, "127.0.0.1:0",
@@ -529,15 +529,15 @@ async def test_why_no_coordinator_answers_is_reported_in_words():
     with pytest.raises(
         Unreachable,
         match=r"answers at 127.0.0.1:\d+ \(.* refused the connection\); start one",
-    ) as caught:
+    ) as error_info:
         await request(free_address(), "GET", "/status")
-    assert "Error" not in str(caught.value)
+    assert "Error" not in str(error_info.value)
 
 
 def test_a_dead_name_server_holds_no_command(monkeypatch):
     """Neither the answer nor the end of the process waits for it."""
     monkeypatch.setattr("coordinator.operator.control_client._NAME_PATIENCE_S", 0.05)
-    with dead_name_server("coordinator.example") as asked:
+    with dead_name_server("coordinator.example") as query_event:
         with pytest.raises(Unreachable, match="no name server answered for"):
             asyncio.run(request("coordinator.example:9001", "GET", "/status"))
-        assert asked.is_set()
+        assert query_event.is_set()

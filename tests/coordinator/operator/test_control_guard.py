@@ -107,8 +107,8 @@ async def test_every_method_with_the_token(tmp_path, path):
                 expected = 404
             else:
                 expected = ANSWERS.get(path, 200) if method == ROUTES[path] else 405
-            got = await ask(control, method, path, **bearing(control))
-            assert (method, got) == (method, expected)
+            outcome = await ask(control, method, path, **bearing(control))
+            assert (method, outcome) == (method, expected)
 
 
 READS = {"/readyz", "/status", "/metrics", "/events", "/runs", "/history", "/report"}
@@ -263,9 +263,9 @@ async def test_a_command_without_the_token_says_what_to_do(tmp_path, monkeypatch
     async with port(tmp_path) as control:
         address = f"127.0.0.1:{control.address[1]}"
         monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "another user's"))
-        with pytest.raises(NotAuthorized, match="SAMESTEP_CONTROL_TOKEN_FILE") as caught:
+        with pytest.raises(NotAuthorized, match="SAMESTEP_CONTROL_TOKEN_FILE") as error_info:
             await request(address, "GET", "/status")
-        assert caught.value.exit_code == ExitCode.NOT_AUTHORIZED
+        assert error_info.value.exit_code == ExitCode.NOT_AUTHORIZED
         token_file = tmp_path / "control.token"
         token_file.write_text(control.guard.token)
         token_file.chmod(0o600)

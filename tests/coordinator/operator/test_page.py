@@ -64,8 +64,8 @@ class Page:
 
     async def open(self, *, token: str | None = None) -> None:
         await asyncio.to_thread(self.driver.get, "about:blank")
-        given = self.operator.control.guard.token if token is None else token
-        fragment = f"#token={given}" if given else ""
+        secret = self.operator.control.guard.token if token is None else token
+        fragment = f"#token={secret}" if secret else ""
         await asyncio.to_thread(self.driver.get, f"http://{self.operator.address}/{fragment}")
 
     async def until(self, script: str) -> Any:
@@ -82,8 +82,8 @@ class Page:
         return await asyncio.to_thread(self.driver.execute_async_script, wait)
 
     async def says(self, element: str, text: str) -> None:
-        found = f"document.getElementById({element!r}).textContent"
-        await self.until(f"{found}.includes({json.dumps(text)})")
+        content = f"document.getElementById({element!r}).textContent"
+        await self.until(f"{content}.includes({json.dumps(text)})")
 
     async def click(self, selector: str) -> None:
         await self.run(f"document.querySelector({json.dumps(selector)}).click()")
@@ -108,9 +108,9 @@ class Page:
                 " each.shape.includes(css('--ink')) &&"
                 " each.shape.endsWith(`,${document.getElementById(id).clientWidth}]`))"
             )
-            taken = await self.command("Page.captureScreenshot", captureBeyondViewport=True)
+            screenshot = await self.command("Page.captureScreenshot", captureBeyondViewport=True)
             path = Path(PICTURES) / f"{name}-{theme}-{width}.png"
-            path.write_bytes(base64.b64decode(taken["data"]))
+            path.write_bytes(base64.b64decode(screenshot["data"]))
         await self.command("Emulation.setEmulatedMedia", features=[])
         await self.command("Emulation.clearDeviceMetricsOverride")
 
@@ -130,8 +130,8 @@ class Page:
 
     async def findings(self) -> list[str]:
         """What axe-core finds that is serious or worse."""
-        found = await asyncio.to_thread(axe.Axe().run, self.driver)
-        grave = [each for each in found["violations"] if each["impact"] in {"serious", "critical"}]
+        report = await asyncio.to_thread(axe.Axe().run, self.driver)
+        grave = [each for each in report["violations"] if each["impact"] in {"serious", "critical"}]
         return [f"{each['id']}: {each['nodes'][0]['html']}" for each in grave]
 
     def complaints(self) -> list[str]:
@@ -350,19 +350,19 @@ async def test_ten_thousand_steps_are_drawn_in_under_a_second_of_the_page_s_own_
             "const before = performance.getEntriesByType('resource').length; await refresh();"
             "return performance.getEntriesByType('resource').slice(before).map(each => each.name)"
         )
-        asked = [name for name in news if "/history" in name]
-        assert asked
-        assert not any("after=0" in name for name in asked)
+        history_urls = [name for name in news if "/history" in name]
+        assert history_urls
+        assert not any("after=0" in name for name in history_urls)
         await page.run(
             "const shows = document.getElementById('window'); shows.value = '1000';"
             "shows.dispatchEvent(new Event('change'))"
         )
         scales = "Object.values(shown.charts).map(each => [each.scales.x.min, each.scales.x.max])"
-        seen = await page.run(f"return {scales}")
-        assert seen == [[9_000, 10_000]] * len(seen)
+        ranges = await page.run(f"return {scales}")
+        assert ranges == [[9_000, 10_000]] * len(ranges)
         await page.run("shown.last = 0; zoom([200, 300])")
-        said = "return document.getElementById('window').selectedOptions[0].textContent"
-        assert await page.run(said) == "steps 200 to 300"
+        script = "return document.getElementById('window').selectedOptions[0].textContent"
+        assert await page.run(script) == "steps 200 to 300"
         # What a redraw of everything costs the page's thread, whatever else the machine does.
         await page.command("Performance.enable", timeDomain="threadTicks")
         before = await page.thread_s()

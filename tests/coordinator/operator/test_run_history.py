@@ -75,9 +75,9 @@ def test_norm_and_rate_are_drawn_where_the_journal_has_them(journal):
     journal.write(of_older, commit(1, norm=2.0, rate=1e-3), commit(2, None, rate=None))
     history = RunHistory(journal.path)
     history.read()
-    drawn = history.document()
-    assert (drawn["norm"]["step"], drawn["norm"]["mean"]) == ([2], [2.0])
-    assert (drawn["rate"]["step"], drawn["rate"]["mean"]) == ([2], [1e-3])
+    document = history.document()
+    assert (document["norm"]["step"], document["norm"]["mean"]) == ([2], [2.0])
+    assert (document["rate"]["step"], document["rate"]["mean"]) == ([2], [1e-3])
 
 
 def test_half_a_line_waits_for_its_other_half(journal):

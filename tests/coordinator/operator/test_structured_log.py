@@ -9,12 +9,12 @@ from coordinator.operator.structured_log import set_up_logging
 
 
 def test_a_closed_standard_error_loses_lines_and_nothing_else(monkeypatch):
-    gone, present = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", gone)
+    closed_stream, present = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", closed_stream)
     try:
         set_up_logging(None, as_json=False)
         log = structlog.get_logger("test")
-        gone.close()
+        closed_stream.close()
         log.warning("nobody_hears_this")
         monkeypatch.setattr(sys, "stderr", present)
         log.warning("this_is_heard")

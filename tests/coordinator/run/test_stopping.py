@@ -14,8 +14,8 @@ LOSSES = [3.0, 2.0, 2.5, 1.9, 1.95, math.nan, 1.9, 1.0]
 
 def stops_at(spec: StopSpec, values: list[float], restart: int = 0) -> tuple[int, str]:
     """After which step (each has an evaluation), and why."""
-    known = {step: {"loss": value} for step, value in enumerate(values[:restart], start=1)}
-    stopping = Stopping(spec, known)
+    metrics = {step: {"loss": value} for step, value in enumerate(values[:restart], start=1)}
+    stopping = Stopping(spec, metrics)
     for step, value in enumerate(values, start=1):
         if step >= max(1, restart) and (why := stopping.measured(step, {"loss": value})):
             return step, why

@@ -23,9 +23,9 @@ SCALARS = step_scalars(SPEC.optimizer, 1, 0, 9, 1.0)
 @pytest.fixture
 def keeper(monkeypatch):
     monkeypatch.setattr(limits, "CHUNK_ELEMENTS", 4)
-    made = CoordinatorReplica(MANIFEST, SPEC)
-    yield made
-    made.close()
+    replica_keeper = CoordinatorReplica(MANIFEST, SPEC)
+    yield replica_keeper
+    replica_keeper.close()
 
 
 def chunk(number, **change):
@@ -36,8 +36,8 @@ def chunk(number, **change):
 def naive(steps):
     replica = Replica(MANIFEST.blocks, SPEC.optimizer)
     replica.load_parameters([np.arange(6, dtype=np.float32)])
-    for taken in steps:
-        replica.apply([np.ones(6, np.float32)], SCALARS) if taken else replica.skip()
+    for is_applied in steps:
+        replica.apply([np.ones(6, np.float32)], SCALARS) if is_applied else replica.skip()
     return replica
 
 

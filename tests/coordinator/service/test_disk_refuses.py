@@ -197,20 +197,20 @@ async def test_a_directory_that_vanishes_and_comes_back(tmp_path, long_reference
 async def test_a_directory_that_vanishes_is_not_made_again(tmp_path, long_reference, monkeypatch):
     """Not by a checkpoint that is about to be written either: it could not be moved back then."""
     runs, away = tmp_path / "runs", tmp_path / "away"
-    gone = threading.Event()
+    away_event = threading.Event()
 
-    def away_at_first(root, manifest, replica, **given):
-        if replica.step and not gone.is_set():
+    def away_at_first(root, manifest, replica, **options):
+        if replica.step and not away_event.is_set():
             runs.rename(away)
-            gone.set()
-        return write_checkpoint(root, manifest, replica, **given)
+            away_event.set()
+        return write_checkpoint(root, manifest, replica, **options)
 
     monkeypatch.setattr(run_storage, "write_checkpoint", away_at_first)
     async with live_service(runs, 1) as live:
         run_id = live.service.submit(LONG)
         live.worker("w0")
         assert await halt_or_end(live, 0)
-        assert gone.is_set()
+        assert away_event.is_set()
         assert "restore what is missing" in live.every("halted")[-1]["reason"]
         assert not runs.exists()
         away.rename(runs)
@@ -241,11 +241,11 @@ async def test_an_export_that_is_not_permitted_waits_for_the_operator(tmp_path, 
     mkdir = Path.mkdir
     refused: list[Path] = []
 
-    def refuse(path, *given, **named):
+    def refuse(path, *arguments, **named):
         if path.name == "model" and path.parent.name == run_id:
             refused.append(path)
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        mkdir(path, *given, **named)
+        mkdir(path, *arguments, **named)
 
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(SPEC)

@@ -43,8 +43,8 @@ async def test_data_changed_before_a_resume_end_the_run(
         assert finished.outcome is not None
         assert finished.outcome.exit_code == exit_code
         if exit_code == ExitCode.MISMATCH:
-            with pytest.raises(SamestepError) as caught:
+            with pytest.raises(SamestepError) as error_info:
                 await live.workers["w0"]
-            assert caught.value.exit_code == ExitCode.MISMATCH
+            assert error_info.value.exit_code == ExitCode.MISMATCH
             live.worker("w1")
         await live.result(next_id)

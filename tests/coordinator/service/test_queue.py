@@ -32,15 +32,15 @@ async def test_runs_that_wait_hold_no_open_files(tmp_path):
 async def test_runs_that_waited_take_their_directories_again(tmp_path):
     """One that another coordinator has had meanwhile is passed over, with the reason."""
     async with live_service(tmp_path, 1) as live:
-        first, taken, last = (live.service.submit(scripted_spec(steps=2)) for _ in range(3))
-        theirs = DirectoryLock.acquire(tmp_path / taken)
+        first, middle_id, last = (live.service.submit(scripted_spec(steps=2)) for _ in range(3))
+        other_lock = DirectoryLock.acquire(tmp_path / middle_id)
         live.worker("w0")
         assert await live.result(first)
-        event = await live.wait_for("run_ended", run_id=taken)
+        event = await live.wait_for("run_ended", run_id=middle_id)
         assert "cannot begin" in event["reason"]
         assert "in use by another coordinator" in event["reason"]
         assert await live.result(last)
-        theirs.release()
+        other_lock.release()
 
 
 @on_uvloop

@@ -99,11 +99,11 @@ async def test_copies_of_what_was_taken_back_go_at_once(tmp_path):
         await execution._copy(10, "tower", None)  # of a run that an earlier build has begun
         assert "copies on workers are no longer supported" in live.every("copy_failed")[-1]["error"]
     assert max(path.name for path in (copies / run_id).iterdir()) == "after-0000000010"
-    brought = tmp_path / "elsewhere" / run_id
-    assert restore_copy(copies, brought).step == 10
+    restored_run = tmp_path / "elsewhere" / run_id
+    assert restore_copy(copies, restored_run).step == 10
     result = await gone_on(runs / run_id)
-    assert (await gone_on(brought))["weights_digest"] == result["weights_digest"]
-    assert audit(brought).ok
+    assert (await gone_on(restored_run))["weights_digest"] == result["weights_digest"]
+    assert audit(restored_run).ok
 
 
 async def test_a_step_that_is_not_kept_is_refused_with_those_that_are(tmp_path):
@@ -127,12 +127,12 @@ async def test_a_crash_on_the_way_back_leaves_a_run_that_continues(tmp_path, mon
     directory = RunDirectory(tmp_path / run_id)
     done, move = 0, rollback._move
 
-    def killed(*given):
+    def killed(*arguments):
         nonlocal done
         done += 1
         if done > moves:
             raise KilledError
-        move(*given)
+        move(*arguments)
 
     lock = lock_directory(directory.path)
     with monkeypatch.context() as patch:

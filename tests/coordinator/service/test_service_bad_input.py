@@ -233,11 +233,11 @@ async def test_a_breach_ends_the_connection_and_not_the_run(tmp_path, reference,
         run_id = await with_one_good_worker(live)
         async with HostileWorker(live.port) as hostile:
             plan = await hostile.plan()
-            made = commit(plan)
-            if isinstance(made, bytes):
-                hostile.send_bytes(made)
+            message = commit(plan)
+            if isinstance(message, bytes):
+                hostile.send_bytes(message)
             else:
-                hostile.send(*made)
+                hostile.send(*message)
             goodbye = await hostile.farewell()
         assert goodbye is not None
         assert reason in goodbye.reason

@@ -42,9 +42,9 @@ async def test_unfinished_runs_continue_in_their_order(tmp_path):
     reference = await undisturbed(tmp_path / "alone", SPEC)
     ids = await interrupted(tmp_path / "runs", SPEC, second)
     async with live_service(tmp_path / "runs", 1) as live:
-        found = unfinished_runs(tmp_path / "runs")
-        assert [path.name for path in found] == ids
-        assert [live.service.resume(path) for path in found] == ids
+        paths = unfinished_runs(tmp_path / "runs")
+        assert [path.name for path in paths] == ids
+        assert [live.service.resume(path) for path in paths] == ids
         live.worker("w0")
         result = await live.result(ids[0])
         assert result["weights_digest"] == reference["weights_digest"]
@@ -138,8 +138,8 @@ def test_a_run_that_does_not_say_when_it_came_has_its_file_s_time(tmp_path):
     damaged = RunDirectory(tmp_path / "damaged").run_file
     damaged.parent.mkdir()
     damaged.write_text("{")
-    found = [path.name for path in unfinished_runs(tmp_path)]
-    assert found == ["older", "younger", "damaged"]
+    names = [path.name for path in unfinished_runs(tmp_path)]
+    assert names == ["older", "younger", "damaged"]
 
 
 async def test_a_finished_run_is_not_taken_up(tmp_path):
@@ -157,11 +157,11 @@ async def test_another_run_spec_is_refused_and_the_directory_let_go(tmp_path):
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(Mismatch, match="of another run spec"):
             live.service.resume(tmp_path / run_id, scripted_spec(steps=31))
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError) as error_info:
             live.service.submit(scripted_spec(steps=31), tmp_path / run_id)
         text = f"holds a run already, {run_id!r} of another run spec: choose another directory"
-        assert text in str(caught.value)
-        assert "(--resume)" not in str(caught.value)
+        assert text in str(error_info.value)
+        assert "(--resume)" not in str(error_info.value)
         with pytest.raises(UsageError, match=r"already: continue it \(--resume\)"):
             live.service.submit(SPEC, tmp_path / run_id)
         assert live.service.resume(tmp_path / run_id, SPEC) == run_id

@@ -90,10 +90,13 @@ async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(t
             undisturbed = False
             while not undisturbed:  # on a busy machine one is taken for a straggler, and comes back
                 assert live.service.current is not None
-                begun, owners = live.service.current.run.steps_committed, len(live.every("owners"))
-                await live.wait_for("committed", step=begun)
+                first_step, owners = (
+                    live.service.current.run.steps_committed,
+                    len(live.every("owners")),
+                )
+                await live.wait_for("committed", step=first_step)
                 before = _bytes(live)
-                await live.wait_for("committed", step=begun + steps)
+                await live.wait_for("committed", step=first_step + steps)
                 passed[workers] = (_bytes(live) - before) / steps
                 undisturbed = len(live.every("owners")) == owners
     for workers, per_step in passed.items():

@@ -119,8 +119,8 @@ async def test_a_member_that_reads_no_more_holds_nobody_back_and_nothing_is_kept
 class Slow(ScriptedBackend):
     """Takes its time, until it need not any more."""
 
-    def compile(self, *given: Any) -> ScriptedProgram:
-        self.program = cast("ScriptedProgram", super().compile(*given))
+    def compile(self, *arguments: Any) -> ScriptedProgram:
+        self.program = cast("ScriptedProgram", super().compile(*arguments))
         return self.program
 
     def hurry(self) -> None:

@@ -117,8 +117,8 @@ def test_every_sample_run_spec_may_change_its_length():
     for path in sorted(RUNS.glob("*.yaml")):
         spec = load_run_spec(path)
         key = "steps" if spec.epochs is None else "epochs"
-        new, made = changed_spec(spec, [f"{key}=77"])
-        assert [each.partition(":")[0] for each in made] == [key], path
+        new, changes = changed_spec(spec, [f"{key}=77"])
+        assert [each.partition(":")[0] for each in changes] == [key], path
         assert new == spec.model_copy(update={key: 77})
         assert changed_spec(spec, []) == (spec, ())
 
@@ -128,9 +128,9 @@ def test_changes_of_a_schedule_and_of_nothing():
         optimizer={"schedule": "linear", "min_lr_ratio": 0.1, "warmup_steps": 2}, evaluate_every=2
     )
     assert changed_spec(linear, ["steps=4"]) == (linear, ())
-    new, made = changed_spec(linear, ["optimizer.schedule=constant"])
+    new, changes = changed_spec(linear, ["optimizer.schedule=constant"])
     assert new.optimizer.schedule == "constant"
-    assert made == (
+    assert changes == (
         "optimizer.min_lr_ratio: 0.1 -> not set", 'optimizer.schedule: "linear" -> "constant"',
     )  # fmt: skip
     free = scripted_spec(optimizer={"name": "schedule-free"})

@@ -90,11 +90,11 @@ def names(copies: Path) -> list[str]:
 
 def restored(run: WrittenRun, copies: Path, to: Path) -> str:
     """The state that the copies bring back; what is told."""
-    brought = restore_copy(copies, to)
+    checkpoint = restore_copy(copies, to)
     recovery = recover(RunDirectory(to))
     assert recovery is not None
     assert recovery.replica().state_digest() == run.replica.state_digest()
-    return brought.summary
+    return checkpoint.summary
 
 
 def test_copies_of_steps_that_were_taken_back_are_skipped(tmp_path):

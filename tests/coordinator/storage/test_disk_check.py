@@ -42,8 +42,10 @@ def test_no_less_is_needed_than_what_is_written(tmp_path):
     for step in range(4):
         log_step(log, step)
     assert log.segment.stat().st_size > 4 * DiskBudget.of(spec_of(), MANIFEST).step_bytes
-    made = write_checkpoint(tmp_path, MANIFEST, state_zero(), run_id=RUN_ID, term=1, losses=[]).path
-    written = sum(file.stat().st_size for file in made.rglob("*.safetensors"))
+    directory = write_checkpoint(
+        tmp_path, MANIFEST, state_zero(), run_id=RUN_ID, term=1, losses=[]
+    ).path
+    written = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
     assert written > DiskBudget.of(spec_of(), MANIFEST).state_bytes
 
 
@@ -75,9 +77,9 @@ async def test_a_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
         asyncio.get_running_loop().call_later(0.1, state_there.set)
         return applied
 
-    def looked_late(*given):
+    def looked_late(*arguments):
         assert state_there.wait(60)
-        check_disk_space(*given)
+        check_disk_space(*arguments)
 
     monkeypatch.setattr(CoordinatorReplica, "state_0", digest_then_signal)
     monkeypatch.setattr(run_storage, "check_disk_space", looked_late)

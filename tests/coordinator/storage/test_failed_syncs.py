@@ -43,9 +43,9 @@ class Worst(Random):
 
 @pytest.fixture
 def disk(tmp_path):
-    made = Disk(tmp_path, Clock(Random(0)))
-    with made.interposed():
-        yield made
+    failing_disk = Disk(tmp_path, Clock(Random(0)))
+    with failing_disk.interposed():
+        yield failing_disk
 
 
 def opened(directory, *, term=1, next_step=0, **how):
@@ -72,9 +72,9 @@ def test_a_commit_that_a_restart_finds_outlasts_it(disk, tmp_path, earlier):
     append_step(log, earlier)
     refused(disk, "*/log/*", lambda: log.commit(record_of(earlier, earlier + 1)))
     log.close()
-    found = scan_log(directory, RUN_ID, MANIFEST, repair=True)
-    assert found.index.last == earlier
-    opened(directory, term=2, next_step=earlier + 1, index=found.index).close()
+    scan_result = scan_log(directory, RUN_ID, MANIFEST, repair=True)
+    assert scan_result.index.last == earlier
+    opened(directory, term=2, next_step=earlier + 1, index=scan_result.index).close()
     disk.lose_power(Worst())
     assert kept_steps(directory) == list(range(earlier + 1))
 
@@ -107,9 +107,9 @@ def test_a_checkpoint_that_a_restart_finds_outlasts_it(disk, tmp_path):
         return write_checkpoint(root, MANIFEST, replica, run_id=RUN_ID, term=1, losses=[1.0])
 
     refused(disk, "*/checkpoints", write)
-    made = write()
+    checkpoint = write()
     disk.lose_power(Worst())
-    assert find_checkpoint(root, 1, RUN_ID, MANIFEST) == made
+    assert find_checkpoint(root, 1, RUN_ID, MANIFEST) == checkpoint
 
 
 @pytest.mark.parametrize("power", [False, True])

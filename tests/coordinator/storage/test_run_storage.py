@@ -44,16 +44,16 @@ async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the
     storage, failures = begin(directory)
     monkeypatch.setattr(storage, "_unsynced", True)  # its turn has not come yet
     storage.record([CommandReceived(term=1, step=0, command="halt")])
-    seen: list[Record] = []
+    journal_records: list[Record] = []
 
-    def spied(*given, **named):
-        seen.extend(entry.record for entry in read_journal(directory.journal))
-        return write_checkpoint(*given, **named)
+    def spied(*arguments, **named):
+        journal_records.extend(entry.record for entry in read_journal(directory.journal))
+        return write_checkpoint(*arguments, **named)
 
     monkeypatch.setattr(run_storage, "write_checkpoint", spied)
     await storage.save(state_zero(), ())
     await storage.close()
-    assert seen == [CommandReceived(term=1, step=0, command="halt")]
+    assert journal_records == [CommandReceived(term=1, step=0, command="halt")]
     assert failures == []
     assert Journal(directory.journal).lines == 1
 

@@ -92,14 +92,14 @@ def logged_by_wandb(directory: Path) -> list[tuple[int, float]]:
     """From its files for `wandb sync`: a log of LevelDB's form after a head of 7 bytes."""
     pb2 = importlib.import_module("wandb.proto.wandb_internal_pb2")
     files = (directory / "trackers" / "wandb").glob("wandb/offline-run-*/*.wandb")
-    found = []
+    losses = []
     for file in files:
         for content in leveldb_records(file.read_bytes(), 7):
             history = pb2.Record.FromString(content).history
             items = {"".join([i.key, *i.nested_key]): i.value_json for i in history.item}
             if "loss" in items:
-                found.append((int(items["_step"]), float(items["loss"])))
-    return sorted(found)
+                losses.append((int(items["_step"]), float(items["loss"])))
+    return sorted(losses)
 
 
 def leveldb_records(content: bytes, at: int) -> Iterator[bytes]:
@@ -159,9 +159,9 @@ def test_a_coordinator_that_is_killed_continues_telling_all_of_them(tmp_path):
         result = cluster.result()
         assert cluster.wait_for_exit(cluster.coordinator) == 0
     for name in HERE:
-        found = LOGGED[name](tmp_path / "out")
-        assert [step for step, _ in found] == STEPS, name
-        assert [value for _, value in found] == pytest.approx(result["losses"]), name
+        losses = LOGGED[name](tmp_path / "out")
+        assert [step for step, _ in losses] == STEPS, name
+        assert [value for _, value in losses] == pytest.approx(result["losses"]), name
 
 
 BROKEN = {

@@ -26,10 +26,10 @@ def test_host_and_port(text, expected):
     "text", ["", "9000", ":9000", "host", "host:", "host:x", "host:-1", "host:65536", "host:1.5"]
 )
 def test_what_is_no_address(text):
-    with pytest.raises(UsageError, match="--bind: expected HOST:PORT") as caught:
+    with pytest.raises(UsageError, match="--bind: expected HOST:PORT") as error_info:
         parse_address(text, "--bind")
-    assert repr(text) in str(caught.value)
-    assert caught.value.exit_code == ExitCode.USAGE == 2
+    assert repr(text) in str(error_info.value)
+    assert error_info.value.exit_code == ExitCode.USAGE == 2
 
 
 @given(st.text(max_size=40))

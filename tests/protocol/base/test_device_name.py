@@ -35,10 +35,10 @@ def test_what_is_no_backend(name):
 
 @pytest.mark.parametrize("kind", ["cuda", "vulkan"])
 def test_a_device_as_torch_writes_it_is_reported_as_we_do(kind):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error_info:
         parse_devices(f"{kind}:1", "")
     hint = f"; write {kind}1 for device 1; see: worker devices"
-    assert str(caught.value).endswith(f"got '{kind}:1'{hint}")
+    assert str(error_info.value).endswith(f"got '{kind}:1'{hint}")
     with pytest.raises(UsageError, match=r"got 'mps:1'$"):
         parse_devices("mps:1", "")
 

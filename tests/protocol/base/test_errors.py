@@ -19,24 +19,24 @@ from protocol.base.errors import (
 
 
 def every_error():
-    found, open_ = [], [SamestepError]
+    kinds, open_ = [], [SamestepError]
     while open_:
         kind = open_.pop()
-        found.append(kind)
+        kinds.append(kind)
         open_ += [each for each in kind.__subclasses__() if each.__module__ == errors.__name__]
-    return found
+    return kinds
 
 
 def test_the_picture_is_the_tree():
     """Depth in the picture is depth in the tree, and each stands below its parent."""
-    drawn, above = {}, {}
+    parents, above = {}, {}
     for line in (errors.__doc__ or "").splitlines():
-        found = re.match(r"((?:│   |    )*(?:[├└]── )?)([A-Z]\w+)(?:\s|$)", line)
-        if found and hasattr(errors, found[2]):
-            depth = len(found[1]) // 4
-            above[depth] = found[2]
-            drawn[found[2]] = above[depth - 1] if depth else "Exception"
-    assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in every_error()}
+        match = re.match(r"((?:│   |    )*(?:[├└]── )?)([A-Z]\w+)(?:\s|$)", line)
+        if match and hasattr(errors, match[2]):
+            depth = len(match[1]) // 4
+            above[depth] = match[2]
+            parents[match[2]] = above[depth - 1] if depth else "Exception"
+    assert parents == {kind.__name__: kind.__bases__[0].__name__ for kind in every_error()}
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ class _Pydantic(BaseModel):
 
 
 def _raised_by(work):
-    with pytest.raises(Exception) as caught:  # noqa: PT011 -- whatever it is
+    with pytest.raises(Exception) as error_info:  # noqa: PT011 -- whatever it is
         work()
-    assert isinstance(caught.value, Exception)
-    return caught.value
+    assert isinstance(error_info.value, Exception)
+    return error_info.value
 
 
 @pytest.mark.parametrize(

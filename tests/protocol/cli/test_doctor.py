@@ -75,11 +75,11 @@ def test_limit_of_open_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        found = [open_files(needed, 300) for needed in (100, 250)]
+        findings = [open_files(needed, 300) for needed in (100, 250)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert [each.outcome for each in found] == ["warning", "failure"]
-    assert "LimitNOFILE=300" in found[0].line()
+    assert [each.outcome for each in findings] == ["warning", "failure"]
+    assert "LimitNOFILE=300" in findings[0].line()
     assert open_files(1, 2).outcome == "ok"
 
 
@@ -111,22 +111,22 @@ def test_memory_of_a_control_group(tmp_path):
 
 
 def test_a_directory_that_is_not_there_yet_is_not_made(tmp_path):
-    (found,) = directory("cache", tmp_path / "a" / "b", 1, "CACHE=DIR")
-    assert found.outcome == "ok"
-    assert "(not made yet)" in found.found
+    (finding,) = directory("cache", tmp_path / "a" / "b", 1, "CACHE=DIR")
+    assert finding.outcome == "ok"
+    assert "(not made yet)" in finding.found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_little_room(tmp_path):
-    (found,) = directory("cache", tmp_path, 2**62, "CACHE=DIR")
-    assert found.outcome == "warning"
-    assert "CACHE=DIR" in found.advice
+    (finding,) = directory("cache", tmp_path, 2**62, "CACHE=DIR")
+    assert finding.outcome == "warning"
+    assert "CACHE=DIR" in finding.advice
 
 
 def test_a_file_in_the_place_of_a_directory(tmp_path):
     (tmp_path / "cache").write_text("")
-    (found,) = directory("cache", tmp_path / "cache" / "below", 1, "CACHE=DIR")
-    assert found.outcome == "failure"
+    (finding,) = directory("cache", tmp_path / "cache" / "below", 1, "CACHE=DIR")
+    assert finding.outcome == "failure"
 
 
 def test_a_full_disk_and_one_in_memory(tmp_path):

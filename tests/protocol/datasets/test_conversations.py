@@ -59,8 +59,8 @@ def test_alpacas_system_and_history_come_before_the_instruction(tmp_path, form):
 def test_a_system_column_is_the_first_message(tmp_path):
     for form, row in (("prompt-completion", PROMPT), ("messages", MESSAGES)):
         with_it = {**row, "rules": "Be brief."}
-        found = turns(tmp_path, with_it, format=form, columns={"system": "rules"})
-        assert found == [["system", "Be brief."], ["user", "Hi"], ["assistant", "Hello."]]
+        messages = turns(tmp_path, with_it, format=form, columns={"system": "rules"})
+        assert messages == [["system", "Be brief."], ["user", "Hi"], ["assistant", "Hello."]]
     path = written(tmp_path, {**PAIR, "system": "Be brief."}, "jsonl")
     [pair] = read_preferences(DataSpec(train=path))
     for each in (pair.chosen, pair.rejected):

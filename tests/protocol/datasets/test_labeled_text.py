@@ -24,8 +24,8 @@ def read(tmp_path):
     return read_it
 
 
-def in_memory(found: LabeledText) -> LabeledText:
-    return replace(found, texts=tuple(found.texts), labels=tuple(found.labels))
+def in_memory(corpus: LabeledText) -> LabeledText:
+    return replace(corpus, texts=tuple(corpus.texts), labels=tuple(corpus.labels))
 
 
 def jsonl(*pairs: tuple[object, object]) -> str:
@@ -139,9 +139,9 @@ def test_other_column_names(read):
     ],
 )
 def test_bad_data_is_one_clear_line(read, name, content, message):
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as error_info:
         read(name, content)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_a_directory_is_read_as_its_files_are(read, tmp_path):

@@ -89,9 +89,9 @@ def whole(tmp_path):
 def test_a_truncated_file_is_one_line(whole, keep):
     content = whole.read_bytes()
     whole.write_bytes(content[:keep])
-    with pytest.raises(DataError, match="expected logits as Parquet in") as caught:
+    with pytest.raises(DataError, match="expected logits as Parquet in") as error_info:
         LogitsFile(whole)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_changed_bytes_are_one_line(whole):
@@ -99,9 +99,9 @@ def test_changed_bytes_are_one_line(whole):
     content[40:400] = bytes(360)
     whole.write_bytes(content)
     file = LogitsFile(whole)
-    with pytest.raises(DataError, match=r"are damaged \(row group 0\)") as caught:
+    with pytest.raises(DataError, match=r"are damaged \(row group 0\)") as error_info:
         file.records(0)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_a_parquet_of_another_layout_is_one_line(tmp_path):

@@ -62,10 +62,10 @@ def test_each_kind_is_the_same_data(tmp_path, kind, how):
     suffix = "arrow" if kind in ("stream", "file") else kind
     path = tmp_path / f"a.{suffix}{how}"
     path.write_bytes(compressed(content(kind, ROWS), how))
-    found = read(path)
-    assert [*found.texts] == [row["text"] for row in ROWS]
-    assert [found.names[label] for label in found.labels] == [row["label"] for row in ROWS]
-    assert [*read_text_corpus(DataSpec(train=str(path))).documents] == [*found.texts]
+    corpus = read(path)
+    assert [*corpus.texts] == [row["text"] for row in ROWS]
+    assert [corpus.names[label] for label in corpus.labels] == [row["label"] for row in ROWS]
+    assert [*read_text_corpus(DataSpec(train=str(path))).documents] == [*corpus.texts]
 
 
 def test_json_may_be_one_object_with_a_list_or_lines(tmp_path):
@@ -156,8 +156,8 @@ def test_classes_of_datasets_have_their_names(tmp_path, kind):
     else:
         with pa.ipc.new_stream(str(path), table.schema) as stream:
             stream.write_table(table)
-    found = read_labeled_text(DataSpec(train=str(path), skip_bad_rows=True))
-    assert (found.names, [*found.labels], found.bad_rows) == (("neg", "pos"), [1, 0], 1)
+    corpus = read_labeled_text(DataSpec(train=str(path), skip_bad_rows=True))
+    assert (corpus.names, [*corpus.labels], corpus.bad_rows) == (("neg", "pos"), [1, 0], 1)
     spec = DataSpec(train=str(path), text="tokens", label="ner_tags")
     assert [row.tags for row in read_tagged_words(spec)] == [("O", "B-X"), ("O",), ("O",)]
 
@@ -170,9 +170,9 @@ def test_class_folders_name_the_labels(tmp_path):
     ):
         (tmp_path / label).mkdir(exist_ok=True)
         (tmp_path / label / name).write_text(text)
-    found = read(tmp_path)
+    corpus = read(tmp_path)
     pairs = [
-        (text, found.names[label]) for text, label in zip(found.texts, found.labels, strict=True)
+        (text, corpus.names[label]) for text, label in zip(corpus.texts, corpus.labels, strict=True)
     ]
     assert pairs == [("Bad.", "neg"), ("Good.", "pos"), ("Fine.", "pos")]
 
@@ -190,8 +190,8 @@ def test_all_bad_rows_are_in_one_report_or_are_skipped(tmp_path):
         True
     ] * 3
     assert report_lines[-1].strip() == "fix them, or leave them out: --set data.skip_bad_rows=true"
-    found = read(path, skip_bad_rows=True)
-    assert (len(found.texts), found.bad_rows) == (5, 3)
+    corpus = read(path, skip_bad_rows=True)
+    assert (len(corpus.texts), corpus.bad_rows) == (5, 3)
     path.write_text("\n".join(bad[1:2] * 300))
     with pytest.raises(DataError, match="line 1: expected text, got 3"):
         read(path, skip_bad_rows=True)
@@ -204,8 +204,8 @@ def test_nulls_that_arrow_adds_are_no_values(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [{"c": [{"a": 1}, {"b": {"c": 2, "d": None}}], "n": None}]
     path.write_bytes(content("parquet", rows))
-    found = [*read_rows([path], {}, ["c", "n"], BadRows(skip=False))]
-    assert found == [(Location(path, 1), {"c": [{"a": 1}, {"b": {"c": 2}}], "n": None})]
+    parsed_rows = [*read_rows([path], {}, ["c", "n"], BadRows(skip=False))]
+    assert parsed_rows == [(Location(path, 1), {"c": [{"a": 1}, {"b": {"c": 2}}], "n": None})]
 
 
 def test_a_lone_bad_row_says_what_to_set_as_well(tmp_path):

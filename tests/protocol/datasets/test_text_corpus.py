@@ -78,9 +78,9 @@ def test_pythons_own_modules_are_there():
     ],
 )
 def test_bad_text_is_one_clear_line(read, files, name, message):
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as error_info:
         read(files, name)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_a_package_without_text():
@@ -140,9 +140,9 @@ def test_of_rows_only_the_column_of_the_text_is_learned(read, name, content, alo
     ],
 )
 def test_what_is_not_read_is_one_clear_line(read, files, name, spec, message):
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as error_info:
         read(files, name, **spec)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_a_lone_file_is_one_document_and_a_row_is_one_each(read):

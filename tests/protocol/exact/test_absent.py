@@ -41,8 +41,8 @@ def test_a_sum_is_absent_exactly_if_all_its_terms_are(data, count, precision):
     sums = TreeSum(count, ADDITIONS[precision])
     for leaf in data.draw(st.permutations(range(count))):
         values = gradients[leaf]
-        there = absent(2) if values is None else present(rounded(np.array(values, np.float32)))
-        sums.put(Subtree(leaf, leaf + 1), there.copy())
+        term = absent(2) if values is None else present(rounded(np.array(values, np.float32)))
+        sums.put(Subtree(leaf, leaf + 1), term.copy())
     out = np.empty(2, np.float32)
     assert sums.total is not None
     average(sums.total, 3.0, out)
@@ -69,18 +69,18 @@ def test_what_is_absent_and_what_is_made_present(values, expected):
     gradient = np.array(values, np.float32)
     before = gradient.tobytes()
     assert is_absent(gradient) is expected
-    there = present(gradient)
+    marked_gradient = present(gradient)
     assert gradient.tobytes() == before
-    assert not is_absent(there)
-    np.testing.assert_array_equal(there, gradient)
-    assert not values or math.copysign(1, there[0]) == 1 or there[0] != 0
+    assert not is_absent(marked_gradient)
+    np.testing.assert_array_equal(marked_gradient, gradient)
+    assert not values or math.copysign(1, marked_gradient[0]) == 1 or marked_gradient[0] != 0
 
 
 def test_a_block_is_marked_tensor_by_tensor():
     gradient = np.full(BLOCK.elements, -0.0, np.float32)
     mark_absent(BLOCK, gradient, {"seldom", "alone.bias"})
-    found = [is_absent(gradient[part]) for _, part in BLOCK.slices()]
-    assert found == [False, True, False, True]
+    marks = [is_absent(gradient[part]) for _, part in BLOCK.slices()]
+    assert marks == [False, True, False, True]
     assert not gradient.any()
 
 
@@ -194,16 +194,16 @@ def test_missed_updates_are_a_part_of_the_state_only_if_there_are_any():
 
 def test_a_state_is_taken_piece_by_piece_whatever_was_there():
     whole, some = trained(lambda _: set(SIZES)), trained(lambda n: {"often"} if n else set(SIZES))
-    for theirs, mine in (
+    for source, mine in (
         (whole, some.copy()),
         (some, whole.copy()),
         (some, Replica((BLOCK,), ADAMW)),
     ):
-        for part in theirs.parts():
+        for part in source.parts():
             for number, piece in enumerate(part_slices(part.kind, BLOCK)):
                 mine.load_piece(part.kind, part.block, number, part.values[piece])
-        mine.restore(theirs.step, theirs.optimizer_step)
-        assert mine.state_digest() == theirs.state_digest()
+        mine.restore(source.step, source.optimizer_step)
+        assert mine.state_digest() == source.state_digest()
     some.clear_moments()
     assert not some.has_missed
 

@@ -30,8 +30,8 @@ PLAIN = {"scale_parameter": False, "relative_step": False}
 
 
 def values(step):
-    found = np.random.default_rng(step).standard_normal(BLOCK.elements) * 0.1 + 0.05
-    return found.astype(np.float32)
+    noise = np.random.default_rng(step).standard_normal(BLOCK.elements) * 0.1 + 0.05
+    return noise.astype(np.float32)
 
 
 def replica_of(spec):
@@ -74,9 +74,9 @@ def test_within_a_hundred_thousandth_of_its_reference(name):
             parameters[tensor.name].grad = gradient
         optimizer.step()
         replica.apply([values(step)], step_scalars(spec, step + 1, step, STEPS, 1.0))
-    for tensor, found in replica.tensors().items():
+    for tensor, weights in replica.tensors().items():
         expected = parameters[tensor].detach().numpy()
-        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), tensor
+        assert np.abs(weights - expected).max() <= 1e-5 * np.abs(expected).max(), tensor
 
 
 def summed_in_lanes(numbers):
@@ -127,7 +127,7 @@ def test_groups_decay_averages_and_absent_gradients():
     groups = (ParameterGroup(match=("a",), lr_scale=0.5, weight_decay=0.1),)
     spec = Adafactor(name="adafactor", lr=1e-2, groups=groups, ema=EmaSpec(decay=0.5))
     replica = replica_of(spec)
-    average = {name: found.copy() for name, found in replica.tensors().items()}
+    average = {name: weights.copy() for name, weights in replica.tensors().items()}
     for step in range(4):
         gradient = values(step)
         if step == 3:
@@ -136,10 +136,10 @@ def test_groups_decay_averages_and_absent_gradients():
         replica.apply([gradient], step_scalars(spec, step + 1, step, 4, 1.0))
         assert (replica.tensors()["a"] != before).any() == (step < 3)
         keep = average_keep(EmaSpec(decay=0.5), step + 1)
-        for name, found in replica.tensors().items():
-            average[name] = found + keep * (average[name] - found)
-    for name, found in replica.trained_tensors().items():
-        np.testing.assert_allclose(found, average[name], rtol=2e-6, atol=1e-6)
+        for name, weights in replica.tensors().items():
+            average[name] = weights + keep * (average[name] - weights)
+    for name, weights in replica.trained_tensors().items():
+        np.testing.assert_allclose(weights, average[name], rtol=2e-6, atol=1e-6)
     assert not replica.location_not_finite()
     replica.arrays("factors")[0][13] = np.nan
     assert replica.location_not_finite() == "block 'b', tensor 'bias' (factors)"

@@ -89,10 +89,10 @@ def test_averages_are_those_of_torch_and_timm(name):
         if update > average.start_step and update % average.every == 0:
             reference.update_parameters(model)
         if update >= (average.start_step // average.every + 1) * average.every:
-            for found, expected in zip(
+            for weights, expected in zip(
                 replica.trained_tensors().values(), reference.module.parameters(), strict=True
             ):
-                np.testing.assert_allclose(found, expected.detach().numpy(), rtol=2e-6, atol=1e-6)
+                np.testing.assert_allclose(weights, expected.detach().numpy(), rtol=2e-6, atol=1e-6)
         else:
             assert replica.weights_digest() == _digest_of_parameters(replica), "nothing yet"
     assert replica.weights_digest() != _digest_of_parameters(replica)
@@ -115,8 +115,8 @@ def test_an_average_continues_while_its_tensor_has_no_gradient():
     take(whole, spec, 9, still)
     still[35:] = absent(7)
     take(replica, spec, 9, still)
-    found, expected = replica.trained_tensors(), whole.trained_tensors()
-    assert all(found[name].tobytes() == expected[name].tobytes() for name in found)
+    weights, expected = replica.trained_tensors(), whole.trained_tensors()
+    assert all(weights[name].tobytes() == expected[name].tobytes() for name in weights)
 
 
 def test_a_skipped_step_leaves_the_average_and_a_copy_has_it():

@@ -27,10 +27,10 @@ def floats(bits):
 def test_rounds_to_the_nearest(bits):
     values = floats(bits)
     result = rounded(values.copy())
-    there = np.isfinite(values)
-    assert result[there].tobytes() == nearest(values[there]).tobytes()
-    others = np.where(np.isnan(values), np.float32("nan"), values)[~there]
-    assert result[~there].tobytes() == others.tobytes()
+    is_finite = np.isfinite(values)
+    assert result[is_finite].tobytes() == nearest(values[is_finite]).tobytes()
+    others = np.where(np.isnan(values), np.float32("nan"), values)[~is_finite]
+    assert result[~is_finite].tobytes() == others.tobytes()
     assert not (result.view(np.uint32) & 0xFFFF).any()
 
 

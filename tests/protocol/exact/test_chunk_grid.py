@@ -26,10 +26,10 @@ def nbytes(block: Block, chunk: int) -> int:
 @given(_BLOCKS)
 def test_every_chunk_has_its_position_and_later_blocks_come_first(blocks):
     grid = ChunkGrid(blocks)
-    there = [grid.chunk(position) for position in range(grid.count)]
-    assert [grid.number(*place) for place in there] == list(range(grid.count))
-    assert sorted(there) == [(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)]
-    assert all(one[0] > next_[0] or one < next_ for one, next_ in pairwise(there))
+    places = [grid.chunk(position) for position in range(grid.count)]
+    assert [grid.number(*place) for place in places] == list(range(grid.count))
+    assert sorted(places) == [(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)]
+    assert all(one[0] > next_[0] or one < next_ for one, next_ in pairwise(places))
     assert grid.total_bytes == sum(block.elements * 4 for block in blocks)
 
 

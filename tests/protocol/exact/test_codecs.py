@@ -18,27 +18,27 @@ VALUES = st.integers(0, 150).flatmap(lambda n: arrays(np.float32, n, elements=FL
 
 def scaled(values, group, largest):
     """Group by group, element by element."""
-    found = []
+    numbers = []
     for lo in range(0, len(values), group):
         part = [float(value) for value in values[lo : lo + group]]
         most, exponent = max(map(abs, part)), -126
         while most > largest * 2.0**exponent:
             exponent += 1
-        found += [round(value / 2.0**exponent) * 2.0**exponent for value in part]
-    return np.array(found, np.float32)
+        numbers += [round(value / 2.0**exponent) * 2.0**exponent for value in part]
+    return np.array(numbers, np.float32)
 
 
 def largest_only(values):
     """One after the other is chosen, the first of equals."""
-    found = np.zeros_like(values)
+    result = np.zeros_like(values)
     for lo in range(0, len(values), 4096):
         part = values[lo : lo + 4096]
         left = list(range(len(part)))
         for _ in range(math.ceil(len(part) / 64)):
-            chosen = max(left, key=lambda place: (abs(part[place]), -place))
-            left.remove(chosen)
-            found[lo + chosen] = nearest(part[chosen : chosen + 1])[0]
-    return found
+            largest = max(left, key=lambda place: (abs(part[place]), -place))
+            left.remove(largest)
+            result[lo + largest] = nearest(part[largest : largest + 1])[0]
+    return result
 
 
 NAIVE = {
@@ -57,8 +57,11 @@ def test_what_travels_is_what_the_definition_says(codec, values):
     assert sent.tolist() == NAIVE[codec](values).tolist()
     raw = packed(sent, codec)
     assert raw.nbytes == body_bytes(codec, len(values))
-    there = unpacked(np.ascontiguousarray(raw).view(np.uint8), codec, len(values))
-    assert there.tobytes() == (sent + np.float32(0)).tobytes() or there.tolist() == sent.tolist()
+    unpacked_values = unpacked(np.ascontiguousarray(raw).view(np.uint8), codec, len(values))
+    assert (
+        unpacked_values.tobytes() == (sent + np.float32(0)).tobytes()
+        or unpacked_values.tolist() == sent.tolist()
+    )
 
 
 @pytest.mark.parametrize("codec", CODECS)

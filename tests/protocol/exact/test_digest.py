@@ -111,8 +111,8 @@ def test_every_bit_counts(bit):
 
 def test_zeros_and_nans_count_by_their_bits():
     patterns = np.array([0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32)
-    found = {weights_digest({"w": patterns[i : i + 1].view(np.float32)}) for i in range(5)}
-    assert len(found) == 5
+    digests = {weights_digest({"w": patterns[i : i + 1].view(np.float32)}) for i in range(5)}
+    assert len(digests) == 5
 
 
 def test_everything_in_the_state_counts():

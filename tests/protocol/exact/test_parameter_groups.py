@@ -89,16 +89,16 @@ def test_the_first_group_that_matches_decides():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_is_its_own_optimizer(name):
     """A tensor has the bits of an ungrouped run with its rate and decay, but for one rounding."""
-    found = trained(spec_of(name))
+    weights = trained(spec_of(name))
     for tensor, (lr_scale, weight_decay) in RULES.items():
         alone = OptimizerSpec(
             name=name, lr=1e-3 * lr_scale, weight_decay=weight_decay, no_decay=(),
             momentum=momentum_of(name),
         )  # fmt: skip
         expected = trained(alone)[tensor]
-        assert np.allclose(found[tensor], expected, rtol=2e-6, atol=1e-7)
+        assert np.allclose(weights[tensor], expected, rtol=2e-6, atol=1e-7)
         if lr_scale == 1.0 and weight_decay == 0.1:
-            assert found[tensor].tobytes() == expected.tobytes()
+            assert weights[tensor].tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "schedule-free"])
@@ -118,9 +118,11 @@ def test_groups_are_those_of_torch(name):
                 parameters[tensor.name].grad = torch.tensor(values[part])
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         optimizer.step()
-    found = trained(spec)
+    weights = trained(spec)
     for name_of_tensor, parameter in parameters.items():
-        assert np.allclose(found[name_of_tensor], parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
+        assert np.allclose(
+            weights[name_of_tensor], parameter.detach().numpy(), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_groups_are_clipped_by_their_own_norm():
@@ -150,8 +152,8 @@ def test_groups_are_clipped_by_their_own_norm():
         norms = ClippedGroups(spec).norms_of(BLOCKS, gradients)
         assert norms.whole == global_norm(map(square_sum, gradients))
         replica.apply(gradients, step_scalars(spec, step + 1, step, 20, norms))
-    for name, found in replica.tensors().items():
-        assert np.allclose(found, p[name].detach().numpy(), rtol=1e-6, atol=1e-6)
+    for name, weights in replica.tensors().items():
+        assert np.allclose(weights, p[name].detach().numpy(), rtol=1e-6, atol=1e-6)
 
 
 def test_ways_of_clipping_that_exclude_each_other():
@@ -178,9 +180,9 @@ def test_a_decay_below_float32_is_none():
 
 def test_a_rate_of_zero_leaves_tensors_as_they_are():
     spec = Adamw(weight_decay=0.1, groups=(ParameterGroup(match=("layers.*",), lr_scale=0.0),))
-    start, found = trained(spec, steps=0), trained(spec)
+    start, weights = trained(spec, steps=0), trained(spec)
     for name in SIZES:
-        assert (found[name].tobytes() == start[name].tobytes()) is name.startswith("layers.")
+        assert (weights[name].tobytes() == start[name].tobytes()) is name.startswith("layers.")
 
 
 @pytest.mark.parametrize(
@@ -195,11 +197,11 @@ def test_a_rate_of_zero_leaves_tensors_as_they_are():
 )
 def test_a_pattern_that_matches_nothing_is_named_with_the_names(patterns, fault):
     spec = Adamw(groups=tuple(ParameterGroup(match=each) for each in patterns))
-    found = unmatched_pattern(spec, BLOCKS)
-    assert bool(found) is bool(fault)
+    message = unmatched_pattern(spec, BLOCKS)
+    assert bool(message) is bool(fault)
     if fault:
         with pytest.raises(ValueError, match=fault):
-            raise ValueError(found)
+            raise ValueError(message)
 
 
 def test_groups_in_a_run_spec():

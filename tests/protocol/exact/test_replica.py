@@ -73,9 +73,9 @@ def test_a_thread_that_flushes_subnormals_may_not_update():
 
     def update() -> str:
         assert torch.set_flush_denormal(True)
-        with pytest.raises(SubnormalsFlushed, match="subnormal numbers to zero") as caught:
+        with pytest.raises(SubnormalsFlushed, match="subnormal numbers to zero") as error_info:
             replica.apply(gradients, scalars)
-        return str(caught.value)
+        return str(error_info.value)
 
     with ThreadPoolExecutor(1) as thread:
         assert "\n" not in thread.submit(update).result()

@@ -54,8 +54,8 @@ def test_an_epoch_covers_every_sample_exactly_once(seed, samples, batch, epoch):
     assert per_epoch == -(-samples // batch.samples)
     steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
     assert {order.epoch(step) for step in steps} == {epoch}
-    seen = [s for step in steps for part in order.microbatches(step) for s in part]
-    assert sorted(seen) == list(range(samples))
+    samples_in_order = [s for step in steps for part in order.microbatches(step) for s in part]
+    assert sorted(samples_in_order) == list(range(samples))
 
 
 @given(seeds, st.integers(1, 90), batches(), st.integers(0, 30))
@@ -79,8 +79,10 @@ def test_seed_and_epoch_change_the_order():
 
 
 def test_microbatch_seeds_differ():
-    found = {microbatch_seed(s, t, m) for s in range(8) for t in range(16) for m in range(16)}
-    assert len(found) == 8 * 16 * 16
+    distinct_seeds = {
+        microbatch_seed(s, t, m) for s in range(8) for t in range(16) for m in range(16)
+    }
+    assert len(distinct_seeds) == 8 * 16 * 16
 
 
 def test_each_place_gets_each_sample_about_equally_often():

@@ -52,15 +52,15 @@ def test_draws_without_replacement_take_a_sample_once_and_none_of_weight_zero(
 ):
     possible = [sample for sample, weight in enumerate(weights) if weight]
     draws = data.draw(st.integers(1, len(possible)))
-    found = draw(seed, epoch, len(weights), Sampling.by_weight(weights, draws, replacement=False))
-    assert len({*found.tolist()}) == draws
-    assert {*found.tolist()} <= {*possible}
+    samples = draw(seed, epoch, len(weights), Sampling.by_weight(weights, draws, replacement=False))
+    assert len({*samples.tolist()}) == draws
+    assert {*samples.tolist()} <= {*possible}
 
 
 def test_each_sample_is_drawn_in_proportion_to_its_weight():
     weights, draws = np.array([1.0, 2.0, 0.0, 5.0]), 40_000
-    found = draw(3, 0, 4, Sampling.by_weight(weights, draws))
-    counts = np.bincount(found, minlength=4)
+    samples = draw(3, 0, 4, Sampling.by_weight(weights, draws))
+    counts = np.bincount(samples, minlength=4)
     assert counts[2] == 0
     np.testing.assert_allclose(counts / draws, weights / 8, atol=0.01)
 
@@ -79,8 +79,8 @@ def test_draws_without_replacement_have_the_chances_of_successive_draws():
 
 
 def test_equal_chances_without_replacement_are_the_first_of_the_permutation():
-    found = draw(7, 2, 30, Sampling(draws=20, replacement=False))
-    assert found.tolist() == permutation(7, 2, 30)[:20].tolist()
+    samples = draw(7, 2, 30, Sampling(draws=20, replacement=False))
+    assert samples.tolist() == permutation(7, 2, 30)[:20].tolist()
 
 
 def test_an_epoch_has_the_steps_of_its_draws():
@@ -133,9 +133,9 @@ def test_a_manifest_without_draws_is_that_of_earlier_releases():
     block = Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2,)),))
     plain = Manifest(blocks=(block,), train_samples=3)
     assert b"sampling" not in plain.to_bytes()
-    drawn = plain.model_copy(update={"sampling": Sampling.by_weight([1, 2, 3])})
-    assert Manifest.from_bytes(drawn.to_bytes()) == drawn
-    assert drawn.digest() != plain.digest()
-    wrong = drawn.model_copy(update={"train_samples": 4})
+    manifest_with_draws = plain.model_copy(update={"sampling": Sampling.by_weight([1, 2, 3])})
+    assert Manifest.from_bytes(manifest_with_draws.to_bytes()) == manifest_with_draws
+    assert manifest_with_draws.digest() != plain.digest()
+    wrong = manifest_with_draws.model_copy(update={"train_samples": 4})
     with pytest.raises(MessageError, match="expected weights of 4 samples"):
         Manifest.from_bytes(wrong.to_bytes())

@@ -32,8 +32,8 @@ def test_cosine():
 
 @pytest.mark.parametrize("schedule", NAMES)
 def test_warm_up_rises_from_one_part_to_the_full_rate(schedule):
-    found = rates(12, lr=1.0, schedule=schedule, warmup_steps=4)
-    assert found[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    lrs = rates(12, lr=1.0, schedule=schedule, warmup_steps=4)
+    assert lrs[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_after_warm_up_the_curve_spans_what_is_left():
@@ -45,15 +45,15 @@ def test_a_warm_up_longer_than_the_run_never_ends():
 
 
 def test_a_schedule_ends_at_its_floor():
-    found = rates(4, lr=2.0, schedule="linear", min_lr_ratio=0.5)
-    assert found == [2.0, 1.75, 1.5, 1.25]
+    lrs = rates(4, lr=2.0, schedule="linear", min_lr_ratio=0.5)
+    assert lrs == [2.0, 1.75, 1.5, 1.25]
     spec = Adamw(lr=2.0, schedule="cosine", min_lr_ratio=0.1)
     assert learning_rate(spec, 9, 9) == pytest.approx(0.2, abs=1e-15)
 
 
 def test_wsd_stays_and_then_falls():
-    found = rates(10, lr=1.0, schedule="wsd", warmup_steps=2, decay_ratio=0.4)
-    assert found == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    lrs = rates(10, lr=1.0, schedule="wsd", warmup_steps=2, decay_ratio=0.4)
+    assert lrs == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     assert rates(4, lr=1.0, schedule="wsd", warmup_steps=2, decay_ratio=1.0) == [0.5, 1, 1, 0.5]
 
 
@@ -71,8 +71,8 @@ def test_wsd_and_floors_are_those_of_transformers(decay, floor):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    found = rates(20, lr=0.3, schedule="wsd", decay_ratio=0.3, decay=decay, min_lr_ratio=floor)
-    assert found == pytest.approx(expected, rel=1e-12)
+    lrs = rates(20, lr=0.3, schedule="wsd", decay_ratio=0.3, decay=decay, min_lr_ratio=floor)
+    assert lrs == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -89,10 +89,10 @@ def test_past_the_end_it_is_zero(schedule):
     st.integers(1, 200),
 )
 def test_positive_at_most_lr_and_never_rising_after_warm_up(schedule, lr, warmup, steps):
-    found = rates(steps, lr=lr, schedule=schedule, warmup_steps=warmup)
-    assert all(0 < rate <= lr for rate in found)
-    assert found[:warmup] == sorted(found[:warmup])
-    assert found[warmup:] == sorted(found[warmup:], reverse=True)
+    lrs = rates(steps, lr=lr, schedule=schedule, warmup_steps=warmup)
+    assert all(0 < rate <= lr for rate in lrs)
+    assert lrs[:warmup] == sorted(lrs[:warmup])
+    assert lrs[warmup:] == sorted(lrs[warmup:], reverse=True)
 
 
 def test_cosine_is_torchs():
@@ -141,8 +141,8 @@ def test_schedules_are_those_of_transformers(settings, function, options, warmup
     optimization = pytest.importorskip("transformers.optimization")
     make = getattr(optimization, function)
     expected = rates_of(lambda it: make(it, num_warmup_steps=warmup, **options), 20)
-    found = rates(20, lr=0.3, warmup_steps=warmup, warmup_from_zero=warmup > 0, **settings)
-    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    lrs = rates(20, lr=0.3, warmup_steps=warmup, warmup_from_zero=warmup > 0, **settings)
+    assert lrs == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 20])
@@ -153,16 +153,16 @@ def test_one_cycle_is_torch_s(steps):
     expected = rates_of(
         lambda it: make(it, 0.3, total_steps=steps + 1, cycle_momentum=False, **settings), steps + 1
     )
-    found = rates(steps + 1, lr=0.3, schedule="onecycle", min_lr_ratio=1 / 2500)
-    assert found == pytest.approx(expected, rel=1e-9)
+    lrs = rates(steps + 1, lr=0.3, schedule="onecycle", min_lr_ratio=1 / 2500)
+    assert lrs == pytest.approx(expected, rel=1e-9)
 
 
 def test_piecewise_is_torch_s():
     torch = pytest.importorskip("torch")
     make = torch.optim.lr_scheduler.MultiStepLR
     expected = rates_of(lambda it: make(it, [3, 11], gamma=0.5), 20)
-    found = rates(20, lr=0.3, schedule="piecewise", milestones=[3, 11], gamma=0.5)
-    assert found == pytest.approx(expected, rel=1e-12)
+    lrs = rates(20, lr=0.3, schedule="piecewise", milestones=[3, 11], gamma=0.5)
+    assert lrs == pytest.approx(expected, rel=1e-12)
 
 
 def test_listed_rates_hold_from_their_last_one_on():

@@ -22,12 +22,12 @@ def test_a_thread_that_flushes_them_is_refused_in_one_line(loaded_before):
     def flushing() -> str:
         assert torch.set_flush_denormal(True)
         module = {} if loaded_before else runpy.run_path(subnormals.__file__)
-        kept = module.get("subnormals_are_kept", subnormals.subnormals_are_kept)
-        assert not kept()
+        are_kept = module.get("subnormals_are_kept", subnormals.subnormals_are_kept)
+        assert not are_kept()
         check = module.get("check_subnormals", subnormals.check_subnormals)
-        with pytest.raises(SubnormalsFlushed) as caught:
+        with pytest.raises(SubnormalsFlushed) as error_info:
             check("this test")
-        return str(caught.value)
+        return str(error_info.value)
 
     with ThreadPoolExecutor(1) as thread:
         error = thread.submit(flushing).result()

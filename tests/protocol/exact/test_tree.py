@@ -23,13 +23,13 @@ def naive_split(lo, hi):
 
 def naive_subtrees(lo: int, hi: int) -> list[tuple[Subtree, Subtree | None]]:
     """Every subtree, each before those below it, with the subtree above it."""
-    found: list[tuple[Subtree, Subtree | None]] = [(Subtree(lo, hi), None)]
+    pairs: list[tuple[Subtree, Subtree | None]] = [(Subtree(lo, hi), None)]
     if hi - lo > 1:
         middle = naive_split(lo, hi)
         for below in (naive_subtrees(lo, middle), naive_subtrees(middle, hi)):
-            found.append((below[0][0], Subtree(lo, hi)))
-            found.extend(below[1:])
-    return found
+            pairs.append((below[0][0], Subtree(lo, hi)))
+            pairs.extend(below[1:])
+    return pairs
 
 
 def naive_sum(leaves, lo, hi):

@@ -67,26 +67,26 @@ def test_any_order_duplicates_and_overlaps_give_the_bits_of_the_recursive_sum(ca
 def test_every_leaf_counts_exactly_once(case):
     microbatches, subtrees = case
     sums: TreeSum[list[int]] = TreeSum(microbatches, lambda left, right: left + right)
-    come: set[int] = set()
+    leaves: set[int] = set()
     for subtree in subtrees:
-        before = come.issuperset(range(*subtree))
+        before = leaves.issuperset(range(*subtree))
         assert sums.covers(subtree) is any(pending.covers(subtree) for pending in sums.pending)
-        taken = sums.put(subtree, list(range(*subtree)))
-        come |= set(range(*subtree))
-        assert taken or before
-        assert sorted(leaf for value in sums._pending.values() for leaf in value) == sorted(come)
-        assert set(sums.missing(root(microbatches))) == set(range(microbatches)) - come
+        is_new = sums.put(subtree, list(range(*subtree)))
+        leaves |= set(range(*subtree))
+        assert is_new or before
+        assert sorted(leaf for value in sums._pending.values() for leaf in value) == sorted(leaves)
+        assert set(sums.missing(root(microbatches))) == set(range(microbatches)) - leaves
     assert sums.total == list(range(microbatches))
 
 
 @given(st.integers(1, 40), st.data())
 def test_what_is_held_is_merged_as_far_as_can_be(microbatches, data):
     leaves = data.draw(st.permutations(range(microbatches)))
-    come = data.draw(st.integers(0, microbatches))
+    count = data.draw(st.integers(0, microbatches))
     sums = TreeSum(microbatches, add)
-    for leaf in leaves[:come]:
+    for leaf in leaves[:count]:
         assert sums.put(Subtree(leaf, leaf + 1), 1.0)
-    assert sums.pending == cover(sorted(leaves[:come]), microbatches)
+    assert sums.pending == cover(sorted(leaves[:count]), microbatches)
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=40))

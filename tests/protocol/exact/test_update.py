@@ -162,8 +162,8 @@ def test_operations_agree_with_exact_fractions(name, a, b):
     if name == "divide" and b == 0:
         return
     with np.errstate(all="ignore"):
-        found = operation(np.array([a], np.float32), np.array([b], np.float32))[0]
-    assert float(found) == nearest_float32(exact(Fraction(a), Fraction(b)))
+        result = operation(np.array([a], np.float32), np.array([b], np.float32))[0]
+    assert float(result) == nearest_float32(exact(Fraction(a), Fraction(b)))
 
 
 def test_products_and_quotients_are_not_flushed_to_zero():
@@ -202,9 +202,9 @@ class RoundedFloat:
         self.values = rounded(values)
 
     def _apply(self, operation, other):
-        theirs = other.values if isinstance(other, RoundedFloat) else rounded(other)
+        operand = other.values if isinstance(other, RoundedFloat) else rounded(other)
         with np.errstate(all="ignore"):
-            wide = operation(self.values.astype(np.float64), theirs.astype(np.float64))
+            wide = operation(self.values.astype(np.float64), operand.astype(np.float64))
         return RoundedFloat(wide)
 
     def __add__(self, other):
@@ -322,14 +322,14 @@ def problem(elements=1000, steps=10, seed=0):
 @pytest.mark.parametrize("decay", [True, False])
 def test_each_rule_is_the_naive_rule_bit_for_bit(spec, decay):
     start, gradients = problem()
-    found, found_moments = run(spec, start, gradients, decay=decay)
+    weights, found_moments = run(spec, start, gradients, decay=decay)
     p = RoundedFloat(start)
     moments = tuple(RoundedFloat(np.zeros_like(start)) for _ in range(moment_count(spec)))
     for step, gradient in enumerate(gradients):
         norm = global_norm([square_sum(gradient)])
         scalars = step_scalars(spec, step + 1, step, len(gradients), norm)
         p, moments = naive_update(spec, scalars, p, RoundedFloat(gradient), moments, decay=decay)
-    assert same_bits(found, p.values)
+    assert same_bits(weights, p.values)
     assert all(same_bits(a, b.values) for a, b in zip(found_moments, moments, strict=True))
 
 
@@ -357,8 +357,8 @@ def test_chunk_size_does_not_change_a_bit(spec):
     start, gradients = problem(elements=1003, steps=3)
     whole, moments = run(spec, start, gradients)
     for size in (1, 7, 64, 1002, 1003):
-        found, found_moments = run(spec, start, gradients, chunk_elements=size)
-        assert same_bits(found, whole)
+        weights, found_moments = run(spec, start, gradients, chunk_elements=size)
+        assert same_bits(weights, whole)
         assert all(same_bits(a, b) for a, b in zip(found_moments, moments, strict=True))
 
 
@@ -483,7 +483,7 @@ def test_within_a_millionth_of_its_reference_over_100_steps(spec, schedule):
     free = spec.name == "schedule-free"
     spec = spec.model_copy(update={"schedule": "constant" if free else schedule})
     start, gradients = problem(elements=2000, steps=100, seed=4)
-    found, moments = run(spec, start, gradients)
+    weights, moments = run(spec, start, gradients)
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
     if free:
         optimizer: Any = ReferenceScheduleFree(parameter, spec)
@@ -498,9 +498,9 @@ def test_within_a_millionth_of_its_reference_over_100_steps(spec, schedule):
         if spec.clip_value is not None:
             torch.nn.utils.clip_grad_value_([parameter], spec.clip_value)
         optimizer.step()
-    found = averaged(spec, found, moments)
+    weights = averaged(spec, weights, moments)
     expected = (optimizer.averaged() if free else parameter.detach()).numpy().astype(np.float64)
-    error = np.sqrt(((found - expected) ** 2).sum() / (expected**2).sum())
+    error = np.sqrt(((weights - expected) ** 2).sum() / (expected**2).sum())
     moved = np.sqrt(((start - expected) ** 2).sum() / (expected**2).sum())
     assert error <= 1e-6
     assert moved > 1e-3
@@ -524,9 +524,9 @@ def test_the_newest_steps_share_of_the_average_is_the_sum_of_squared_rates(warmu
 def test_the_average_of_the_first_step_is_that_step():
     spec = SPECS["schedule-free"]
     start, gradients = problem(elements=20, steps=1)
-    found, moments = run(spec, start, gradients)
+    weights, moments = run(spec, start, gradients)
     assert not moments[0].any()
-    assert same_bits(averaged(spec, found, moments), found)
+    assert same_bits(averaged(spec, weights, moments), weights)
 
 
 def test_the_commit_of_an_optimizer_without_average_is_what_it_was():

@@ -39,9 +39,9 @@ async def answered(listener, fingerprint=FINGERPRINT):
 async def test_only_who_listens_at_that_address_of_this_machine_is_found(host, dialled, found):
     port = os.getpid()
     with listening(host, port) as listener:
-        asked = asyncio.create_task(local_socket.dial(dialled, port))
+        dial_task = asyncio.create_task(local_socket.dial(dialled, port))
         accepting = asyncio.create_task(answered(listener))
-        here = await asked
+        here = await dial_task
         assert (here is not None) == found
         if here is None:
             accepting.cancel()
@@ -70,6 +70,6 @@ async def test_another_user_is_not_spoken_to(monkeypatch):
 
 async def test_one_that_hangs_up_early_is_nobody():
     with listening("127.0.0.1", os.getpid()) as listener:
-        asked = asyncio.create_task(local_socket.dial("127.0.0.1", os.getpid()))
+        dial_task = asyncio.create_task(local_socket.dial("127.0.0.1", os.getpid()))
         (await answered(listener, b"short")).close()
-        assert await asked is None
+        assert await dial_task is None

@@ -34,11 +34,11 @@ def test_what_a_killed_process_left_goes_with_the_next_and_of_the_living_nothing
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        made = Path(process.stdout.readline().strip())
-        os.utime(made, (LONG_AGO, LONG_AGO))
+        directory = Path(process.stdout.readline().strip())
+        os.utime(directory, (LONG_AGO, LONG_AGO))
         with ScratchDirectory() as ours:
-            assert made.parent == Path(ours).parent
-            assert made.is_dir(), "its process lives"
+            assert directory.parent == Path(ours).parent
+            assert directory.is_dir(), "its process lives"
         process.kill()
     young = tmp_path / "samestep-held-young"
     young.mkdir()

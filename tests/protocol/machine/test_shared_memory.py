@@ -75,9 +75,9 @@ def test_too_little_memory_is_one_line_that_says_what_to_free(monkeypatch, refus
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "posix_fallocate", no_space)
-    with pytest.raises(SharedMemoryFull) as caught:
+    with pytest.raises(SharedMemoryFull) as error_info:
         SharedMemory().new(2 * limits.MIB)
-    text = str(caught.value)
+    text = str(error_info.value)
     assert "\n" not in text
     assert "close other programs" in text
     assert "--gpus" in text

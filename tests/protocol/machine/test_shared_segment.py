@@ -166,14 +166,14 @@ def test_only_so_much_waits_there_at_once(sides):
 def mapped_bytes(fd: int) -> list[int]:
     """What is in memory of each mapping of a file of memory in this process."""
     inode = str(os.fstat(fd).st_ino)
-    found: list[int] = []
+    sizes: list[int] = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, *words = line.split()
         if "-" in key:
             ours = len(words) >= 5 and words[3] == inode
         elif ours and key == "Rss:":
-            found.append(int(words[0]) << 10)
-    return found
+            sizes.append(int(words[0]) << 10)
+    return sizes
 
 
 def test_only_so_much_of_what_was_read_stays_mapped(sides, monkeypatch):
@@ -194,7 +194,7 @@ def test_memory_that_nobody_uses_goes_back_to_the_system(sides):
     used[:], unused[:] = 1, 1
     del unused
     gc.collect()
-    taken = os.fstat(lender._own.fd).st_blocks * 512
+    bytes_before = os.fstat(lender._own.fd).st_blocks * 512
     lender.trim()
-    assert os.fstat(lender._own.fd).st_blocks * 512 <= taken - 1_200_000
+    assert os.fstat(lender._own.fd).st_blocks * 512 <= bytes_before - 1_200_000
     assert used.tobytes() == np.ones(300_000, np.float32).tobytes()

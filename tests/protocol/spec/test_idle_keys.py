@@ -111,30 +111,30 @@ def usual(key: str) -> Any:
 def with_conditions(model: Model, before: str = "") -> set[str]:
     if isinstance(model, Tagged):
         return {key for each in model.variants.values() for key in with_conditions(each, before)}
-    found: set[str] = set()
+    keys: set[str] = set()
     for name, field in model.model_fields.items():
         inner = model_at(model, name)
-        found |= {before + name for each in field.metadata if isinstance(each, Needs)}
-        found |= with_conditions(inner, f"{before}{name}.") if inner else set()
-    return found
+        keys |= {before + name for each in field.metadata if isinstance(each, Needs)}
+        keys |= with_conditions(inner, f"{before}{name}.") if inner else set()
+    return keys
 
 
 def with_keys(document: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = json.loads(json.dumps(document))
+    result: dict[str, Any] = json.loads(json.dumps(document))
     for key, value in keys.items():
         *parents, name = key.split(".")
-        at = made
+        at = result
         for parent in parents:
             at = at.setdefault(parent, {})
         at[name] = copy.deepcopy(value)
-    return made
+    return result
 
 
 def refusal(document: dict[str, Any], *overrides: str) -> str:
-    with pytest.raises(RunSpecError) as caught:
+    with pytest.raises(RunSpecError) as error_info:
         parse_run_spec(document, overrides, origin="run.yaml")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    assert "\n" not in str(error_info.value)
+    return str(error_info.value)
 
 
 def test_every_condition_is_tried():
@@ -149,8 +149,8 @@ def test_a_key_that_another_makes_idle_is_refused_even_with_its_default(key):
     section = key.removesuffix("*")
     for each in every_key() if key.endswith("*") else [key]:
         if each.startswith(section):
-            told = refusal(with_keys(base, {**beside, each: usual(each)}))
-            assert each in told or f"{each.partition('.')[0]}: " in told
+            message = refusal(with_keys(base, {**beside, each: usual(each)}))
+            assert each in message or f"{each.partition('.')[0]}: " in message
     assert parse_run_spec(with_keys(base, beside)).steps
 
 
@@ -206,18 +206,18 @@ def _lacked_data(variant: Any) -> set[str]:
 
 
 def test_what_was_set_is_named_and_null_says_nothing():
-    told = refusal({**REGRESS, "optimizer": {"name": "sgd"}}, "optimizer.momentum=0.5")
-    assert told.endswith("nesterov or rmsprop (from --set optimizer.momentum=0.5)")
+    message = refusal({**REGRESS, "optimizer": {"name": "sgd"}}, "optimizer.momentum=0.5")
+    assert message.endswith("nesterov or rmsprop (from --set optimizer.momentum=0.5)")
     assert parse_run_spec({**REGRESS, "lora": None, "checkpoint": {"metric": None}}).lora is None
 
 
 def test_a_canonical_document_says_no_key_that_does_nothing():
     for document in (REGRESS, TEXT, TEACHER, {**REGRESS, "optimizer": {"name": "sgd"}}):
         spec = parse_run_spec(document)
-        told = json.loads(spec.to_bytes())
-        assert parse_run_spec(told) == spec
-        assert parse_run_spec(told, ["seed=5"]).seed == 5
-    assert "momentum" not in told["optimizer"]
+        canonical_keys = json.loads(spec.to_bytes())
+        assert parse_run_spec(canonical_keys) == spec
+        assert parse_run_spec(canonical_keys, ["seed=5"]).seed == 5
+    assert "momentum" not in canonical_keys["optimizer"]
 
 
 def test_a_canonical_document_of_an_earlier_release_says_every_default():
@@ -235,7 +235,7 @@ def earlier_document(spec: RunSpec) -> dict[str, Any]:
     """As releases before the variants wrote it: every section with every key."""
 
     def whole(model: Any, document: Any) -> Any:
-        found = {}
+        section = {}
         for name, field in model.model_fields.items():
             value = document.get(name, PydanticUndefined)
             if value is PydanticUndefined:
@@ -243,8 +243,8 @@ def earlier_document(spec: RunSpec) -> dict[str, Any]:
                 value = json.loads(value.model_dump_json()) if hasattr(value, "lacked") else value
             inner = model_at(model, name)
             nested = isinstance(value, dict)  # not a list of sections
-            found[name] = whole(flat(inner), value) if inner and nested else value
-        return found
+            section[name] = whole(flat(inner), value) if inner and nested else value
+        return section
 
     document: dict[str, Any] = whole(RunSpec, spec.model_dump(mode="json"))
     document["exchange"]["way"] = document["exchange"].pop("topology")

@@ -51,16 +51,16 @@ def left(run: Path, *, adapter: bool = True, own: bool = False, **changes: Any) 
         "data": {"train": "x", "format": "messages", "chat_template": "{{ messages }}"}, **changes,
     }  # fmt: skip
     if own:
-        told = {**spec, "labels": ["no", "yes"], "model": {**model, "source": "a/base"}}
-        (result / "samestep.json").write_text(json.dumps(told))
+        record = {**spec, "labels": ["no", "yes"], "model": {**model, "source": "a/base"}}
+        (result / "samestep.json").write_text(json.dumps(record))
     (run / "run.json").write_text(json.dumps({"spec": spec}))
     (run / "result.json").write_text("{}")
     return result
 
 
-def next_run(found: Path, **changes: Any) -> RunSpec:
+def next_run(source: Path, **changes: Any) -> RunSpec:
     document = {
-        "task": "causal-lm", "steps": 1, "init_from": str(found),
+        "task": "causal-lm", "steps": 1, "init_from": str(source),
         "data": {"train": "x", "format": "messages"},
     }  # fmt: skip
     return parse_run_spec({**document, **changes})
@@ -74,7 +74,7 @@ def test_every_field_of_the_model_is_taken_over_or_said_not_to_be():
     assert sorted(COMPUTED) == sorted(INHERITED + INHERITED_IN_FLOAT16)
     seldom = {"dora", "target_parameters"}  # in tests/worker/models/test_lora_options
     assert {*LORA} | seldom == {*LoraSpec.model_fields}
-    taken = {"model", "lora", "tokenizer", "data"}
+    inherited_keys = {"model", "lora", "tokenizer", "data"}
     of_training = {
         "name", "task", "seed", "data_seed", "exactness", "arithmetic", "init_from", "capture",
         "distil", "dpo",
@@ -82,31 +82,31 @@ def test_every_field_of_the_model_is_taken_over_or_said_not_to_be():
         "replicas", "steps", "epochs", "evaluate_every", "log", "checkpoint", "stop", "threads",
         "double_check_every",
     }  # fmt: skip
-    assert taken | of_training == {*RunSpec.model_fields}
+    assert inherited_keys | of_training == {*RunSpec.model_fields}
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_an_adapter_begins_with_all_that_it_computed_with(tmp_path, own):
-    found = left(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300}, own=own)
-    spec = next_run(found.parent)
+    adapter = left(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300}, own=own)
+    spec = next_run(adapter.parent)
     assert spec.model is not None
     assert spec.lora is not None
     assert spec.model == ModelSpec.model_validate({
         **COMPUTED, "base_dtype": "int4", "source": str(tmp_path / "run" / "base"),
-        "name": "a/base", "adapter": str(found),
+        "name": "a/base", "adapter": str(adapter),
     })  # fmt: skip
     assert spec.lora.model_dump(mode="json") == LORA
     assert spec.tokenizer is not None
-    assert spec.tokenizer.source == str(found)
+    assert spec.tokenizer.source == str(adapter)
     assert spec.data is not None
     assert spec.data.chat_template == "{{ messages }}"
     check_adapter(spec)
 
 
 def test_what_the_next_run_says_itself_stays_but_another_base_is_refused(tmp_path):
-    found = left(tmp_path / "run")
+    adapter = left(tmp_path / "run")
     spec = next_run(
-        found, lora={"dropout": 0.5}, model={"precision": "float32", "attention": "eager"}
+        adapter, lora={"dropout": 0.5}, model={"precision": "float32", "attention": "eager"}
     )
     assert spec.model is not None
     assert spec.lora is not None
@@ -115,17 +115,17 @@ def test_what_the_next_run_says_itself_stays_but_another_base_is_refused(tmp_pat
     check_adapter(spec)
     text = "has model.base_dtype int4, the run spec nf4: --set model.base_dtype=int4"
     with pytest.raises(DataError, match=re.escape(text)):
-        check_adapter(next_run(found, model={"base_dtype": "nf4"}))
-    named = {"source": str(tmp_path / "run" / "base"), "name": "a/base", "adapter": str(found)}
+        check_adapter(next_run(adapter, model={"base_dtype": "nf4"}))
+    named = {"source": str(tmp_path / "run" / "base"), "name": "a/base", "adapter": str(adapter)}
     with pytest.raises(DataError, match=r"base_dtype int4, the run spec float32: --set"):
-        check_adapter(next_run(found, init_from=None, model=named, lora=LORA))
+        check_adapter(next_run(adapter, init_from=None, model=named, lora=LORA))
 
 
 def test_another_tokenizer_than_the_base_s_is_given_or_refused(tmp_path):
-    found = left(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300})
+    adapter = left(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300})
     with pytest.raises(DataError, match=r"with its own tokenizer .*: --set tokenizer\.source=/"):
-        check_adapter(next_run(found, tokenizer=None))
-    preferences = next_run(found, task="dpo", data={"train": "x"})
+        check_adapter(next_run(adapter, tokenizer=None))
+    preferences = next_run(adapter, task="dpo", data={"train": "x"})
     assert preferences.data is not None
     assert preferences.data.chat_template == "{{ messages }}"
     with pytest.raises(DataError, match=r"with its own tokenizer .*: worker merge"):
@@ -133,11 +133,11 @@ def test_another_tokenizer_than_the_base_s_is_given_or_refused(tmp_path):
 
 
 def test_an_adapter_in_a_checkpoint_and_a_whole_model_begin_likewise(tmp_path):
-    found = left(tmp_path / "run")
+    adapter = left(tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "step-1"
     step.mkdir(parents=True)
-    kept = found.rename(step / "adapter")
-    spec = next_run(kept)
+    adapter_of_step = adapter.rename(step / "adapter")
+    spec = next_run(adapter_of_step)
     assert spec.model is not None
     assert spec.model.base_dtype == "int4"
     whole = next_run(left(tmp_path / "whole", adapter=False))
@@ -148,15 +148,15 @@ def test_an_adapter_in_a_checkpoint_and_a_whole_model_begin_likewise(tmp_path):
 
 
 def test_many_labels_are_shown_from_where_they_differ_and_a_damaged_record_is_one_line(tmp_path):
-    found = left(tmp_path / "run", own=True)
-    (record,) = found.glob("samestep.json")
+    adapter = left(tmp_path / "run", own=True)
+    (record,) = adapter.glob("samestep.json")
     labels = [f"l{number:02}" for number in range(30)]
     document = json.loads(record.read_text())
     record.write_text(json.dumps({**document, "labels": labels}))
-    spec = next_run(found)
+    spec = next_run(adapter)
     check_labels(spec, labels)
     with pytest.raises(DataError, match=r"\['l25', .*\(from number 25, of 30\), the data has .*x"):
         check_labels(spec, [*labels[:25], "x", *labels[26:]])
     record.write_text('{"labels": 3}')
     with pytest.raises(RunSpecError, match="expected the labels of a classify or tag run in"):
-        next_run(found)
+        next_run(adapter)

@@ -42,8 +42,8 @@ def changed(**parts):
 
 def test_tensors_lie_in_sequence():
     assert BLOCK.elements == 10
-    found = [(tensor.name, part.start, part.stop) for tensor, part in BLOCK.slices()]
-    assert found == [("w", 0, 6), ("scale", 6, 7), ("none", 7, 7), ("b", 7, 10)]
+    places = [(tensor.name, part.start, part.stop) for tensor, part in BLOCK.slices()]
+    assert places == [("w", 0, 6), ("scale", 6, 7), ("none", 7, 7), ("b", 7, 10)]
     assert MANIFEST.elements == 10
 
 
@@ -167,9 +167,9 @@ def test_everything_counts_in_the_digest(parts):
     ],
 )
 def test_what_is_no_manifest_is_a_message_error(document):
-    with pytest.raises(MessageError, match="expected a manifest") as caught:
+    with pytest.raises(MessageError, match="expected a manifest") as error_info:
         Manifest.from_bytes(document)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_the_place_is_named():

@@ -55,9 +55,9 @@ def written(tmp_path):
 
 
 def refusal(document, *overrides):
-    with pytest.raises(RunSpecError) as caught:
+    with pytest.raises(RunSpecError) as error_info:
         parse_run_spec(document, overrides)
-    text = str(caught.value)
+    text = str(error_info.value)
     assert "\n" not in text
     return text
 
@@ -136,17 +136,17 @@ def test_an_unknown_key_far_from_all_is_named_with_those_that_are():
 
 def test_every_mistake_is_named_at_once_and_where_it_was_made():
     document = REGRESS | {"stepz": 1, "lr": 0.1, "optimizer": {"learning_rate": 1}}
-    told = refusal(document, "seed=abc")
-    assert "unknown key 'stepz'; did you mean 'steps'?" in told
-    assert "unknown key 'lr'; did you mean 'optimizer.lr'?" in told
-    assert "unknown key 'optimizer.learning_rate'; did you mean 'lr'?" in told
-    assert 'seed: expected a whole number, got "abc" (from --set seed=abc)' in told
+    message = refusal(document, "seed=abc")
+    assert "unknown key 'stepz'; did you mean 'steps'?" in message
+    assert "unknown key 'lr'; did you mean 'optimizer.lr'?" in message
+    assert "unknown key 'optimizer.learning_rate'; did you mean 'lr'?" in message
+    assert 'seed: expected a whole number, got "abc" (from --set seed=abc)' in message
 
 
 def test_what_was_set_is_not_blamed_on_the_file(written):
-    with pytest.raises(RunSpecError) as caught:
+    with pytest.raises(RunSpecError) as error_info:
         load_run_spec(written("task: regress\nsteps: 3\n"), ["steps=abc"])
-    assert str(caught.value).endswith("(from --set steps=abc)")
+    assert str(error_info.value).endswith("(from --set steps=abc)")
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_what_was_set_is_not_blamed_on_the_file(written):
     ],
 )
 def test_what_was_set_with_its_section_is_reported_as_set(override, expected):
-    with pytest.raises(RunSpecError) as caught:
+    with pytest.raises(RunSpecError) as error_info:
         parse_run_spec(REGRESS, [override], "run.yaml")
-    assert str(caught.value) == f"{expected} (from --set {override})"
+    assert str(error_info.value) == f"{expected} (from --set {override})"
 
 
 def test_bounds_and_patterns_are_reported_in_words():
@@ -277,10 +277,10 @@ def test_text_in_quotes_stays_text_whatever_it_looks_like():
     ],
 )
 def test_what_would_be_read_as_something_else_is_refused(line, message):
-    with pytest.raises(RunSpecError) as caught:
+    with pytest.raises(RunSpecError) as error_info:
         parse_run_spec_text(OWN + line, origin="run.yaml")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in str(error_info.value)
+    assert "\n" not in str(error_info.value)
 
 
 @pytest.mark.parametrize("key", ["steps", "evaluate_every", "checkpoint.every", "digits.hidden"])
@@ -360,10 +360,10 @@ def test_bad_overrides(override, expected):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(RunSpecError, match=r"found no such file") as caught:
+    with pytest.raises(RunSpecError, match=r"found no such file") as error_info:
         load_run_spec(tmp_path / "absent.yaml")
-    assert "absent.yaml" in str(caught.value)
-    assert caught.value.exit_code == ExitCode.USAGE
+    assert "absent.yaml" in str(error_info.value)
+    assert error_info.value.exit_code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize(
@@ -382,10 +382,10 @@ def test_a_missing_file(tmp_path):
     ],
 )
 def test_a_bad_file_is_one_clear_line_with_its_name(written, content, expected):
-    with pytest.raises(RunSpecError, match=r"run\.yaml") as caught:
+    with pytest.raises(RunSpecError, match=r"run\.yaml") as error_info:
         load_run_spec(written(content))
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert expected in str(error_info.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_a_directory_is_not_a_run_spec(tmp_path):
@@ -449,10 +449,10 @@ CAPTURE = "task: teacher-logits\nmodel: {source: DIR}\ndata: {train: FILE}\n"
     ],
 )
 def test_what_has_no_effect_in_a_capture_is_refused_where_it_was_said(override):
-    with pytest.raises(RunSpecError, match=r"logits|capture") as caught:
+    with pytest.raises(RunSpecError, match=r"logits|capture") as error_info:
         parse_run_spec_text(CAPTURE, [override], origin="teacher.yaml")
-    assert str(caught.value).endswith(f"(from --set {override})")
-    assert "teacher.yaml" not in str(caught.value)
+    assert str(error_info.value).endswith(f"(from --set {override})")
+    assert "teacher.yaml" not in str(error_info.value)
     key, _, value = override.partition("=")
     section, _, name = key.rpartition(".")
     document: dict[str, Any] = yaml.safe_load(CAPTURE)
@@ -556,9 +556,9 @@ def test_steps_or_epochs_and_not_both(change, text):
     ],
 )
 def test_an_optimizer_that_cannot_be_is_refused_with_the_reason(optimizer, text):
-    with pytest.raises(RunSpecError, match=re.escape(text)) as caught:
+    with pytest.raises(RunSpecError, match=re.escape(text)) as error_info:
         parse_run_spec({**REGRESS, "optimizer": optimizer})
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 LANGUAGE: dict[str, Any] = {
@@ -602,9 +602,9 @@ def test_sizes_of_language_models_that_cannot_be(changes, text):
     for key, value in changes.items():
         section, _, name = key.rpartition(".")
         (document[section] if section else document)[name] = value
-    with pytest.raises(RunSpecError, match=re.escape(text)) as caught:
+    with pytest.raises(RunSpecError, match=re.escape(text)) as error_info:
         parse_run_spec(document)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 @pytest.mark.parametrize("form", ["q4_k", "q4_K_M", "q5_0", "iq4_nl", "mxfp4", "fp8"])
@@ -626,8 +626,8 @@ def test_canonical_arithmetic_widens_no_nf4():
 def test_a_way_alone_is_an_exchange():
     alone = parse_run_spec_text("task: regress\nsteps: 3\nexchange: sharded\n")
     assert alone.exchange.topology == "sharded"
-    told = parse_run_spec_text("task: regress\nsteps: 3\n", ["exchange=sharded"])
-    assert told.digest() == alone.digest()
+    spec = parse_run_spec_text("task: regress\nsteps: 3\n", ["exchange=sharded"])
+    assert spec.digest() == alone.digest()
     with pytest.raises(RunSpecError, match=r"exchange\.topology: expected .*star.*got .*ring"):
         parse_run_spec_text("task: regress\nsteps: 3\nexchange: ring\n")
 

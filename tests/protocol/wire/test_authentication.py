@@ -86,9 +86,9 @@ def test_a_reflected_proof_is_refused_by_both():
 
 @pytest.mark.parametrize("proof", [b"", b"guess", bytes(32), bytes(64)])
 def test_what_is_no_proof(proof):
-    with pytest.raises(NotAuthorized) as caught:
+    with pytest.raises(NotAuthorized) as error_info:
         EXCHANGE.check_worker(KEY, Proof(proof=proof))
-    assert caught.value.exit_code == ExitCode.NOT_AUTHORIZED == 77
+    assert error_info.value.exit_code == ExitCode.NOT_AUTHORIZED == 77
 
 
 def test_another_secret_proves_nothing():

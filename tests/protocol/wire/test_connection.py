@@ -68,10 +68,10 @@ each_role = pytest.mark.parametrize("role", list(OTHER))
 
 
 def connection(role, phase=Phase.OPEN):
-    made = Connection(role)
-    made.phase = phase
-    made.blocks = BLOCKS
-    return made
+    endpoint = Connection(role)
+    endpoint.phase = phase
+    endpoint.blocks = BLOCKS
+    return endpoint
 
 
 def seen(received):
@@ -230,11 +230,11 @@ def test_an_end_in_the_middle_of_a_frame(kind):
 def test_a_flip_anywhere_is_noticed(kind, mask):
     data = frame(EXAMPLES[kind])
     for at in range(len(data)):
-        broken = bytearray(data)
-        broken[at] ^= mask
+        flipped_frame = bytearray(data)
+        flipped_frame[at] ^= mask
         reader = connection("coordinator")
         with pytest.raises(RemoteProtocolError):  # noqa: PT012 -- a longer frame fails at its end
-            assert reader.receive_data(broken) == []
+            assert reader.receive_data(flipped_frame) == []
             reader.receive_eof()
         assert reader.phase is Phase.CLOSED
 

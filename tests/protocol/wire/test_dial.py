@@ -23,15 +23,15 @@ def run(work):
 
 
 def failure(host: str, port: int, timeout_s: float = PATIENCE_S) -> DialError:
-    with pytest.raises(DialError) as caught:
+    with pytest.raises(DialError) as error_info:
         run(dial.connect(host, port, timeout_s))
-    return caught.value
+    return error_info.value
 
 
 @pytest.fixture
 def listener():
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        yield made
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
 
 
 def named(monkeypatch, *addresses: tuple[str, int]) -> None:
@@ -85,12 +85,12 @@ def test_addresses_of_both_families_take_turns():
 
 
 def test_nothing_stays_open_once_one_has_answered(listener, monkeypatch):
-    made = []
+    endpoints = []
     real = dial._connect_one
 
     async def noted(address):
-        made.append(await real(address))
-        return made[-1]
+        endpoints.append(await real(address))
+        return endpoints[-1]
 
     monkeypatch.setattr(dial, "_connect_one", noted)
     monkeypatch.setattr(dial, "STAGGER_S", 0.0)
@@ -104,7 +104,7 @@ def test_nothing_stays_open_once_one_has_answered(listener, monkeypatch):
         return endpoint
 
     with run(connect()) as endpoint:
-        assert [each for each in made if each.fileno() >= 0] == [endpoint]
+        assert [each for each in endpoints if each.fileno() >= 0] == [endpoint]
 
 
 def test_what_is_refused():

@@ -43,12 +43,12 @@ def test_without_a_body_there_is_no_marker(body):
 )
 def test_a_prefix_says_what_was_encoded(tag, header, body):
     head = frames.encode_head(tag, header, body)
-    found = frames.decode_prefix(head, *WIDE)
-    assert found.tag == tag
-    assert found.header_bytes == len(header)
-    assert found.body_bytes == len(body or b"")
-    assert found.head_bytes == len(head)
-    assert found.checksum == frames.checksum_of(header, body)
+    decoded_prefix = frames.decode_prefix(head, *WIDE)
+    assert decoded_prefix.tag == tag
+    assert decoded_prefix.header_bytes == len(header)
+    assert decoded_prefix.body_bytes == len(body or b"")
+    assert decoded_prefix.head_bytes == len(head)
+    assert decoded_prefix.checksum == frames.checksum_of(header, body)
     if body:
         frames.check_marker(head[-frames.MARKER_BYTES :], len(body))
 
@@ -63,10 +63,10 @@ def test_wrong_magic(magic):
     ("theirs", "who"), [(PROTOCOL_VERSION + 1, "this side"), (PROTOCOL_VERSION - 1, "other side")]
 )
 def test_another_version_says_which_side_to_upgrade(theirs, who):
-    with pytest.raises(VersionMismatch, match=f"upgrade (the )?{who}") as caught:
+    with pytest.raises(VersionMismatch, match=f"upgrade (the )?{who}") as error_info:
         frames.decode_prefix(prefix(version=theirs), *WIDE)
-    assert (caught.value.ours, caught.value.theirs) == (PROTOCOL_VERSION, theirs)
-    assert caught.value.exit_code == ExitCode.MISMATCH == 78
+    assert (error_info.value.ours, error_info.value.theirs) == (PROTOCOL_VERSION, theirs)
+    assert error_info.value.exit_code == ExitCode.MISMATCH == 78
 
 
 def test_lengths_at_the_limit_pass_and_above_it_do_not():
@@ -100,7 +100,10 @@ def test_a_marker_of_another_kind_or_length(marker):
 def test_any_flipped_bit_changes_the_checksum(header, body, data):
     whole = header + (body or b"")
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
-    broken = bytearray(whole)
-    broken[bit // 8] ^= 1 << bit % 8
-    parts = bytes(broken[: len(header)]), bytes(broken[len(header) :]) if body else None
+    flipped_bytes = bytearray(whole)
+    flipped_bytes[bit // 8] ^= 1 << bit % 8
+    parts = (
+        bytes(flipped_bytes[: len(header)]),
+        bytes(flipped_bytes[len(header) :]) if body else None,
+    )
     assert frames.checksum_of(*parts) != frames.checksum_of(header, body)

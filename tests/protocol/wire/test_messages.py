@@ -20,9 +20,9 @@ def fields_of(kind):
 
 
 def refused(kind, fields):
-    with pytest.raises(MessageError) as caught:
+    with pytest.raises(MessageError) as error_info:
         decode_message(kind.tag, msgpack.packb(fields))
-    text = str(caught.value)
+    text = str(error_info.value)
     assert kind.__name__ in text
     assert "\n" not in text
     return text
@@ -114,8 +114,8 @@ def test_the_bits_of_a_nan_are_kept(bits):
     header = EXAMPLES[messages.SubtreeLoss].to_header()
     plain = msgpack.packb(2.5)
     assert header.count(plain) == 1
-    broken = header.replace(plain, b"\xcb" + loss)
-    assert decode_message(messages.SubtreeLoss.tag, broken).to_header() == broken
+    nan_header = header.replace(plain, b"\xcb" + loss)
+    assert decode_message(messages.SubtreeLoss.tag, nan_header).to_header() == nan_header
 
 
 @pytest.mark.parametrize("tag", [0, 65, 100, 255])

@@ -100,12 +100,12 @@ def test_only_what_a_step_needs_no_longer_than_itself_may_lie_there():
 async def channels() -> tuple[Channel, Channel, Recorder, Recorder]:
     """A coordinator's and a worker's over a Unix socket, and what both hear."""
     loop, recorders = asyncio.get_running_loop(), (Recorder(), Recorder())
-    made = []
+    ends = []
     for connection, end, hears in zip(sharing(), socket.socketpair(), recorders, strict=True):
         channel = Channel(connection, hears, time.monotonic)
         await loop.connect_accepted_socket(partial(_same, channel), end)
-        made.append(channel)
-    coordinator, worker = made
+        ends.append(channel)
+    coordinator, worker = ends
     return coordinator, worker, *recorders
 
 

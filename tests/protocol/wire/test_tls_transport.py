@@ -58,8 +58,8 @@ async def joined(contexts, endpoints=None):
 
 
 def _then(work, event):
-    def both(*given):
-        work(*given)
+    def both(*arguments):
+        work(*arguments)
         event.set()
 
     return both
@@ -81,15 +81,15 @@ def of_bytes(count, seed=1):
 
 def recorded(monkeypatch):
     """In which threads messages are parsed, by the bytes that were read."""
-    found = []
+    records = []
     parse = Channel.parse
 
     def recording(channel, nbytes):
-        found.append((nbytes, threading.current_thread().name))
+        records.append((nbytes, threading.current_thread().name))
         return parse(channel, nbytes)
 
     monkeypatch.setattr(Channel, "parse", recording)
-    return found
+    return records
 
 
 @on_uvloop
@@ -247,12 +247,12 @@ async def test_two_that_say_goodbye_at_once_do_not_wait_for_each_other(contexts)
 @on_uvloop
 async def test_who_reads_for_a_moment_only_receives_nothing(contexts):
     (ours, theirs), (_, receiver) = await joined(contexts)
-    begun, read = asyncio.Event(), asyncio.Event()
+    reader_event, read = asyncio.Event(), asyncio.Event()
     transport = theirs._transport
-    transport._reader.do = _then(transport._reader.do, begun)
+    transport._reader.do = _then(transport._reader.do, reader_event)
     transport._bulk_read = _then(transport._bulk_read, read)
     ours.send(blob(of_bytes(LARGE)))
-    await begun.wait()
+    await reader_event.wait()
     theirs.pause()
     await read.wait()
     theirs.resume()
@@ -298,12 +298,12 @@ async def test_threads_end_with_their_connection(contexts):
     (ours, theirs), (receiver, _) = await joined(contexts)
     theirs.send(rows(of_bytes(LARGE)))
     await receiver.until_messages(1)
-    begun = [thread for thread in threading.enumerate() if thread not in before]
-    assert {thread.name for thread in begun} >= {"bulk in", "bulk out"}
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    assert {thread.name for thread in threads} >= {"bulk in", "bulk out"}
     ours.goodbye("the end", retry=False)
     theirs.abort("done")
     await receiver.until_lost()
-    for thread in begun:
+    for thread in threads:
         if thread.name.startswith("bulk"):
             await asyncio.to_thread(thread.join, PATIENCE_S)
             assert not thread.is_alive()

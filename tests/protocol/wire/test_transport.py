@@ -249,12 +249,12 @@ async def test_urgent_messages_overtake_gradients_and_order_within_a_queue_holds
         channel.send(EXAMPLES[messages.SubtreeLoss])
         reading.resume_reading()
         await served.owner.until_messages(28)
-        got = served.owner.messages[1:]
-        assert [m.step for m in got if isinstance(m, type(LARGE))] == list(range(24))
-        urgent = [at for at, message in enumerate(got) if isinstance(message, Heartbeat)]
+        arrivals = served.owner.messages[1:]
+        assert [m.step for m in arrivals if isinstance(m, type(LARGE))] == list(range(24))
+        urgent = [at for at, message in enumerate(arrivals) if isinstance(message, Heartbeat)]
         assert urgent[1] == urgent[0] + 1
         assert urgent[1] < 23
-        assert isinstance(got[-1], messages.SubtreeLoss)
+        assert isinstance(arrivals[-1], messages.SubtreeLoss)
         channel.abort("done")
         await served.owner.until_lost()
 
@@ -492,8 +492,8 @@ async def test_a_peer_that_vanishes_is_reported_once(sent, close, reason):
         await writer.drain()
         await served.owner.until_messages(1)
         close(writer)
-        found, error = await served.owner.until_lost()
-        assert any(each in found for each in reason.split("|"))
+        reason_text, error = await served.owner.until_lost()
+        assert any(each in reason_text for each in reason.split("|"))
         assert isinstance(error, FrameError) == ("frame" in reason)
         assert served.channels[0].closed
         served.channels[0].send(Heartbeat())
@@ -523,11 +523,11 @@ async def test_who_breaks_the_protocol_is_told_why(broken, kind, text):
         (goodbye,) = await said(reader)
         assert isinstance(goodbye, Goodbye)
         assert not goodbye.retry
-        found, error = await served.owner.until_lost()
+        reason_text, error = await served.owner.until_lost()
         assert isinstance(error, kind)
-        assert goodbye.reason == found == str(error)
+        assert goodbye.reason == reason_text == str(error)
         assert goodbye.exit_code == error.exit_code
-        assert text in found
+        assert text in reason_text
         writer.close()
 
 

@@ -29,8 +29,8 @@ SIGNED = {"ann": "s", "bob": "s", "eve": "other"}
 
 def test_one_step_in_this_many_has_a_subtree_of_two_workers_of_one_numerics_profile():
     steps = 5_000
-    found = [chosen_double(7, step, 50, SUBTREES, SIGNED) for step in range(steps)]
-    doubles = Counter(double for double in found if double is not None)
+    choices = [chosen_double(7, step, 50, SUBTREES, SIGNED) for step in range(steps)]
+    doubles = Counter(double for double in choices if double is not None)
     assert 0.5 * steps / 50 < doubles.total() < 1.5 * steps / 50
     assert doubles.keys() == {("ann", "bob", Subtree(4, 6)), ("bob", "ann", Subtree(6, 7))}
     assert all(chosen_double(7, step, 0, SUBTREES, SIGNED) is None for step in range(300))

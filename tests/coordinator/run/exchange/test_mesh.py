@@ -19,25 +19,25 @@ def mesh(way="sharded", secret=SECRET):
     return Mesh("run", 1, ExchangeSpec(topology=way), BLOCKS, secret)
 
 
-def opened(made, *names, hosts=None, dials=()):
+def opened(peer_mesh, *names, hosts=None, dials=()):
     actions = []
     for name in names:
-        made.joined(name, (hosts or {}).get(name, f"host-{name}"))
+        peer_mesh.joined(name, (hosts or {}).get(name, f"host-{name}"))
         port = 0 if name in dials else 7000
-        actions = made.opened(name, PeerPort(run_id="run", port=port, fingerprint=bytes(32)))
+        actions = peer_mesh.opened(name, PeerPort(run_id="run", port=port, fingerprint=bytes(32)))
     return actions
 
 
-def linked(made, *names, mbit=1000.0, but=()):
+def linked(peer_mesh, *names, mbit=1000.0, but=()):
     for one in names:
         for other in names:
             if one != other and {one, other} not in but:
-                made.linked(one, other, mbit)
+                peer_mesh.linked(one, other, mbit)
 
 
 def test_all_are_told_all_others_with_the_key_of_the_two():
-    made = mesh()
-    actions = opened(made, "a", "b", "c")
+    peer_mesh = mesh()
+    actions = opened(peer_mesh, "a", "b", "c")
     assert [action.worker for action in actions] == ["a", "b", "c"]
     assert all(isinstance(action.message, Peers) for action in actions)
     listing = parse(PeerList, actions[0].body)
@@ -48,72 +48,75 @@ def test_all_are_told_all_others_with_the_key_of_the_two():
 def test_a_star_asks_nobody_to_listen_and_sharded_all():
     assert mesh("star").joined("a", "h") == []
     assert mesh(secret=b"").joined("a", "h") == []
-    (asked,) = mesh().joined("a", "h")
-    assert isinstance(asked.message, ListenForPeers)
-    made = mesh("auto")
-    assert made.joined("a", "h1") + made.joined("b", "h2") + made.joined("c", "h2") == []
-    assert [action.worker for action in made.joined("d", "h3")] == ["a", "b", "c", "d"]
+    (action_to_listen,) = mesh().joined("a", "h")
+    assert isinstance(action_to_listen.message, ListenForPeers)
+    peer_mesh = mesh("auto")
+    assert (
+        peer_mesh.joined("a", "h1") + peer_mesh.joined("b", "h2") + peer_mesh.joined("c", "h2")
+        == []
+    )
+    assert [action.worker for action in peer_mesh.joined("d", "h3")] == ["a", "b", "c", "d"]
 
 
 def test_equal_links_own_equal_parts_and_who_is_reported_once():
-    made = mesh()
-    opened(made, *"abcd")
-    linked(made, *"abcd")
-    table = made.choose("abcd", 0)
-    assert set(made.owned().values()) <= {0.25, 0.258, 0.242, 0.226, 0.29, 0.222, 0.278}
-    actions = made.tell("abcd")
+    peer_mesh = mesh()
+    opened(peer_mesh, *"abcd")
+    linked(peer_mesh, *"abcd")
+    table = peer_mesh.choose("abcd", 0)
+    assert set(peer_mesh.owned().values()) <= {0.25, 0.258, 0.242, 0.226, 0.29, 0.222, 0.278}
+    actions = peer_mesh.tell("abcd")
     assert [action.worker for action in actions] == list("abcd")
     assert all(isinstance(action.message, Owners) for action in actions)
-    assert made.tell("abcd") == []
-    assert made.choose("abcd", 1) == table
-    assert made.tell("abcd") == []
+    assert peer_mesh.tell("abcd") == []
+    assert peer_mesh.choose("abcd", 1) == table
+    assert peer_mesh.tell("abcd") == []
 
 
 def test_one_without_links_takes_part_through_the_coordinator():
-    made = mesh()
-    opened(made, *"abcd")
-    linked(made, *"abcd", but=[{"a", "d"}, {"b", "d"}])
-    assert made.choose("abcd", 0).members == ("a", "b", "c")
+    peer_mesh = mesh()
+    opened(peer_mesh, *"abcd")
+    linked(peer_mesh, *"abcd", but=[{"a", "d"}, {"b", "d"}])
+    assert peer_mesh.choose("abcd", 0).members == ("a", "b", "c")
 
 
 def test_of_two_that_are_cut_off_from_each_other_one_stays():
-    made = mesh()
-    opened(made, *"abc")
-    linked(made, *"abc")
-    made.choose("abc", 0)
-    made.unlinked("a", "b")
-    table = made.without(())
+    peer_mesh = mesh()
+    opened(peer_mesh, *"abc")
+    linked(peer_mesh, *"abc")
+    peer_mesh.choose("abc", 0)
+    peer_mesh.unlinked("a", "b")
+    table = peer_mesh.without(())
     assert table.members == ("a", "c")
     assert set(table.owners) == {0, 1}
 
 
 def test_a_lost_owner_s_chunks_go_to_the_others_and_theirs_stay():
-    made = mesh()
-    opened(made, *"abc")
-    linked(made, *"abc")
-    before = made.choose("abc", 0)
-    made.lost("b")
-    after = made.without({"b"})
+    peer_mesh = mesh()
+    opened(peer_mesh, *"abc")
+    linked(peer_mesh, *"abc")
+    before = peer_mesh.choose("abc", 0)
+    peer_mesh.lost("b")
+    after = peer_mesh.without({"b"})
     for number in range(len(before.owners)):
         assert after.owner(number) in ("a", "c")
         assert before.owner(number) in ("b", after.owner(number))
-    assert made.number == 2
-    assert made.without("abc") == made.star
-    assert made.number == 3, "within a step all have to be told"
+    assert peer_mesh.number == 2
+    assert peer_mesh.without("abc") == peer_mesh.star
+    assert peer_mesh.number == 3, "within a step all have to be told"
 
 
 def test_a_slow_owner_owns_nothing_for_a_while():
-    made = mesh()
-    opened(made, *"abc")
-    linked(made, *"abc")
-    made.choose("abc", 0)
-    made.demote("b", 5)
-    assert made.reown("b").members == ("a", "b", "c")
-    assert made.owned()["b"] == 0
-    assert made.choose("abc", 4) != made.star
-    assert made.owned()["b"] == 0
-    assert made.choose("abc", 5) != made.star
-    assert made.owned()["b"] > 0
+    peer_mesh = mesh()
+    opened(peer_mesh, *"abc")
+    linked(peer_mesh, *"abc")
+    peer_mesh.choose("abc", 0)
+    peer_mesh.demote("b", 5)
+    assert peer_mesh.reown("b").members == ("a", "b", "c")
+    assert peer_mesh.owned()["b"] == 0
+    assert peer_mesh.choose("abc", 4) != peer_mesh.star
+    assert peer_mesh.owned()["b"] == 0
+    assert peer_mesh.choose("abc", 5) != peer_mesh.star
+    assert peer_mesh.owned()["b"] > 0
 
 
 def test_a_slow_owner_stays_where_the_others_have_no_bandwidth_to_own_anything():
@@ -132,11 +135,11 @@ def test_a_slow_owner_stays_where_the_others_have_no_bandwidth_to_own_anything()
 
 
 def test_the_scribe_is_on_the_coordinator_s_machine():
-    made = mesh()
-    opened(made, *"abc", hosts={"b": ""})
-    linked(made, *"abc")
-    assert made.choose("abc", 0).scribe == "b"
-    assert made.without({"b"}).scribe is None
+    peer_mesh = mesh()
+    opened(peer_mesh, *"abc", hosts={"b": ""})
+    linked(peer_mesh, *"abc")
+    assert peer_mesh.choose("abc", 0).scribe == "b"
+    assert peer_mesh.without({"b"}).scribe is None
 
 
 def test_a_slow_link_owns_nothing_and_quick_ones_alike():
@@ -148,10 +151,10 @@ def test_a_slow_link_owns_nothing_and_quick_ones_alike():
 
 
 def test_auto_chooses_by_what_was_measured():
-    made = mesh("auto")
-    opened(made, *"abcd", hosts={"a": ""})
-    linked(made, *"abcd")
-    assert made.choose("abcd", 0) != made.star
+    peer_mesh = mesh("auto")
+    opened(peer_mesh, *"abcd", hosts={"a": ""})
+    linked(peer_mesh, *"abcd")
+    assert peer_mesh.choose("abcd", 0) != peer_mesh.star
     slow = mesh("auto")
     opened(slow, *"abcd", hosts={"a": ""})
     linked(slow, *"abc")
@@ -165,47 +168,51 @@ def test_auto_chooses_by_what_was_measured():
 
 
 def test_auto_goes_back_to_a_star_that_proved_quicker_until_others_take_part():
-    made = mesh("auto")
-    opened(made, *"abcd", hosts={"a": ""})
+    peer_mesh = mesh("auto")
+    opened(peer_mesh, *"abcd", hosts={"a": ""})
     for _ in range(9):
-        assert made.choose("abcd", 0) == made.star  # nobody is linked yet
-        made.took(1000.0, sharded=False)
-    linked(made, *"abcd")
+        assert peer_mesh.choose("abcd", 0) == peer_mesh.star  # nobody is linked yet
+        peer_mesh.took(1000.0, sharded=False)
+    linked(peer_mesh, *"abcd")
     for _ in range(17):
-        assert made.choose("abcd", 0) != made.star
-        made.took(1100.0, sharded=True)
-    assert made.choose("abcd", 0) == made.star
-    assert made.reason == "a star: its steps took 1000 ms, sharded ones 1100 ms"
-    assert made.owned() == {}
-    assert made.choose("abc", 0) != made.star
+        assert peer_mesh.choose("abcd", 0) != peer_mesh.star
+        peer_mesh.took(1100.0, sharded=True)
+    assert peer_mesh.choose("abcd", 0) == peer_mesh.star
+    assert peer_mesh.reason == "a star: its steps took 1000 ms, sharded ones 1100 ms"
+    assert peer_mesh.owned() == {}
+    assert peer_mesh.choose("abc", 0) != peer_mesh.star
 
 
 def test_a_run_whose_payloads_only_the_coordinator_takes_has_no_links():
-    made = mesh("auto", secret=b"")
-    assert [made.joined(name, f"h{name}") for name in "abc"] == [[], [], []]
-    assert made.choose("abc", 0) == made.star
-    assert made.reason == "a star: this run has no links between workers"
+    peer_mesh = mesh("auto", secret=b"")
+    assert [peer_mesh.joined(name, f"h{name}") for name in "abc"] == [[], [], []]
+    assert peer_mesh.choose("abc", 0) == peer_mesh.star
+    assert peer_mesh.reason == "a star: this run has no links between workers"
 
 
 def test_workers_own_all_chunks_or_the_coordinator_does():
     """Whoever comes and goes, and within a step too."""
     for seed in range(100):
-        rng, made = random.Random(seed), mesh(random.Random(seed).choice(["sharded", "auto"]))
+        rng, peer_mesh = random.Random(seed), mesh(random.Random(seed).choice(["sharded", "auto"]))
         for step in range(20):
             name = rng.choice("abcdef")
             match rng.randrange(6):
                 case 0:
-                    made.lost(name)
-                    made.without([name])
+                    peer_mesh.lost(name)
+                    peer_mesh.without([name])
                 case 1:
-                    made.without([name])
-                case 2 if name in made.table.members:
-                    made.demote(name, step + 3)
-                    made.reown(name)
+                    peer_mesh.without([name])
+                case 2 if name in peer_mesh.table.members:
+                    peer_mesh.demote(name, step + 3)
+                    peer_mesh.reown(name)
                 case _:
-                    opened(made, name)
-                    linked(made, *made._listening)
-            table = made.choose([*made._listening], step) if rng.random() < 0.5 else made.table
+                    opened(peer_mesh, name)
+                    linked(peer_mesh, *peer_mesh._listening)
+            table = (
+                peer_mesh.choose([*peer_mesh._listening], step)
+                if rng.random() < 0.5
+                else peer_mesh.table
+            )
             assert table.has_peers == (COORDINATOR not in table.members)
             assert parse(OwnerTable, table.to_bytes()) == table
 

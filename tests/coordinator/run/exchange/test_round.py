@@ -241,9 +241,9 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
             assert round_.subtree_loss(worker, subtree_loss(subtree)) in (True, False)
         else:
             gradient = values(subtree, block, chunk, exchange)
-            taken = round_.payload(worker, payload(subtree, block, chunk), gradient)
-            assert not isinstance(taken, NonFinite)
-            averaged += [place_of(taken)] if taken is not None else []
+            chunk_average = round_.payload(worker, payload(subtree, block, chunk), gradient)
+            assert not isinstance(chunk_average, NonFinite)
+            averaged += [place_of(chunk_average)] if chunk_average is not None else []
         if not queues[worker]:
             del queues[worker]
             assert not round_.unfinished(worker)
@@ -426,18 +426,18 @@ def test_blocks_are_summarized_by_another_thread_and_the_round_waits_for_it(monk
     monkeypatch.setattr(limits, "EVENT_LOOP_REDUCE_BYTES", BLOCKS[LAST].elements * 4)
     round_ = Round(BLOCKS, 1, 1, 0, 0)
     round_.assign("a", (Subtree(0, 1),))
-    asked = []
+    requests = []
     for block, chunk in chunks():
         round_.payload(
             "a", payload(Subtree(0, 1), block, chunk), values(Subtree(0, 1), block, chunk)
         )
-        asked += round_.summarize()
+        requests += round_.summarize()
     round_.subtree_loss("a", subtree_loss(Subtree(0, 1)))
-    assert [len(each.averages) for each in asked] == [2]  # and the rest at the end, here
+    assert [len(each.averages) for each in requests] == [2]  # and the rest at the end, here
     assert round_.summarizes
     assert not round_.complete
-    for each in asked:
-        round_.summarized({n: summary_of(*given) for n, given in each.averages.items()})
+    for each in requests:
+        round_.summarized({n: summary_of(*averages) for n, averages in each.averages.items()})
     assert_is_the_plain_sum(round_, 1, FLOAT32)
 
 

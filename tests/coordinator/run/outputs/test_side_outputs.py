@@ -63,9 +63,9 @@ def give(round_: Round, worker: str, subtree: Subtree) -> None:
 
 def begun(**subtrees: tuple[Subtree, ...]) -> Round:
     round_ = Round(BLOCKS, len(SIZES), 1, 0, 0, side_outputs=SideOutputs(SIZES))
-    for worker, given in subtrees.items():
-        round_.assign(worker, given)
-        round_.double_check.assign(worker, "one numerics profile", given)
+    for worker, assigned_subtrees in subtrees.items():
+        round_.assign(worker, assigned_subtrees)
+        round_.double_check.assign(worker, "one numerics profile", assigned_subtrees)
     return round_
 
 
@@ -114,14 +114,14 @@ def test_an_embedding_that_is_not_finite_names_its_worker_though_another_was_fir
     for worker in ("ann", "bob"):
         round_.assign(worker, (one,))
         round_.double_check.assign(worker, "one profile", (one,))
-    for worker, last, found in (
+    for worker, last, expected in (
         ("ann", 1.0, None), ("bob", np.nan, NonFinite(one, "bob", is_embedding=True))
     ):  # fmt: skip
         values[1] = last
         for chunk, content in enumerate(values.view(np.uint8).reshape(2, PIECE)):
             message = CapturedRows(**PLACE, lo=0, hi=1, microbatch=0, chunk=chunk)
             outcome = round_.captured(worker, message, content.copy())
-        assert outcome == found
+        assert outcome == expected
 
 
 def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():

@@ -69,7 +69,7 @@ def test_old_steps_are_forgotten():
 @given(st.permutations(["a", "b", "c", "replica"]), st.sets(st.sampled_from("abc")))
 def test_in_any_order_all_and_only_the_odd_are_named(order, odd):
     agreement = committed("a", "b", "c")
-    agreed, found = [], []
+    agreed, odd_workers = [], []
     for who in order:
         if who == "replica":
             agreement.replica_answer(1, "x")
@@ -77,8 +77,8 @@ def test_in_any_order_all_and_only_the_odd_are_named(order, odd):
             agreement.answer(who, 1, "odd" if who in odd else "x")
         now, wrong = agreement.judge(1)
         agreed += now
-        found += wrong
-    assert set(found) == odd
+        odd_workers += wrong
+    assert set(odd_workers) == odd
     assert set(agreed) == set("abc") - odd
     assert agreement.waiting_for == sorted(odd)
     assert agreement.reached is (not odd)

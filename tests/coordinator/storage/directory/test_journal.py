@@ -333,10 +333,10 @@ def test_any_history_reads_back_like_a_list(tmp_path_factory, history):
                 journal.close()
                 journal = Journal(path)
                 # What was half written may have had whole lines.
-                found = records(path)
-                assert found[: len(durable)] == durable
-                assert found[len(durable) :] == waiting[: len(found) - len(durable)]
-                durable, waiting = found, []
+                entries = records(path)
+                assert entries[: len(durable)] == durable
+                assert entries[len(durable) :] == waiting[: len(entries) - len(durable)]
+                durable, waiting = entries, []
     journal.sync()
     assert records(path) == durable + waiting
 

@@ -43,8 +43,8 @@ def scan(directory, **how):
 
 def steps(directory, step=0, **how):
     """The committed steps from this one on, and what else the look found."""
-    found = scan(directory, **how)
-    return list(found.index.following(step)), found.cuts
+    scan_result = scan(directory, **how)
+    return list(scan_result.index.following(step)), scan_result.cuts
 
 
 def numbers(directory, step=0, **how):
@@ -53,12 +53,12 @@ def numbers(directory, step=0, **how):
 
 def contents(directory, step=0):
     """(term, step, attempt) and the averages' bytes of each committed step."""
-    found = []
+    rows = []
     for logged in steps(directory, step)[0]:
         commit, arrays = logged.record.commit, read_averages(logged, BLOCKS)
         place = (commit.term, commit.step, commit.attempt)
-        found.append((place, None if arrays is None else [a.tobytes() for a in arrays]))
-    return found
+        rows.append((place, None if arrays is None else [a.tobytes() for a in arrays]))
+    return rows
 
 
 def expected(*places):
@@ -286,10 +286,10 @@ def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, dat
                 log = opened(directory, term=naive.term, next_step=step)
     log.close()
     wanted = [naive.committed[step] for step in range(base, naive.next_step)]
-    found = contents(directory, base)
-    assert len(found) == len(wanted)
-    for place, got in zip(wanted, found, strict=True):
-        assert got[1] is None if place is None else [got] == expected(place)
+    rows = contents(directory, base)
+    assert len(rows) == len(wanted)
+    for place, row in zip(wanted, rows, strict=True):
+        assert row[1] is None if place is None else [row] == expected(place)
 
 
 # Damage.
@@ -302,8 +302,8 @@ def test_a_tail_torn_at_any_byte_of_the_last_step_is_cut(tmp_path):
     assert ends[-1] == len(whole)
     for length in range(ends[-2], len(whole)):
         path.write_bytes(whole[:length])
-        found, cuts = steps(tmp_path / "log", repair=True)
-        assert [s.step for s in found] == [0, 1], length
+        logged_steps, cuts = steps(tmp_path / "log", repair=True)
+        assert [s.step for s in logged_steps] == [0, 1], length
         assert bool(cuts) == (path.stat().st_size < length)
         # Cut once, it is whole: the next start finds nothing to do, and the log goes on.
         assert scan(tmp_path / "log").cuts == ()
@@ -342,8 +342,8 @@ def test_a_flipped_bit_in_the_newest_step_takes_that_step_back(tmp_path):
     whole = path.read_bytes()
     for at in range(steps(tmp_path)[0][1].end, len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        found, cuts = steps(tmp_path)
-        assert [s.step for s in found] == [0, 1]
+        logged_steps, cuts = steps(tmp_path)
+        assert [s.step for s in logged_steps] == [0, 1]
         assert len(cuts) == 1
 
 
@@ -495,9 +495,9 @@ class Reads:
         monkeypatch.setattr(os, "pread", self)
 
     def __call__(self, fd, length, offset):
-        found = self.real(fd, length, offset)
-        self.calls, self.bytes = self.calls + 1, self.bytes + len(found)
-        return found
+        content = self.real(fd, length, offset)
+        self.calls, self.bytes = self.calls + 1, self.bytes + len(content)
+        return content
 
 
 def test_what_was_missed_is_read_whatever_the_length_of_the_log(tmp_path, monkeypatch):

@@ -63,9 +63,11 @@ def test_a_state_comes_back_bit_for_bit(tmp_path, name):
     replica = trained(3, optimizer)
     replica.skip()
     losses = [0.5, 0.25, 0.125, float("nan")]
-    made = write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, term=7, losses=losses)
+    new_checkpoint = write_checkpoint(
+        tmp_path, MANIFEST, replica, run_id=RUN_ID, term=7, losses=losses
+    )
     checkpoint, passed = latest(tmp_path)
-    assert (checkpoint, passed) == (made, ())
+    assert (checkpoint, passed) == (new_checkpoint, ())
     assert checkpoint.info.losses == (0.5, 0.25, 0.125, None)
     assert (checkpoint.info.term, checkpoint.info.step, checkpoint.info.optimizer_step) == (7, 4, 3)
     loaded = load_replica(checkpoint, MANIFEST, optimizer)
@@ -148,10 +150,10 @@ def test_a_missing_file_is_found(tmp_path):
 
 
 def test_a_state_with_another_digest_is_refused(tmp_path):
-    made = write(tmp_path, 2)
-    other = made.info.model_copy(update={"state_digest": "0" * 64})
+    checkpoint = write(tmp_path, 2)
+    other = checkpoint.info.model_copy(update={"state_digest": "0" * 64})
     with pytest.raises(StorageDamaged, match="digest"):
-        load_replica(module.Checkpoint(made.path, other), MANIFEST, SPEC.optimizer)
+        load_replica(module.Checkpoint(checkpoint.path, other), MANIFEST, SPEC.optimizer)
 
 
 def test_one_of_another_run_or_manifest_is_refused(tmp_path):
@@ -303,13 +305,13 @@ def test_metrics_of_a_state_without_checkpoint_are_no_error(tmp_path):
 
 
 def test_metrics_of_another_state_are_not_kept_with_a_checkpoint(tmp_path):
-    made = write(tmp_path, 3)
+    checkpoint = write(tmp_path, 3)
     write_metrics(tmp_path, 3, "d" * 64, {"accuracy": 1.0})
     assert read_metrics(tmp_path, 3) is None
-    write_metrics(tmp_path, 3, made.info.state_digest, {"accuracy": 0.5})
-    file = made.path / "metrics.json"
+    write_metrics(tmp_path, 3, checkpoint.info.state_digest, {"accuracy": 0.5})
+    file = checkpoint.path / "metrics.json"
     whole = file.read_bytes()
-    shutil.rmtree(made.path)
+    shutil.rmtree(checkpoint.path)
     other = trained(3)
     other.parameters[0][0] += 1
     write_checkpoint(tmp_path, MANIFEST, other, run_id=RUN_ID, term=1, losses=[1.0] * 3)

@@ -61,13 +61,13 @@ class EmulatedLibrary(Library):
             places[place] = array
             self._arena[place : place + array.nbytes] = array.tobytes()
         words = [name]
-        for given, kind in zip(arguments, library._PROTOTYPES[name][0], strict=True):
+        for argument, kind in zip(arguments, library._PROTOTYPES[name][0], strict=True):
             if kind is ctypes.c_float:
-                words.append(f"n{struct.unpack('<I', struct.pack('<f', given))[0]}")
-            elif given is None or kind is not ctypes.c_void_p:
-                words.append(f"n{int(given or 0)}")
+                words.append(f"n{struct.unpack('<I', struct.pack('<f', argument))[0]}")
+            elif argument is None or kind is not ctypes.c_void_p:
+                words.append(f"n{int(argument or 0)}")
             else:
-                words.append(f"p{_offset(given, places)}")
+                words.append(f"p{_offset(argument, places)}")
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(*words, file=self._process.stdin, flush=True)

@@ -89,8 +89,8 @@ def values(seed: int, elements: int, offset: int = 0) -> np.ndarray:
 
 def bits(array: np.ndarray) -> np.ndarray:
     """As whole numbers, any NaN as one."""
-    found = np.array(array).view(np.uint32)
-    return np.where((found & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC00000), found)
+    words = np.array(array).view(np.uint32)
+    return np.where((words & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC00000), words)
 
 
 @pytest.fixture(scope="module", params=PARAMETERS, ids=lambda target: target.name)
@@ -140,7 +140,7 @@ def test_updates(kernels, case, spec, decay, step):
     gradient = values(seed + 3, elements, offsets[3])
     count = update.state_arrays(spec)
     moments = slice(1, 1 + update.moment_count(spec))
-    found: list[Any] = []
+    results: list[Any] = []
     for native in (None, kernels):
         state = [values(seed + i, elements, offsets[i]) for i in range(count)]
         with using(native):
@@ -148,10 +148,10 @@ def test_updates(kernels, case, spec, decay, step):
                 spec, scalars, state[0], gradient, tuple(state[moments]), decay=decay,
                 average=state[-1] if spec.average else None,
             )  # fmt: skip
-        found.append((finite, *map(bits, state)))
-    assert found[0][0] == found[1][0]
-    for expected, got in zip(found[0][1:], found[1][1:], strict=True):
-        np.testing.assert_array_equal(got, expected)
+        results.append((finite, *map(bits, state)))
+    assert results[0][0] == results[1][0]
+    for expected, native_bits in zip(results[0][1:], results[1][1:], strict=True):
+        np.testing.assert_array_equal(native_bits, expected)
 
 
 def test_every_rule_has_a_variant():
@@ -186,42 +186,42 @@ def test_sums_by_row_and_column(kernels, case, columns, rows):
     stack = values(seed, count * rows * columns, offset).reshape(count, rows, columns)
     spec = OptimizerSpec(name="adafactor", eps=1e-6)
     scalars = update.step_scalars(spec, 2, 1, 9, 1.0)
-    found = []
+    contents = []
     for native in (None, kernels):
         with using(native), np.errstate(all="ignore"):
             sums = adafactor._sums(scalars, stack)
-        found.append([np.where(np.isnan(each), 0.0, each).tobytes() for each in sums])
-    assert found[0] == found[1]
+        contents.append([np.where(np.isnan(each), 0.0, each).tobytes() for each in sums])
+    assert contents[0] == contents[1]
 
 
 @given(case=CASES)
 def test_sums(kernels, case):
     seed, elements, offset = prepared(kernels, case)
     for add in tree_sum.ADDITIONS.values():
-        found: list[Any] = []
+        results: list[Any] = []
         for native in (None, kernels):
             left, right = values(seed, elements, offset), values(seed + 1, elements, 63 - offset)
             with using(native):
-                found.append(bits(add(left, right)))
-        np.testing.assert_array_equal(found[1], found[0])
+                results.append(bits(add(left, right)))
+        np.testing.assert_array_equal(results[1], results[0])
 
 
 @given(case=CASES)
 def test_averages_and_checks(kernels, case):
     seed, elements, offset = prepared(kernels, case)
     given_values = values(seed, elements, offset)
-    found: list[Any] = []
+    results: list[Any] = []
     for native in (None, kernels):
         out = values(0, elements, 63 - offset)
         with using(native):
             finite = update.average(given_values, 1.0 + seed % 7, out)
-            found.append((finite, update.is_finite(given_values), absent.is_absent(given_values)))
-            found.append((np.float64(update.square_sum(given_values)).tobytes(),))
-        found.append((bits(out).tobytes(),))
+            results.append((finite, update.is_finite(given_values), absent.is_absent(given_values)))
+            results.append((np.float64(update.square_sum(given_values)).tobytes(),))
+        results.append((bits(out).tobytes(),))
     if np.isfinite(given_values).all():  # else a sum of squares may be a NaN of another payload
-        assert found[:3] == found[3:]
-    assert found[0] == found[3]
-    assert found[2] == found[5]
+        assert results[:3] == results[3:]
+    assert results[0] == results[3]
+    assert results[2] == results[5]
 
 
 @given(case=CASES)
@@ -231,24 +231,24 @@ def test_sums_of_squares_that_overflow(kernels, case):
     with using(None):
         expected = update.square_sum(given_values)
     with using(kernels):
-        found = update.square_sum(given_values)
-    np.testing.assert_equal(found, expected)
+        native_sum = update.square_sum(given_values)
+    np.testing.assert_equal(native_sum, expected)
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "topk"])
 @given(case=CASES)
 def test_codecs(kernels, codec, case):
     seed, elements, offset = prepared(kernels, case)
-    found: list[Any] = []
+    results: list[Any] = []
     for native in (None, kernels):
         array = values(seed, elements, offset)
         with using(native):
             body = codecs.packed(array, codec).view(np.uint8)
             raw = np.empty(body.size + 64, np.uint8)[63 - offset :][: body.size]
             raw[:] = body
-            found.append((body.tobytes(), bits(codecs.unpacked(raw, codec, elements)).tobytes()))
-            found.append((bits(codecs.projected(array, codec)).tobytes(),))
-    assert found[:2] == found[2:]
+            results.append((body.tobytes(), bits(codecs.unpacked(raw, codec, elements)).tobytes()))
+            results.append((bits(codecs.projected(array, codec)).tobytes(),))
+    assert results[:2] == results[2:]
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "topk"])
@@ -258,20 +258,20 @@ def test_any_bytes_are_unpacked_alike(kernels, codec, case):
     rng = np.random.default_rng(seed)
     length = codecs.body_bytes(codec, elements)
     raw = rng.integers(0, 256, length + 64, np.uint8)[offset:][:length]
-    found: list[Any] = []
+    contents: list[Any] = []
     for native in (None, kernels):
         with using(native):
-            found.append(bits(codecs.unpacked(raw, codec, elements)).tobytes())
-    assert found[0] == found[1]
+            contents.append(bits(codecs.unpacked(raw, codec, elements)).tobytes())
+    assert contents[0] == contents[1]
 
 
 def test_equal_magnitudes_are_chosen_by_index(kernels):
     for array in (np.full(9000, -2.0, np.float32), np.arange(9000, dtype=np.float32) // 70):
-        found: list[Any] = []
+        contents: list[Any] = []
         for native in (None, kernels):
             with using(native):
-                found.append(codecs.packed(array, "topk").tobytes())
-        assert found[0] == found[1]
+                contents.append(codecs.packed(array, "topk").tobytes())
+        assert contents[0] == contents[1]
 
 
 def test_absent_gradients(kernels):

@@ -48,10 +48,10 @@ def test_of_a_model_only_what_a_task_reads(tmp_path):
     put(tmp_path, "README.md", "pytorch_model.bin", "training_args.pt", "modeling.py", "logo.png",
         "onnx/model.onnx", "adapter_config.json", "consolidated.safetensors", "1/config.json",
         "model.safetensors.index.json")  # fmt: skip
-    found = model(tmp_path)
-    assert names(found) == sorted(("config.json", "model.safetensors", *TOKENIZER))
-    assert found is not None
-    assert (found.role, found.form) == ("model", "directory")
+    files = model(tmp_path)
+    assert names(files) == sorted(("config.json", "model.safetensors", *TOKENIZER))
+    assert files is not None
+    assert (files.role, files.form) == ("model", "directory")
 
 
 def test_a_model_in_shards_has_those_of_its_index(tmp_path):
@@ -89,10 +89,10 @@ def test_pickled_weights_are_not_sent(tmp_path):
 def test_a_gguf_file_is_sent_alone(tmp_path):
     put(tmp_path, "m.gguf", "README.md")
     for source in (tmp_path, tmp_path / "m.gguf"):
-        found = model(source)
-        assert names(found) == ["m.gguf"]
-        assert found is not None
-        assert found.form == "file"
+        files = model(source)
+        assert names(files) == ["m.gguf"]
+        assert files is not None
+        assert files.form == "file"
 
 
 def test_a_hub_name_is_left_to_the_workers(tmp_path, monkeypatch):
@@ -116,8 +116,8 @@ def test_a_tokenizer_of_its_own(tmp_path):
 
 def test_a_directory_of_text_by_its_pattern(tmp_path):
     put(tmp_path, "b.txt", "a/z.txt", "a.txt", "c.md")
-    found = data(tmp_path)
-    assert names(found) == ["a.txt", "a/z.txt", "b.txt"]
+    files = data(tmp_path)
+    assert names(files) == ["a.txt", "a/z.txt", "b.txt"]
     assert names(data(tmp_path, pattern="*.md")) == ["c.md"]
     lone = data(tmp_path / "b.txt")
     assert lone is not None
@@ -173,8 +173,8 @@ def test_a_link_out_of_a_data_directory_is_refused(tmp_path):
     secret.write_text("secret")
     assert names(data(directory)) == ["a.txt"]
     (directory / "b.txt").symlink_to(secret)
-    found = data(directory)  # a worker's inputs are made of links, too
-    assert found is not None
-    assert names(found) == ["a.txt", "b.txt"]
+    files = data(directory)  # a worker's inputs are made of links, too
+    assert files is not None
+    assert names(files) == ["a.txt", "b.txt"]
     with pytest.raises(DataError, match=r"got a link that leads out of it, .*b\.txt'"):
-        refuse_links_out(found)
+        refuse_links_out(files)
