@@ -12,8 +12,9 @@
 # SAMESTEP_VENV where to create the environment (default: .venv in the repository)
 # SAMESTEP_WHEEL install samestep from this wheel instead of the repository, which then needs only
 #               requirements/ and pyproject.toml
-# TORCH         cpu or cuda (default: cuda if NVIDIA's driver is loaded and recent enough; else cpu if
-#               pip finds that build; else the index's build, which also computes on CPUs)
+# TORCH         cpu, cuda or rocm (default: cuda if NVIDIA's driver is loaded and recent enough; else
+#               cpu if pip finds that build; else the index's build, which also computes on CPUs).
+#               rocm comes from PyTorch's own index, by exact version and without hashes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,7 +23,7 @@ readonly venv="${SAMESTEP_VENV:-.venv}"
 readonly wheel="${SAMESTEP_WHEEL:-}"
 readonly torch_asked="${TORCH:-}"
 readonly stamp="$venv/samestep.lock"
-readonly coordinator_mib=400 cpu_mib=2000 cuda_mib=9000 compiler_mib=600 # measured sizes of the finished environment, plus a margin
+readonly coordinator_mib=400 cpu_mib=2000 cuda_mib=9000 rocm_mib=17000 compiler_mib=600 # measured sizes of the finished environment, plus a margin
 
 # Exit codes as in the daemons: 1 failed, 2 usage, 69 unreachable, 78 mismatch.
 fail() {
@@ -42,8 +43,8 @@ dev) requirements=(run assets dev) ;;
 *) fail 2 "expected environment.sh with one of ${set_names[*]}, got '$set_name'" ;;
 esac
 case "$torch_asked" in
-"" | cpu | cuda) ;;
-*) fail 2 "expected TORCH=cpu or TORCH=cuda, got '$torch_asked'" ;;
+"" | cpu | cuda | rocm) ;;
+*) fail 2 "expected TORCH=cpu, TORCH=cuda or TORCH=rocm, got '$torch_asked'" ;;
 esac
 
 # One line per set, so that an environment for development also counts as one for running.
@@ -53,7 +54,7 @@ wanted() {
     for name in "${set_names[@]}"; do
         case "$name" in
         coordinator) files+=(requirements/coordinator.txt) ;;
-        worker) files+=(requirements/{run,cpu,cuda}.txt) ;;
+        worker) files+=(requirements/{run,cpu,cuda,rocm}.txt) ;;
         run) files+=(requirements/assets.txt) ;;
         dev) files+=(requirements/dev.txt) ;;
         esac
@@ -151,7 +152,7 @@ nvidia_driver() {
     return 0
 }
 
-# Print cpu or cuda, or nothing if either is fine.
+# Print cpu, cuda or rocm, or nothing if cpu and cuda are both fine.
 choose_torch() {
     local found least
     found=$(nvidia_driver)
@@ -189,18 +190,38 @@ install_cpu_torch() {
     return 1
 }
 
+# Remove torch, and the triton beside it, if it is of another build than this one (+rocm; empty: CUDA's).
+# pip considers +cpu and +rocm versions equal to one without and would keep them, and the files of both
+# tritons have the same names.
+remove_other_torch() {
+    local found
+    found=$(compgen -G "$venv/lib/python3*/site-packages/torch-*.dist-info") || return 0
+    found=${found##*/torch-}
+    case "$found" in
+    *+rocm*) found=+rocm ;;
+    *+cpu*) found=+cpu ;;
+    *) found="" ;;
+    esac
+    [ "$found" = "$1" ] && return
+    "$venv/bin/python" -m pip --no-input uninstall --quiet --yes triton triton-rocm torch ||
+        fail 1 "cannot remove torch's other build from $venv"
+}
+
 install_torch() {
+    if [ "$torch" = rocm ]; then
+        say "torch's ROCm build is from PyTorch's own index, by exact version and without hashes"
+        need_space "$rocm_mib"
+        remove_other_torch +rocm
+        pip -r requirements/rocm.txt || explain "$log"
+        return
+    fi
     if [ "$torch" != cuda ] && install_cpu_torch; then
         torch=cpu
         return
     fi
     torch=cuda
     need_space "$cuda_mib"
-    # pip considers a +cpu version equal to one without and would keep it.
-    if compgen -G "$venv/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null; then
-        "$venv/bin/python" -m pip --no-input uninstall --quiet --yes torch ||
-            fail 1 "cannot remove torch's CPU build from $venv"
-    fi
+    remove_other_torch ""
     pip --require-hashes -r requirements/cuda.txt || explain "$log"
 }
 

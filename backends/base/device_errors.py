@@ -24,6 +24,11 @@ _FAILED: Final = (
 _DEVICE_CLASS: Final = getattr(torch, "AcceleratorError", None)
 """Since torch 2.8."""
 _NO_FIXED_ORDER: Final = "does not have a deterministic implementation"
+_IN_FIXED_ORDER: Final = {
+    "cumsum": " (of x, (..., n), by x @ torch.ones(n, n, device=x.device).triu())",
+    "adaptive_avg_pool2d": " (by avg_pool2d where the sizes divide)",
+}
+"""What gives an operator's values with a deterministic kernel."""
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -66,9 +71,10 @@ def why_not_repeatable(error: BaseException) -> str:
     if _NO_FIXED_ORDER not in text:
         return ""
     operator = text.partition(" ")[0]
+    replacement = next((how for name, how in _IN_FIXED_ORDER.items() if name in operator), "")
     return (
         f"{operator} adds in no fixed order, so its bits change from run to run; replace that "
-        "operator, or use --backend cpu or vulkan"
+        f"operator{replacement}, or use --backend cpu or vulkan"
     )
 
 

@@ -208,7 +208,8 @@ def _of_bernoulli(level: float, arguments_by_name: Mapping[str, Any], out: torch
 
 
 def _of_multinomial(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
-    weights: torch.Tensor = arguments_by_name["self"].detach().double()
+    # On the host: cards add `cumsum` in no fixed order, and some have no float64.
+    weights: torch.Tensor = arguments_by_name["self"].detach().cpu().double()
     count = out.shape[-1]
     if count > 1 and not arguments_by_name.get("replacement", False):
         return weights.topk(count, dim=-1).indices

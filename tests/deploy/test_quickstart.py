@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -225,11 +228,81 @@ def test_the_other_build_of_torch_replaces_the_first(place: Place):
     site = place.repository / ".venv" / "lib" / "python3.11" / "site-packages"
     (site / "torch-2.13.0+cpu.dist-info").mkdir(parents=True)
     environment(place, "worker", TORCH="cuda")
-    assert place.did()[len(before) :][1:3] == ["pip --yes torch", CUDA]
+    assert place.did()[len(before) :][1:3] == ["pip triton-rocm torch", CUDA]
     after = place.did()
     for torch in ("cuda", ""):
         environment(place, "worker", TORCH=torch)
     assert place.did() == after
+
+
+def test_the_build_for_cards_of_amd_says_that_it_has_no_hashes(place: Place):
+    output = environment(place, "worker", TORCH="rocm")
+    assert "ROCm build is from PyTorch's own index, by exact version and without hashes" in output
+    assert place.did()[1] == "pip -r requirements/rocm.txt"
+    assert {CPU, CUDA}.isdisjoint(place.did())
+    before = place.did()
+    for torch in ("rocm", ""):
+        assert environment(place, "worker", TORCH=torch) == ""
+    assert place.did() == before
+
+
+@pytest.mark.parametrize(
+    ("present", "wanted", "is_removed"),
+    [("2.13.0", "rocm", True), ("2.13.0+cpu", "rocm", True), ("2.13.0+rocm7.2", "rocm", False),
+     ("2.13.0+rocm7.2", "cuda", True), ("2.13.0", "cuda", False)],
+)  # fmt: skip
+def test_no_build_of_torch_is_laid_over_another(place: Place, present, wanted, is_removed):
+    environment(place, "coordinator")
+    site = place.repository / ".venv" / "lib" / "python3.11" / "site-packages"
+    (site / f"torch-{present}.dist-info").mkdir(parents=True)
+    environment(place, "worker", TORCH=wanted)
+    assert ("pip triton-rocm torch" in place.did()) == is_removed
+    assert f"pip -r requirements/{wanted}.txt" in place.did()
+
+
+def test_pip_takes_the_rocm_set_as_it_is_written(tmp_path: Path):
+    """Without a network: from a folder with files of these names, and nothing in them."""
+    tags = "py3-none-any"
+    names = {"torch": "2.13.0+rocm7.2", "triton-rocm": "3.7.1"}
+    for name, version in names.items():
+        file_name = name.replace("-", "_")
+        info = f"{file_name}-{version}.dist-info"
+        with zipfile.ZipFile(tmp_path / f"{file_name}-{version}-{tags}.whl", "w") as wheel:
+            wheel.writestr(
+                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            )
+            wheel.writestr(
+                f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tags}\n"
+            )
+            wheel.writestr(f"{info}/RECORD", "")
+    report = tmp_path / "report.json"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--find-links",
+        str(tmp_path),
+        "--dry-run",
+        "--ignore-installed",
+        "--report",
+        str(report),
+        "-r",
+        str(ROOT / "requirements/rocm.txt"),
+    ]
+    subprocess.run(command, check=True, timeout=60)
+    chosen = {
+        each["metadata"]["name"]: each["metadata"]["version"]
+        for each in json.loads(report.read_text())["install"]
+    }
+    assert chosen == names
+    version = names["torch"].partition("+")[0]
+    for lock in ("cpu", "cuda"):
+        text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+        assert f"torch=={version}" in text, "all builds are of one version"
 
 
 NO_NETWORK = (
@@ -254,7 +327,7 @@ NO_NETWORK = (
             78,
             "for Python 3.11 3.12 3.13, found 3.14",
         ),
-        ({"TORCH": "gpu"}, 2, "expected TORCH=cpu or TORCH=cuda, got 'gpu'"),
+        ({"TORCH": "gpu"}, 2, "expected TORCH=cpu, TORCH=cuda or TORCH=rocm, got 'gpu'"),
         ({"FAKE_PIP": "ERROR: No matching distribution found for x==1"}, 69, "finds no x==1"),
         ({"FAKE_PIP": "ERROR: [Errno 28] No space left on device"}, 1, "the disk is full"),
         ({"FAKE_FREE": "1000000"}, 1, "expected 2000 MiB free for .venv, found 976"),

@@ -36,6 +36,8 @@ KERNELS_TO_FAULT: Final = "SAMESTEP_STANDIN_KERNELS"
 """The one that says after how many kernels the devices break."""
 KERNELS_TO_HANG: Final = "SAMESTEP_STANDIN_HANGS"
 """The one that says after how many kernels they hang, which is noticed soon."""
+_PREPARATION_S: Final = 20.0
+"""Soon for a preparation: that of the tests' tasks takes a second or two."""
 TOUCHED: Final = "SAMESTEP_STANDIN_TOUCHED"
 """The one that names a folder where each process writes, at its end, a line for each thread and
 device that it touched."""
@@ -112,6 +114,7 @@ def register() -> None:
         torch.ops.standin.set_fault_after(int(kernels), text)
     if kernels := os.environ.get(KERNELS_TO_HANG):
         device_watch._LEAST_S = device_watch._LEAST_WITH_DATA_S = 1.0  # type: ignore[misc]
+        device_watch._PREPARATION_S = _PREPARATION_S  # type: ignore[misc]
         torch.ops.standin.set_fault_after(int(kernels), "")
     if folder := os.environ.get(TOUCHED):
         atexit.register(_write_touched, Path(folder))

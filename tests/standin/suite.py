@@ -569,6 +569,36 @@ def test_an_operator_that_a_card_adds_in_no_fixed_order_is_named_before_the_run(
         EagerBackend("accelerator").compile(trainable(Pooled(), loss=loss), batch())
 
 
+def test_the_message_says_what_adds_in_a_fixed_order():
+    x = torch.randn(3, 5)
+    sums = x @ torch.ones(5, 5, device=x.device).triu()
+    torch.testing.assert_close(sums, x.cumsum(-1))
+    with pytest.raises(DeviceError, match=r"by x @ torch\.ones\(n, n, device=x\.device\)\.triu\(\)"):
+        EagerBackend("accelerator").compile(trainable(Pooled(), loss=cumulative_loss), batch())
+
+
+def drawing_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+    """Draws a row for each sample, as a noise-contrastive loss does."""
+    scores = module(arrays["x"]) - arrays["y"]
+    shares = scores.detach().square() + 0.1
+    column = torch.multinomial(shares, 1)
+    loss: torch.Tensor = scores.gather(1, column).square().sum()
+    return loss
+
+
+@pytest.mark.parametrize("has_float64", [True, False])
+def test_a_loss_that_draws_by_multinomial_is_checked_on_the_card(has_float64):
+    kind = replace(torch_devices.KINDS["accelerator"], has_float64=has_float64)
+    standin.set_float64(is_there=has_float64)
+    try:
+        with mock.patch.dict(torch_devices.KINDS, accelerator=kind):
+            on_device = gradients("accelerator", fresh(loss=drawing_loss))
+            again = gradients("accelerator", fresh(loss=drawing_loss))
+    finally:
+        standin.set_float64(is_there=True)
+    assert on_device == again
+
+
 def test_an_index_of_the_first_microbatch_never_reaches_the_device():
     arrays = {"ids": np.full((2, 4), 7), "labels": np.ones((2, 4), np.int64)}
     with pytest.raises(IndexError, match="'ids' has 7"):

@@ -95,6 +95,19 @@ def test_a_card_that_hangs_ends_its_worker_and_the_run_continues(tmp_path, envir
     assert "it hangs" in error_text
 
 
+def test_a_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, environment, expected):
+    hangs = {**environment, standin.KERNELS_TO_HANG: str(FEW_KERNELS)}
+    with Cluster(tmp_path, "--expect-workers", "1", *DIGITS) as cluster:
+        card = cluster.worker("card", "--backend", "accelerator0", environment=hangs)
+        assert cluster.wait_for_exit(card) == 1
+        cluster.worker("cpu", "--backend", "cpu")
+        result(cluster, expected)
+        assert card.stderr is not None
+        error_text = card.stderr.read()
+    assert "device 'accelerator 0' failed: expected an answer within 20 s" in error_text
+    assert "while it compiles the task" in error_text
+
+
 def test_of_two_cards_the_one_that_hangs_is_begun_again(tmp_path, environment, expected):
     hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:

@@ -1,5 +1,6 @@
 """Notice a device that no longer answers, by how long its answers took before.
 
+While a device is opened or a task is prepared for it, every line of progress counts as an answer.
 A driver may hang for ever in a call that nothing interrupts. Time in which this process was stopped
 does not count. The CPU is not watched.
 """
@@ -21,6 +22,8 @@ _LEAST_WITH_DATA_S: Final = 600.0
 _TIMES_SLOWEST: Final = 30
 _UNMEASURED_S: Final = 1800.0
 """Before the first answer."""
+_PREPARATION_S: Final = 1800.0
+"""A device may be opened, or prepare a task, for this long without a line of progress."""
 _LOOKS: Final = 60
 """How often the watch looks within `_LEAST_S`."""
 
@@ -39,6 +42,8 @@ class DeviceWatch:
         self._answers = 0
         self._least_s = 0.0
         self._slowest_s: float | None = None
+        self._activity = ""
+        """What is prepared; empty if nothing is."""
         self._thread: threading.Thread | None = None
         self._end = threading.Event()
         self.is_hanging = False
@@ -70,6 +75,27 @@ class DeviceWatch:
             self._awaited = 0
             self._slowest_s = max(self._slowest_s or 0.0, time.monotonic() - start_s)
 
+    @contextmanager
+    def preparing(self, activity: str) -> Iterator[None]:
+        """Enter while the device prepares; how long it takes says nothing about later answers.
+
+        Args:
+            activity: What is done, for the report.
+        """
+        self._activity = activity
+        self.progressed()
+        try:
+            yield
+        finally:
+            self._awaited = 0
+            self._activity = ""
+
+    def progressed(self) -> None:
+        """Give a device that prepares its full time again; otherwise do nothing."""
+        if self._activity:
+            self._answers += 1
+            self._awaited = self._answers
+
     def each(self, answers: Iterable[T], *, with_data: bool = False) -> Iterator[T]:
         """Yield answers of the device, each of which is awaited."""
         iterator = iter(answers)
@@ -82,7 +108,9 @@ class DeviceWatch:
 
     def overdue(self, waited_s: float) -> str:
         """Why an answer that was awaited for so long will not come; empty if it may."""
-        if self._slowest_s is None:
+        if activity := self._activity:
+            limit_s, usual = _PREPARATION_S, f"or a line of progress, while {activity}"
+        elif self._slowest_s is None:
             limit_s, usual = max(_UNMEASURED_S, self._least_s), "there was none before"
         else:
             limit_s = max(self._least_s, _TIMES_SLOWEST * self._slowest_s)

@@ -332,6 +332,9 @@ class Engine:
         self._prepares = prepares
         self.preparing = ""
         self._watch = DeviceWatch(self._report_hang)
+        self._device_name = "of this worker"
+        """In reports of a hang; its own once it is open."""
+        self._is_open = False
         self._thread = self._machine.device_thread("engine")
 
     @property
@@ -387,18 +390,24 @@ class Engine:
             release()
 
     def _set_preparing(self, text: str) -> None:
+        self._watch.progressed()
         self.preparing = text
         if self._prepares is not None:
             self._prepares(text)
 
     def _report_hang(self, reason: str) -> None:
-        info = self._factory.backend().info
-        self._emit(DeviceFailed(DeviceError(f"{info.backend} {info.index}", reason)))
+        self._emit(DeviceFailed(DeviceError(self._device_name, reason)))
 
     def _open(self, action: act.OpenDevice) -> None:
         del action
-        if self._factory.backend().info.backend not in _NEVER_HANG:
-            self._watch.start()
+        if self._is_open:
+            return
+        self._watch.start()
+        with self._watch.preparing("it is opened"):
+            info = self._factory.backend().info
+        self._is_open, self._device_name = True, f"{info.backend} {info.index}"
+        if info.backend in _NEVER_HANG:
+            self._watch.close()
 
     def _free(self) -> Iterator[None]:
         """Leave the trained weights in the caller's module and release the device."""
@@ -492,31 +501,19 @@ class Engine:
         check_subnormals(_UPDATE_THREAD)
         example, *others = microbatch_of_each_shape(task, batches)
         evaluations = evaluation_of_each_shape(task)
-        progress.say(f"compiling for {self._factory.backend().info.name}")
-        try:
-            trainable = trainable_of(task, spec)
-            program = self._factory.backend().compile(trainable, example, others, evaluations)
-        except SamestepError as error:
-            raise _DeviceRefusal(error) from error
-        if manifest.embeddings is not None and not isinstance(program, ComputesCoupledLoss):
-            program.close()
-            raise _DeviceRefusal(
-                DeviceError(
-                    self._factory.backend().info.name,
-                    "expected a device that computes a loss over all samples of a step, got one "
-                    "that does not; start the worker with --backend cpu, cuda or vulkan",
-                )
-            )
-        replica, initial = Replica(manifest.blocks, spec.update), task.initial_parameters()
-        program.load(initial)
-        captures = manifest.capture is not None
-        probe = (rows_probe if captures else probe_digest)(program, [example, *others])
-        keeps_subnormals = program.keeps_subnormals()
-        try:
-            replay = _replay(spec, task, program, example, batches)
-        except SamestepError:
-            program.close()
-            raise
+        with self._watch.preparing("it compiles the task and computes its first microbatches"):
+            program = self._compiled(spec, task, [example, *others], evaluations)
+            replica, initial = Replica(manifest.blocks, spec.update), task.initial_parameters()
+            program.load(initial)
+            progress.say("computing the first microbatches")
+            captures = manifest.capture is not None
+            probe = (rows_probe if captures else probe_digest)(program, [example, *others])
+            keeps_subnormals = program.keeps_subnormals()
+            try:
+                replay = _replay(spec, task, program, example, batches)
+            except SamestepError:
+                program.close()
+                raise
         replica.load_parameters(initial)
         del initial
         # Evaluation loads averages, an inner phase loads its own parameters, and a group's replica
@@ -534,6 +531,32 @@ class Engine:
         if isinstance(order, InnerPhaseOrder):
             self._job.inner_phases = InnerPhases(spec, manifest.blocks, program, order, task.batch)
         return self._job
+
+    def _compiled(
+        self, spec: RunSpec, task: Task, batches: Sequence[Batch], evaluations: Sequence[Batch]
+    ) -> Program:
+        """Compile the task for a microbatch of each shape.
+
+        Raises:
+            _DeviceRefusal: The device cannot compute it.
+        """
+        example, *others = batches
+        progress.say(f"compiling for {self._factory.backend().info.name}")
+        try:
+            trainable = trainable_of(task, spec)
+            program = self._factory.backend().compile(trainable, example, others, evaluations)
+        except SamestepError as error:
+            raise _DeviceRefusal(error) from error
+        if task.manifest.embeddings is not None and not isinstance(program, ComputesCoupledLoss):
+            program.close()
+            raise _DeviceRefusal(
+                DeviceError(
+                    self._factory.backend().info.name,
+                    "expected a device that computes a loss over all samples of a step, got one "
+                    "that does not; start the worker with --backend cpu, cuda or vulkan",
+                )
+            )
+        return program
 
     def _compute(self, action: act.Compute) -> Iterator[None]:
         step_id, subtree = action.step_id, action.subtree
@@ -879,7 +902,8 @@ class Engine:
         if job.replay is None or not job.replay.is_due(job.replica.step):
             return False
         try:
-            job.replay.check(job.replica.parameters, in_place=not job.uses_group_replica)
+            with self._watch.preparing("it computes a microbatch again"):
+                job.replay.check(job.replica.parameters, in_place=not job.uses_group_replica)
         except DataError as error:
             self._refuse_task(job, error)
         return job.error is not None

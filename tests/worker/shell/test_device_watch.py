@@ -12,6 +12,7 @@ from worker.shell.device_watch import DeviceWatch
 def _impatient(monkeypatch):
     monkeypatch.setattr(device_watch, "_LEAST_S", 0.06)
     monkeypatch.setattr(device_watch, "_UNMEASURED_S", 0.06)
+    monkeypatch.setattr(device_watch, "_PREPARATION_S", 0.06)
 
 
 @pytest.fixture
@@ -61,3 +62,27 @@ def test_where_the_task_reads_samples_meanwhile_it_has_ten_minutes(monkeypatch):
         watch._slowest_s = 0.1
         assert not watch.overdue(599)
         assert watch.overdue(601)
+
+
+def test_a_preparation_without_progress_is_reported(watched):
+    watch, reasons = watched
+    with watch.preparing("it is opened"):
+        reason = reasons.get(timeout=60)
+    assert reason.startswith("expected an answer within 0 s (or a line of progress, while it is op")
+    assert watch.is_hanging
+
+
+def test_each_line_of_progress_gives_a_preparation_its_full_time(monkeypatch):
+    monkeypatch.undo()
+    watch = DeviceWatch(print)
+    watch.progressed()
+    assert not watch._awaited, "nothing is prepared"
+    with watch.preparing("it is opened"):
+        before = watch._awaited
+        watch.progressed()
+        assert 0 < before < watch._awaited
+        assert not watch.overdue(1700)
+        assert watch.overdue(1900)
+    assert not watch._awaited
+    with watch.awaiting():
+        assert "there was none before" in watch.overdue(1900), "a preparation is no measurement"

@@ -433,4 +433,5 @@ def test_how_far_a_preparation_is_can_be_asked_meanwhile():
     assert isinstance(event_queue.get(timeout=PATIENCE_S), events.Built)
     engine.close()
     name = BackendFactory().backend().info.name
-    assert (lines, engine.preparing) == ([f"compiling for {name}", ""], "")
+    assert lines == [f"compiling for {name}", "computing the first microbatches", ""]
+    assert engine.preparing == ""
