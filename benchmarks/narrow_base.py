@@ -34,7 +34,7 @@ from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.run_spec import ModelRun
 from tests.resident_memory import MIB, measured_growth
 from worker.models.device_memory import estimate
-from worker.models.main_memory import stored_tensors
+from worker.models.base_tensors import stored_tensors
 from worker.results.gguf_file import write_gguf
 from worker.tasks.registry import build
 

@@ -25,14 +25,15 @@ def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.d
         return
     base = [each for each in frozen_base(module).values() if each.dim() == 2]
     experts = expert_layers(module)
-    bench = Bench(max((parameter.numel() for parameter in base), default=0), device)
     stacks = [each for layer in experts for each in layer.parameters()]
+    matrices = [*base, *(stack[0] for stack in stacks)]
+    bench = Bench(max((matrix.numel() for matrix in matrices), default=0), device)
     meter = Meter(f"stored in {base_dtype}", sum(each.nbytes for each in (*base, *stacks)))
-    del stacks
+    del stacks, matrices
     while experts:
         layer = experts.pop()
         nbytes = sum(each.nbytes for each in layer.parameters())
-        narrow_experts(module, layer, storage, device)
+        narrow_experts(module, layer, storage, device, bench)
         meter.add(nbytes)
     while base:
         parameter = base.pop()  # now the only reference, apart from its layers

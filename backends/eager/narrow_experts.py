@@ -64,7 +64,7 @@ class NarrowExperts(nn.Module):
 
 
 def narrow_experts(
-    module: nn.Module, layer: nn.Module, storage: Storage, device: torch.device
+    module: nn.Module, layer: nn.Module, storage: Storage, device: torch.device, bench: Bench
 ) -> None:
     """Store the stacks of a layer of experts in fewer bits.
 
@@ -73,11 +73,10 @@ def narrow_experts(
         layer: See `backends.base.frozen_base.expert_stacks`.
         storage: Any storage type except f32.
         device: The device that stores and widens them.
+        bench: The memory in which a matrix is widened; all layers share it.
     """
     stacks: dict[str, list[NarrowWeight]] = {}
-    largest = 0
     for name, stack in [*layer.named_parameters(recurse=False)]:
-        largest = max(largest, stack[0].numel())
         stacks[name] = [
             NarrowWeight(quantize_tensor(matrix, storage), device) for matrix in stack.detach()
         ]
@@ -85,7 +84,7 @@ def narrow_experts(
     kind = type(layer)
     layer.__class__ = type(f"Narrow{kind.__name__}", (NarrowExperts, kind), {})
     given: Any = layer
-    given.stacks, given.adapters, given.bench = stacks, {}, Bench(largest, device)
+    given.stacks, given.adapters, given.bench = stacks, {}, bench
     for wrapper in module.modules():
         if hasattr(wrapper, "parameter_name") and _base_of(wrapper) is layer:
             given.adapters[wrapper.parameter_name] = wrapper

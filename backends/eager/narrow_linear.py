@@ -9,6 +9,7 @@ float32 weights.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,11 @@ _PLACES_AT_ONCE: Final = 1 << 16
 `Bench`."""
 _PAIRS_OF_NF4: Final = torch.from_numpy(NF4[np.arange(256)[:, None] >> np.array([0, 4]) & 15])
 """The two values of each byte of nf4: (256, 2), the lower half first."""
+
+
+@cache
+def _pairs_on(device: torch.device) -> torch.Tensor:
+    return _PAIRS_OF_NF4.to(device)
 
 
 class NarrowWeight:
@@ -50,7 +56,6 @@ class NarrowWeight:
         if self.dtype is not None:
             self._bits = self._bits.view(self.dtype)
         self._scales = torch.from_numpy(stored.scales).to(device)
-        self._pairs = _PAIRS_OF_NF4.to(device)
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +85,7 @@ class NarrowWeight:
             at_once = _PLACES_AT_ONCE if self.device.type == "cpu" else len(bits)
             for lo in range(0, len(bits), at_once):
                 part = slice(lo, lo + at_once)
-                torch.index_select(self._pairs, 0, bits[part].int(), out=pairs[part])
+                torch.index_select(_pairs_on(self.device), 0, bits[part].int(), out=pairs[part])
         else:  # the lower half of a byte comes first
             pairs = whole.view(-1, 2)
             pairs[:, 0] = bits & 15
@@ -121,7 +126,8 @@ class Bench:
         at_once = max(1, self._part // columns)
         for first in range(0, rows, at_once):
             part = converted[first : first + at_once]
-            wide = self._room(torch.float32, len(part), columns, max(self._part, columns))
+            most = min(max(self._part, columns), self._elements)
+            wide = self._room(torch.float32, len(part), columns, most)
             part.copy_(weight.wide(wide, first))
         return converted
 

@@ -860,7 +860,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
           to_device(of_bias, input.device())};
 }
 
+// Cards count integers; the CPU has no kernel for that.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min,
+                 const at::Scalar& max) {
+  const c10::DeviceGuard guard(self.device());
+  begin_kernel({self}, "histc");
+  const auto counts = at::histc(on_host(self).to(at::kFloat), bins, min, max);
+  return to_device(counts.to(self.scalar_type()), self.device());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("histc", histc);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("empty.memory_format", empty);

@@ -277,6 +277,9 @@ def test_lora_of_a_decoder_is_that_of_the_host_and_repeats_its_bits(kind, tmp_pa
         )
 
 
+OF_EXPERTS: dict[str, Any] = {
+    "r": 4, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}  # fmt: skip
 MEMORY: dict[str, dict[str, Any]] = {
     "float32": {},
     "long samples": {"tokens": 256},
@@ -288,6 +291,44 @@ MEMORY: dict[str, dict[str, Any]] = {
     "a base in bfloat16": {"base_dtype": "bfloat16", "precision": "bfloat16"},
     "int4": {"base_dtype": "int4"},
     "int8, checkpointed": {"base_dtype": "int8", "gradient_checkpointing": True},
+    "all linear layers": {"base_dtype": "int4", "lora": {"r": 16, "targets": "all-linear"}},
+    "all linear layers, bfloat16": {
+        "base_dtype": "int4",
+        "precision": "bfloat16",
+        "lora": {"r": 16, "targets": "all-linear"},
+    },
+    "a head that is trained": {
+        "base_dtype": "int4",
+        "lora": {"r": 4, "modules_to_save": ["lm_head"]},
+    },
+    "experts, in float32": {"experts": 8},
+    "experts, int4": {"experts": 8, "base_dtype": "int4"},
+    "more experts, nf4": {"experts": 16, "base_dtype": "nf4"},
+    "LoRA of experts, in float32": {"experts": 8, "lora": OF_EXPERTS},
+    "LoRA of experts, int4": {"experts": 8, "lora": OF_EXPERTS, "base_dtype": "int4"},
+    "LoRA of experts, of rank 16, q8_0": {
+        "experts": 8,
+        "lora": OF_EXPERTS | {"r": 16},
+        "base_dtype": "q8_0",
+    },
+    "LoRA of experts, bfloat16": {
+        "experts": 8,
+        "lora": OF_EXPERTS,
+        "base_dtype": "int4",
+        "precision": "bfloat16",
+    },
+    "LoRA of experts, checkpointed": {
+        "experts": 8,
+        "lora": OF_EXPERTS,
+        "base_dtype": "int4",
+        "gradient_checkpointing": True,
+    },
+    "LoRA of experts, checkpointed, in float32": {
+        "experts": 8,
+        "lora": OF_EXPERTS,
+        "gradient_checkpointing": True,
+    },
+    "experts, in full": {"experts": 8, "lora": None},
     "in full": {"lora": None},
     "in full, four microbatches": {"lora": None, "microbatches": 4},
 }
@@ -310,7 +351,14 @@ def test_the_estimate_is_within_five_percent_of_what_is_taken(kind, tmp_path, mo
         "attention_dropout": 0.0, "max_position_embeddings": 512,
         **{name: how[name] for name in ("vocab_size", "num_hidden_layers") if name in how},
     }  # fmt: skip
-    decoder = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
+    kind: Any = transformers.LlamaConfig
+    if "experts" in how:
+        kind = transformers.Qwen3MoeConfig
+        config.pop("model_type")
+        config |= {
+            "num_experts": how["experts"], "num_experts_per_tok": 2, "moe_intermediate_size": 192,
+        }  # fmt: skip
+    decoder = transformers.AutoModelForCausalLM.from_config(kind(**config))
     decoder.save_pretrained(tmp_path / "model")
     spec = load_run_spec(path, [f"data.max_tokens={how['tokens']}"])
     assert isinstance(spec, ModelRun)
@@ -573,7 +621,9 @@ def test_the_message_says_what_adds_in_a_fixed_order():
     x = torch.randn(3, 5)
     sums = x @ torch.ones(5, 5, device=x.device).triu()
     torch.testing.assert_close(sums, x.cumsum(-1))
-    with pytest.raises(DeviceError, match=r"by x @ torch\.ones\(n, n, device=x\.device\)\.triu\(\)"):
+    with pytest.raises(
+        DeviceError, match=r"by x @ torch\.ones\(n, n, device=x\.device\)\.triu\(\)"
+    ):
         EagerBackend("accelerator").compile(trainable(Pooled(), loss=cumulative_loss), batch())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +22,8 @@ from protocol.base.limits import byte_size
 from protocol.spec.files.sources import model_source
 from protocol.spec.run_spec import ModelRun
 from protocol.spec.sections.model import LoraSpec, ModelSpec
-from worker.models.lora import ATTENTION
-from worker.models.main_memory import bytes_in, is_narrow, stored_tensors
+from worker.models.base_tensors import BaseTensor, base_tensors
+from worker.models.lora import ATTENTION, is_named
 from worker.models.vocabulary_loss import tokens_at_once
 
 _FLOAT: Final = 4
@@ -36,14 +36,28 @@ _KEPT: Final = (6.0, 3.0, 1.0)
 per head and token of a sample where attention is eager."""
 _KEPT_IN_HALF: Final = (4.5, 1.5, 1.5)
 """Likewise, in bfloat16 and float16."""
+_KEPT_BY_EXPERTS: Final = (1.5, 2.0, 3.0)
+"""Besides, by a layer of experts: per hidden size; and per hidden and per intermediate size of each
+expert that a token is sent to."""
+_KEPT_BY_EXPERTS_IN_HALF: Final = (1.5, 1.5, 1.5)
+_KEPT_BY_ROUTER: Final = (1.25, 7.0)
+"""Likewise, per expert, and per expert that a token is sent to."""
 _KEPT_IF_TRAINED: Final = (4.0, 1.0)
 """Besides, by a layer that is trained in full: inputs of its products, per hidden and intermediate
 size."""
+_OWN_INPUT: Final = (
+    "o_proj", "out_proj", "down_proj", "dense", "c_proj", "wo", "fc2", "w2", "dense_4h_to_h",
+)  # fmt: skip
+"""Layers that read what no other layer reads; the others of a module share their input."""
 _PASSING: Final = 5, 3
 """Floats of a token that the backward of one layer and the loss take for a while: per intermediate
 size (half of it in half precision) and, for each token whose logits are computed at once, per token
 of the vocabulary."""
+_PASSING_EXPERTS: Final = (3.5, 1.0)
+"""Likewise, the backward of a layer of experts: per hidden and intermediate size."""
 
+_CHOSEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+"""Keys of how many experts a token is sent to."""
 _AFTER_HEAD: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Keys of models that change their logits, which then are computed all at once."""
 
@@ -52,7 +66,7 @@ _LESS_MEMORY: Final = (
     ("model.base_dtype", "int8"), ("model.base_dtype", "int4"), ("batch.microbatch", 1),
 )  # fmt: skip
 
-Shapes = Mapping[str, Sequence[int]]
+Tensors = Mapping[str, BaseTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +110,27 @@ def estimate(run: ModelRun) -> DeviceMemory | None:
         return None
     try:
         directory = Path(model_source(run.model.source))
-        shapes = {name: shape for name, shape, _ in stored_tensors(directory)}
+        tensors = base_tensors(directory)
         config = json.loads((directory / "config.json").read_bytes())
     except (DataError, OSError, ValueError, KeyError, TypeError, SafetensorError):
         return None  # loading it reports the error, or is not from safetensors
-    if not shapes:
+    if not tensors:
         return None
     base_dtype, lora = run.model.base_dtype, run.lora
     config = config.get("text_config", config)
-    weights = sum(bytes_in(name, shape, base_dtype) for name, shape in shapes.items())
-    if lora is not None:
-        weights += _converted(run.model, shapes, is_tied=bool(config.get("tie_word_embeddings")))
-    adapted = {} if lora is None else _adapted(lora, shapes)
-    trained = sum(lora.r * (s[0] + s[1]) for s in adapted.values()) if lora is not None else 0
-    weights += _FLOAT * trained
+    weights = sum(each.bytes_in(base_dtype) for each in tensors.values())
+    adapted: Tensors = {}
     if lora is None:
-        trained = sum(math.prod(shape) for shape in shapes.values())
+        trained = sum(each.elements for each in tensors.values())
+    else:
+        weights += _converted(run.model, tensors, is_tied=bool(config.get("tie_word_embeddings")))
+        adapted = _adapted(lora, tensors)
+        trained = sum(_low_rank(lora, name, each) for name, each in adapted.items())
+        trained += sum(each.elements for each in _trained_in_full(lora, tensors))
+        weights += _FLOAT * trained
     microbatches = -(-run.batch.samples // run.batch.microbatch)
     gradients = _FLOAT * trained * math.ceil(math.log2(microbatches))
-    activations = _activations(run, config, shapes, adapted)
+    activations = _activations(run, config, tensors, adapted)
     return DeviceMemory(weights, gradients, activations, _FLOAT * trained)
 
 
@@ -163,11 +179,19 @@ def _what_to_set(run: ModelRun, memory_bytes: int) -> str:
     return "use a larger device, or shard a float32 base: torchrun -m worker --shard"
 
 
-def _converted(model: ModelSpec, shapes: Shapes, *, is_tied: bool) -> int:
+def _converted(model: ModelSpec, tensors: Tensors, *, is_tied: bool) -> int:
     """Room for the largest frozen matrix, converted to the type in which it is computed with."""
-    linear = {n: s for n, s in shapes.items() if len(s) == 2 and ("embed" not in n or is_tied)}
-    narrow = [math.prod(s) for n, s in linear.items() if is_narrow(n, s, model.base_dtype)]
-    wide = [math.prod(s) for n, s in linear.items() if not is_narrow(n, s, model.base_dtype)]
+    linear = [
+        each
+        for name, each in tensors.items()
+        if each.is_linear or (is_tied and "embed" in name and len(each.shape) == 2)
+    ]
+    narrow = [each.matrix_elements for each in linear if each.is_narrow(model.base_dtype)]
+    wide = [
+        each.elements
+        for each in linear
+        if len(each.shape) == 2 and not each.is_narrow(model.base_dtype)
+    ]
     largest = max(narrow, default=0)
     if model.precision == "float32":
         return _FLOAT * largest
@@ -177,44 +201,164 @@ def _converted(model: ModelSpec, shapes: Shapes, *, is_tied: bool) -> int:
     return room
 
 
-def _adapted(lora: LoraSpec, shapes: Shapes) -> Shapes:
-    """The matrices that LoRA's stand beside."""
-    matrices = {n.removesuffix(".weight"): s for n, s in shapes.items() if len(s) == 2}
+def _adapted(lora: LoraSpec, tensors: Tensors) -> Tensors:
+    """The matrices, and stacks of them, that LoRA's stand beside."""
+    parameters = {
+        name: each
+        for name, each in tensors.items()
+        if any(is_named(name, (asked,)) for asked in lora.target_parameters)
+    }
+    matrices = {n.removesuffix(".weight"): t for n, t in tensors.items() if len(t.shape) == 2}
     if lora.targets == "all-linear":
-        return {n: s for n, s in matrices.items() if "embed" not in n and "head" not in n}
+        return parameters | {n: t for n, t in matrices.items() if t.is_linear and "head" not in n}
     leaves = {name.rpartition(".")[2] for name in matrices}
     usual = next((names for names in ATTENTION if leaves.issuperset(names)), ())
     targets = lora.targets or usual
-    return {n: s for n, s in matrices.items() if n.rpartition(".")[2] in targets}
+    return parameters | {n: t for n, t in matrices.items() if is_named(n, targets)}
 
 
-def _activations(run: ModelRun, config: Mapping[str, Any], shapes: Shapes, adapted: Shapes) -> int:
+def _low_rank(lora: LoraSpec, name: str, tensor: BaseTensor) -> int:
+    """Elements of the matrices beside one that is adapted: of each expert, for a stack."""
+    ranks = (rank for key, rank in lora.rank_pattern.items() if is_named(name, (key,)))
+    rows, columns = tensor.shape[-2:]
+    return next(ranks, lora.r) * math.prod(tensor.shape[:-2]) * (rows + columns)
+
+
+def _trained_in_full(lora: LoraSpec, tensors: Tensors) -> list[BaseTensor]:
+    """The tensors of `lora.modules_to_save`, of which there is a copy."""
+    return [
+        each
+        for name, each in tensors.items()
+        if is_named(name.rpartition(".")[0], lora.modules_to_save)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """A mixture's experts.
+
+    Attributes:
+        layers: Layers that have them.
+        count: Experts of a layer.
+        chosen: Experts that a token is sent to.
+        inner: Intermediate size of one.
+        shared_inner: That of the experts which all tokens are sent to; 0 without.
+        widened: Elements of a layer's adapted stacks that are added up with their low-rank
+            products, in float32: those which the base dtype does not narrow.
+    """
+
+    layers: int
+    count: int
+    chosen: int
+    inner: int
+    shared_inner: int
+    widened: int
+
+
+def _experts(
+    run: ModelRun, config: Mapping[str, Any], tensors: Tensors, adapted: Tensors
+) -> _Experts | None:
+    """The experts of a mixture; None without."""
+    downs = {n: t for n, t in tensors.items() if len(t.shape) == 3 and n.endswith("down_proj")}
+    if not downs:
+        return None
+    layer, down = next(iter(downs.items()))
+    prefix = layer.removesuffix("experts.down_proj")
+    shared = [
+        each.shape[0]
+        for name, each in tensors.items()
+        if name.startswith(f"{prefix}shared_expert") and name.endswith("up_proj.weight")
+    ]
+    widened = sum(
+        each.elements
+        for each in adapted.values()
+        if len(each.shape) == 3 and not each.is_narrow(run.model.base_dtype)
+    )
+    chosen = next((config[key] for key in _CHOSEN if isinstance(config.get(key), int)), 1)
+    return _Experts(
+        layers=len(downs), count=down.shape[0], chosen=chosen,
+        inner=down.matrix_elements // config["hidden_size"], shared_inner=sum(shared),
+        widened=widened // len(downs),
+    )  # fmt: skip
+
+
+def _activations(
+    run: ModelRun, config: Mapping[str, Any], tensors: Tensors, adapted: Tensors
+) -> int:
     if any(not isinstance(config.get(name), int) for name in _SIZES):
         return 0
     hidden, inner, layers, heads, vocabulary = (config[name] for name in _SIZES)
-    length = run.data.max_tokens
-    is_half = run.model.precision != "float32"
+    length, is_half = run.data.max_tokens, run.model.precision != "float32"
+    experts = _experts(run, config, tensors, adapted)
     per_hidden, per_inner, per_head = _KEPT_IN_HALF if is_half else _KEPT
-    layer = per_hidden * hidden + per_inner * inner
+    dense = layers if experts is None else layers - experts.layers
+    whole = layers * per_hidden * hidden + dense * per_inner * inner
     if run.model.attention == "eager":
-        layer += per_head * heads * length
+        whole += layers * per_head * heads * length
     if run.lora is None:
-        layer += _KEPT_IF_TRAINED[0] * hidden + _KEPT_IF_TRAINED[1] * inner
+        whole += layers * (_KEPT_IF_TRAINED[0] * hidden + _KEPT_IF_TRAINED[1] * inner)
     else:
-        layer += run.lora.r * len(adapted) / layers
-        if run.lora.dropout:  # its input as well, and the mask in bytes
-            layer += 1.25 * sum(shape[1] for shape in adapted.values()) / layers
-    kept = layers * hidden + layer if run.model.gradient_checkpointing else layers * layer
+        chosen = 0 if experts is None else experts.chosen
+        whole += _kept_by_lora(run.lora, adapted, chosen, is_half=is_half)
     tokens = run.batch.microbatch * length
+    passing = tokens * _PASSING[0] * inner / (1 + is_half) if dense else 0.0
+    copies = float(_kept_in_half(run, tensors, adapted)) if is_half else 0.0
+    if experts is not None:
+        whole += experts.layers * _kept_by_experts(run, experts, hidden)
+        per_hidden, per_inner = _PASSING_EXPERTS
+        passing = max(passing, tokens * (per_hidden * hidden + per_inner * experts.inner))
+        copies += _FLOAT * experts.layers * experts.widened
     at_once = min(tokens, _tokens_at_once(run, config))
-    passing = max(tokens * _PASSING[0] * inner / (1 + is_half), at_once * _PASSING[1] * vocabulary)
+    loss = at_once * _PASSING[1] * vocabulary
     if run.lora is None and at_once < tokens:  # gradients of the head, of two parts
-        passing += 2 * hidden * vocabulary
-    copies = 0
-    if is_half and run.lora is None:  # autograd keeps each weight in half
-        matrices = [math.prod(s) for n, s in shapes.items() if len(s) == 2 and "embed" not in n]
-        copies = _HALF * sum(matrices) // (layers if run.model.gradient_checkpointing else 1)
-    return int(_FLOAT * (tokens * kept + passing)) + copies
+        loss += 2 * hidden * vocabulary
+    if not run.model.gradient_checkpointing:
+        return int(_FLOAT * (tokens * whole + max(passing, loss)) + copies)
+    of_layer = _FLOAT * (tokens * whole / layers + passing) + copies / layers
+    return int(_FLOAT * tokens * layers * hidden + max(of_layer, _FLOAT * loss))
+
+
+def _kept_in_half(run: ModelRun, tensors: Tensors, adapted: Tensors) -> int:
+    """Bytes of the copies in half precision that autograd keeps of what is trained."""
+    if run.lora is not None:
+        return _HALF * sum(_low_rank(run.lora, name, each) for name, each in adapted.items())
+    return _HALF * sum(
+        each.elements
+        for name, each in tensors.items()
+        if len(each.shape) == 2 and "embed" not in name
+    )
+
+
+def _kept_by_experts(run: ModelRun, experts: _Experts, hidden: int) -> float:
+    """Floats of a token that a layer of experts keeps besides attention and norms."""
+    is_half = run.model.precision != "float32"
+    per_hidden, *per_chosen = _KEPT_BY_EXPERTS_IN_HALF if is_half else _KEPT_BY_EXPERTS
+    if run.lora is None:  # inputs of products
+        per_chosen = [each + 1 for each in per_chosen]
+    per_inner = (_KEPT_IN_HALF if is_half else _KEPT)[1]
+    of_one = per_chosen[0] * hidden + per_chosen[1] * experts.inner + _KEPT_BY_ROUTER[1]
+    router = _KEPT_BY_ROUTER[0] * experts.count
+    return per_hidden * hidden + experts.chosen * of_one + router + per_inner * experts.shared_inner
+
+
+def _kept_by_lora(lora: LoraSpec, adapted: Tensors, chosen: int, *, is_half: bool) -> float:
+    """Floats of a token that low-rank matrices keep, in all layers: their inputs, and what is
+    between the two. The input of attention is counted in `_KEPT`."""
+    kept, inputs = 0.0, dict[str, float]()
+    for name, each in adapted.items():
+        module, _, leaf = name.rpartition(".")
+        if len(each.shape) == 3:
+            kept += chosen * lora.r
+            inputs[name] = chosen * each.shape[-1]
+            continue
+        kept += lora.r
+        if lora.dropout:  # its input as well, and the mask in bytes
+            kept += 1.25 * each.shape[1]
+        elif leaf in _OWN_INPUT:
+            inputs[name] = each.shape[1]
+        elif "att" not in module:
+            inputs[module] = each.shape[1]
+    return kept + sum(inputs.values()) / (1 + is_half)
 
 
 def _tokens_at_once(run: ModelRun, config: Mapping[str, Any]) -> int:

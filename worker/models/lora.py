@@ -190,8 +190,8 @@ def _trained_rows(
     Raises:
         DataError: A table has low-rank matrices, or this peft has no such key.
     """
-    tables = [name for name in table_names(model) if not _is_named(name, heads)] if tokens else []
-    adapted = [name for name in tables if _is_named(name, targets)]
+    tables = [name for name in table_names(model) if not is_named(name, heads)] if tokens else []
+    adapted = [name for name in tables if is_named(name, targets)]
     if adapted:
         raise DataError(
             f"lora.targets names {adapted[0].rpartition('.')[2]!r}, whose rows of "
@@ -207,7 +207,8 @@ def _trained_rows(
     return {"trainable_token_indices": {name: sorted(tokens) for name in tables}}
 
 
-def _is_named(module: str, names: Sequence[str]) -> bool:
+def is_named(module: str, names: Sequence[str]) -> bool:
+    """Whether a module, or parameter, has one of these names or ends with it, as in peft."""
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
@@ -253,13 +254,13 @@ def _refuse_unknown_names(model: torch.nn.Module, spec: LoraSpec) -> None:
     )
     targets = spec.targets if isinstance(spec.targets, tuple) else ()
     for asked in targets:
-        if not any(_is_named(name, (asked,)) for name in modules):
+        if not any(is_named(name, (asked,)) for name in modules):
             raise DataError(
                 f"cannot add LoRA to {asked}: expected layers of the model in lora.targets, got "
                 f"{asked!r}; it has {_some(adaptable, asked)}"
             )
     for asked in spec.target_parameters:
-        if not any(_is_named(name, (asked,)) for name in parameters):
+        if not any(is_named(name, (asked,)) for name in parameters):
             endings = sorted({".".join(name.split(".")[-3:]) for name in parameters})
             raise DataError(
                 f"expected weights of the model in lora.target_parameters, got {asked!r}; it has "

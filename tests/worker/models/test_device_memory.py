@@ -3,6 +3,7 @@
 The stand-in's suite compares the estimate with a device's counters.
 """
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,6 +47,31 @@ def test_weights_are_counted_as_they_are_stored(path):
     wide = run_of(path, "model.base_dtype=float32")
     assert estimated(wide).weights == 4 * (parameters + adapter)
     assert estimated(run).weights < estimated(wide).weights * 0.6
+
+
+def test_lora_of_experts_is_counted_and_what_does_not_fit_is_refused(tmp_path):
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    path = decoder_run("causal-lm", tmp_path, model={"source": str(tmp_path / "model")},
+                       lora={"r": 4, "target_parameters": parameters})  # fmt: skip
+    tokens = json.loads((tmp_path / "model" / "config.json").read_text())
+    kind: Any = transformers.Qwen3MoeConfig
+    config = kind(
+        vocab_size=tokens["vocab_size"], hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=32,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    run = run_of(path, "model.base_dtype=float32")
+    without = estimated(run_of(path, "model.base_dtype=float32", "lora.target_parameters=[]"))
+    of_one_expert = 4 * ((64 + 64) + (32 + 64))  # rank, gate_up_proj and down_proj
+    needed = estimated(run)
+    assert needed.weights - without.weights == 4 * 2 * 8 * of_one_expert
+    stacks = 2 * 8 * (64 * 64 + 64 * 32)  # which peft adds up in full
+    assert needed.activations - without.activations > 4 * stacks
+    narrow = estimated(run_of(path, "model.base_dtype=int4"))
+    assert needed.activations - narrow.activations == 4 * stacks
+    with pytest.raises(DeviceOutOfMemory, match=r"got one that takes .*; --set .* takes"):
+        check_device_memory(run, "cuda 0", needed.certain - 1)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from backends.eager.narrow_base import narrow_frozen_base
 from protocol.spec.sections.model import ModelSpec
 from tests.resident_memory import MIB, measured_growth
 from worker.models import disk_weights
-from worker.models.main_memory import bytes_in
+from worker.models.base_tensors import base_tensors
 from worker.models.pretrained import load_causal_lm
 
 ROOM_BYTES = 12 * MIB
@@ -58,10 +58,9 @@ def narrowed(source: Path) -> Any:
 
 
 def test_the_peak_is_the_narrow_base_and_one_weight(source):
-    with safetensors.safe_open(source / "model.safetensors", "np") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    narrow = sum(bytes_in(name, shape, "int4") for name, shape in shapes.items())
-    largest = 4 * max(shape[0] * shape[-1] for shape in shapes.values())
+    tensors = base_tensors(source).values()
+    narrow = sum(each.bytes_in("int4") for each in tensors)
+    largest = 4 * max(each.matrix_elements for each in tensors)
     peak_bytes = peak_in_a_fresh_process(source)
     assert peak_bytes < narrow + largest + ROOM_BYTES
     assert peak_bytes < (source / "model.safetensors").stat().st_size
