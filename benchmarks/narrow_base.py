@@ -33,8 +33,8 @@ from protocol.cli.command_line import child_environment
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.run_spec import ModelRun
 from tests.resident_memory import MIB, measured_growth
-from worker.models.device_memory import estimate
 from worker.models.base_tensors import stored_tensors
+from worker.models.device_memory import estimate
 from worker.results.gguf_file import write_gguf
 from worker.tasks.registry import build
 

@@ -351,14 +351,14 @@ def test_the_estimate_is_within_five_percent_of_what_is_taken(kind, tmp_path, mo
         "attention_dropout": 0.0, "max_position_embeddings": 512,
         **{name: how[name] for name in ("vocab_size", "num_hidden_layers") if name in how},
     }  # fmt: skip
-    kind: Any = transformers.LlamaConfig
+    config_kind: Any = transformers.LlamaConfig
     if "experts" in how:
-        kind = transformers.Qwen3MoeConfig
+        config_kind = transformers.Qwen3MoeConfig
         config.pop("model_type")
         config |= {
             "num_experts": how["experts"], "num_experts_per_tok": 2, "moe_intermediate_size": 192,
         }  # fmt: skip
-    decoder = transformers.AutoModelForCausalLM.from_config(kind(**config))
+    decoder = transformers.AutoModelForCausalLM.from_config(config_kind(**config))
     decoder.save_pretrained(tmp_path / "model")
     spec = load_run_spec(path, [f"data.max_tokens={how['tokens']}"])
     assert isinstance(spec, ModelRun)

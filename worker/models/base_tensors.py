@@ -143,7 +143,7 @@ def _stacked(heads: Mapping[str, tuple[Shape, str]]) -> dict[str, tuple[Shape, s
 def _wide_stacks(shapes: Mapping[str, Shape]) -> set[str]:
     """Return the stacks that no base dtype narrows: of experts with biases, of transposed matrices,
     or of rows without groups."""
-    wide = set()
+    wide: set[str] = set()
     layers = {name.rpartition(".")[0] for name, shape in shapes.items() if _is_stack(name, shape)}
     for layer in layers:
         names = [f"{layer}.{stack}" for stack in ("gate_up_proj", "up_proj", "down_proj")]
