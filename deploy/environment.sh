@@ -14,7 +14,7 @@
 #               requirements/ and pyproject.toml
 # TORCH         cpu, cuda or rocm (default: cuda if NVIDIA's driver is loaded and recent enough; else
 #               cpu if pip finds that build; else the index's build, which also computes on CPUs).
-#               rocm comes from PyTorch's own index, by exact version and without hashes
+#               rocm needs PyTorch's index of ROCm builds; exact versions, without hashes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -209,11 +209,12 @@ remove_other_torch() {
 
 install_torch() {
     if [ "$torch" = rocm ]; then
-        say "torch's ROCm build is from PyTorch's own index, by exact version and without hashes"
+        say "installing torch's ROCm build by exact version, without hashes"
         need_space "$rocm_mib"
         remove_other_torch +rocm
-        pip -r requirements/rocm.txt || explain "$log"
-        return
+        pip -r requirements/rocm.txt && return
+        unreachable "$log" || [[ "$log" != *"No matching"* ]] && explain "$log"
+        fail 69 "pip does not find torch's ROCm build; set PIP_EXTRA_INDEX_URL to PyTorch's index of ROCm builds (see docs/deploying.md)"
     fi
     if [ "$torch" != cuda ] && install_cpu_torch; then
         torch=cpu

@@ -26,8 +26,8 @@ TORCH_CPU_SHA256: Final = {
 NVIDIA_DRIVER: Final = "580"
 """The oldest that runs any CUDA 13: table 1 of NVIDIA's "CUDA Compatibility"."""
 ROCM: Final = "7.2"
-"""Of the index https://download.pytorch.org/whl/rocm*, which alone has these builds: there is no
-other source for their digests, so they are locked by version only."""
+"""PyTorch's own index of these builds is their only source, also of digests: they are locked by
+version alone."""
 TRITON_ROCM: Final = "3.7.1"
 """What torch's ROCm build needs beyond run.txt, in the place of triton."""
 GGUF: Final = "gguf==0.19.0"
@@ -45,7 +45,8 @@ HEADINGS: Final = {
     "run": "What the daemons and all tasks need, but for torch.",
     "cpu": "torch's CPU build, for a pip that is offered it.",
     "cuda": "torch as the public index has it, and what its CUDA build for Linux needs.",
-    "rocm": "torch's ROCm build for cards of AMD, from PyTorch's own index: no hashes.",
+    "rocm": "torch's ROCm build for cards of AMD, for a pip that is offered PyTorch's index of it: "
+    "no hashes.",
     "build": "Compiles the native kernels where there is no C compiler, and does not stay.",
     "dev": "What tests, ruff and mypy need besides run.txt.",
     "assets": "Weights of MiniLM and the SMS data; no dependencies.",
@@ -78,8 +79,7 @@ def main() -> None:
     # link carries a hash, so it would pass over a CPU build in a folder it was pointed to.
     hashes = [f"--hash=sha256:{digest}" for digest in sorted(TORCH_CPU_SHA256.values())]
     sets["cpu"] = [" \\\n    ".join([f"torch=={TORCH}+cpu", *hashes])]
-    index = f"--index-url https://download.pytorch.org/whl/rocm{ROCM}"
-    sets["rocm"] = [index, f"torch=={TORCH}+rocm{ROCM}", f"triton-rocm=={TRITON_ROCM}"]
+    sets["rocm"] = [f"torch=={TORCH}+rocm{ROCM}", f"triton-rocm=={TRITON_ROCM}"]
     for name, packages in ASSETS.items():
         sets[name] = list(_compile(["--no-deps", "-"], "\n".join(packages)).values())
     sets["ansible"] = list(_compile(["-"], ANSIBLE).values())

@@ -28,6 +28,7 @@ case "$*" in
 "-m pip "*)
     echo "pip ${*: -2}" >>"$FAKE_LOG"
     echo "Collecting something"
+    case "$*" in *rocm.txt*) echo "$FAKE_ROCM"; [ -z "$FAKE_ROCM" ]; exit ;; esac
     case "$*" in *cpu.txt*) echo "$FAKE_CPU"; [ -z "$FAKE_CPU" ]; exit ;; esac
     [ -z "$FAKE_PIP" ] || { echo "$FAKE_PIP"; exit 1; }
     ;;
@@ -157,6 +158,7 @@ def test_a_coordinator_gets_no_torch(place: Place):
     assert place.did() == before
 
 
+NO_ROCM = "ERROR: No matching distribution found for torch==2.13.0+rocm7.2"
 NOT_OFFERED = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 CPU, CUDA = "pip -r requirements/cpu.txt", "pip -r requirements/cuda.txt"
 
@@ -237,7 +239,7 @@ def test_the_other_build_of_torch_replaces_the_first(place: Place):
 
 def test_the_build_for_cards_of_amd_says_that_it_has_no_hashes(place: Place):
     output = environment(place, "worker", TORCH="rocm")
-    assert "ROCm build is from PyTorch's own index, by exact version and without hashes" in output
+    assert "installing torch's ROCm build by exact version, without hashes" in output
     assert place.did()[1] == "pip -r requirements/rocm.txt"
     assert {CPU, CUDA}.isdisjoint(place.did())
     before = place.did()
@@ -327,6 +329,12 @@ NO_NETWORK = (
             78,
             "for Python 3.11 3.12 3.13, found 3.14",
         ),
+        (
+            {"FAKE_ROCM": NO_ROCM, "TORCH": "rocm"},
+            69,
+            "set PIP_EXTRA_INDEX_URL to PyTorch's index of ROCm builds",
+        ),
+        ({"FAKE_ROCM": NO_NETWORK, "TORCH": "rocm"}, 69, "cannot reach"),
         ({"TORCH": "gpu"}, 2, "expected TORCH=cpu, TORCH=cuda or TORCH=rocm, got 'gpu'"),
         ({"FAKE_PIP": "ERROR: No matching distribution found for x==1"}, 69, "finds no x==1"),
         ({"FAKE_PIP": "ERROR: [Errno 28] No space left on device"}, 1, "the disk is full"),
