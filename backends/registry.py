@@ -102,6 +102,7 @@ def trial_device(name: str, wanted: int | str | None = None) -> Iterator[torch.d
             break
     with torch_devices.naming_device_errors(device, "the model with a few samples"):
         yield device
+        torch_devices.release_memory(device)  # another process may compute on it
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from samestep.name_conflicts import conflict_message, shadowed_packages
 if _taken := shadowed_packages():
     raise ImportError(conflict_message(_taken[0]), name="samestep")
 
+from samestep import generator_states  # noqa: F401, I001 -- before anything draws from them
 from protocol import __version__
 from protocol.base.errors import SamestepError
 from samestep.fitting import fit

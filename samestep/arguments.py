@@ -47,7 +47,7 @@ def _function(value: Any) -> Any:
 
 
 def _device(value: str) -> str:
-    named_device(value, "device")
+    named_devices(value, "device")
     return value
 
 
@@ -109,8 +109,10 @@ class Arguments(BaseModel):
 
     @property
     def expected_workers(self) -> int:
-        """Workers that the run waits for; default: $SAMESTEP_EXPECT_WORKERS, else the tasks of the
-        srun step, else 1.
+        """Workers that the run waits for, a worker of several devices counted as that many.
+
+        Default: $SAMESTEP_EXPECT_WORKERS, else the tasks of the srun step, else this process's
+        devices.
 
         Raises:
             UsageError: The variable is not a whole number of at least 1.
@@ -120,24 +122,45 @@ class Arguments(BaseModel):
             return self.workers
         if not variable:
             step = SrunStep.of()
-            return 1 if step is None else step.tasks
+            return max(1, len(self.several_devices)) if step is None else step.tasks
         if variable.isascii() and variable.isdigit() and int(variable) >= 1:
             return int(variable)
         raise UsageError(f"{_WORKERS}: expected a whole number of at least 1, got {variable!r}")
 
     @property
     def backend(self) -> tuple[str, int | str | None]:
-        """Backend and device of this process's worker; device None: the backend's first.
+        """Backend and first device of this process's worker; device None: the backend's first.
 
         Raises:
             UsageError: The argument `device`, or $SAMESTEP_BACKEND without it, names none.
         """
-        if self.device is not None:
-            named = named_device(self.device, "device")
-        else:
-            named = named_device(os.environ.get(_BACKEND) or "auto", _BACKEND)
+        backend, devices = self._named_devices
+        device = devices[0] if devices else None
         step = SrunStep.of()
-        return named if step is None else step.device_of(*named)
+        return (backend, device) if step is None else step.device_of(backend, device)
+
+    @property
+    def several_devices(self) -> tuple[int | str, ...]:
+        """The devices of this process's worker, if they are several; else none.
+
+        Raises:
+            UsageError: See `backend`; or each task of an srun step would have several.
+        """
+        backend, devices = self._named_devices
+        if len(devices) < 2:
+            return ()
+        if SrunStep.of() is not None:
+            raise UsageError(
+                f"device: expected one device for each task of an srun step, got {len(devices)} of "
+                f"{backend}: start a task for each device (srun --ntasks), and leave device out"
+            )
+        return devices
+
+    @property
+    def _named_devices(self) -> tuple[str, tuple[int | str, ...]]:
+        if self.device is not None:
+            return named_devices(self.device, "device")
+        return named_devices(os.environ.get(_BACKEND) or "auto", _BACKEND)
 
     @property
     def control_address(self) -> str | None:
@@ -145,20 +168,17 @@ class Arguments(BaseModel):
         return self.control or os.environ.get("SAMESTEP_CONTROL") or None
 
 
-def named_device(name: str, where: str) -> tuple[str, int | str | None]:
-    """Parse a device name into a backend and a device; device None: the backend's first.
+def named_devices(name: str, where: str) -> tuple[str, tuple[int | str, ...]]:
+    """Parse a device name into a backend and devices; none: the backend's first.
 
     Args:
         name: As for `--backend`.
         where: The argument or variable it came from, for errors.
 
     Raises:
-        UsageError: It names no device, or several.
+        UsageError: It names no device.
     """
     try:
-        backend, devices = parse_devices(name, "")
+        return parse_devices(name, "")
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-    if len(devices) > 1:
-        raise UsageError(f"{where}: expected one device for this process, got {name!r}")
-    return backend, devices[0] if devices else None

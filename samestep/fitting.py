@@ -65,6 +65,8 @@ from samestep.coordinator_subprocess import (
 )
 from samestep.existing_run import ExistingRun
 from samestep.result import FitResult, read_history
+from samestep.script_devices import devices_of
+from samestep.served_device import ServedDevice, served_device
 from samestep.srun import SrunStep, TaskDeadline
 from samestep.worker_thread import Stalled, WorkerEnded, WorkerThread, one_line
 from worker.join.credentials import WorkerCredentials
@@ -133,8 +135,11 @@ def fit(
         seed: Seeds initial values, order of samples, dropout, and random collators.
         evaluate_every: Steps between evaluations on `held_out`; 0: only at the end.
         precision: Precision of forward and backward; in float16 losses are scaled.
-        workers: Start when this many workers are ready. Default: $SAMESTEP_EXPECT_WORKERS, or 1.
-        device: Device of this worker. Default: $SAMESTEP_BACKEND, or auto.
+        workers: Start when this many workers are ready, each counted as many times as it has
+            devices. Default: $SAMESTEP_EXPECT_WORKERS, or this one.
+        device: Device of this worker, such as `cuda1`, or several: with `cuda0-3`, each of the
+            four has a process that runs the script too, as far as this call. Default:
+            $SAMESTEP_BACKEND, or auto.
         directory: Directory of the run. Default: a new one in `runs/`.
         resume: Resume the run in `directory`, if there is one.
         control: Control port of a running coordinator. Default: $SAMESTEP_CONTROL; without it a
@@ -151,7 +156,10 @@ def fit(
     running = script.called(script.Script.running(), _function(by_name.pop("build")))
     arguments = Arguments.of(**by_name)
     with running as call, _torch_settings_restored(), _freed_memory_kept():
-        return _take_part(call, arguments, joined_by)
+        result = _take_part(call, arguments, joined_by)
+        if result.directory is not None:
+            call.directories[call.position] = result.directory
+        return result
 
 
 def _begun() -> JoinOptions | None:
@@ -164,6 +172,8 @@ def _begun() -> JoinOptions | None:
 
 def _take_part(call: script.Call, arguments: Arguments, joined_by: JoinOptions | None) -> FitResult:
     """Join a run, or begin one; in a step of several tasks, task 0 begins it."""
+    if (served := served_device()) is not None:
+        return _serve(call, served)
     if joined_by is not None:
         return _join(call, joined_by, arguments.on_log)
     step = SrunStep.of()
@@ -174,6 +184,28 @@ def _take_part(call: script.Call, arguments: Arguments, joined_by: JoinOptions |
         return _join(call, step.join_options(*arguments.backend), arguments.on_log)
     with step.leading():
         return _begin(call, arguments)
+
+
+def _serve(call: script.Call, served: ServedDevice) -> FitResult:
+    """Serve one device of the `fit` of another process, or return the result of an earlier call.
+
+    Raises:
+        DataError: The directory of that call's run cannot be read.
+    """
+    start = served.start
+    if call.position == start.position:
+        call.number, call.backend = start.number, (served.backend, served.device)
+        served.serve()
+    directory = Path(start.directories[call.position - 1])
+    existing = ExistingRun.find(directory)
+    if existing is None:
+        raise DataError(
+            f"expected the run of call {call.position} of fit in {str(directory)!r}, where the "
+            "processes of several devices read its result, found none: keep it there until the "
+            "script ends, or name one device"
+        )
+    call.task(existing.spec)
+    return _result(call, directory, joined=False)
 
 
 def _function(build: object) -> Callable[..., object]:
@@ -194,6 +226,7 @@ def keeps_the_run(control: str | None) -> bool:
     """Whether a `fit` of this process writes a run directory: it neither joins nor submits."""
     step = SrunStep.of()
     joins = join_options() is not None or (step is not None and not step.leads)
+    joins = joins or served_device() is not None
     return not joins and not (control or os.environ.get("SAMESTEP_CONTROL"))
 
 
@@ -206,6 +239,8 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
             call.number = existing.call or call.number
         spec, task = _build(call, arguments, existing)
         call.ready = (spec, task)
+        if arguments.several_devices:
+            call.task(spec)  # each device's process builds its own; the result goes into this one
         control_address = arguments.control_address
         if control_address is not None:
             return _submit(call, spec, arguments, control_address)
@@ -256,7 +291,9 @@ def _check_combination(call: script.Call, arguments: Arguments) -> None:
             "directory; leave out resume=True to start one there"
         )
     arguments.optimizer_arguments.check()
-    refuse_missing(*arguments.backend)
+    name, device = arguments.backend
+    for each in arguments.several_devices or (device,):
+        refuse_missing(name, each)
     _ = arguments.expected_workers
 
 
@@ -393,7 +430,7 @@ def _build(
 
 
 def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
-    alone = arguments.expected_workers == 1
+    alone = arguments.expected_workers <= max(1, len(arguments.several_devices))
     request = {
         "run": json.loads(spec.to_bytes()),
         "script": "" if call.script.path is None else call.script.name,
@@ -420,7 +457,7 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
         coordinator, address, event_queue = _start_where_free(start)
         credentials = WorkerCredentials(join_token_file(state_home()))
         resumed = arguments.resume
-        worker = _worker(call, arguments.backend, address, credentials, event_queue)
+        worker = _worker(call, arguments, address, credentials, event_queue)
         try:
             with queue_interrupts(event_queue):
                 log = _Log(arguments.on_log, coordinator.drain)
@@ -635,7 +672,7 @@ def _resume_call(directory: Path) -> str:
 
 def _worker(
     call: script.Call,
-    backend: tuple[str, int | str | None],
+    arguments: Arguments,
     address: tuple[str, int],
     credentials: WorkerCredentials,
     event_queue: EventQueue,
@@ -643,11 +680,15 @@ def _worker(
     reports_rows: bool = False,
 ) -> WorkerThread:
     host = socket.gethostname().partition(".")[0] or "worker"
-    name, device = backend
+    name, device = arguments.backend
     target = Target(*address, f"{host}-{call.script.name}", name, 300.0)
+    devices = None
+    if several := arguments.several_devices:
+        devices = devices_of(call, name, several)
     return WorkerThread(
-        target, device, credentials, _discard, event_queue, reports_rows=reports_rows
-    )
+        target, device, credentials, _discard, event_queue,
+        devices=devices, reports_rows=reports_rows,
+    )  # fmt: skip
 
 
 def _discard(text: str) -> None:
@@ -707,7 +748,7 @@ def _submit(call: script.Call, spec: RunSpec, arguments: Arguments, control: str
         step.publish(*address)
     event_queue: EventQueue = queue.SimpleQueue()
     worker = _worker(
-        call, arguments.backend, address, WorkerCredentials(), event_queue,
+        call, arguments, address, WorkerCredentials(), event_queue,
         reports_rows=arguments.on_log is not None,
     )  # fmt: skip
     try:

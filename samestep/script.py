@@ -120,20 +120,24 @@ class Call:
     Attributes:
         script: The script that calls it.
         number: Its number within the script, counted from 1.
+        position: Its number in this process; a resumed run has the number of its first start.
         build: The user's function.
         backend: Name and device of the backend of this process, on which a task is tried.
         built: The task that was built last; None before.
         ready: A task built in advance, for a run spec with the same options; used once.
         step: The Slurm step whose tasks make this call together; None for a process alone.
+        directories: The run's directory of each earlier call that has one, by position.
     """
 
     script: Script
     number: int
+    position: int
     build: Build
     backend: tuple[str, int | str | None] = _CPU
     built: ScriptTask | None = None
     ready: tuple[RunSpec, ScriptTask] | None = None
     step: SrunStep | None = None
+    directories: dict[int, Path] = field(default_factory=dict)
 
     def task(self, spec: RunSpec) -> ScriptTask:
         """Build the task of a run spec, or use the one that is ready.
@@ -154,6 +158,7 @@ class _ProcessState:
 
     call: Call | None = None
     calls: int = 0
+    directories: dict[int, Path] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -187,7 +192,8 @@ def called(script: Script, build: Build) -> Iterator[Call]:
         raise DataError("expected one fit at a time, got one within another: call them in sequence")
     try:
         _STATE.calls += 1
-        _STATE.call = Call(script, _STATE.calls, build)
+        number = _STATE.calls
+        _STATE.call = Call(script, number, number, build, directories=_STATE.directories)
         yield _STATE.call
     finally:
         _STATE.call = None

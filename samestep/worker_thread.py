@@ -21,6 +21,7 @@ from protocol.wire.transport import Channel
 from samestep.coordinator_subprocess import EventQueue, NewRow
 from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, FindAgain, Target
+from worker.shell.group_engine import DeviceSet
 from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
@@ -113,6 +114,7 @@ class WorkerThread:
         tell: Prints a line.
         event_queue: Receives `WorkerEnded` and `Stalled`.
         find_again: Searches again for a coordinator that was found on the network.
+        devices: Several devices, each in a process of its own, instead of `device`.
         reports_rows: Whether `event_queue` receives each row too.
     """
 
@@ -125,11 +127,12 @@ class WorkerThread:
         event_queue: EventQueue,
         *,
         find_again: FindAgain | None = None,
+        devices: DeviceSet | None = None,
         reports_rows: bool = False,
     ) -> None:
         self.rows: dict[int, dict[str, float]] = {}
         self._target, self._credentials, self._tell = target, credentials, tell
-        self._factory = _LocalBackend(target.backend, device)
+        self._toolbox = devices or _LocalBackend(target.backend, device)
         self._event_queue, self._find_again = event_queue, find_again
         self._reports_rows = reports_rows
         self._client: _OneRunClient | None = None
@@ -182,7 +185,7 @@ class WorkerThread:
 
     async def _serve(self) -> ExitCode:
         client = _OneRunClient(
-            self._target, self._factory, self._credentials, self._tell, find_again=self._find_again
+            self._target, self._toolbox, self._credentials, self._tell, find_again=self._find_again
         )
         client.rows = self.rows
         client.halted = lambda reason: self._event_queue.put(Stalled(reason))

@@ -151,7 +151,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "protocol.base", "backends.base", "worker.tasks.checks", "worker.scripts", "samestep",
     ),
     "samestep": (
-        *_SHELL, "backends", "backends.base", "worker.join", "worker.tasks",
+        *_SHELL, "backends", "backends.base", "worker", "worker.join", "worker.tasks",
         "worker.tasks.base", "worker.scripts", "worker.shell",
         "coordinator.members", "coordinator.operator",
     ),

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -75,16 +75,21 @@ class DeviceProcess:
         self._pipe.send(["say", text])
 
 
-def main(make: Callable[[str, int | str | None, Callable[[str], None]], BackendFactory]) -> None:
-    """Entry point of the process; see `worker.shell.device_processes` for its arguments.
+def main(
+    make: Callable[[str, int | str | None, Callable[[str], None]], BackendFactory],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Entry point of the process.
 
     Args:
         make: Takes the backend's name, the device that is wanted, and what tells people.
+        arguments: See `worker.shell.device_processes`. Default: those of the command line.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     keep_reporting("worker")
     never_wait_for_readers()
-    pipe_fd, shared_fd, own_fd = map(int, sys.argv[1:4])
-    name, backend, device, trace = sys.argv[4:8]
+    pipe_fd, shared_fd, own_fd = map(int, arguments[:3])
+    name, backend, device, trace = arguments[3:7]
     # The worker ends it: signals of a terminal or a supervisor are for the worker.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     keep_freed_memory()
@@ -114,7 +119,7 @@ def _breaks_the_process(error: Exception) -> bool:
     return isinstance(error, DeviceError) and not is_repeated
 
 
-def _end_within(seconds: float, work: Callable[[], None]) -> None:
+def _end_within(seconds: float, work: Callable[[], object]) -> None:
     """A driver may hang; its process goes all the same."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

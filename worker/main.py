@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from protocol.base import limits
-from protocol.base.errors import ExitCode
+from protocol.base.errors import DeviceError, ExitCode
 from protocol.base.fields import Duty
 from protocol.cli.command_line import end_on_signals, need_open_files, started_by_torchrun
 from protocol.cli.output import never_wait_for_readers
-from protocol.cli.systemd import Supervisor, SystemJournal
+from protocol.cli.systemd import Supervisor, SystemJournal, write_error
 from protocol.exact.kernels.library import why_not_native
 from protocol.machine.allocator import keep_freed_memory
 from protocol.machine.event_loop import LoopWatch, new_event_loop
@@ -97,14 +97,14 @@ def _main_of_a_rank(options: WorkerOptions) -> ExitCode:
             # torchrun tells all ranks to end: rank 0 drains, and these end with it.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
+            group.watch_loss(_end_with_lost_rank)
             Follower(group, own).follow()
             return ExitCode.OK
-        leading = GroupBackendFactory(group, own)
-        try:
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                return runner.run(_serve(options, leading))
-        finally:
-            leading.end()
+        with (
+            GroupBackendFactory(group, own) as leading,
+            asyncio.Runner(loop_factory=new_event_loop) as runner,
+        ):
+            return runner.run(_serve(options, leading))
     finally:
         if group.loss:
             _end_whatever_hangs()
@@ -157,8 +157,18 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
         supervisor.close()
         if tracer is not None:
             tracer.close()
+        if group is not None:
+            group.is_busy = client.is_device_busy
         if client.is_device_hanging:
             _end_whatever_hangs()
+
+
+def _end_with_lost_rank(reason: str) -> None:
+    """End the process of a rank that waits for another in vain."""
+    from worker.torchrun.group import GROUP  # noqa: PLC0415 -- imports torch: imported by now
+
+    write_error("worker", DeviceError(GROUP, reason))
+    os._exit(ExitCode.FAILED)
 
 
 def _end_whatever_hangs() -> None:

@@ -22,8 +22,12 @@ class DeviceThread(Protocol):
     def submit(self, job: Job) -> None:
         """Queue a job, which must not raise."""
 
-    def close(self, wait_s: float) -> None:
-        """End the thread after its queued jobs, and wait for it at most `wait_s` seconds."""
+    def close(self, wait_s: float) -> bool:
+        """End the thread after its queued jobs, and wait for it at most `wait_s` seconds.
+
+        Returns:
+            Whether it has ended.
+        """
 
 
 class Machine:
@@ -54,9 +58,10 @@ class _Daemon:
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
 
-    def close(self, wait_s: float) -> None:
+    def close(self, wait_s: float) -> bool:
         self._jobs.put(None)
         self._thread.join(timeout=wait_s)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -96,8 +96,7 @@ class CallbackLoop:
     def restore(self, rows: Iterator[Mapping[str, float]]) -> None:
         """Take rows of steps before this process took part, without calling callbacks."""
         handler = self._trainer.callback_handler
-        kind: Any = CallbackHandler
-        self._trainer.callback_handler = kind([DefaultFlowCallback], None, None, None, None)
+        silence(self._trainer)
         try:
             for row in rows:
                 self.take(row)
@@ -181,6 +180,12 @@ class CallbackLoop:
         epoch, index = divmod(step - 1, self._steps_per_epoch)
         done: int = min((index + 1) * self._accumulated, self._microbatches)
         return float(epoch + done / self._microbatches)
+
+
+def silence(trainer: Any) -> None:
+    """Take a trainer's callbacks away, except the one that decides when it logs."""
+    kind: Any = CallbackHandler
+    trainer.callback_handler = kind([DefaultFlowCallback], None, None, None, None)
 
 
 def early_stopping(trainer: Any) -> EarlyStoppingCallback | None:

@@ -36,11 +36,12 @@ from samestep.hf.arguments import (
     steps_of,
     word_of,
 )
-from samestep.hf.callbacks import CallbackLoop, check_callbacks, early_stopping
+from samestep.hf.callbacks import CallbackLoop, check_callbacks, early_stopping, silence
 from samestep.hf.evaluation import check_evaluation, metrics_of
 from samestep.hf.losses import SAMPLES, SummedLoss
 from samestep.hf.optimizer import created_optimizer, fit_optimizer
 from samestep.result import FitResult, read_history
+from samestep.served_device import served_device
 from worker.scripts.checks import check_data
 from worker.scripts.user_task import UserTask
 from worker.tasks.checks.additivity import NotASum
@@ -119,6 +120,8 @@ class SamestepMixin:
         _prepare_model(trainer)
         with created_optimizer(trainer):
             arguments = self._arguments_of_fit(resume_from_checkpoint)
+        if served_device() is not None:
+            silence(trainer)  # they run in the process that the user started
         loop = CallbackLoop(trainer, _epoch_samples(trainer))
         device = _device_of(trainer.model)
         with loop.watching(), _noisy_embeddings(trainer):

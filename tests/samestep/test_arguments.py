@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
-from protocol.base.errors import SamestepError, Unreachable
+from protocol.base.errors import SamestepError, Unreachable, UsageError
 from samestep import fitting
 from samestep.arguments import Arguments
 from samestep.coordinator_subprocess import (
@@ -81,7 +81,8 @@ def task(**other):
         ({"precision": "fp16"}, "precision: expected float32, bfloat16 or float16, got 'fp16'$"),
         ({"precision": torch.bfloat16}, "precision: .* got torch.bfloat16"),
         ({"device": "tpu"}, "device: expected a backend, one of auto, .* got 'tpu'"),
-        ({"device": "cuda0-3"}, "device: expected one device for this process, got 'cuda0-3'"),
+        ({"device": "cuda0-3"}, "backend 'cuda' is not usable here"),
+        ({"device": "cuda3-0"}, "device: .*expected devices such as cuda0-3, got 'cuda3-0'"),
         ({"device": ""}, "device: .* got ''"),
         ({"device": "cuda99"}, "backend 'cuda' is not usable here"),
         ({"directory": ""}, "directory: expected a path, got ''"),
@@ -133,6 +134,27 @@ def test_numbers_of_numpy_and_one_device_of_several_are_taken():
     )
     assert (arguments.epochs, arguments.batch, arguments.seed) == (2, 8, 3)
     assert arguments.backend == ("cuda", 1)
+    assert (arguments.several_devices, arguments.expected_workers) == ((), 1)
+
+
+def test_several_devices_are_as_many_workers_except_in_a_slurm_step(monkeypatch):
+    monkeypatch.setenv("SAMESTEP_BACKEND", "cuda1-3")
+    monkeypatch.delenv("SAMESTEP_EXPECT_WORKERS", raising=False)
+    none = (
+        "options", "microbatch", "workers", "directory", "control", "name", "settings", "epochs",
+        "device",
+    )  # fmt: skip
+    arguments = Arguments.of(
+        **dict.fromkeys(none), optimizer="sgd", evaluate_every=0, precision="float32",
+        resume=False, batch=8, seed=3, steps=1,
+    )  # fmt: skip
+    assert arguments.backend == ("cuda", 1)
+    assert (arguments.several_devices, arguments.expected_workers) == ((1, 2, 3), 3)
+    variables = ("PROCID", "STEP_NUM_TASKS", "STEP_NUM_NODES", "LOCALID")
+    for name, value in zip(variables, "0211", strict=True):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(UsageError, match="expected one device for each task of an srun step"):
+        _ = arguments.several_devices
 
 
 def fails(_, batch):

@@ -148,8 +148,10 @@ class Device:
                 self._clock.after(taken_ms, self._go_on, self._process)
                 return
 
-    def close(self, wait_s: float) -> None:
+    def close(self, wait_s: float) -> bool:
         """It ends with the process."""
+        del wait_s
+        return True
 
 
 class SimulatedMachine(Machine):

@@ -1,25 +1,36 @@
 """A frozen base across two ranks with a card each: `torchrun -m worker --shard` on the stand-in."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from tests import standin
-from tests.cluster import Cluster
+from tests.cluster import Cluster, Hold
 from tests.free_ports import free_ports
 from tests.processes import Process, start
 from tests.worker.torchrun.test_ranks import FROZEN, run_file
+from worker.torchrun.group import LOSS_TIMEOUT_S
 
 pytestmark = pytest.mark.slow
+_ENGINE_S = 10
+"""For which a worker that ends waits for its device."""
 
 
-def ranks_of(cluster, folder: Path, environments: list[dict[str, str]]) -> list[Process]:
-    """Two ranks with a card each, and an environment for each; their errors are in the folder."""
+def ranks_of(
+    cluster, folder: Path, environments: list[dict[str, str]], *, busy: Hold | None = None
+) -> list[Process]:
+    """Two ranks with a card each, and an environment for each; their errors are in the folder.
+
+    With `busy`, rank 0 waits there in the middle of a step.
+    """
     port = str(free_ports(1)[0])
     ranks = [
         start(
-            "tests.one_rank", str(rank), "2", port, "--coordinator", cluster.address["data"],
-            "--name", "cards", "--backend", "accelerator", "--shard", environment=environment,
+            *(["tests.one_rank"] if busy is None or rank else ["tests.busy_rank", str(busy.port)]),
+            str(rank), "2", port, "--coordinator", cluster.address["data"],
+            "--name", "cards", "--backend", "accelerator", "--shard", "--retry-for", "5",
+            environment=environment,
             stderr=folder / f"rank-{rank}",
         )
         for rank, environment in enumerate(environments)
@@ -67,3 +78,27 @@ def test_a_card_that_breaks_ends_both_ranks_and_the_cause_is_told(tmp_path, envi
     cause = "an illegal memory access was encountered"
     assert cause in lost["reason"]
     assert cause in error_texts[broken]
+
+
+def test_a_rank_0_that_ends_while_its_card_computes_ends_both_with_its_reason(
+    tmp_path, environment
+):
+    """What it would send the other rank beside that computation would be taken for a part of it."""
+    run = run_file(tmp_path, FROZEN.replace("steps: 4", "steps: 400"))
+    hold = Hold()
+    with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
+        ranks = ranks_of(cluster, tmp_path, [environment] * 2, busy=hold)
+        hold.reached()
+        cluster.coordinator.kill()
+        cluster.coordinator.wait()
+        gone_s = time.monotonic()
+        codes = [rank.wait(60) for rank in ranks]
+        took_s = time.monotonic() - gone_s
+    hold.close()
+    leader, follower = ((tmp_path / f"rank-{rank}").read_text() for rank in range(2))
+    assert all(codes), codes
+    assert took_s < 5 + _ENGINE_S + LOSS_TIMEOUT_S + 15, "with room for a slow machine"
+    cause = "no coordinator"
+    assert cause in leader
+    assert follower.count("\n") == 1
+    assert f"the group of ranks' failed: rank 0: {cause}" in follower

@@ -117,6 +117,9 @@ class Client:
         machine: Clock, threads and sockets.
         links: Makes the connections to peers.
         find_again: Looks for the coordinator on the network, for one that was found there.
+
+    Attributes:
+        is_device_busy: Whether the device still computes although `serve` has ended.
     """
 
     _hello: Hello
@@ -164,6 +167,7 @@ class Client:
         self._draining = False
         self._given_bytes = 0
         self._preparing, self._preparing_told_s = "", self._machine.now_s()
+        self.is_device_busy = False
 
     async def serve(self) -> ExitCode:
         """Connect, again and again; gives the exit code.
@@ -175,7 +179,7 @@ class Client:
         try:
             return await self._serve()
         finally:
-            self._engine.close()
+            self.is_device_busy = not self._engine.close()
             self._files.close()
 
     def drain(self) -> None:

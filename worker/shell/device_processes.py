@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from backends.base.interface import Array
@@ -41,6 +42,7 @@ class DeviceProcesses:
         tell: Prints a line of a device process.
         trace: Trace file of the worker; each device writes one beside it.
         module: The module that each process runs.
+        variables: What its environment has besides.
 
     Raises:
         UsageError: This system has no anonymous shared memory, or limits it.
@@ -53,6 +55,8 @@ class DeviceProcesses:
         tell: Callable[[str], None],
         trace: Path | None = None,
         module: str = "worker.device_process",
+        *,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if not hasattr(os, "memfd_create"):
             raise UsageError(
@@ -64,6 +68,7 @@ class DeviceProcesses:
         self._tell = tell
         self._trace = trace
         self._module = module
+        self._environment = {**child_environment(), **variables}
         try:
             self._memory = SharedMemory()
         except OSError as error:
@@ -88,7 +93,10 @@ class DeviceProcesses:
         """See `group_engine.Devices`."""
         trace = self._trace and str(self._trace.with_stem(f"{self._trace.stem}-{name}"))
         arguments = (self._module, name, self._backend, _argument(self._devices[name]), trace or "")
-        process = _Process(arguments, self._memory, on_report, on_loss, self._tell)
+        process = _Process(
+            arguments, self._memory, on_report, on_loss, self._tell,
+            environment=self._environment,
+        )  # fmt: skip
         self._processes.append(process)
         return process
 
@@ -101,6 +109,7 @@ class DeviceProcesses:
         """See `group_engine.Devices`."""
         for process in self._processes:
             process.wait()
+        self._memory.close()
 
 
 class _Process:
@@ -113,6 +122,8 @@ class _Process:
         on_report: ReportHandler,
         on_loss: LossHandler,
         tell: Callable[[str], None],
+        *,
+        environment: Mapping[str, str],
     ) -> None:
         ours, theirs = socket.socketpair()
         device_memory = SharedMemory()
@@ -131,7 +142,7 @@ class _Process:
             fds = (theirs.fileno(), memory.fd, device_memory.fd)
             self._process = subprocess.Popen(  # noqa: S603 -- our own command
                 [*command_of(module), *map(str, fds), *options],
-                pass_fds=fds, env=child_environment(), stdin=subprocess.DEVNULL,
+                pass_fds=fds, env=environment, stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
         device_memory.close()

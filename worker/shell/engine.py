@@ -101,6 +101,7 @@ weights; a worker that joins later repeats it after its first step."""
 _STEPS_AHEAD: Final = 8
 """Files of this many upcoming steps are requested in advance."""
 _NEVER_HANG: Final = ("cpu", "scripted")
+_END_TIMEOUT_S: Final = 10.0
 _OVER: Final = object()
 """After the last event of an inner phase."""
 _CHECKED_STEPS: Final = 2
@@ -368,13 +369,18 @@ class Engine:
                 generation = self._generation
                 self._thread.submit(lambda: self._work(action, generation, release))
 
-    def close(self) -> None:
-        """Abandon all work and end the thread."""
+    def close(self) -> bool:
+        """Abandon all work and end the thread.
+
+        Returns:
+            Whether it has ended within 10 s: an operator of the device cannot be interrupted.
+        """
         self.do(act.CancelWork())
         self._thread.submit(self._free)
-        self._thread.close(10)
+        has_ended = self._thread.close(_END_TIMEOUT_S)
         self._watch.close()
         self._replica.close()
+        return has_ended
 
     # In the engine's thread.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from protocol.exact.kernels.library import use_threads
 from protocol.exact.replica import Replica
@@ -23,6 +23,8 @@ from worker.logic import events
 from worker.logic.device_group import DeviceGroup
 from worker.shell.engine import Release
 from worker.shell.hashed_replica import HashedReplica, copy_state
+
+_END_TIMEOUT_S: Final = 10.0
 
 ReportHandler = Callable[[events.GroupReport], None]
 LossHandler = Callable[[str], None]
@@ -143,12 +145,13 @@ class GroupEngine:
 
         self._decide(decide)
 
-    def close(self) -> None:
-        """End all devices and wait for them."""
+    def close(self) -> bool:
+        """End all devices and wait for them; see `Engine.close`."""
         self._decide(lambda: [outputs.Stop(name) for name in self._links])
-        self._thread.close(10)
+        has_ended = self._thread.close(_END_TIMEOUT_S)
         self._changes.close()
         self._devices.close()
+        return has_ended
 
     # In its own thread.
 

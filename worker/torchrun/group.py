@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -33,7 +34,10 @@ RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=5)
 _PATIENCE: Final = timedelta(days=365)
 """Ranks may wait very long for a run; a lost rank closes its connections."""
 
-_GROUP: Final = "the group of ranks"
+LOSS_TIMEOUT_S: Final = 10.0
+"""Time for a rank to end by itself when another is lost."""
+
+GROUP: Final = "the group of ranks"
 _LOST: Final = "a rank was lost"
 _LOSS: Final = "lost rank"
 """In the store where the ranks meet: why one of them ends."""
@@ -63,6 +67,8 @@ class RankGroup:
         )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.loss = ""
+        self._reported_loss = ""
+        self._closed = threading.Event()
 
     @contextmanager
     def lockstep(self, *, may_refuse: bool = False) -> Iterator[None]:
@@ -82,11 +88,35 @@ class RankGroup:
             own = f"rank {self.rank}: {describe_error(error)}"
             self.loss = self._first_loss(own)
             if self.loss != own:
-                raise DeviceError(_GROUP, self.loss) from error
+                raise DeviceError(GROUP, self.loss) from error
             raise
+
+    def lose(self, reason: str) -> None:
+        """Give the group up; the other ranks end with the reason, whatever they wait for."""
+        self.loss = self._first_loss(f"rank {self.rank}: {reason}")
+
+    def watch_loss(self, on_loss: Callable[[str], None]) -> None:
+        """Have a thread wait for the loss of a rank, as this one may wait for that in a collective.
+
+        Args:
+            on_loss: Called in that thread with why the rank is lost, unless the group has closed.
+        """
+        store, _, _ = _rendezvous()  # a connection of its own, as this waits on it
+
+        def watch() -> None:
+            try:
+                self._reported_loss = store.get(_LOSS).decode()
+            except RuntimeError:  # rank 0, which has the store, is gone
+                self._reported_loss = _LOST
+            if not self._closed.wait(LOSS_TIMEOUT_S):
+                on_loss(self._reported_loss)
+
+        threading.Thread(target=watch, name="loss of a rank", daemon=True).start()
 
     def _first_loss(self, own: str) -> str:
         """Return why the first rank that failed is lost; this one, for its own reason, if none."""
+        if self._reported_loss:
+            return self._reported_loss
         try:
             return bytes(self._store.compare_set(_LOSS, "", own)).decode()
         except RuntimeError:  # rank 0, which has the store, is gone
@@ -99,7 +129,7 @@ class RankGroup:
             DeviceError: A rank is lost.
         """
         if self.loss:
-            raise DeviceError(_GROUP, self.loss)
+            raise DeviceError(GROUP, self.loss)
         for data in _packed(order, arrays or {}):
             with self._watched():
                 dist.broadcast(data, 0)
@@ -135,10 +165,11 @@ class RankGroup:
             yield
         except RuntimeError as error:
             self.loss = self._first_loss(_LOST)
-            raise DeviceError(_GROUP, self.loss) from error
+            raise DeviceError(GROUP, self.loss) from error
 
     def close(self) -> None:
         """Leave the group; the other ranks do so, too."""
+        self._closed.set()
         dist.destroy_process_group()
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from backends.base.interface import (
     Array,
@@ -25,7 +25,7 @@ from backends.base.interface import (
     Sums,
     Trainable,
 )
-from protocol.base.errors import RunFailed, SamestepError
+from protocol.base.errors import RunFailed, SamestepError, text_of
 from protocol.exact.embedding_rows import Rows
 from protocol.exact.tree import Subtree
 from protocol.exact.tree_sum import ADDITIONS, TreeSum
@@ -61,7 +61,11 @@ def in_lockstep(leaves: int, ranks: int) -> list[list[RankShare]]:
 
 
 class GroupBackendFactory:
-    """The `BackendFactory` of rank 0's engine, which stands for all ranks.
+    """The `BackendFactory` of rank 0's engine, which stands for all ranks, and ends them.
+
+    Attributes:
+        is_busy: Whether the engine still computes at the end. It may then be between two messages
+            to the other ranks, and the last order would be taken for one of those.
 
     Args:
         group: The ranks.
@@ -69,6 +73,7 @@ class GroupBackendFactory:
     """
 
     def __init__(self, group: RankGroup, own: BackendFactory) -> None:
+        self.is_busy = False
         self._group, self._own = group, own
         self._backend: Backend | None = None
 
@@ -91,9 +96,17 @@ class GroupBackendFactory:
         finally:
             answers(self._group)
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """End the other ranks; a lost group is ended by the end of this process."""
-        if not self._group.loss:
+        if self._group.loss:
+            return
+        if self.is_busy:
+            reason = "it ended" if error is None else text_of(error)
+            self._group.lose(f"{reason} (while its device still computed)")
+        else:
             self._group.tell({"do": "end"})
 
 

@@ -1,0 +1,56 @@
+"""The process of one of several devices of a `fit`: runs the script up to that call, and computes.
+
+See `samestep.script_devices`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from protocol.base.errors import DataError, SamestepError, describe_raised
+from protocol.cli.output import keep_reporting
+from samestep.script_devices import ScriptStart
+from samestep.served_device import ServedDevice, set_served_device
+
+
+def main() -> None:
+    """Run the script; its call of `fit` serves the device and does not return."""
+    keep_reporting("worker")
+    arguments = sys.argv[1:]
+    backend, device = arguments[4:6]
+    wanted = int(device) if device.isdecimal() else device or None
+    served = ServedDevice(ScriptStart.take(), backend, wanted, arguments)
+    set_served_device(served)
+    served.end_with_worker()
+    served.serve(_run_script(served.start, arguments[3]))
+
+
+def _run_script(start: ScriptStart, device: str) -> SamestepError:
+    """Run the script; return why it has not come as far as the call."""
+    sys.argv, sys.path[:] = start.arguments, start.search_path
+    start.generators.restore()
+    with Path(os.devnull).open("w") as nowhere:  # the user's process prints the same
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        if start.module:
+            runpy.run_module(start.module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(start.file, run_name="__main__")
+    except SamestepError as error:
+        return error
+    except BaseException as error:  # noqa: BLE001 -- whatever the script raises, and its end
+        reason = f"raised {describe_raised(error)}"
+    else:
+        reason = "ended"
+    return DataError(
+        f"expected the script {Path(start.file).name!r} to reach call {start.position} of fit in "
+        f"the process of {device} too, which runs it from its beginning, but it {reason}: let it "
+        "do the same each time it runs, or name one device"
+    )
+
+
+if __name__ == "__main__":
+    main()

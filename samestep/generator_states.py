@@ -1,0 +1,54 @@
+"""States of the global generators when this process imported samestep, for its devices' processes.
+
+A script that seeds nothing makes its model from these: the processes that run it again begin with
+the same. Draws of numpy or Python before the import cannot be repeated; torch's can, as it knows
+its first seed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStates:
+    """The states, as JSON can represent them.
+
+    Attributes:
+        torch: The first seed of the CPU's generator.
+        numpy: Words, position, and what is left of a pair of normal draws.
+        python: Version, words, and the same.
+    """
+
+    torch: int
+    numpy: tuple[list[int], int, int, float]
+    python: tuple[int, list[int], float | None]
+
+    @staticmethod
+    def now() -> GeneratorStates:
+        """Read them."""
+        words: Any = np.random.get_state()  # noqa: NPY002 -- what scripts use
+        version, python_words, normal = random.getstate()
+        return GeneratorStates(
+            torch.initial_seed(),
+            (words[1].tolist(), int(words[2]), int(words[3]), float(words[4])),
+            (version, list(python_words), normal),
+        )
+
+    def restore(self) -> None:
+        """Have the generators of this process begin with them."""
+        torch.default_generator.manual_seed(self.torch)
+        words, position, has_normal, normal = self.numpy
+        np.random.set_state(  # noqa: NPY002
+            ("MT19937", np.array(words, np.uint32), position, has_normal, normal)
+        )
+        version, python_words, python_normal = self.python
+        random.setstate((version, tuple(python_words), python_normal))
+
+
+AT_IMPORT: Final = GeneratorStates.now()

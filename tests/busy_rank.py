@@ -1,0 +1,37 @@
+"""A rank whose device never finishes a microbatch: `python -m tests.busy_rank HELD RANK SIZE PORT`.
+
+After some microbatches of its own, it connects to the port HELD on loopback and waits, in the
+middle of a step that the other ranks compute too. The other arguments are those of
+`tests.one_rank`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import runpy
+import sys
+from collections.abc import Iterator
+
+from backends.base.interface import GradientItem
+from tests.paused_worker import wait
+from worker.torchrun.leader import GroupGradients, RankShare
+
+_FIRST = 10
+"""Number of the first microbatch that is not finished."""
+
+
+def wait_in_a_microbatch(port: int) -> None:
+    compute, numbers = GroupGradients._own_share, itertools.count()
+
+    def compute_or_wait(self: GroupGradients, share: RankShare) -> Iterator[GradientItem]:
+        number = next(numbers)
+        if number >= _FIRST:
+            wait(number, port)
+        yield from compute(self, share)
+
+    GroupGradients._own_share = compute_or_wait  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    wait_in_a_microbatch(int(sys.argv.pop(1)))
+    runpy.run_module("tests.one_rank", run_name="__main__")

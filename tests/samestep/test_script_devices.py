@@ -1,0 +1,119 @@
+"""`fit` on several devices: each has a process that runs the script as far as that call."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, ended, start
+from tests.samestep.scripts import HEAD, close
+from tests.samestep.test_scripts import digests, written
+
+TWO_FITS = (
+    HEAD
+    + """
+import random
+import numpy as np
+print("the script runs", flush=True)
+first = samestep.fit(task, steps=6, batch=8, device=sys.argv[1])
+second = samestep.fit(lambda: task(first.module), steps=4, batch=8, device=sys.argv[1])
+for each in (first, second):
+    print("loss", len(each.history), "digest", each.digest, flush=True)
+unseeded = nn.Linear(1, 1)
+unseeded.bias.data += random.random() + np.random.rand()
+third = samestep.fit(lambda: task(unseeded), steps=2, batch=8, device=sys.argv[1])
+print("the third of", third.steps, "steps")
+"""
+)
+SERVES = """
+import os
+from samestep.served_device import served_device
+serves = served_device() is not None
+"""
+
+
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return ended("tests.plain_script", str(script), *arguments, cwd=script.parent)
+
+
+@pytest.mark.slow
+def test_two_devices_give_the_digests_of_one_in_every_fit_of_a_script(tmp_path):
+    script = written(tmp_path, TWO_FITS)
+    expected = digests(run(script, "cpu0").stdout)
+    two = run(script, "cpu0-1")
+    assert len(expected) == 2
+    assert digests(two.stdout) == expected
+    assert two.stdout.count("the script runs") == 1
+    assert "the third of 2 steps" in two.stdout, "all processes draw the same without a seed"
+    assert two.stdout.count("ready on 2 x ") == 3
+    assert two.stderr == ""
+
+
+def test_a_script_that_fails_in_the_process_of_a_device_is_told_with_its_line(tmp_path):
+    fails = "if serves:\n    raise ValueError('only the first of us may')\n"
+    fit = "samestep.fit(task, steps=6, batch=8, device='cpu0-1')\n"
+    done = run(written(tmp_path, HEAD + SERVES + fails + fit))
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert "to reach call 1 of fit in the process of cpu" in last
+    assert "ValueError: only the first of us may in train.py, line 21" in last
+
+
+@pytest.mark.slow
+def test_a_device_whose_process_is_killed_gets_another_and_the_digest_is_the_same(tmp_path):
+    dies = """
+calls = []
+def loss(module, batch):
+    calls.append(None)
+    if serves and len(calls) == 60 and not os.path.exists("dead"):
+        open("dead", "x").close()
+        os.kill(os.getpid(), 9)
+    return ((module(batch[0]) - batch[1]) ** 2).sum()
+torch.manual_seed(0)
+one = samestep.Task(module=nn.Linear(1, 1), train=TensorDataset(x, 2 * x), loss=loss)
+r = samestep.fit(lambda: one, steps=60, batch=8, device=sys.argv[1])
+print("loss", 0, "digest", r.digest)
+"""
+    script = written(tmp_path, HEAD + SERVES + dies)
+    expected = digests(run(script, "cpu0").stdout)
+    assert len(expected) == 1
+    assert not (tmp_path / "dead").exists()
+    two = run(script, "cpu0-1")
+    assert (tmp_path / "dead").exists(), two.stderr
+    assert digests(two.stdout) == expected
+
+
+def test_a_process_that_still_runs_the_script_ends_with_the_one_that_wants_it(tmp_path):
+    waits = """
+if serves:
+    print(os.getpid(), file=sys.stderr, flush=True)
+    import threading
+    threading.Event().wait()
+samestep.fit(task, steps=6, batch=8, device='cpu0-1')
+"""
+    script = written(tmp_path, HEAD + SERVES + waits)
+    process = start("tests.plain_script", str(script), cwd=tmp_path)
+    assert process.stderr is not None
+    descriptors = [os.pidfd_open(int(process.stderr.readline())) for _ in range(2)]
+    process.kill()
+    process.wait()
+    for each in descriptors:
+        assert select.select([each], [], [], 60)[0]
+        os.close(each)
+    close(process)
+
+
+def test_a_notebook_is_told_to_become_a_script(tmp_path):
+    text = HEAD + "samestep.fit(task, steps=6, batch=8, device='cpu0-1')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SAMESTEP_BIND": "127.0.0.1:0"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert "got a notebook: write the model to a script, or name one device" in last

@@ -1,0 +1,67 @@
+"""`fit` and a Trainer on both of the stand-in's devices: the digest of one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.processes import ended
+from tests.samestep.scripts import HEAD
+from tests.samestep.test_scripts import digests, written
+
+pytestmark = pytest.mark.slow
+
+FIT = (
+    HEAD
+    + """
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+r = samestep.fit(lambda: task(net), steps=8, batch=16, microbatch=2)
+print("loss", 0, "digest", r.digest)
+"""
+)
+TRAINER = """
+import sys
+import torch
+from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
+import samestep.hf
+from tests.samestep.test_hf_trainer import CONFIG, ITEMS, SET, collate
+
+class Told(TrainerCallback):
+    def on_train_begin(self, *_, **__):
+        with open("began", "a") as file:
+            file.write("once\\n")
+
+torch.manual_seed(0)
+trainer = samestep.hf.Trainer(
+    model=LlamaForCausalLM(CONFIG),
+    args=TrainingArguments(output_dir="out", **{**SET, "use_cpu": False}),
+    train_dataset=ITEMS, data_collator=collate, callbacks=[Told()],
+)
+trainer.train()
+print("loss", 0, "digest", trainer.fitted.digest)
+"""
+
+
+@pytest.mark.parametrize("text", [FIT, TRAINER], ids=["fit", "trainer"])
+def test_both_cards_give_the_digest_of_one(tmp_path, environment, text):
+    outputs = {}
+    for devices in ("accelerator0", "accelerator0-1"):
+        folder = tmp_path / devices
+        folder.mkdir()
+        script = written(folder, text)
+        done = ended(
+            "tests.plain_script", str(script), cwd=folder,
+            environment={**environment, "SAMESTEP_BACKEND": devices},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs[devices] = done.stdout
+        if text is TRAINER:
+            assert (folder / "began").read_text() == "once\n"
+            assert [path.name for path in (folder / "out").iterdir()] == ["run-1"]
+    one, two = outputs.values()
+    assert len(digests(one)) == 1
+    assert digests(two) == digests(one)
+    assert re.search(r"ready on Stand-in Accelerator", one)
+    assert re.search(r"ready on 2 x Stand-in Accelerator", two)
