@@ -135,11 +135,8 @@ def fit(
         seed: Seeds initial values, order of samples, dropout, and random collators.
         evaluate_every: Steps between evaluations on `held_out`; 0: only at the end.
         precision: Precision of forward and backward; in float16 losses are scaled.
-        workers: Start when this many workers are ready, each counted as many times as it has
-            devices. Default: $SAMESTEP_EXPECT_WORKERS, or this one.
-        device: Device of this worker, such as `cuda1`, or several: with `cuda0-3`, each of the
-            four has a process that runs the script too, as far as this call. Default:
-            $SAMESTEP_BACKEND, or auto.
+        workers: Start when this many workers are ready. Default: $SAMESTEP_EXPECT_WORKERS, or 1.
+        device: Of this worker; `cuda0-3` are several. Default: $SAMESTEP_BACKEND, or auto.
         directory: Directory of the run. Default: a new one in `runs/`.
         resume: Resume the run in `directory`, if there is one.
         control: Control port of a running coordinator. Default: $SAMESTEP_CONTROL; without it a
@@ -156,10 +153,7 @@ def fit(
     running = script.called(script.Script.running(), _function(by_name.pop("build")))
     arguments = Arguments.of(**by_name)
     with running as call, _torch_settings_restored(), _freed_memory_kept():
-        result = _take_part(call, arguments, joined_by)
-        if result.directory is not None:
-            call.directories[call.position] = result.directory
-        return result
+        return call.note_directory(_take_part(call, arguments, joined_by))
 
 
 def _begun() -> JoinOptions | None:

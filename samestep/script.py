@@ -37,6 +37,7 @@ from protocol.base.regular_file import read_regular
 from protocol.machine.memory import figures_of
 from protocol.spec.run_spec import RunSpec
 from samestep.name_conflicts import is_samestep_file
+from samestep.result import FitResult
 from samestep.srun import SrunStep
 from worker.scripts.checks import check_task
 from worker.scripts.launch import accepts_scripts
@@ -138,6 +139,12 @@ class Call:
     ready: tuple[RunSpec, ScriptTask] | None = None
     step: SrunStep | None = None
     directories: dict[int, Path] = field(default_factory=dict)
+
+    def note_directory(self, result: FitResult) -> FitResult:
+        """Remember where this call's run is, for the device processes of a later call."""
+        if result.directory is not None:
+            self.directories[self.position] = result.directory
+        return result
 
     def task(self, spec: RunSpec) -> ScriptTask:
         """Build the task of a run spec, or use the one that is ready.
