@@ -34,7 +34,7 @@ import transformers
 from backends.eager.eager import EagerBackend
 from benchmarks.cluster import Cluster, run_to_end
 from benchmarks.machine import print_heading
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.files.sources import model_source
 from protocol.spec.run_spec import EmbedRun, OwnRun, parse_run_spec
 from worker.logic.events import StepId

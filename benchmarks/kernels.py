@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.exact import bfloat16, codecs, tree_sum, update
+from protocol.exact import update
 from protocol.exact.digest import block_digest, pieces_of, state_digest, state_digest_1
 from protocol.exact.kernels.library import (
     Library,
@@ -23,10 +23,11 @@ from protocol.exact.kernels.library import (
     using,
     why_not_native,
 )
-from protocol.exact.reducer import Reducer
+from protocol.exact.reduction import bfloat16, codecs, float32, tree_sum
+from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.reducer import Reducer
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import aligned_zeros
-from protocol.exact.tree import Subtree
-from protocol.exact.update import Array
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.exchange import Codec, Codecs
 from protocol.spec.sections.optimizer import OptimizerSpec
@@ -43,7 +44,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         array[:] = rng.standard_normal(elements, np.float32) * np.float32(1e-2)
 
     def check(arrays: list[Array]) -> None:
-        assert all(update.is_finite(array) for array in arrays)
+        assert all(float32.is_finite(array) for array in arrays)
 
     def step(name: str, hashes: NDArray[np.uint8] | None = None) -> None:
         spec = OptimizerSpec(name=name, lr=1e-6, weight_decay=0.01, clip_norm=0.5)
@@ -65,8 +66,8 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         check([addition(out, total)])
 
     def average() -> None:
-        assert update.average(total, 3.0, out)
-        update.square_sum(out)
+        assert float32.average(total, 3.0, out)
+        float32.square_sum(out)
 
     rounded = bfloat16.rounded(total.copy())
     bodies = {codec: codecs.packed(rounded, codec).view(np.uint8) for codec in CODECS}
@@ -104,7 +105,7 @@ def coordinator_step(
         reducer = Reducer(WORKERS, Codecs(), [0], lambda _: out)
         for worker, values in enumerate(sums):
             reducer.put(0, str(worker), Subtree(worker, worker + 1), 1.0, values)
-        update.square_sum(out)
+        float32.square_sum(out)
         block_digest(block, out)
         step_and_digest(step, state)
 

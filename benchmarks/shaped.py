@@ -27,7 +27,7 @@ from benchmarks.machine import print_heading, print_table
 from benchmarks.ranks import Ranks, spans_us
 from benchmarks.sync import Case
 from benchmarks.timeline import Timeline, step_times
-from protocol.exact.bfloat16 import ELEMENT_BYTES
+from protocol.exact.reduction.bfloat16 import ELEMENT_BYTES
 from protocol.spec.sections.exchange import Precision, Topology
 
 _WAYS: Final[tuple[Topology, ...]] = ("star", "sharded")

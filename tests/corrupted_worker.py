@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from protocol.exact.reduction.float32 import Array
 from protocol.exact.replica import Replica
-from protocol.exact.update import Array, StepScalars
+from protocol.exact.update import StepScalars
 from worker.cli import main
 
 

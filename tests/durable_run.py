@@ -36,8 +36,9 @@ from coordinator.storage.log.log_records import Array, ChunkId
 from coordinator.storage.recovery import Recovery, recover
 from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.exact.digest import weights_digest
+from protocol.exact.reduction.float32 import square_sum
 from protocol.exact.replica import Replica
-from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.exact.update import global_norm, step_scalars
 from protocol.spec.manifest import Block, Export, Manifest, Metric, TensorSpec
 from protocol.spec.run_spec import LogMode, RegressRun
 from protocol.spec.sections.optimizer import Adamw

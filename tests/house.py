@@ -16,7 +16,8 @@ ROOT: Final = Path(__file__).parents[1]
 PACKAGES: Final = ("protocol", "backends", "coordinator", "worker", "samestep")
 
 _SPEC: Final = ("protocol.spec", "protocol.spec.sections", "protocol.spec.files")
-_PROTOCOL: Final = ("protocol", "protocol.base", *_SPEC, "protocol.exact", "protocol.wire")
+_EXACT: Final = ("protocol.exact.reduction", "protocol.exact")
+_PROTOCOL: Final = ("protocol", "protocol.base", *_SPEC, *_EXACT, "protocol.wire")
 _LOGIC: Final = _PROTOCOL[1:]
 _SHELL: Final = (*_PROTOCOL, "protocol.machine", "protocol.cli")
 _KEPT: Final = (
@@ -36,8 +37,11 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "protocol.spec.files": ("protocol.base", *_SPEC[:2]),
     "protocol.datasets": ("protocol.base", *_SPEC),
     "protocol.exact.kernels": (),
-    "protocol.exact": ("protocol.base", *_SPEC[:2], "protocol.exact.kernels"),
-    "protocol.wire": ("protocol", "protocol.base", *_SPEC[:2], "protocol.exact"),
+    "protocol.exact.reduction": ("protocol.base", *_SPEC[:2], "protocol.exact.kernels"),
+    "protocol.exact": (
+        "protocol.base", *_SPEC[:2], "protocol.exact.kernels", "protocol.exact.reduction",
+    ),
+    "protocol.wire": ("protocol", "protocol.base", *_SPEC[:2], *_EXACT),
     "protocol.machine": ("protocol", "protocol.base", "protocol.exact.kernels"),
     "protocol.cli": ("protocol", "protocol.base", "protocol.exact.kernels", "protocol.machine"),
     "coordinator.run.outputs": _LOGIC,
@@ -111,7 +115,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "worker.tasks.labels",
     ),
     "worker.torchrun": (
-        "protocol.base", *_SPEC[:2], "protocol.exact", "backends.base", "worker.tasks.base",
+        "protocol.base", *_SPEC[:2], *_EXACT, "backends.base", "worker.tasks.base",
         "worker.shell",
     ),
     "worker": ("*",),
@@ -142,7 +146,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "backends.wgpu.device",
     ),
     "backends.wgpu": (
-        "protocol.base", *_SPEC[:2], "protocol.exact", "protocol.machine", "backends.base",
+        "protocol.base", *_SPEC[:2], *_EXACT, "protocol.machine", "backends.base",
         "backends.wgpu.graph", *_SHADERS, "backends.wgpu.capture", "backends.wgpu.weights",
         "backends.wgpu.lowering", "backends.wgpu.device", "backends.wgpu.canonical",
     ),
@@ -168,7 +172,7 @@ PACKAGE_MAY: Final = {
 }
 
 PURE: Final = (
-    "protocol.exact.kernels", "protocol.exact", "worker.logic",
+    "protocol.exact.kernels", *_EXACT, "worker.logic",
     "coordinator.run", "coordinator.run.outputs",
     "coordinator.run.exchange", "coordinator.run.workers",
 )  # fmt: skip

@@ -18,9 +18,9 @@ import numpy as np
 from backends.base.interface import Array
 from protocol.base.errors import DataError, Mismatch, RunFailed, SamestepError
 from protocol.exact.inner_phases import order_of_steps
-from protocol.exact.reducer import NonFinite, Reducer
+from protocol.exact.reduction.reducer import NonFinite, Reducer
+from protocol.exact.reduction.tree import root
 from protocol.exact.samples import SampleOrder
-from protocol.exact.tree import root
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from worker.local_device import LocalDevice

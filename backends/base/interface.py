@@ -184,8 +184,8 @@ Leaf = tuple[Batch, int]
 class BlockGradient:
     """The gradient sum of one block over a subtree: flat float32, in the manifest's layout.
 
-    The part of a tensor that no microbatch reached is absent (`protocol.exact.absent`). The
-    receiver owns the array.
+    The part of a tensor that no microbatch reached is absent
+    (`protocol.exact.reduction.absent`). The receiver owns the array.
     """
 
     block: int
@@ -246,7 +246,7 @@ class Program(Protocol):
 
         Gradients are added along the tree in float32, on the device or the host; losses and weights
         in float64. Gradients of tensors that no microbatch reaches are absent
-        (`protocol.exact.absent`). Only one subtree is computed at a time.
+        (`protocol.exact.reduction.absent`). Only one subtree is computed at a time.
 
         Args:
             leaves: At least one; shapes as in the example batches, or fewer samples.

@@ -21,9 +21,9 @@ from backends.base.interface import (
     Program,
 )
 from protocol.base.errors import SamestepError
-from protocol.exact.bfloat16 import rounded
-from protocol.exact.tree import Subtree
-from protocol.exact.tree_sum import ADDITIONS, TreeSum
+from protocol.exact.reduction.bfloat16 import rounded
+from protocol.exact.reduction.tree import Subtree
+from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Precision
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from backends.base.interface import Array, Loss
-from protocol.exact.tree import Subtree
-from protocol.exact.tree_sum import TreeSum, tree_sum
+from protocol.exact.reduction.tree import Subtree
+from protocol.exact.reduction.tree_sum import TreeSum, tree_sum
 from protocol.spec.manifest import Block
 
 _LEAST_STAGING_ELEMENTS: Final = 1 << 20
@@ -27,7 +27,7 @@ def joined(
     block: Block, parts: Sequence[torch.Tensor | None], device: torch.device
 ) -> torch.Tensor:
     """Return a block's gradient, flat float32; parts that are None are absent
-    (`protocol.exact.absent`)."""
+    (`protocol.exact.reduction.absent`)."""
     absent_value = -0.0
     flat = torch.cat(
         [

@@ -68,8 +68,8 @@ from protocol.base.errors import (
     describe_error,
     describe_raised,
 )
-from protocol.exact.absent import absent, present
 from protocol.exact.embedding_rows import Rows
+from protocol.exact.reduction.absent import absent, present
 from protocol.spec.sections.optimizer import OptimizerSpec
 
 P = ParamSpec("P")

@@ -63,8 +63,8 @@ from backends.wgpu.subtree_sum import sum_on_device
 from backends.wgpu.weights.split_tables import split_tables
 from protocol.base.errors import DataError, DeviceError, SamestepError
 from protocol.base.limits import MICROBATCHES_PER_STEP, byte_size
-from protocol.exact.absent import absent, mark_absent
 from protocol.exact.embedding_rows import Rows, split_fields
+from protocol.exact.reduction.absent import absent, mark_absent
 from protocol.exact.subnormals import subnormals_are_kept
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.manifest import Block

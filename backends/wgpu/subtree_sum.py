@@ -17,7 +17,7 @@ from backends.base.interface import (
 )
 from backends.base.subtree_gradients import Microbatch, SubtreeGradients
 from backends.wgpu.device.running import Running
-from protocol.exact.tree_sum import tree_sum
+from protocol.exact.reduction.tree_sum import tree_sum
 
 
 def sum_on_device(  # noqa: PLR0917

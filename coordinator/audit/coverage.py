@@ -18,8 +18,8 @@ import numpy as np
 from coordinator.audit.history import Attempt, History
 from coordinator.run.outputs.events import Committed, Planned, Subtrees
 from protocol.exact.inner_phases import InnerPhaseOrder, order_of_steps
+from protocol.exact.reduction.tree import Subtree, is_subtree
 from protocol.exact.samples import RowGroups, SampleOrder
-from protocol.exact.tree import Subtree, is_subtree
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.sampling import Sampling
 

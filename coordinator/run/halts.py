@@ -10,8 +10,8 @@ from coordinator.run.progress import Progress
 from coordinator.run.workers.admission import seed
 from coordinator.run.workers.membership import Membership, MemberState
 from protocol.base.fields import cut_text
-from protocol.exact.reducer import NonFinite
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.reducer import NonFinite
+from protocol.exact.reduction.tree import Subtree
 from protocol.wire.messages import Continue, Halt
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Final
 
-from protocol.exact.tree import Subtree, cover
+from protocol.exact.reduction.tree import Subtree, cover
 
 _STICKY_GAIN: Final = 0.1
 """A new division must promise this much less time: noise alone must not move work about."""

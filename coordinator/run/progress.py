@@ -51,10 +51,10 @@ from protocol.base.errors import OutOfOrder
 from protocol.exact.inner_phases import order_of_steps
 from protocol.exact.parameter_groups import ClippedGroups
 from protocol.exact.plateau import Plateau
-from protocol.exact.reducer import NonFinite, parse_origin
+from protocol.exact.reduction.reducer import NonFinite, parse_origin
+from protocol.exact.reduction.tree import Subtree, leaves_of
 from protocol.exact.samples import SampleOrder
 from protocol.exact.schedule import FLOOR, first_scale, scale_after, scales
-from protocol.exact.tree import Subtree, leaves_of
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Block, Manifest
 from protocol.spec.run_spec import RunSpec

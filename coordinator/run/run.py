@@ -99,7 +99,7 @@ from coordinator.run.workers.membership import COMPUTING, Member, Membership, Me
 from protocol.base.errors import ExitCode, OutOfOrder
 from protocol.base.limits import byte_size
 from protocol.exact.parameter_groups import unmatched_pattern
-from protocol.exact.reducer import NonFinite
+from protocol.exact.reduction.reducer import NonFinite
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import (

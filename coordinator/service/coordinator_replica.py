@@ -10,8 +10,9 @@ from typing import NamedTuple, Self, TypeVar
 import numpy as np
 
 from coordinator.storage.recovery import Recovery
+from protocol.exact.reduction.float32 import Array
 from protocol.exact.replica import Replica
-from protocol.exact.update import Array, StepScalars
+from protocol.exact.update import StepScalars
 from protocol.machine.machine import Machine
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec

@@ -69,9 +69,9 @@ from protocol.base.errors import (
     text_of,
 )
 from protocol.base.fields import cut_text
-from protocol.exact.codecs import unpacked
 from protocol.exact.parameter_groups import ClippedGroups
-from protocol.exact.update import Array
+from protocol.exact.reduction.codecs import unpacked
+from protocol.exact.reduction.float32 import Array
 from protocol.machine.machine import Machine
 from protocol.machine.trace import Tracer, now_us
 from protocol.spec.manifest import Block, Manifest

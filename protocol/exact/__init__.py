@@ -1,4 +1,5 @@
-"""What makes bits agree: reduction tree, update, schedules, sample order, digests, replica.
+"""How averages become new weights, and what decides the order of samples: update, replica, digests.
 
-Pure arithmetic. Imports `protocol.base` and `protocol.spec`. Start with `tree`, then `update`.
+Pure arithmetic. Imports `protocol.base`, `protocol.spec` and `protocol.exact.reduction`. Start with
+`update`, then `replica`.
 """

@@ -30,14 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.exact.kernels.library import library_for
-from protocol.exact.update import (
-    Array,
-    StepScalars,
-    apply_update,
-    is_finite,
-    nearest_float32,
-    square_sum,
-)
+from protocol.exact.reduction.float32 import Array, is_finite, nearest_float32, square_sum
+from protocol.exact.update import StepScalars, apply_update
 from protocol.spec.sections.optimizer import OptimizerSpec
 
 PIECE_COLUMNS: Final = 1024

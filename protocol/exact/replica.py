@@ -1,8 +1,8 @@
 """The replica: the whole trainable state of a run, identical on workers and coordinator.
 
 Parameters and moments are flat float32 arrays, one per block. A replica has no gradients, no model
-and no device. A tensor whose gradient is absent (`protocol.exact.absent`) is not updated; for
-optimizers whose update depends on the number of updates (adamw), the replica counts the updates
+and no device. A tensor whose gradient is absent (`protocol.exact.reduction.absent`) is not updated;
+for optimizers whose update depends on the number of updates (adamw), the replica counts the updates
 that each tensor has missed. The counts are part of the state and its digest once one is not zero.
 """
 
@@ -16,19 +16,18 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.exact.absent import is_absent
 from protocol.exact.adafactor import apply_adafactor, factor_elements
 from protocol.exact.digest import pieces_of, state_digest, state_digest_1, weights_digest
 from protocol.exact.parameter_groups import TensorRule, tensor_rule
+from protocol.exact.reduction.absent import is_absent
+from protocol.exact.reduction.float32 import Array, is_finite
 from protocol.exact.subnormals import check_subnormals
 from protocol.exact.update import (
-    Array,
     StepScalars,
     apply_update,
     averaged,
     averages,
     counts_updates,
-    is_finite,
     keep_average,
     moment_count,
     scalars_after,

@@ -41,7 +41,6 @@ e = k (e + (p - p')), k being `average_keep`.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,21 +58,17 @@ from pydantic import (
 )
 
 from protocol.base import limits
-from protocol.exact.absent import keep_absent
 from protocol.exact.digest import write_piece_hashes
 from protocol.exact.kernels.library import library_for
+from protocol.exact.reduction.float32 import Array, is_finite, nearest_float32
 from protocol.exact.schedule import learning_rate
 from protocol.spec.sections.optimizer import EmaSpec, OptimizerSpec, SwaSpec
 
-Array = NDArray[np.float32]
 Moments = tuple[Array, ...]
 
 UPDATE_CHUNK_ELEMENTS: Final = 32_768
 """A chunk's arrays (six of 128 KiB for adamw) fit a level-2 cache. No bit depends on the size."""
-SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
-"""Part of the definition of `square_sum`: another value may give other bits."""
 
-_FLOAT32: Final = struct.Struct("<f")
 _MOMENTS: Final = {
     "sgd": 0, "momentum": 1, "nesterov": 1, "adamw": 2, "lion": 1, "schedule-free": 2,
     "adam": 2, "rmsprop": 1, "adagrad": 1, "adafactor": 0, "adam-amsgrad": 3, "adamw-amsgrad": 3,
@@ -694,36 +689,6 @@ def averaged(
         return np.subtract(parameters, back, out=back)
 
 
-def is_finite(array: Array) -> bool:
-    """Whether all values are finite, without the temporary array of numpy.isfinite."""
-    if (library := library_for(array)) is not None:
-        return library.is_finite(array)
-    return not array.size or bool(array.min() > -np.inf and array.max() < np.inf)
-
-
-def square_sum(array: Array) -> float:
-    """Return the sum of squares of an array, in float64.
-
-    Each square is exact. Chunks of `SQUARE_SUM_CHUNK_ELEMENTS` are summed by `np.add.reduce`, and
-    their sums are added in order. BLAS is not used: its bits depend on the number of threads.
-    """
-    flat = array.reshape(-1)
-    total = 0.0
-    if (library := library_for(flat)) is not None:
-        for chunk in library.square_sums(flat).tolist():  # `sum` compensates from Python 3.12 on
-            total += chunk
-        return total
-    scratch = np.empty(min(flat.size, SQUARE_SUM_CHUNK_ELEMENTS), np.float64)
-    with np.errstate(all="ignore"):
-        for lo in range(0, flat.size, SQUARE_SUM_CHUNK_ELEMENTS):
-            part = flat[lo : lo + SQUARE_SUM_CHUNK_ELEMENTS]
-            squares = scratch[: part.size]
-            np.copyto(squares, part)
-            np.multiply(squares, squares, out=squares)
-            total += float(np.add.reduce(squares))
-    return total
-
-
 def global_norm(square_sums: Iterable[float]) -> float:
     """Return the gradient's Euclidean norm from the `square_sum` of each block, in block order."""
     total = 0.0
@@ -737,37 +702,3 @@ def clip_factor(clip_norm: float | None, gradient_norm: float) -> float:
     if clip_norm is None:
         return 1.0
     return min(1.0, clip_norm / (gradient_norm + 1e-6))
-
-
-def average(sums: Array, total_weight: float, out: Array) -> bool:
-    """Divide gradient sums by their weight and write the averages to `out`, which may be `sums`.
-
-    It multiplies by the reciprocal, computed in float64 and rounded to float32. A step without
-    weight (no sample, no token) has a gradient of zero. Absent gradients stay absent.
-
-    Returns:
-        Whether all averages are finite.
-    """
-    assert math.isfinite(total_weight)
-    assert total_weight >= 0
-    if total_weight == 0:
-        keep_absent(sums, out)
-        return True
-    with np.errstate(all="ignore"):
-        factor = np.float32(1.0 / total_weight)
-        if (library := library_for(sums, writes=(out,))) is not None:
-            return library.scale(sums, float(factor), out)
-        np.multiply(sums, factor, out=out)
-    return is_finite(out)
-
-
-def nearest_float32(value: float) -> float:
-    """Round to the nearest float32; out of range gives infinity, which validation refuses.
-
-    Like `np.float32(value)` in a tenth of the time: every commit that is read has twelve.
-    """
-    try:
-        (nearest,) = _FLOAT32.unpack(_FLOAT32.pack(value))
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return float(nearest)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from protocol.base import limits
 from protocol.base.errors import FrameError, LocalProtocolError, OutOfOrder, VersionMismatch
-from protocol.exact.codecs import body_bytes
+from protocol.exact.reduction.codecs import body_bytes
 from protocol.exact.replica import part_slices
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Codec, Codecs

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from protocol.base import limits
 from protocol.base.errors import MessageError
 from protocol.base.fields import Bytes32, Digest, Duty, Number, Small, Text
-from protocol.exact.reducer import NonFinite
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.reducer import NonFinite
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.update import StepScalars
 
 SubtreeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
@@ -209,9 +209,9 @@ class StepPlan(_InStep):
     """Coordinator: your subtrees of this step, whose tree has `microbatches` leaves.
 
     Of each subtree, `uploads` chunks may be sent to the coordinator, in the order of
-    `protocol.exact.chunk_grid`, until a `Credit` permits more. `owners` is the number of the table
-    of chunk owners (`Owners`); 0: the coordinator averages all chunks. `phase`: a subtree of the
-    embeddings phase is answered with `CapturedRows` and a `SubtreeLoss` of loss 0, without
+    `protocol.exact.reduction.chunk_grid`, until a `Credit` permits more. `owners` is the number of
+    the table of chunk owners (`Owners`); 0: the coordinator averages all chunks. `phase`: a subtree
+    of the embeddings phase is answered with `CapturedRows` and a `SubtreeLoss` of loss 0, without
     gradients; all `StepEmbeddings` precede the plan for the gradients.
     """
 

@@ -78,8 +78,8 @@ class OwnerTable(_Document):
         members: Workers that send each other sums and averages; the coordinator forwards the sums
             of all other workers. In a star, the coordinator alone: workers and coordinator are
             never members together.
-        owners: For each chunk, in the order of `protocol.exact.chunk_grid`, the owner's index in
-            `members`.
+        owners: For each chunk, in the order of `protocol.exact.reduction.chunk_grid`, the owner's
+            index in `members`.
         scribe: The member that sends all averages to the coordinator; None: each owner sends its
             own.
     """

@@ -17,7 +17,7 @@ from backends.base.subtree_gradients import HostSums, SubtreeGradients
 from backends.registry import choose
 from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import SamestepError
-from protocol.exact.absent import is_absent
+from protocol.exact.reduction.absent import is_absent
 from protocol.spec.manifest import Block, TensorSpec
 from tests.tested_backend import KIND
 

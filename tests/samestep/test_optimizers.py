@@ -20,9 +20,10 @@ from transformers import (
 
 import samestep
 from protocol.base.errors import DataError
+from protocol.exact.reduction.float32 import square_sum
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder
-from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.exact.update import global_norm, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.run_spec import parse_run_spec
 from protocol.spec.sections.tasks import BatchSpec

@@ -28,14 +28,15 @@ from backends.base.interface import (
 )
 from coordinator.capture.captured_files import CapturedFiles
 from protocol.datasets.logits_file import record_dtype
-from protocol.exact.absent import absent
 from protocol.exact.digest import weights_digest
 from protocol.exact.embedding_rows import join_fields, split_fields
+from protocol.exact.reduction.absent import absent
+from protocol.exact.reduction.float32 import average as scale_to_average
+from protocol.exact.reduction.float32 import square_sum
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import MISSED, Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
-from protocol.exact.tree import Subtree
-from protocol.exact.update import StepScalars, global_norm, square_sum, step_scalars
-from protocol.exact.update import average as scale_to_average
+from protocol.exact.update import StepScalars, global_norm, step_scalars
 from protocol.spec.manifest import (
     Block,
     CaptureLayout,

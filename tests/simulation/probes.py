@@ -24,7 +24,7 @@ from coordinator.storage import run_storage
 from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from protocol.wire.messages import (
     Assign,
     AveragedGradient,

@@ -15,12 +15,13 @@ import numpy as np
 from blake3 import blake3
 
 from backends.base.interface import Array
-from protocol.exact.codecs import projected
 from protocol.exact.digest import weights_digest
+from protocol.exact.reduction.codecs import projected
+from protocol.exact.reduction.float32 import average as scale_to_average
+from protocol.exact.reduction.float32 import square_sum
 from protocol.exact.replica import Replica
 from protocol.exact.samples import microbatch_seed
-from protocol.exact.update import average as scale_to_average
-from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.exact.update import global_norm, step_scalars
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Codec, ExchangeSpec, OuterSpec, ReplicasSpec
 from tests.simulation.job import STEPS, Job, Taken, along_tree

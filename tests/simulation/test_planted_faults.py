@@ -29,9 +29,10 @@ from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.log.log_records import HEAD_BYTES
 from coordinator.storage.run_storage import RunStorage
 from protocol.base.errors import SamestepError
-from protocol.exact import reducer, replica
-from protocol.exact.tree import parent, root, sibling
-from protocol.exact.tree_sum import ADDITIONS, TreeSum, add_arrays
+from protocol.exact import replica
+from protocol.exact.reduction import reducer
+from protocol.exact.reduction.tree import parent, root, sibling
+from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum, add_arrays
 from protocol.spec.sections.exchange import Topology
 from protocol.wire.messages import Assign, Cancel, StartRun
 from tests.simulation.job import Job

@@ -14,7 +14,7 @@ import pytest
 from coordinator.storage.states.replica_states import ReplicaStates
 from protocol.base import limits
 from protocol.exact.inner_phases import InnerPhaseOrder
-from protocol.exact.tree_sum import TreeSum
+from protocol.exact.reduction.tree_sum import TreeSum
 from protocol.wire.transport import Channel
 from tests.simulation.seeds import Seeds
 from worker.shell.inner_phases import CarriedState, InnerPhases

@@ -60,9 +60,9 @@ from coordinator.run.outputs.restart import AdmissionRecord, Resumption
 from coordinator.run.run import Run, RunPhase
 from protocol.base import limits
 from protocol.base.errors import RemoteProtocolError
-from protocol.exact.chunk_grid import chunk_digest
-from protocol.exact.reducer import origin_document
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.chunk_grid import chunk_digest
+from protocol.exact.reduction.reducer import origin_document
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import (
     Block,
     EmbeddingField,

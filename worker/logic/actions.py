@@ -8,8 +8,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from backends.base.interface import Array
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import PartKind
-from protocol.exact.tree import Subtree
 from protocol.exact.update import StepScalars
 from protocol.spec.files.blob_list import BlobFile, BlobList
 from protocol.spec.manifest import Block

@@ -22,10 +22,10 @@ from typing import Final
 from backends.base.interface import Array, Loss
 from protocol.base.errors import BackendUnavailable, DataError, DeviceError
 from protocol.base.fields import cut_text
-from protocol.exact.reducer import NonFinite, Reduced, Reducer
-from protocol.exact.tree import Subtree, cover
-from protocol.exact.tree_sum import TreeSum
-from protocol.exact.update import is_finite
+from protocol.exact.reduction.float32 import is_finite
+from protocol.exact.reduction.reducer import NonFinite, Reduced, Reducer
+from protocol.exact.reduction.tree import Subtree, cover
+from protocol.exact.reduction.tree_sum import TreeSum
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.sections.exchange import Codecs

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Array, Loss, Sums
 from protocol.base.errors import SamestepError
-from protocol.exact.reducer import NonFinite
+from protocol.exact.reduction.reducer import NonFinite
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import StatePart
-from protocol.exact.tree import Subtree
 from protocol.spec.manifest import Manifest
 
 

@@ -26,9 +26,9 @@ from protocol.base.errors import (
     ScriptDiffers,
 )
 from protocol.base.fields import cut_text
+from protocol.exact.reduction.float32 import is_finite
+from protocol.exact.reduction.tree import Subtree, is_subtree
 from protocol.exact.replica import MISSED, are_counts
-from protocol.exact.tree import Subtree, is_subtree
-from protocol.exact.update import is_finite
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.spec.unit import unit_text

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
-from protocol.exact.chunk_grid import DIGEST_BYTES, ChunkGrid, chunk_digest
-from protocol.exact.codecs import packed, unpacked
-from protocol.exact.reducer import NonFinite, Origin, Reducer, origin_document
-from protocol.exact.tree import Subtree, is_subtree
-from protocol.exact.update import Array
+from protocol.exact.reduction.chunk_grid import DIGEST_BYTES, ChunkGrid, chunk_digest
+from protocol.exact.reduction.codecs import packed, unpacked
+from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.reducer import NonFinite, Origin, Reducer, origin_document
+from protocol.exact.reduction.tree import Subtree, is_subtree
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Codecs
 from protocol.wire.messages import (

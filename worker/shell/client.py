@@ -27,8 +27,8 @@ from protocol.base.errors import (
     error_for,
 )
 from protocol.base.fields import Duty, cut_text
-from protocol.exact.tree import Subtree
-from protocol.exact.update import Array
+from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.tree import Subtree
 from protocol.machine import local_socket
 from protocol.machine.machine import Machine
 from protocol.machine.trace import Tracer

@@ -13,9 +13,9 @@ from backends.base.interface import ComputesCoupledLoss, Leaf, Loss, StepLoss
 from protocol.base import limits
 from protocol.base.errors import DataError
 from protocol.exact.embedding_rows import Rows
+from protocol.exact.reduction.tree import Subtree
+from protocol.exact.reduction.tree_sum import tree_sum
 from protocol.exact.samples import microbatch_seed
-from protocol.exact.tree import Subtree
-from protocol.exact.tree_sum import tree_sum
 from protocol.spec.manifest import EmbeddingLayout
 from protocol.spec.run_spec import RunSpec
 from worker.logic.events import StepId

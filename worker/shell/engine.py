@@ -44,11 +44,11 @@ from protocol.base.errors import (
 from protocol.base.fields import cut_text
 from protocol.exact.inner_phases import InnerPhaseOrder, Steps, order_of_steps
 from protocol.exact.kernels.library import use_threads
+from protocol.exact.reduction.tree import Subtree
+from protocol.exact.reduction.tree_sum import tree_sum
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.subnormals import check_subnormals
-from protocol.exact.tree import Subtree
-from protocol.exact.tree_sum import tree_sum
 from protocol.machine.machine import Machine
 from protocol.machine.memory import figures_of
 from protocol.machine.processor import usable_cores

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from backends.base.inner_steps import InnerState, InnerSteps, SchedulePosition, inner_steps
 from backends.base.interface import Array, Batch, Loss, Program
 from protocol.base.errors import DataError
-from protocol.exact.absent import mark_absent
-from protocol.exact.codecs import projected
 from protocol.exact.inner_phases import InnerPhaseOrder
+from protocol.exact.reduction.absent import mark_absent
+from protocol.exact.reduction.codecs import projected
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import Replica, are_counts
-from protocol.exact.tree import Subtree
 from protocol.exact.update import counts_updates, moment_count
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec

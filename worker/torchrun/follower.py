@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from backends.base.interface import BlockGradient, ComputesCoupledLoss, Loss, Program
 from protocol.base.errors import DataError, RunFailed, describe_error
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.run_spec import RunSpec, restore_run_spec
 from worker.shell.engine import BackendFactory, trainable_of
 from worker.tasks.base.task import Task

@@ -27,8 +27,8 @@ from backends.base.interface import (
 )
 from protocol.base.errors import RunFailed, SamestepError, text_of
 from protocol.exact.embedding_rows import Rows
-from protocol.exact.tree import Subtree
-from protocol.exact.tree_sum import ADDITIONS, TreeSum
+from protocol.exact.reduction.tree import Subtree
+from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec
 from worker.shell.engine import BackendFactory

@@ -1,7 +1,8 @@
 """Subtree sums in the device's memory: gradients are added there, and only sums are read back.
 
 For each trained tensor the device stores the sums over complete subtrees of the microbatches so
-far, like the digits of a binary counter; `protocol.exact.tree_sum` does the same on the host.
+far, like the digits of a binary counter; `protocol.exact.reduction.tree_sum` does the same on the
+host.
 """
 
 from __future__ import annotations

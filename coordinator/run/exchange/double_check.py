@@ -15,8 +15,8 @@ from typing import Any
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.samples import microbatch_seed
-from protocol.exact.tree import Subtree
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from coordinator.run.exchange.double_check import Differing
 from coordinator.run.outputs.side_outputs import Bytes
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
-from protocol.exact.reducer import Origin
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.reducer import Origin
+from protocol.exact.reduction.tree import Subtree
 from protocol.wire.messages import StepEmbeddings, SubtreeLoss
 
 

@@ -16,8 +16,8 @@ from typing import Final
 
 from coordinator.run.exchange.times import MeshMember, StepTimes, Volume, sharded_s, star_s
 from coordinator.run.outputs.actions import Action, Send
-from protocol.exact.bfloat16 import ELEMENT_BYTES
-from protocol.exact.chunk_grid import ChunkGrid, divide_chunks
+from protocol.exact.reduction.bfloat16 import ELEMENT_BYTES
+from protocol.exact.reduction.chunk_grid import ChunkGrid, divide_chunks
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import ExchangeSpec
 from protocol.wire.messages import ListenForPeers, Owners, PeerPort, Peers

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.base.errors import OutOfOrder
-from protocol.exact.chunk_grid import ChunkGrid, chunk_digest
-from protocol.exact.reducer import Origin
-from protocol.exact.tree import Subtree, root
-from protocol.exact.tree_sum import TreeSum
-from protocol.exact.update import Array
+from protocol.exact.reduction.chunk_grid import ChunkGrid, chunk_digest
+from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.reducer import Origin
+from protocol.exact.reduction.tree import Subtree, root
+from protocol.exact.reduction.tree_sum import TreeSum
 from protocol.wire.messages import AveragedGradient, ChunkReduced, SumsArrived
 from protocol.wire.peers import COORDINATOR, OwnerTable
 

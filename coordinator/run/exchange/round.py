@@ -23,15 +23,16 @@ from coordinator.run.outputs.actions import Broadcast, Send, Summarize
 from coordinator.run.outputs.side_outputs import Bytes, SideOutputs
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
-from protocol.exact.chunk_grid import ChunkGrid
-from protocol.exact.codecs import packed
 from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.embedding_rows import are_finite
 from protocol.exact.parameter_groups import ClippedGroups
-from protocol.exact.reducer import NonFinite, Origin, Reducer
-from protocol.exact.tree import Subtree, cover, is_subtree, root
-from protocol.exact.tree_sum import TreeSum
-from protocol.exact.update import Array, GradientNorms, is_finite, square_sum
+from protocol.exact.reduction.chunk_grid import ChunkGrid
+from protocol.exact.reduction.codecs import packed
+from protocol.exact.reduction.float32 import Array, is_finite, square_sum
+from protocol.exact.reduction.reducer import NonFinite, Origin, Reducer
+from protocol.exact.reduction.tree import Subtree, cover, is_subtree, root
+from protocol.exact.reduction.tree_sum import TreeSum
+from protocol.exact.update import GradientNorms
 from protocol.spec.manifest import Block, EmbeddingLayout
 from protocol.spec.sections.exchange import Codecs
 from protocol.spec.sections.optimizer import OptimizerSpec
@@ -64,7 +65,7 @@ class Summary(NamedTuple):
     """What a commit records of a block's averaged gradients.
 
     Attributes:
-        square_sum: `protocol.exact.update.square_sum` of them.
+        square_sum: `protocol.exact.reduction.float32.square_sum` of them.
         digest: `protocol.exact.digest.block_digest` of them.
         by_group: `ClippedGroups.square_sums` of them.
     """

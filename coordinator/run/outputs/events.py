@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from coordinator.run.outputs.restart import CommitRecord, Embedded
 from protocol.base import limits
 from protocol.base.fields import Digest, Number, finite_or_none
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import Manifest
 
 Change = Literal["started", "joined", "lost", "late", "drained", "reseeded"]

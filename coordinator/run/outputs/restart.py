@@ -10,7 +10,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.base.fields import Digest, Number, Small
-from protocol.exact.reducer import Origin
+from protocol.exact.reduction.reducer import Origin
 from protocol.spec.manifest import Manifest
 from protocol.wire.messages import Commit
 

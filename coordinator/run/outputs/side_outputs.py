@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.update import counts_updates, moment_count
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec

@@ -28,7 +28,7 @@ from coordinator.run.workers.leases import Leases
 from coordinator.run.workers.membership import Member, Membership, MemberState
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfOrder
-from protocol.exact.update import Array
+from protocol.exact.reduction.float32 import Array
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import Exactness
 from protocol.wire.messages import (

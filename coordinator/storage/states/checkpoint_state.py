@@ -14,6 +14,7 @@ import numpy as np
 from coordinator.disk.safetensors_file import SafetensorsFile
 from coordinator.storage.states.checkpoint import STATE_FILE, Checkpoint
 from protocol.base.errors import StorageDamaged
+from protocol.exact.reduction.float32 import Array
 from protocol.exact.replica import (
     MISSED,
     PartKind,
@@ -23,7 +24,6 @@ from protocol.exact.replica import (
     state_kinds,
     tensor_slices,
 )
-from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest, TensorSpec
 from protocol.spec.sections.optimizer import OptimizerSpec
 

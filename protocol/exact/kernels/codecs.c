@@ -1,4 +1,4 @@
-/* Codecs. Definitions: protocol/exact/bfloat16.py and protocol/exact/codecs.py, which explain the
+/* Codecs. Definitions: protocol/exact/reduction/bfloat16.py and protocol/exact/reduction/codecs.py, which explain the
    formats. */
 
 #include "kernels.h"

@@ -188,7 +188,7 @@ class Library:
         return values
 
     def pack(self, codec: str, values: Array, head_bytes: int, body_bytes: int) -> Bytes:
-        """Encode values; see `protocol.exact.codecs` for the layout."""
+        """Encode values; see `protocol.exact.reduction.codecs` for the layout."""
         raw = np.empty(head_bytes + body_bytes, np.uint8)
         start = _address(raw)
         getattr(self._c, f"pack_{codec}")(

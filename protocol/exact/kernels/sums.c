@@ -1,6 +1,5 @@
-/* Sums, averages and checks. Definitions: `add_rounded` in protocol/exact/tree_sum.py, `average`,
-   `is_finite`, `square_sum` in protocol/exact/update.py, `is_absent` in protocol/exact/absent.py.
-   A float32 addition alone is one pass in numpy already. */
+/* Sums, averages and checks. Definitions, in protocol/exact/reduction: `add_rounded` in tree_sum.py,
+   `average`, `is_finite`, `square_sum` in float32.py, `is_absent` in absent.py. A float32 addition alone is one pass in numpy already. */
 
 #include "kernels.h"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from backends.base.subtree_gradients import HostSums
-from protocol.exact.tree import Subtree, children
+from protocol.exact.reduction.tree import Subtree, children
 from tests.reference_bfloat16 import nearest
 
 Floats = NDArray[np.float32]

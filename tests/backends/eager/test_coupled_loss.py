@@ -12,7 +12,7 @@ from backends.base.interface import Batch, BlockGradient, CoupledLoss, Trainable
 from backends.eager.eager import EagerBackend, EagerProgram
 from protocol.base.errors import DataError, SamestepError
 from protocol.exact.embedding_rows import are_finite, join_fields, split_fields
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import EmbeddingField, EmbeddingLayout
 from worker.logic.events import StepId
 from worker.models.blocks import cut_into_blocks

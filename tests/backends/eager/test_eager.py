@@ -28,7 +28,7 @@ from backends.eager import numerics
 from backends.eager.device_sums import joined
 from backends.eager.eager import EagerBackend
 from protocol.base.errors import SamestepError
-from protocol.exact.absent import is_absent
+from protocol.exact.reduction.absent import is_absent
 from protocol.exact.replica import aligned_zeros
 from protocol.spec.manifest import Block, TensorSpec
 from tests.tested_backend import KIND

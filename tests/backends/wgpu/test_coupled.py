@@ -14,7 +14,7 @@ from backends.cpu import CpuBackend
 from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import DataError, SamestepError
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.sections.model import ArithmeticSpec
 from tests.backends.eager.test_coupled_loss import (
     SAMPLES,

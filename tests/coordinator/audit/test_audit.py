@@ -20,8 +20,8 @@ from coordinator.storage.directory.journal_records import Ended, Resumed
 from coordinator.storage.log.log_index import segment_files
 from coordinator.storage.states.checkpoint import checkpoint_path, find_checkpoint, write_metrics
 from protocol.base.errors import UsageError
+from protocol.exact.reduction.tree import root
 from protocol.exact.samples import SampleOrder
-from protocol.exact.tree import root
 from protocol.spec.sections.tasks import BatchSpec
 from tests.durable_run import (
     MANIFEST,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.run.planner import balance, divide, makespan_ms, shares, spread, subtrees_for
-from protocol.exact.tree import Subtree, cover, is_subtree
+from protocol.exact.reduction.tree import Subtree, cover, is_subtree
 
 speeds = st.dictionaries(
     st.sampled_from(["a", "b", "c", "d"]), st.integers(1, 50).map(float), min_size=1

@@ -16,7 +16,7 @@ from coordinator.run.outputs.events import (
 from coordinator.service import events as service_events
 from coordinator.service.journal_lines import record_of, records_of
 from coordinator.storage.directory.journal_records import Fault
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from tests.transcripts.transcript import Stage
 
 TRAINS = (

@@ -9,9 +9,9 @@ import torch
 from transformers.optimization import Adafactor as AdafactorOfTransformers
 
 from protocol.exact import adafactor
-from protocol.exact.absent import absent
 from protocol.exact.adafactor import factor_elements
 from protocol.exact.kernels.library import library_for, using
+from protocol.exact.reduction.absent import absent
 from protocol.exact.replica import Replica, part_slices
 from protocol.exact.update import average_keep, step_scalars
 from protocol.spec.manifest import Block, TensorSpec

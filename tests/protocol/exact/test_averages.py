@@ -9,7 +9,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from protocol.base.errors import RunSpecError
-from protocol.exact.absent import absent
+from protocol.exact.reduction.absent import absent
 from protocol.exact.replica import Replica
 from protocol.exact.update import average_keep, step_scalars
 from protocol.spec.manifest import Block, TensorSpec

@@ -14,8 +14,9 @@ from protocol.exact.parameter_groups import (
     tensor_rule,
     unmatched_pattern,
 )
+from protocol.exact.reduction.float32 import square_sum
 from protocol.exact.replica import Replica
-from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.exact.update import global_norm, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.run_spec import parse_run_spec, parse_run_spec_bytes
 from protocol.spec.sections.optimizer import Adam, Adamw, OptimizerSpec, ParameterGroup

@@ -11,9 +11,9 @@ import pytest
 
 from backends.base.interface import Loss
 from protocol.base.errors import BackendUnavailable, DeviceError, RunFailed
-from protocol.exact.reducer import NonFinite
-from protocol.exact.tree import Subtree
-from protocol.exact.tree_sum import TreeSum, add_arrays
+from protocol.exact.reduction.reducer import NonFinite
+from protocol.exact.reduction.tree import Subtree
+from protocol.exact.reduction.tree_sum import TreeSum, add_arrays
 from protocol.spec.manifest import Block, Manifest, TensorSpec
 from tests.live_service import scripted_spec
 from worker.logic import actions as act

@@ -15,9 +15,9 @@ from protocol.base.errors import (
     MessageError,
     OutOfOrder,
 )
-from protocol.exact.bfloat16 import packed
+from protocol.exact.reduction.bfloat16 import packed
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import StatePart
-from protocol.exact.tree import Subtree
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import (
     Block,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.base import limits
-from protocol.exact.chunk_grid import ChunkGrid
+from protocol.exact.reduction.chunk_grid import ChunkGrid
 from protocol.spec.manifest import Block, TensorSpec
 from worker.peers.share import Averages
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from protocol.base.errors import OutOfOrder
-from protocol.exact.chunk_grid import ChunkGrid, chunk_digest
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.chunk_grid import ChunkGrid, chunk_digest
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.exchange import Codecs
 from protocol.wire.messages import (

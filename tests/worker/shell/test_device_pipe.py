@@ -27,8 +27,8 @@ from protocol.base.errors import (
     SubnormalsFlushed,
     UsageError,
 )
-from protocol.exact.reducer import NonFinite
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.reducer import NonFinite
+from protocol.exact.reduction.tree import Subtree
 from protocol.machine import shared_memory
 from protocol.machine.shared_memory import Extent, SharedMemory
 from protocol.spec.files.blob_list import BlobFile, BlobList, BlobSource

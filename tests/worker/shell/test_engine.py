@@ -16,9 +16,9 @@ from protocol.base.errors import (
     SamestepError,
     SubnormalsFlushed,
 )
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder
-from protocol.exact.tree import Subtree
 from protocol.exact.update import step_scalars
 from protocol.spec.run_spec import ScriptedRun
 from protocol.spec.sections.optimizer import Momentum, ScheduleFree

@@ -7,7 +7,7 @@ import queue
 import numpy as np
 import pytest
 
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.update import step_scalars
 from tests.live_service import Scripted, scripted_spec
 from tests.processes import PATIENCE_S

@@ -10,8 +10,8 @@ import pytest
 
 from backends.base.interface import Array, Backend
 from backends.cpu import CpuBackend
+from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import Replica
-from protocol.exact.tree import Subtree
 from protocol.exact.update import step_scalars
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.processes import PATIENCE_S

@@ -19,7 +19,7 @@ from backends.base.interface import Array, BlockGradient, Loss
 from backends.registry import choose
 from protocol.base import limits
 from protocol.base.errors import DataError
-from protocol.exact.absent import is_absent
+from protocol.exact.reduction.absent import is_absent
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import TextStream, Windows

@@ -13,9 +13,10 @@ import torch
 
 from backends.base.interface import BlockGradient, Loss
 from backends.registry import choose
+from protocol.exact.reduction.float32 import square_sum
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
-from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.exact.update import global_norm, step_scalars
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.tasks.base.task import Task
 from worker.tasks.registry import build

@@ -11,7 +11,7 @@ from backends.base.interface import BlockGradient
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from coordinator.run.exchange.double_check import Differing, chosen_double
 from coordinator.run.exchange.round import Round
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire.messages import BlockGradientPayload, SubtreeLoss
 from tests.event_loop import on_uvloop

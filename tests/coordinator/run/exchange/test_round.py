@@ -10,9 +10,10 @@ from coordinator.run.exchange.round import Round, summary_of
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
 from protocol.exact.digest import weights_digest
-from protocol.exact.reducer import NonFinite
-from protocol.exact.tree import Subtree, children, root
-from protocol.exact.update import average, global_norm, square_sum
+from protocol.exact.reduction.float32 import average, square_sum
+from protocol.exact.reduction.reducer import NonFinite
+from protocol.exact.reduction.tree import Subtree, children, root
+from protocol.exact.update import global_norm
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.exchange import ExchangeSpec
 from protocol.wire.messages import BlockGradientPayload, SubtreeLoss

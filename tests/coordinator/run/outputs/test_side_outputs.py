@@ -12,8 +12,8 @@ from coordinator.run.exchange.round import Round
 from coordinator.run.outputs.side_outputs import SideOutputs
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
-from protocol.exact.reducer import NonFinite
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.reducer import NonFinite
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import Block, EmbeddingField, EmbeddingLayout, TensorSpec
 from protocol.wire.messages import BlockGradientPayload, CapturedRows, SubtreeLoss
 

@@ -8,8 +8,8 @@ from coordinator.run.exchange.round import Round
 from coordinator.run.workers.leases import Leases, OwnerLease, Stragglers
 from coordinator.run.workers.membership import Membership
 from protocol.base import limits
-from protocol.exact.chunk_grid import chunk_digest
-from protocol.exact.tree import Subtree
+from protocol.exact.reduction.chunk_grid import chunk_digest
+from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire.messages import AveragedBlockGradient, ChunkReduced, SubtreeLoss
 from protocol.wire.peers import OwnerTable

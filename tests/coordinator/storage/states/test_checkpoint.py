@@ -21,7 +21,7 @@ from coordinator.storage.states.checkpoint import (
 from coordinator.storage.states.checkpoint_state import CheckpointState, StatePiece, load_replica
 from coordinator.storage.states.retention import prune
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
-from protocol.exact.absent import mark_absent
+from protocol.exact.reduction.absent import mark_absent
 from protocol.exact.replica import Replica
 from protocol.spec.sections.checkpoint import CheckpointSpec
 from protocol.spec.sections.optimizer import OptimizerSpec

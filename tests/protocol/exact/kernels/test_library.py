@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact import absent, adafactor, bfloat16, codecs, tree_sum, update
+from protocol.exact import adafactor, update
 from protocol.exact.digest import piece_hashes, pieces_of
 from protocol.exact.kernels import library
 from protocol.exact.kernels.library import Library, library_for, runnable_targets, using
 from protocol.exact.kernels.targets import TARGETS, library_path
+from protocol.exact.reduction import absent, bfloat16, codecs, float32, tree_sum
 from protocol.machine.compiler import build_kernels, zig
 from protocol.spec.sections.optimizer import EmaSpec, OptimizerSpec
 from tests.protocol.exact.kernels.emulated import EmulatedLibrary
@@ -214,9 +215,11 @@ def test_averages_and_checks(kernels, case):
     for native in (None, kernels):
         out = values(0, elements, 63 - offset)
         with using(native):
-            finite = update.average(given_values, 1.0 + seed % 7, out)
-            results.append((finite, update.is_finite(given_values), absent.is_absent(given_values)))
-            results.append((np.float64(update.square_sum(given_values)).tobytes(),))
+            finite = float32.average(given_values, 1.0 + seed % 7, out)
+            results.append(
+                (finite, float32.is_finite(given_values), absent.is_absent(given_values))
+            )
+            results.append((np.float64(float32.square_sum(given_values)).tobytes(),))
         results.append((bits(out).tobytes(),))
     if np.isfinite(given_values).all():  # else a sum of squares may be a NaN of another payload
         assert results[:3] == results[3:]
@@ -229,9 +232,9 @@ def test_sums_of_squares_that_overflow(kernels, case):
     seed, elements, offset = prepared(kernels, case)
     given_values = values(seed, elements, offset)
     with using(None):
-        expected = update.square_sum(given_values)
+        expected = float32.square_sum(given_values)
     with using(kernels):
-        native_sum = update.square_sum(given_values)
+        native_sum = float32.square_sum(given_values)
     np.testing.assert_equal(native_sum, expected)
 
 

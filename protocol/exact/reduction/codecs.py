@@ -21,9 +21,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.exact import bfloat16
 from protocol.exact.kernels.library import library_for, library_for_bytes
-from protocol.exact.update import Array
+from protocol.exact.reduction import bfloat16
+from protocol.exact.reduction.float32 import Array
 from protocol.spec.sections.exchange import Codec
 
 _GROUP: Final = {"int8": 64, "int4": 32}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from protocol.exact.codecs import body_bytes, packed, projected, unpacked
+from protocol.exact.reduction.codecs import body_bytes, packed, projected, unpacked
 from tests.reference_bfloat16 import nearest
 
 CODECS = ("float32", "bfloat16", "int8", "int4", "topk")

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact.chunk_grid import ChunkGrid
+from protocol.exact.reduction.chunk_grid import ChunkGrid
 from protocol.spec.manifest import Block, TensorSpec
 
 _BLOCKS = st.lists(st.integers(0, 40_000), min_size=1, max_size=6).map(

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from protocol.exact.tree import Subtree, children, cover, is_subtree, parent, path, root, sibling
+from protocol.exact.reduction.tree import (
+    Subtree,
+    children,
+    cover,
+    is_subtree,
+    parent,
+    path,
+    root,
+    sibling,
+)
 
 counts = st.integers(1, 70)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact.bfloat16 import ELEMENT_BYTES, packed, rounded, unpacked
+from protocol.exact.reduction.bfloat16 import ELEMENT_BYTES, packed, rounded, unpacked
 from tests.reference_bfloat16 import nearest
 
 BITS = st.one_of(

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact.absent import absent, is_absent, keep_absent, mark_absent, present
-from protocol.exact.bfloat16 import packed, rounded, unpacked
+from protocol.exact.reduction.absent import absent, is_absent, keep_absent, mark_absent, present
+from protocol.exact.reduction.bfloat16 import packed, rounded, unpacked
+from protocol.exact.reduction.float32 import average
+from protocol.exact.reduction.tree import Subtree
+from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum
 from protocol.exact.replica import MISSED, Replica, are_counts, part_slices
-from protocol.exact.tree import Subtree
-from protocol.exact.tree_sum import ADDITIONS, TreeSum
-from protocol.exact.update import average, averaged, counts_updates, scalars_after, step_scalars
+from protocol.exact.update import averaged, counts_updates, scalars_after, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.optimizer import Adamw
 from tests.protocol.exact.test_update import SPECS, ReferenceScheduleFree
