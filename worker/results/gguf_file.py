@@ -23,7 +23,6 @@ from worker.models.gguf_families import FAMILIES, Family, check_config, context_
 from worker.results.gguf_vocabulary import Vocabulary
 
 Storage = Literal["f32", "f16", "bf16", "q8_0"]
-STORAGES: Final[tuple[Storage, ...]] = ("f32", "f16", "bf16", "q8_0")
 
 _FILE_TYPES: Final = {
     "f32": "ALL_F32",

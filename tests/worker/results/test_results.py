@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from worker.models.pretrained import load_causal_lm
 from worker.models.tokens import end_tokens
 from worker.results.generate import Sampling, choose
 from worker.results.gguf_export import export_gguf
-from worker.results.gguf_file import STORAGES, write_gguf
+from worker.results.gguf_file import Storage, write_gguf
 from worker.results.load import load, probe
 from worker.results.merge import compare, merge, merged
 from worker.results.saved_model import find
@@ -250,7 +251,7 @@ def test_gguf_in_fewer_bits_holds_what_the_library_makes_of_it(run, tmp_path):
     pytest.importorskip("gguf")
     loaded = load(find(run.parent / "model"), None)
     sizes = []
-    for storage in STORAGES:
+    for storage in get_args(Storage):
         path = tmp_path / storage
         assert write_gguf(loaded.model, loaded.tokenizer, path, storage, "m").tensors == 21
         sizes.append(path.stat().st_size)

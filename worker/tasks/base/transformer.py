@@ -34,6 +34,7 @@ from backends.base.interface import Array, Batch, CoupledLoss, Sums
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import ModelRun
 from protocol.spec.sampling import Sampling
+from worker.models.tokens import NOTHING
 from worker.models.trainable_model import TrainableModel
 
 Rows = NDArray[np.int64]
@@ -103,6 +104,16 @@ def logits_of(
 
 
 _INPUTS: Final = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def labeled_loss(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the cross-entropy in float32, summed over the tokens that have a label."""
+    logits = logits_of(module, arrays, options)  # (samples, tokens, classes)
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), arrays["labels"].flatten(), ignore_index=NOTHING, reduction="sum"
+    )
 
 
 class TransformerTask:

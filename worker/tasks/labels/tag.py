@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from backends.base.interface import Sums
@@ -25,6 +24,7 @@ from worker.tasks.base.transformer import (
     Objective,
     Split,
     TransformerTask,
+    labeled_loss,
     logits_of,
     split_into_parts,
 )
@@ -54,7 +54,7 @@ class Tag(TransformerTask):
             model,
             Split(len(data.train), lambda n: data.batch(data.train[n]), parts, data.batch),
             Objective(
-                partial(tag_loss, options=options),
+                partial(labeled_loss, options=options),
                 partial(_evaluate, options=options, names=data.names),
                 span_metrics(data.names),
             ),
@@ -62,16 +62,6 @@ class Tag(TransformerTask):
             notes=data.notes,
             files={RESULT_INFO_FILE: info.document(), **tokenizer_files(data.tokenizer)},
         )
-
-
-def tag_loss(
-    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
-) -> torch.Tensor:
-    """Return the cross-entropy summed over labeled words."""
-    logits = logits_of(module, arrays, options)  # (samples, tokens, tags)
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1), arrays["labels"].flatten(), ignore_index=NOTHING, reduction="sum"
-    )
 
 
 def _evaluate(

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -31,7 +30,7 @@ from worker.tasks.base.transformer import (
     Rows,
     Split,
     TransformerTask,
-    logits_of,
+    labeled_loss,
     split_into_parts,
 )
 from worker.tasks.language.causal_lm import METRICS, PART_TOKENS
@@ -70,7 +69,7 @@ class MaskedLM(TransformerTask):
                 partial(batch_of, data.held_out, "held-out mask"),
             ),
             Objective(
-                partial(masked_loss, options=loaded.forward_options),
+                partial(labeled_loss, options=loaded.forward_options),
                 partial(_evaluate, options=loaded.forward_options),
                 METRICS,
             ),
@@ -144,16 +143,6 @@ class Masks:
         return Batch(arrays, float(np.count_nonzero(is_masked)))
 
 
-def masked_loss(
-    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
-) -> torch.Tensor:
-    """Return the cross-entropy in float32, summed over the masked tokens."""
-    logits = logits_of(module, arrays, options)  # (samples, tokens, vocabulary)
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1), arrays["labels"].flatten(), ignore_index=NOTHING, reduction="sum"
-    )
-
-
 def _evaluate(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Sums:
     tokens = int((arrays["labels"] != NOTHING).sum())
-    return {"loss_sum": float(masked_loss(module, arrays, options)), "tokens": tokens}
+    return {"loss_sum": float(labeled_loss(module, arrays, options)), "tokens": tokens}
