@@ -71,8 +71,9 @@ def pytest_terminal_summary(terminalreporter):
                     planted.append(counts)
     if planted:
         terminalreporter.section("planted faults, and the seed that showed each")
-        for fault, seed, how in sorted(planted):
-            terminalreporter.write_line(f"{seed:5}  {fault}  ({how})")
+        for fault, seed, how, first in sorted(planted):
+            slow = "" if seed == first else f"; the table's {first} no longer does, {seed} is quick"
+            terminalreporter.write_line(f"{seed:5}  {fault}  ({how}{slow})")
     if not total["schedules"]:
         return
     seconds = total.pop("ms") / 1000

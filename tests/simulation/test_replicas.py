@@ -137,7 +137,7 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
     "a wrong sign": ([(InnerPhases, "_differences", wrong_sign)], "", 0),
     "moments dropped": ([(InnerPhases, "_carried_at", no_moments)], "", 0),
     "a step count one off after a recovery": (
-        [(InnerPhases, "load", one_off_after_recovery)], "kill", 0,
+        [(InnerPhases, "load", one_off_after_recovery)], "kill", 18,
     ),
     "a replica counted twice": (
         [(TreeSum, "put", counts_twice), (TreeSum, "covers", never_covered)], "stall+slower", 0,
@@ -150,10 +150,10 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
         "stall+slower", 9,
     ),
     "what a skipped round would have left": (
-        [(InnerPhases, "forget", forgets_what_was_begun)], "operator_halts+nonfinite", 3,
+        [(InnerPhases, "forget", forgets_what_was_begun)], "operator_halts+nonfinite", 0,
     ),
     "an own state of the round before": (
-        [(ReplicaStates, "_own_of", own_of_the_round_before)], "kill", 0,
+        [(ReplicaStates, "_own_of", own_of_the_round_before)], "kill", 1,
     ),
     "inner steps counted from each round's start": (
         [(InnerPhaseOrder, "global_step", global_step_of_the_replica)], "", 0,
@@ -178,6 +178,6 @@ def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
         except AssertionError as error:
             if not any(check in str(error) for check in _CHECKS):
                 raise
-            record_property("planted", (fault, seed, str(error)))
+            record_property("planted", (fault, seed, str(error), first))
             return
     pytest.fail(f"not caught within {_ENOUGH_SEEDS} seeds")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import transformers
 from backends.base.frozen_base import frozen_base
 from backends.eager.narrow_base import narrow_frozen_base
 from protocol.spec.sections.model import ModelSpec
+from tests.processes import ended
 from tests.resident_memory import MIB, measured_growth
 from worker.models import disk_weights
 from worker.models.base_tensors import base_tensors
@@ -68,9 +68,9 @@ def test_the_peak_is_the_narrow_base_and_one_weight(source):
 
 def peak_in_a_fresh_process(source: Path) -> int:
     """What reading takes at most; here, earlier tests have set the allocator."""
-    command = [sys.executable, "-m", __name__, str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return int(done.stdout)
+    process = ended(__name__, str(source))
+    assert process.returncode == 0, process.stderr
+    return int(process.stdout)
 
 
 def main(source: Path) -> None:
