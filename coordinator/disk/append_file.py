@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from coordinator.disk.durable_file import storing, write_all
+from coordinator.disk.durable_file import is_same_file, storing, write_all
 from protocol.base import limits
 from protocol.base.errors import StorageFailed
-from protocol.base.regular_file import is_same_file
 
 
 class AppendFile:

@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from coordinator.disk.durable_file import make_directory, replace_file, storing
+from coordinator.disk.durable_file import is_same_file, make_directory, replace_file, storing
 from coordinator.disk.older_names import OLDER_TERM, OLDER_TERM_FILE
 from protocol.base.errors import (
     SamestepError,
@@ -28,7 +28,7 @@ from protocol.base.errors import (
     lock_failure,
 )
 from protocol.base.option_names import option
-from protocol.base.regular_file import is_same_file, open_regular, parse_json, read_regular
+from protocol.base.regular_file import open_regular, parse_json, read_regular
 
 LOCK_FILE: Final = "lock"
 TERM_FILE: Final = "term.json"

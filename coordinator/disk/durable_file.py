@@ -289,3 +289,13 @@ def remove_temporaries(directory: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    """Whether the open file still has this name: it was not removed, moved or replaced."""
+    try:
+        by_name = path.stat()
+    except OSError:
+        return False
+    by_descriptor = os.fstat(fd)
+    return (by_name.st_dev, by_name.st_ino) == (by_descriptor.st_dev, by_descriptor.st_ino)

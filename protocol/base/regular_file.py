@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -41,16 +40,6 @@ def open_regular(path: Path) -> BinaryIO:
     """
     check_regular(path.stat().st_mode, path)
     return path.open("rb")
-
-
-def is_same_file(fd: int, path: Path) -> bool:
-    """Whether the open file still has this name: it was not removed, moved or replaced."""
-    try:
-        by_name = path.stat()
-    except OSError:
-        return False
-    by_descriptor = os.fstat(fd)
-    return (by_name.st_dev, by_name.st_ino) == (by_descriptor.st_dev, by_descriptor.st_ino)
 
 
 def read_regular(path: Path, most: int | None = None) -> bytes:

@@ -27,7 +27,6 @@ except ImportError:  # Windows: each process fetches its own copy
 
 from protocol.base import limits
 from protocol.base.errors import StorageFailed, lock_failure
-from protocol.base.regular_file import is_same_file
 from protocol.spec.files.file_digest import FileDigests
 from protocol.wire.connection import Body
 
@@ -180,7 +179,7 @@ class BlobCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
             try:
-                if _lock(fd) and is_same_file(fd, path):
+                if _lock(fd) and _is_named(fd, path):
                     return Part(fd, path, self._path(digest), size, self._digests)
             except BaseException:
                 os.close(fd)
@@ -214,3 +213,13 @@ def _lock(fd: int) -> bool:
     except OSError as error:
         raise OSError(lock_failure(error)) from None
     return True
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Whether the open file still has this name: another writer may have completed it."""
+    try:
+        at_path = path.stat()
+    except FileNotFoundError:
+        return False
+    by_descriptor = os.fstat(fd)
+    return (at_path.st_dev, at_path.st_ino) == (by_descriptor.st_dev, by_descriptor.st_ino)

@@ -402,7 +402,8 @@ DIGEST_PROGRAM = """
 import hashlib
 import numpy as np
 from protocol.spec.sections.optimizer import Adamw
-from protocol.exact.update import apply_update, step_scalars, square_sum, global_norm
+from protocol.exact.reduction.float32 import square_sum
+from protocol.exact.update import apply_update, step_scalars, global_norm
 
 spec = Adamw(name="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.5)
 words = np.arange(1, 20_001, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
