@@ -49,7 +49,11 @@ app.add_typer(token_cli.app, name="token")
 
 Control = Annotated[
     str,
-    typer.Option(envvar="SAMESTEP_CONTROL", help="Address of the coordinator's control port."),
+    typer.Option(
+        envvar="SAMESTEP_CONTROL",
+        metavar="HOST:PORT",
+        help="Address of the coordinator's control port.",
+    ),
 ]
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run spec.")
@@ -67,11 +71,17 @@ ExpectWorkers = Annotated[
     typer.Option(
         min=1,
         envvar="SAMESTEP_EXPECT_WORKERS",
+        metavar="N",
         help="Start a run once this many workers are ready.",
     ),
 ]
 Bind = Annotated[
-    str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free port.")
+    str,
+    typer.Option(
+        envvar="SAMESTEP_BIND",
+        metavar="HOST:PORT",
+        help="Address for workers; port 0: any free port.",
+    ),
 ]
 Plaintext = Annotated[
     bool,
@@ -80,7 +90,10 @@ Plaintext = Annotated[
     ),
 ]
 Name = Annotated[
-    str, typer.Option(help="Name under which workers find it on the network [host name].")
+    str,
+    typer.Option(
+        metavar="NAME", help="Name under which workers find it on the network; default: host name."
+    ),
 ]
 Announce = Annotated[
     bool,
@@ -115,20 +128,27 @@ RunPath = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory.
 RunFile = Annotated[
     Path | None, typer.Option(metavar="RUN.yaml", help="Execute this run, then exit.")
 ]
-Task = Annotated[str | None, typer.Option(help="Execute one run of this task; see also --set.")]
+Task = Annotated[
+    str | None, typer.Option(metavar="TASK", help="Execute one run of this task; see also --set.")
+]
 Model = Annotated[
     str | None, typer.Option(metavar="DIR|NAME", help="Short for --set model.source=...")
 ]
 Data = Annotated[str | None, typer.Option(metavar="FILE", help="Short for --set data.train=...")]
-NumClasses = Annotated[int | None, typer.Option(min=2, help="Short for --set data.num_classes=...")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Short for --set steps=...")]
-Epochs = Annotated[int | None, typer.Option(min=1, help="Short for --set epochs=...")]
-LocalWorkers = Annotated[
-    int, typer.Option(min=0, help="Also start this many workers on this machine.")
+NumClasses = Annotated[
+    int | None, typer.Option(min=2, metavar="N", help="Short for --set data.num_classes=...")
 ]
-Backend = Annotated[str, typer.Option(help="Backend of the local workers.")]
+Steps = Annotated[int | None, typer.Option(min=1, metavar="N", help="Short for --set steps=...")]
+Epochs = Annotated[int | None, typer.Option(min=1, metavar="N", help="Short for --set epochs=...")]
+LocalWorkers = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Also start this many workers on this machine.")
+]
+Backend = Annotated[str, typer.Option(metavar="BACKEND", help="Backend of the local workers.")]
 Gpus = Annotated[
-    str, typer.Option(help="Devices of the local workers, such as 0,1, or parts of names.")
+    str,
+    typer.Option(
+        metavar="LIST", help="Devices of the local workers, such as 0,1, or parts of names."
+    ),
 ]
 AddressFile = Annotated[
     Path | None,
@@ -138,7 +158,10 @@ AddressFile = Annotated[
         help="Write the addresses in use to this file, as JSON; workers read it.",
     ),
 ]
-Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace of all steps to this file.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a Chrome trace of all steps to this file."),
+]
 Track = Annotated[
     list[str],
     typer.Option(
@@ -203,8 +226,8 @@ def serve(
     local_backend, local_devices = _local_devices(backend, gpus, local_workers)
     from coordinator.short_forms import ShortForms, run_spec_or_changes
 
-    short = ShortForms(task, model, data, num_classes, steps, epochs)
-    spec, changes = run_spec_or_changes(run, short, overrides, resume=resume)
+    short_forms = ShortForms(task, model, data, num_classes, steps, epochs)
+    spec, changes = run_spec_or_changes(run, short_forms, overrides, resume=resume)
     from coordinator.main import main
 
     options = CoordinatorOptions(
@@ -212,7 +235,7 @@ def serve(
         control=control_at,
         plaintext=plaintext,
         name=(check_name(name, "--name") if name else usual_name()) if announce else "",
-        expect_workers=_expected(expect_workers, local_workers, resume=resume),
+        expect_workers=_expected_workers(expect_workers, local_workers, resume=resume),
         out=out, resume=resume, from_copies=from_copies, from_step=from_step,
         spec=spec,
         local_workers=local_workers,
@@ -237,7 +260,7 @@ def _local_devices(
     return local_backend, local_devices
 
 
-def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -> int:
+def _expected_workers(expect_workers: int | None, local_workers: int, *, resume: bool) -> int:
     """Return the flag, else torchrun's WORLD_SIZE, else the local workers, else 1 for --resume."""
     if expect_workers is not None:
         return expect_workers
@@ -254,7 +277,11 @@ def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -
 
 
 @app.command()
-def submit(run: Path, overrides: Overrides = [], control: Control = DEFAULT_CONTROL) -> None:  # noqa: B006
+def submit(
+    run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run spec.")],
+    overrides: Overrides = [],  # noqa: B006
+    control: Control = DEFAULT_CONTROL,
+) -> None:
     """Submit a run spec to a serving coordinator."""
     from protocol.spec.files.run_spec_file import load_run_spec
 
@@ -332,9 +359,15 @@ def track(
 def give_up(control: Control = DEFAULT_CONTROL) -> None:
     """End the run in progress as failed, so that the next one begins; it can be resumed."""
     answer = _ask(control, "POST", "/give-up", {})
-    served = f"coordinator resume {answer['run_id']}"
-    again = served if answer["serving"] else f"coordinator --resume --out {answer['directory']}"
-    typer.echo(f"gave up {answer['run_id']} after {answer['step']} steps; to resume: {again}")
+    serving_command = f"coordinator resume {answer['run_id']}"
+    resume_command = (
+        serving_command
+        if answer["serving"]
+        else f"coordinator --resume --out {answer['directory']}"
+    )
+    typer.echo(
+        f"gave up {answer['run_id']} after {answer['step']} steps; to resume: {resume_command}"
+    )
 
 
 @app.command()

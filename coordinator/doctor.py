@@ -141,16 +141,18 @@ def _secrets(directory: Path) -> Iterator[Finding]:
         tls.server_context(directory / "certificate.pem", directory / "key.pem")
         fingerprint = tls.fingerprint(ssl.PEM_cert_to_DER_cert(certificate))
     except (OSError, ValueError) as error:
-        empty = [name for name, text in zip(names, (certificate, key), strict=False) if not text]
-        what = f"{' and '.join(empty)} is empty" if empty else str(error)
+        empty_files = [
+            name for name, text in zip(names, (certificate, key), strict=False) if not text
+        ]
+        fault = f"{' and '.join(empty_files)} is empty" if empty_files else str(error)
         yield failure(
-            "secrets", f"certificate.pem and key.pem in {str(directory)!r} cannot be used: {what}",
+            "secrets", f"certificate.pem and key.pem in {str(directory)!r} cannot be used: {fault}",
             RENEWAL,
         )  # fmt: skip
         return
-    if what := _token_fault(token, fingerprint):
+    if fault := _token_fault(token, fingerprint):
         yield warning(
-            "secrets", f"the join token {what}",
+            "secrets", f"the join token {fault}",
             "the next start makes a new one; workers that have joined before do not need it",
         )  # fmt: skip
         return
@@ -240,13 +242,13 @@ def _workers_port(host: str, port: int, certificate: bytes | None) -> Iterator[F
     check = "workers' port"
     try:
         with _listening(host, port) as (listener, at):
-            yield from _reached(check, host, at[1], listener)
+            yield from _check_addresses(check, host, at[1], listener)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             yield failure(check, bind_failure("--bind", host, port, error))
             return
-        served = _certificate_at(from_here(host), port)
-        if served is None or served != certificate:
+        served_certificate = _certificate_at(from_here(host), port)
+        if served_certificate is None or served_certificate != certificate:
             yield failure(check, bind_failure("--bind", host, port, error))
             return
         yield ok(check, f"this user's coordinator listens at {format_address(host, port)}")
@@ -284,7 +286,9 @@ def _listening(host: str, port: int) -> Iterator[tuple[socket.socket, tuple[str,
         yield listener, listener.getsockname()[:2]
 
 
-def _reached(check: str, host: str, port: int, listener: socket.socket) -> Iterator[Finding]:
+def _check_addresses(
+    check: str, host: str, port: int, listener: socket.socket
+) -> Iterator[Finding]:
     """Connect to the listener by each address that others would use."""
     for address in reachable_addresses(host):
         at = format_address(address, port)
@@ -341,8 +345,8 @@ def _certificate_at(host: str, port: int) -> bytes | None:
     """Return the fingerprint of the certificate served there; None without TLS 1.3."""
     with (
         contextlib.suppress(OSError),
-        dial.connect_blocking(host, port, _PATIENCE_S) as plain,
-        tls.client_context().wrap_socket(plain) as secured,
+        dial.connect_blocking(host, port, _PATIENCE_S) as plain_socket,
+        tls.client_context().wrap_socket(plain_socket) as secured,
     ):
         certificate = secured.getpeercert(binary_form=True)
         return tls.fingerprint(certificate) if certificate else None

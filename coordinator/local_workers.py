@@ -34,8 +34,8 @@ class LocalWorkers:
     closes: a killed coordinator leaves none behind.
 
     Args:
-        address: Of the coordinator.
-        backend: Of each worker.
+        address: Address of the coordinator.
+        backend: Backend of each worker.
         devices: By number or part of their name; none: each worker takes the first.
         token_file: The file of the join token, which is passed instead of the token.
         tell: Prints a line about a restart.
@@ -121,10 +121,10 @@ class LocalWorkers:
         for restart in range(1, RESTARTS + 1):
             if code >= 0 or -code in _END_SIGNALS or self._ending:
                 break
-            before, self._killed = self._killed, killed_for_memory()
-            what = f"local worker {name!r} was ended by {signal.Signals(-code).name}"
-            if code == -signal.SIGKILL and killed_more(before, self._killed):
-                what = f"local worker {name!r} was killed by the kernel for memory (oom_kill)"
-            self._tell(f"{what}; restarted, {restart} of at most {RESTARTS} times")
+            earlier_kills, self._killed = self._killed, killed_for_memory()
+            event_text = f"local worker {name!r} was ended by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL and killed_more(earlier_kills, self._killed):
+                event_text = f"local worker {name!r} was killed by the kernel for memory (oom_kill)"
+            self._tell(f"{event_text}; restarted, {restart} of at most {RESTARTS} times")
             code = await (await self._begin(name, arguments)).wait()
         return code

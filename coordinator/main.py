@@ -89,11 +89,11 @@ async def _serve(
     if options.from_copies is not None:
         _restore(options, options.from_copies)
     directory = _directory(options)
-    alone = options.resume and RunDirectory(directory).read_run_file() is not None
+    is_one_run = options.resume and RunDirectory(directory).read_run_file() is not None
     # Before anything is created: an error in the data leaves no files.
-    blobs = index_blobs(options.spec) if options.spec is not None and not alone else None
-    once = options.spec is not None or alone
-    service = Service(_settings(options, directory, once=once))
+    blobs = index_blobs(options.spec) if options.spec is not None and not is_one_run else None
+    exits_after_run = options.spec is not None or is_one_run
+    service = Service(_settings(options, directory, once=exits_after_run))
     control = ControlPort(service)
     # A pipe is not a terminal, even if a notebook asks for colors (FORCE_COLOR).
     lines = None if events is None else cast("TextIO", ConsoleLines(events))
@@ -136,8 +136,8 @@ async def _serve(
         await asyncio.to_thread(tracking.stop)
         supervisor.close()
     end = _ending(service)
-    again = partial(resume_command, options, control=control.address)
-    _report_ending(end, service, console, again, events)
+    resume_command_for = partial(resume_command, options, control=control.address)
+    _report_ending(end, service, console, resume_command_for, events)
     return local.could_not_begin or end.exit_code if end.exit_code else ExitCode.OK
 
 
@@ -188,18 +188,18 @@ async def _begin(
     Raises:
         SamestepError: It cannot begin; nothing is left open or behind either.
     """
-    new, queued = not service.settings.directory.exists(), False
+    new, has_queued_run = not service.settings.directory.exists(), False
     try:
         await service.start()
         await control.start(*options.control)
-        queued = _queue(options, service, console, blobs)
+        has_queued_run = _queue(options, service, console, blobs)
     finally:
-        if not queued:
+        if not has_queued_run:
             await service.stop()
             await control.stop()
             if new:
                 forget(service.settings.directory)
-    return queued
+    return has_queued_run
 
 
 def _directory(options: CoordinatorOptions) -> Path:
@@ -288,10 +288,10 @@ def _queue(
     if RunDirectory(directory).read_run_file() is not None:
         spec, changes = options.spec, options.changes
         if options.may_change and spec is not None:
-            resumed = service.resume(directory, changes=spec)
+            instance = service.resume(directory, changes=spec)
         else:
-            resumed = service.resume(directory, spec, options.from_step, changes)
-        if resumed is not None:
+            instance = service.resume(directory, spec, options.from_step, changes)
+        if instance is not None:
             return True
         text = f"the run in {str(directory)!r} has finished; there is nothing to resume"
         console.print(Text(text), soft_wrap=True)
@@ -328,8 +328,8 @@ class _SystemdSink:
 async def _tick(
     each_second: Sequence[Callable[[], None]], watching: Coroutine[Any, Any, None]
 ) -> None:
-    async with asyncio.TaskGroup() as beside:
-        beside.create_task(watching)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watching)
         while True:
             await asyncio.sleep(1)
             for tick in each_second:
@@ -343,8 +343,8 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
         assert local is not None
         await local.all_ended()
         if not service.trainers and service.settings.once:
-            unfit = service.current.run.unfit if service.current is not None else {}
-            cannot = "".join(f"; {name}: {why}" for name, why in sorted(unfit.items()))
+            reasons = service.current.run.unfit if service.current is not None else {}
+            cannot = "".join(f"; {name}: {reason}" for name, reason in sorted(reasons.items()))
             service.give_up(
                 f"all local workers have ended, and no other worker is connected{cannot}"
             )
@@ -425,8 +425,8 @@ def _print_addresses(
     data, page = format_address(*service.address), format_address(*control.address)
     if options.address_file is not None:
         host, port = service.address
-        reachable = [format_address(each, port) for each in reachable_addresses(host)]
-        published = PublishedAddress(data=data, control=page, reachable=tuple(reachable[:32]))
+        addresses = [format_address(each, port) for each in reachable_addresses(host)]
+        published = PublishedAddress(data=data, control=page, reachable=tuple(addresses[:32]))
         try:
             write_output(options.address_file, published.to_json().encode())
         except StorageFailed as error:

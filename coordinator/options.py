@@ -54,8 +54,8 @@ class CoordinatorOptions:
 def usual_name() -> str:
     """The default announced name: the host name, reduced to letters, digits and hyphens."""
     host = socket.gethostname().partition(".")[0]
-    plain = "".join(c if c.isalnum() and c.isascii() else "-" for c in host)
-    return plain.strip("-")[:40] or "coordinator"
+    ascii_name = "".join(c if c.isalnum() and c.isascii() else "-" for c in host)
+    return ascii_name.strip("-")[:40] or "coordinator"
 
 
 def resume_command(

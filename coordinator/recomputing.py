@@ -26,7 +26,7 @@ class Recomputing:
     """Recomputes steps of one run; leaving its context ends the process.
 
     Args:
-        directory: Of the run.
+        directory: Directory of the run.
 
     Raises:
         UsageError: The run's steps cannot be recomputed with the same bits.
@@ -86,20 +86,20 @@ class Recomputing:
                 self._questions.write(array.tobytes())
             self._questions.flush()
         except BrokenPipeError:
-            raise self._ended() from None
+            raise self._exit_error() from None
         line = self._answers.readline()
         if not line.endswith(b"\n"):
-            raise self._ended()
+            raise self._exit_error()
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _read(self, count: int) -> bytes:
         content = self._answers.read(count)
         if len(content) < count:
-            raise self._ended()
+            raise self._exit_error()
         return content
 
-    def _ended(self) -> SamestepError:
+    def _exit_error(self) -> SamestepError:
         """Make an error of the last line that the process wrote."""
         code = self._worker.wait()
         self._stderr.seek(0)

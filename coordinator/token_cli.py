@@ -20,7 +20,7 @@ app = typer.Typer(
 @app.command()
 def show() -> None:
     """Print the join token. Anyone who has it can join as a worker: keep it secret."""
-    typer.echo(_opened().join_token().reveal())
+    typer.echo(_open_credentials().join_token().reveal())
 
 
 @app.command()
@@ -33,23 +33,27 @@ def rotate(
     ] = False,
 ) -> None:
     """Make a new join token; workers that have joined before keep their own keys."""
-    _opened().rotate(everyone=everyone)
+    _open_credentials().rotate(everyone=everyone)
     typer.echo("the join token was replaced; the old one is no longer valid")
     if everyone:
         typer.echo("every worker needs it to rejoin")
 
 
 @app.command()
-def revoke(name: Annotated[str, typer.Argument(help="Name, as token workers prints it.")]) -> None:
+def revoke(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The worker's name, as `token workers` prints it.")
+    ],
+) -> None:
     """Revoke one worker's key and the join token; the worker is disconnected within seconds."""
-    _opened().revoke(name)
+    _open_credentials().revoke(name)
     typer.echo(f"the key of {name!r} is revoked, and the join token is new; other keys stay valid")
 
 
 @app.command()
 def workers() -> None:
-    """List the workers that have a key: since when, its mark in journals, the name."""
-    keys = _opened().keys
+    """List the workers that have a key: issue date, the key's mark in journals, name."""
+    keys = _open_credentials().keys
     marks = keys.marks()
     for name, since in keys.names().items():
         typer.echo(f"{since}  {marks[name]}  {name}")
@@ -62,7 +66,7 @@ def reader(
     ] = False,
 ) -> None:
     """Print the read-only token for status, metrics and events, such as for Prometheus."""
-    credentials = _opened()
+    credentials = _open_credentials()
     if new:
         credentials.renew_reader_token()
     typer.echo(credentials.reader_token)
@@ -71,7 +75,10 @@ def reader(
 @app.command()
 def control(
     address: Annotated[
-        str, typer.Argument(envvar="SAMESTEP_CONTROL", help="Address of the control port.")
+        str,
+        typer.Argument(
+            envvar="SAMESTEP_CONTROL", metavar="HOST:PORT", help="Address of the control port."
+        ),
     ] = "127.0.0.1:9001",
 ) -> None:
     """Print a running coordinator's control token, which its page asks for before commands."""
@@ -87,7 +94,7 @@ def control(
     typer.echo(token)
 
 
-def _opened() -> CoordinatorCredentials:
+def _open_credentials() -> CoordinatorCredentials:
     """Open this user's credentials; report what had to be created again."""
     from coordinator.members.credentials import CoordinatorCredentials
 

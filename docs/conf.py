@@ -2,6 +2,7 @@
 
 project = "samestep"
 author = "The samestep authors"
+copyright = author  # noqa: A001 -- the name that Sphinx reads
 extensions = ["myst_parser"]
 exclude_patterns = ["build.sh"]
 myst_heading_anchors = 3

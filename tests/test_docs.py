@@ -147,7 +147,8 @@ def key_table(sections: Collection[str]) -> str:
         if key.is_section or key.path.split(".")[0] not in sections:
             continue
         values = [each for each in key.choices.split(" | ") if each]
-        choices = key.choices if key.type else ", ".join(f"`{each}`" for each in values)
+        quoted = [each if each in ("list of text", "mapping") else f"`{each}`" for each in values]
+        choices = key.choices if key.type else ", ".join(quoted)
         kind = ", ".join(filter(None, [key.type, choices]))
         default = f"`{key.default}`" if key.default not in ("required", "-") else key.default
         meaning = "; ".join(filter(None, [key.description, key.variants]))

@@ -69,8 +69,8 @@ class AuditResult:
 
     def lines(self) -> list[str]:
         """Return a line for each finding, and a summary."""
-        bad = sum(not finding.ok for finding in self.findings)
-        verdict = "sound" if self.ok else f"{bad} of {len(self.findings)} findings are bad"
+        failures = sum(not finding.ok for finding in self.findings)
+        verdict = "sound" if self.ok else f"{failures} of {len(self.findings)} findings are bad"
         return [*(str(f) for f in self.findings), f"{str(self.directory)!r}: {verdict}"]
 
 
@@ -90,12 +90,12 @@ class _Evidence:
         self.findings.append(AuditFinding(check, ok, text))
 
 
-def _silent(completed: int, total: int) -> None:
+def _show_no_progress(completed: int, total: int) -> None:
     """Show no progress."""
 
 
 def audit(
-    path: Path, progress: Progress = _silent, request: RecomputeRequest | None = None
+    path: Path, progress: Progress = _show_no_progress, request: RecomputeRequest | None = None
 ) -> AuditResult:
     """Audit the run in a directory.
 
@@ -253,8 +253,8 @@ def _check_changes(evidence: _Evidence) -> None:
     spec = parse_run_spec_bytes(json.dumps(history.run.spec).encode())
     for record in history.changes:
         new = parse_run_spec_bytes(json.dumps(record.spec).encode())
-        fault, made = refused_change(spec, new), "; ".join(changes_between(spec, new))
-        text = f"the run spec changed after {record.step} steps: {made}"
+        fault, changes_text = refused_change(spec, new), "; ".join(changes_between(spec, new))
+        text = f"the run spec changed after {record.step} steps: {changes_text}"
         evidence.note("inputs", ok=not fault, text=f"{text}; {fault}" if fault else text)
         spec = new
 
@@ -360,22 +360,22 @@ def _check_own_states(evidence: _Evidence, manifest: Manifest) -> None:
         return
     present = replica_state_steps(directory.replicas)
     every, newest = spec.checkpoint.every, len(commits)
-    saved = {s for s in checkpoint_steps(directory.checkpoints) if every and s % every == 0}
-    for step in sorted({*present, *saved, newest} - {0}):
+    saved_steps = {s for s in checkpoint_steps(directory.checkpoints) if every and s % every == 0}
+    for step in sorted({*present, *saved_steps, newest} - {0}):
         if step > newest:
             text = f"{directory.own_file(step).name}: the journal has no such round: "
             evidence.note("replicas", ok=True, text=f"{text}not checked")
             continue
-        recorded = commits[step - 1][1].own_digest
+        digest = commits[step - 1][1].own_digest
         try:
-            fault = state_fault(directory.own_file(step), lengths, recorded)
+            fault = state_fault(directory.own_file(step), lengths, digest)
         except StorageFailed as error:
             fault = str(error)
-        text = f"step {step}: the per-replica state has the digest in its commit, {recorded}"
+        text = f"step {step}: the per-replica state has the digest in its commit, {digest}"
         if fault:
             text = f"{str(directory.own_file(step))!r}: {fault}; restore it from a copy"
         evidence.note("replicas", ok=not fault, text=text)
-    others = [step for step in range(1, newest) if step not in {*present, *saved}]
+    others = [step for step in range(1, newest) if step not in {*present, *saved_steps}]
     if others:
         text = f"the per-replica state of {len(others)} of {newest} rounds is not kept: not checked"
         evidence.note("replicas", ok=True, text=text)
@@ -384,11 +384,15 @@ def _check_own_states(evidence: _Evidence, manifest: Manifest) -> None:
 def _check_checkpoint(evidence: _Evidence, checkpoint: Checkpoint) -> None:
     """Check a checkpoint's state and metrics against the journal."""
     history, info = evidence.history, checkpoint.info
-    recorded, step = history.checkpoints.get(info.step), info.step
+    journal_digest, step = history.checkpoints.get(info.step), info.step
     text, ok = f"step {step}: files intact, state {info.state_digest}", True
-    if recorded is None and history.end is None and step > max(history.checkpoints, default=-1):
+    if (
+        journal_digest is None
+        and history.end is None
+        and step > max(history.checkpoints, default=-1)
+    ):
         text += "; the journal has no line of it yet: the coordinator ended in between"
-    elif recorded is None or recorded.state_digest != info.state_digest:
+    elif journal_digest is None or journal_digest.state_digest != info.state_digest:
         text, ok = (
             f"step {step}: its state {info.state_digest} differs from the journal's",
             False,
@@ -426,15 +430,15 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
                 name: value for name, value in result.items() if name != "journal_head"
             }
             claims["content of digest"] = (json_digest(result_fields), end.result_digest)
-    for name, (claimed, recorded) in claims.items():
-        if claimed != recorded:
-            text = f"result.json says {name} {claimed!r:.80}, the journal {recorded!r:.80}"
+    for name, (claimed, journal_digest) in claims.items():
+        if claimed != journal_digest:
+            text = f"result.json says {name} {claimed!r:.80}, the journal {journal_digest!r:.80}"
             evidence.note("result", ok=False, text=text)
     if proof.replica is not None and proof.reached_end:
         reached = proof.replica.weights_digest()
         same = reached == digest
-        how = "reached by replay" if proof.since else "are those of the last checkpoint"
-        text = f"weights {reached} {how}"
+        source = "reached by replay" if proof.since else "are those of the last checkpoint"
+        text = f"weights {reached} {source}"
         if not same:
             text += f", but result.json says {digest}"
         evidence.note("result", ok=same, text=text)
@@ -450,15 +454,15 @@ def _check_exported_files(evidence: _Evidence, exported: object) -> None:
         evidence.note("result", ok=True, text=text)
         return
     bad_files = 0
-    for name, recorded in sorted(exported.items()):
+    for name, recorded_digest in sorted(exported.items()):
         path, text = evidence.directory.path / str(name), ""
         try:
             digest = file_digest(path) if path.is_file() else None
         except StorageFailed as error:
             text = str(error)
         else:
-            what = "is missing" if digest is None else "was changed"
-            text = f"{str(path)!r} {what}; {RESULT_REMEDY}" if digest != recorded else ""
+            fault = "is missing" if digest is None else "was changed"
+            text = f"{str(path)!r} {fault}; {RESULT_REMEDY}" if digest != recorded_digest else ""
         if text:
             bad_files += 1
             evidence.note("result", ok=False, text=text)

@@ -126,11 +126,11 @@ def _account_for(history: History, commit: Committed, microbatches: int) -> str 
     counted_subtrees = {
         subtree for combination in commit.counted or () for subtree in _subtrees(combination)
     }
-    odd = next(
+    stray_subtree = next(
         (n for n in (*planned_subtrees, *counted_subtrees) if not is_subtree(n, microbatches)), None
     )
-    if odd is not None:
-        return f"{odd} is not a subtree over {microbatches} microbatches"
+    if stray_subtree is not None:
+        return f"{stray_subtree} is not a subtree over {microbatches} microbatches"
     embedded = () if commit.embedded is None else (commit.embedded.of,)
     for combination in (*(commit.counted or ()), *embedded):
         leaves = sorted(
@@ -152,20 +152,20 @@ def _account_for(history: History, commit: Committed, microbatches: int) -> str 
     if stray or commit.embedded is None:
         return stray
     # Embeddings are collected by the attempt before that of the gradients.
-    before = Attempt(commit.term, commit.step, commit.attempt - 1)
-    stray = _strays((commit.embedded.of,), history.plans.get(before, []))
+    previous_attempt = Attempt(commit.term, commit.step, commit.attempt - 1)
+    stray = _strays((commit.embedded.of,), history.plans.get(previous_attempt, []))
     return f"embeddings: {stray}" if stray else ""
 
 
 def _strays(combinations: tuple[Subtrees, ...], plans: list[Planned]) -> str:
     """Describe a subtree that was counted for a worker that had not been assigned it."""
-    assigned = {
+    assignments = {
         (name, subtree) for plan in plans for name, mine in plan.nodes.items() for subtree in mine
     }
     for combination in combinations:
         for name, subtrees in combination.items():
             for lo, hi in subtrees:
-                if (name, (lo, hi)) not in assigned:
+                if (name, (lo, hi)) not in assignments:
                     return f"subtree [{lo},{hi}) of {name!r} is counted, and was not assigned to it"
     return ""
 

@@ -90,10 +90,10 @@ def read_history(entries: Iterable[Entry]) -> History:
             history.end = None
         match entry.record:
             case RunStarted() as record:
-                history.run = _only(history, history.run, record, entry.number)
+                history.run = _require_single(history, history.run, record, entry.number)
                 history.specs = history.specs or [(0, record.spec)]
             case ManifestSettled() as record:
-                history.manifest = _only(history, history.manifest, record, entry.number)
+                history.manifest = _require_single(history, history.manifest, record, entry.number)
             case Planned() as record:
                 attempt = Attempt(record.term, record.step, record.attempt)
                 history.plans.setdefault(attempt, []).append(record)
@@ -114,7 +114,7 @@ def read_history(entries: Iterable[Entry]) -> History:
     return history
 
 
-def _only(history: History, earlier: T | None, record: T, number: int) -> T:
+def _require_single(history: History, earlier: T | None, record: T, number: int) -> T:
     if earlier is not None and earlier != record:
         history.faults.append(f"line {number}: another {type(record).__name__} than before")
     return earlier or record

@@ -99,29 +99,31 @@ class Recomputed:
         index = scan_log(self._directory.log, self._run.run_id, self._manifest).index
         replica: Replica | None = None
         for step in self.steps:
-            replica = self._before(step, replica, index)
+            replica = self._state_before(step, replica, index)
             commit = self._history.commit_of(step)
             assert commit is not None
             recomputed = compute(step, commit.loss_scale or 1.0, replica.parameters)
-            logged = next((each for each in index.following(step) if each.step == step), None)
+            logged_step = next((each for each in index.following(step) if each.step == step), None)
             logged_averages = (
-                None if logged is None else read_averages(logged, self._manifest.blocks)
+                None if logged_step is None else read_averages(logged_step, self._manifest.blocks)
             )
             self.faults += [
-                f"step {step}: recomputed, {what}"
-                for what in self._differing(commit, logged_averages, recomputed)
+                f"step {step}: recomputed, {difference}"
+                for difference in self._differing(commit, logged_averages, recomputed)
             ]
 
-    def _before(self, step: int, replica: Replica | None, index: LogIndex) -> Replica:
+    def _state_before(self, step: int, replica: Replica | None, index: LogIndex) -> Replica:
         """Return the state before a step, continuing from `replica` if no checkpoint is nearer."""
         until = [each for each in self._checkpoints if each.info.step <= step]
-        nearest = max(until, key=lambda each: each.info.step)
-        if replica is None or replica.step < nearest.info.step:
-            replica = load_replica(nearest, self._manifest, self._run.spec.update)
-        for logged in index.following(replica.step):
-            if logged.step == step:
+        checkpoint = max(until, key=lambda each: each.info.step)
+        if replica is None or replica.step < checkpoint.info.step:
+            replica = load_replica(checkpoint, self._manifest, self._run.spec.update)
+        for logged_step in index.following(replica.step):
+            if logged_step.step == step:
                 break
-            apply_logged_step(replica, logged.record, read_averages(logged, self._manifest.blocks))
+            apply_logged_step(
+                replica, logged_step.record, read_averages(logged_step, self._manifest.blocks)
+            )
         assert replica.step == step, "the proof repeated all steps before"
         return replica
 
@@ -142,8 +144,10 @@ class Recomputed:
 def _differing_elements(
     blocks: Sequence[Block], logged_averages: Sequence[Array], recomputed: Sequence[Array]
 ) -> Iterator[str]:
-    for block, mine, theirs in zip(blocks, logged_averages, recomputed, strict=True):
-        bits, others = mine.view(np.uint32), theirs.view(np.uint32)
+    for block, logged_average, recomputed_average in zip(
+        blocks, logged_averages, recomputed, strict=True
+    ):
+        bits, others = logged_average.view(np.uint32), recomputed_average.view(np.uint32)
         positions = np.flatnonzero(bits != others)
         if not positions.size:
             continue
@@ -151,6 +155,7 @@ def _differing_elements(
         tensor, part = next((t, p) for t, p in block.slices() if p.start <= first < p.stop)
         yield (
             f"block {block.name!r}, tensor {tensor.name!r}, element {first - part.start} is "
-            f"{theirs[first]} (0x{others[first]:08x}), in the log {mine[first]} "
-            f"(0x{bits[first]:08x}); of {mine.size} elements {positions.size} differ"
+            f"{recomputed_average[first]} (0x{others[first]:08x}), in the log "
+            f"{logged_average[first]} (0x{bits[first]:08x}); of {logged_average.size} elements "
+            f"{positions.size} differ"
         )

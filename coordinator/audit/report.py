@@ -84,7 +84,7 @@ def report(path: Path, audited: AuditResult | None = None) -> str:
     """Return the page for the run in a directory.
 
     Args:
-        path: Of the run.
+        path: The run's directory.
         audited: The result of an audit, to be included.
 
     Raises:
@@ -211,8 +211,8 @@ def _step_times(entries: Sequence[Entry], history: History) -> list[Point]:
     """Return the times between commits of the same coordinator."""
     at = {entry.number: datetime.fromisoformat(entry.time) for entry in entries}
     return [
-        (float(commit.step + 1), (at[number] - at[before]).total_seconds())
-        for (before, earlier), (number, commit) in pairwise(history.commits)
+        (float(commit.step + 1), (at[number] - at[previous_number]).total_seconds())
+        for (previous_number, earlier), (number, commit) in pairwise(history.commits)
         if earlier.term == commit.term
     ]
 
@@ -253,11 +253,11 @@ def _evaluations(history: History) -> str:
         for name in names[:_MOST_CHARTS]
     ]  # fmt: skip
     rows = [
-        (each.step, *(_shown(each.metrics.get(name)) for name in names[:_MOST_COLUMNS]))
+        (each.step, *(_format_value(each.metrics.get(name)) for name in names[:_MOST_COLUMNS]))
         for each in figures
     ]
     table = _table(("after step", *names[:_MOST_COLUMNS]), rows)
-    rest = [(name, _shown(figures[-1].metrics.get(name))) for name in names[_MOST_COLUMNS:]]
+    rest = [(name, _format_value(figures[-1].metrics.get(name))) for name in names[_MOST_COLUMNS:]]
     others = _table(("metric, at the end", "value"), rest) if rest else ""
     return (
         f"<h2>Evaluation metrics</h2>{_side_by_side(charts)}{table}{others}"
@@ -265,7 +265,7 @@ def _evaluations(history: History) -> str:
     )
 
 
-def _shown(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
@@ -278,12 +278,14 @@ def _confusion(step: int, metrics: Mapping[str, float | None]) -> str:
     }
     if not cells:
         return ""
-    labels = [*dict.fromkeys(true for true, _ in cells)]
+    labels = [*dict.fromkeys(true_label for true_label, _ in cells)]
     rows = []
-    for true in labels:
-        whole = sum(cells.get((true, predicted), 0.0) for predicted in labels) or 1.0
-        shaded = "".join(_cell_of(cells.get((true, predicted), 0.0), whole) for predicted in labels)
-        rows.append(f'<tr><th scope="row">{escape(true)}</th>{shaded}</tr>')
+    for true_label in labels:
+        row_total = sum(cells.get((true_label, predicted), 0.0) for predicted in labels) or 1.0
+        shaded = "".join(
+            _cell_of(cells.get((true_label, predicted), 0.0), row_total) for predicted in labels
+        )
+        rows.append(f'<tr><th scope="row">{escape(true_label)}</th>{shaded}</tr>')
     heads = "".join(f'<th scope="col">{escape(predicted)}</th>' for predicted in labels)
     return (
         f"<h2>Confusion after step {step}</h2><p>Rows: true label. Columns: predicted "
@@ -291,10 +293,10 @@ def _confusion(step: int, metrics: Mapping[str, float | None]) -> str:
     )
 
 
-def _cell_of(count: float, whole: float) -> str:
+def _cell_of(count: float, row_total: float) -> str:
     shade = (
         '<svg aria-hidden="true"><rect width="100%" height="100%" '
-        f'fill-opacity="{count / whole:.2f}"/></svg>'
+        f'fill-opacity="{count / row_total:.2f}"/></svg>'
     )
     return f"<td>{shade}<span>{count:g}</span></td>"
 
@@ -326,12 +328,12 @@ def _fault_row(entry: Entry) -> tuple[object, ...] | None:
             return at, command.step, "command", "", f"{command.command} {command.source}"
         case Resumed() as resumed:
             notes = "; ".join(resumed.notes)
-            why = f"coordinator of term {resumed.term}; {notes}".strip("; ")
-            return at, resumed.step, "resumed", "", why
+            reason = f"coordinator of term {resumed.term}; {notes}".strip("; ")
+            return at, resumed.step, "resumed", "", reason
         case ViewChanged(change="lost" | "joined" | "late" | "drained" | "reseeded") as view:
-            who = f"{len(view.members)} workers from now on"
-            why = f"{view.reason}; {who}".strip("; ")
-            return at, view.step, view.change, view.worker or "", why
+            subject = f"{len(view.members)} workers from now on"
+            reason = f"{view.reason}; {subject}".strip("; ")
+            return at, view.step, view.change, view.worker or "", reason
         case Ended(outcome="failed") as end:
             return at, end.step, "failed", "", end.reason
         case _:
@@ -350,7 +352,9 @@ def _inputs(history: History) -> str:
         rows += sorted(history.run.versions.items())
         rows += [(f"spec: {key}", value) for key, value in _flat(used_sections(history.run.spec))]
     for change in history.changes:
-        rows += [(f"changed after {change.step} steps", made) for made in change.changes]
+        rows += [
+            (f"changed after {change.step} steps", change_text) for change_text in change.changes
+        ]
         rows.append((f"run spec after {change.step} steps", change.spec_digest))
     return "<h2>Data, model and settings</h2>" + _table((), rows)
 

@@ -79,8 +79,8 @@ class StateProof:
         try:
             scan = scan_log(self._log, self._run.run_id, self._manifest)
             index = scan.index
-            saved = max((c.info.step for c in checkpoints), default=0)
-            self._compare_lengths(index, saved)
+            newest_checkpoint = max((c.info.step for c in checkpoints), default=0)
+            self._compare_lengths(index, newest_checkpoint)
             if self.history.end is not None:
                 # A run that has ended has no step whose sync was interrupted.
                 self.faults += [f"{cut}; restore it from a copy" for cut in scan.cuts]
@@ -90,7 +90,7 @@ class StateProof:
                 self._from(checkpoint, index, min(until, len(self.history.commits)))
             self._compare_end()
             if checkpoints:
-                self._find_gap(index, saved)
+                self._find_gap(index, newest_checkpoint)
             self._read_others(index)
         except SamestepError as error:
             self.faults.append(str(error))
@@ -105,46 +105,46 @@ class StateProof:
             self.faults.append(
                 f"replaying the steps does not lead to the checkpoint of step {info.step}"
             )
-        for logged in index.following(self.replica.step):
-            if logged.step >= until:
+        for logged_step in index.following(self.replica.step):
+            if logged_step.step >= until:
                 break
-            averages = read_averages(logged, self._manifest.blocks)
-            if averages is None and logged.record.commit.scalars is not None:
+            averages = read_averages(logged_step, self._manifest.blocks)
+            if averages is None and logged_step.record.commit.scalars is not None:
                 break
             differences = [
-                *self._compare_log_and_journal(self.replica, logged),
-                *self._compare_gradients_and_commit(logged, averages),
+                *self._compare_log_and_journal(self.replica, logged_step),
+                *self._compare_gradients_and_commit(logged_step, averages),
             ]
-            self.faults += [f"step {logged.step}: {what}" for what in differences]
-            apply_logged_step(self.replica, logged.record, averages)
-            self.repeated.add(logged.step)
+            self.faults += [f"step {logged_step.step}: {difference}" for difference in differences]
+            apply_logged_step(self.replica, logged_step.record, averages)
+            self.repeated.add(logged_step.step)
             self.since += 1
-            self._progress(logged.step + 1, len(self.history.commits))
+            self._progress(logged_step.step + 1, len(self.history.commits))
 
     def _compare_log_and_journal(self, replica: Replica, logged: LoggedStep) -> Iterator[str]:
         record, commit = logged.record, logged.record.commit
-        recorded = self.history.commit_of(logged.step)
-        assert recorded is not None
-        older = recorded.rate is None  # or a skipped step
+        journal_commit = self.history.commit_of(logged.step)
+        assert journal_commit is not None
+        older = journal_commit.rate is None  # or a skipped step
         rate = None if older or commit.scalars is None else commit.scalars.learning_rate
         for name, logged_value, recorded_value in (
-            ("term", commit.term, recorded.term),
-            ("attempt", commit.attempt, recorded.attempt),
-            ("count of updates", record.optimizer_step, recorded.optimizer_step),
-            ("skip", commit.scalars is None, recorded.skipped),
-            ("digest of averages", commit.averages_digest, recorded.averages_digest),
-            ("loss", None if recorded.skipped else commit.loss, recorded.loss),
-            ("norm", record.norm, recorded.norm),
-            ("digest of per-replica state", record.own_digest, recorded.own_digest),
-            ("embeddings", record.embedded, recorded.embedded),
-            ("rate", rate, recorded.rate),
+            ("term", commit.term, journal_commit.term),
+            ("attempt", commit.attempt, journal_commit.attempt),
+            ("count of updates", record.optimizer_step, journal_commit.optimizer_step),
+            ("skip", commit.scalars is None, journal_commit.skipped),
+            ("digest of averages", commit.averages_digest, journal_commit.averages_digest),
+            ("loss", None if journal_commit.skipped else commit.loss, journal_commit.loss),
+            ("norm", record.norm, journal_commit.norm),
+            ("digest of per-replica state", record.own_digest, journal_commit.own_digest),
+            ("embeddings", record.embedded, journal_commit.embedded),
+            ("rate", rate, journal_commit.rate),
         ):
             if logged_value != recorded_value:
                 yield f"the log has {name} {logged_value}, the journal {recorded_value}"
         figures = self.history.figures.get(logged.step)
         for name, digest in (
             ("log says", record.state_before),
-            ("journal says", recorded.state_before),
+            ("journal says", journal_commit.state_before),
             ("metrics in the journal say", figures.state_digest if figures else None),
         ):
             if digest is not None and not replica.has_state(digest):
@@ -177,25 +177,25 @@ class StateProof:
 
     def _compare_lengths(self, index: LogIndex, saved: int) -> None:
         """Check that log and checkpoints reach as far as the journal, which is written last."""
-        recorded, last = len(self.history.commits), -1 if index.last is None else index.last
+        journal_steps, last = len(self.history.commits), -1 if index.last is None else index.last
         present = max(saved, last + 1)
-        if recorded > present + 1:  # the newest step's records may be a torn tail
+        if journal_steps > present + 1:  # the newest step's records may be a torn tail
             self.faults.append(
-                f"the journal has {recorded} steps, {str(self._log)!r} and the checkpoints have "
-                f"{present}; restore the log from a copy"
+                f"the journal has {journal_steps} steps, {str(self._log)!r} and the checkpoints "
+                f"have {present}; restore the log from a copy"
             )
-        extra = sum(1 for _ in index.following(recorded))
+        extra = sum(1 for _ in index.following(journal_steps))
         if extra > 1:
             # One may be missing: a crash between the log's sync and the journal's.
             self.faults.append(f"the log has {extra} commits that the journal lacks")
 
     def _find_gap(self, index: LogIndex, saved: int) -> None:
         """Check that the newest checkpoint leads to the log's last step."""
-        reached = saved + sum(1 for _ in index.following(saved))
-        if index.last is not None and index.last >= reached:
+        last_step = saved + sum(1 for _ in index.following(saved))
+        if index.last is not None and index.last >= last_step:
             self.faults.append(
                 f"the log has steps up to {index.last}, but no checkpoint before them: the newest, "
-                f"of step {saved}, leads only to step {reached}; restore a later one from a copy"
+                f"of step {saved}, leads only to step {last_step}; restore a later one from a copy"
             )
 
     def _read_others(self, index: LogIndex) -> None:
@@ -208,9 +208,11 @@ class StateProof:
         if self.replica is None or end is None or not self.reached_end:
             return
         figures = self.history.figures.get(self.replica.step)
-        for what, recorded in (
+        for description, recorded_digest in (
             ("the run ended with", end[1].state_digest),
             ("the last metrics are of", figures.state_digest if figures else None),
         ):
-            if recorded is not None and not self.replica.has_state(recorded):
-                self.faults.append(f"{what} state {recorded}, replaying the steps gives another")
+            if recorded_digest is not None and not self.replica.has_state(recorded_digest):
+                self.faults.append(
+                    f"{description} state {recorded_digest}, replaying the steps gives another"
+                )

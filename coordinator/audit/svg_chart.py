@@ -55,8 +55,8 @@ def line_chart(
         f"<title>{title}</title>",
         *_grid(x_axis, y_axis),
     ]
-    visible = points if stairs else _thinned(points)
-    corners = (_stairs(run) if stairs else run for run in _runs(visible))
+    drawn_points = points if stairs else _thinned(points)
+    corners = (_stairs(run) if stairs else run for run in _runs(drawn_points))
     parts += [_line(each, x_axis, y_axis, "line") for each in corners]
     if smooth and len(finite) > _SMOOTHED_FROM:
         parts.append(_line(_thinned(_smoothed(finite)), x_axis, y_axis, "smooth"))
@@ -115,8 +115,8 @@ class _Axis:
 
     def ticks(self) -> list[float]:
         """Return three to six round values for marks."""
-        least = 1.0 if self.whole else sys.float_info.min
-        raw = max((self.high - self.low) / 6, least)
+        smallest_step = 1.0 if self.whole else sys.float_info.min
+        raw = max((self.high - self.low) / 6, smallest_step)
         magnitude = 10.0 ** math.floor(math.log10(raw))
         step = next(m for m in (1, 2, 5, 10) if m * magnitude >= raw) * magnitude
         first = math.ceil(self.low / step - 1e-9)

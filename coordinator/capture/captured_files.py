@@ -47,7 +47,7 @@ class CapturedFiles:
     """The files of one capture; one thread at a time.
 
     Args:
-        directory: Of the run.
+        directory: Directory of the run.
         manifest: The run's manifest, with a layout.
         spec: The run spec.
         committed: Steps committed.
@@ -109,7 +109,7 @@ class CapturedFiles:
         self._guard()
         count = -(-self._committed // self._steps) if whole else self._committed // self._steps
         self._finish_before(count)
-        descriptions = map(self._listed, range(count))
+        descriptions = map(self._describe_file, range(count))
         files = tuple(file for file in descriptions if file is not None)
         digests = {file.name: file.digest for file in files}
         if whole and files:
@@ -131,8 +131,8 @@ class CapturedFiles:
             with storing("make", self._spool_directory):
                 make_below(self._run_directory, self._spool_directory)
             first = number * self._steps
-            committed = min(self._committed, first + self._steps)
-            self._spool = number, Spool(path, first, committed)
+            committed_steps = min(self._committed, first + self._steps)
+            self._spool = number, Spool(path, first, committed_steps)
         return self._spool[1]
 
     def _finish_before(self, count: int) -> None:
@@ -169,14 +169,14 @@ class CapturedFiles:
         for content in spool.contents():
             records = records_of(content, self._layout)
             rows = np.concatenate([rest, records]) if len(rest) else records
-            whole = len(rows) - len(rows) % self._group
-            for at in range(0, whole, self._group):
+            full_rows = len(rows) - len(rows) % self._group
+            for at in range(0, full_rows, self._group):
                 yield rows[at : at + self._group]
-            rest = rows[whole:]
+            rest = rows[full_rows:]
         if len(rest):
             yield rest
 
-    def _listed(self, number: int) -> CapturedFile | None:
+    def _describe_file(self, number: int) -> CapturedFile | None:
         """Describe a file; None if it has no rows because all its steps were skipped."""
         path = self._path(number)
         with storing("read", path), open_plain(path) as file:
@@ -198,7 +198,7 @@ def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committe
     """Return the first committed step without rows in any file; `committed` if there is none.
 
     Args:
-        directory: Of the run; only read.
+        directory: Directory of the run; only read.
         manifest: The run's manifest, with a layout.
         spec: The run spec.
         committed: Steps committed.
@@ -242,7 +242,7 @@ def files_from(directory: Path, manifest: Manifest, spec: RunSpec, step: int) ->
             f"of logits; nothing was changed, and the files in {str(logits)!r} stay valid: capture "
             "again into a new directory"
         )
-    stays = {f"{before:05}{SUFFIX}" for before in range(number)}
+    stays = {f"{earlier_number:05}{SUFFIX}" for earlier_number in range(number)}
     paths = sorted(logits.iterdir()) if logits.is_dir() else []
     return [path for path in paths if path.name not in stays]
 

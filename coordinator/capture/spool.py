@@ -77,7 +77,7 @@ class Spool:
             )
             raise StorageDamaged(str(path), "", reason)
         with storing("open", path):
-            self._file = self._cut(self._frames[-1].end if self._frames else 0)
+            self._file = self._truncate(self._frames[-1].end if self._frames else 0)
 
     def append(self, step: int, content: Sequence[Bytes]) -> None:
         """Make a step's rows durable, replacing those of an earlier attempt.
@@ -88,7 +88,7 @@ class Spool:
         with storing("keep logits in", self.path):
             while self._frames and self._frames[-1].step >= step:
                 self._file.close()
-                self._file = self._cut(self._frames.pop().offset)
+                self._file = self._truncate(self._frames.pop().offset)
         with self._file.use("keep logits in"):
             offset, nbytes = self._file.end, sum(map(len, content))
             head = _HEAD.pack(_MAGIC, step, nbytes, _digest(step, content))
@@ -120,7 +120,7 @@ class Spool:
     def close(self) -> None:
         self._file.close()
 
-    def _cut(self, end: int) -> AppendFile:
+    def _truncate(self, end: int) -> AppendFile:
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         os.ftruncate(fd, end)
         return AppendFile(self.path, fd, end, lambda: None)

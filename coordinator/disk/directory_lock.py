@@ -39,7 +39,7 @@ class DirectoryLock:
 
     Attributes:
         directory: The locked directory.
-        term: Of this coordinator; greater than that of every earlier one here.
+        term: Term of this coordinator; greater than that of every earlier one here.
     """
 
     def __init__(self, directory: Path, lock: int, term: int) -> None:
@@ -69,7 +69,7 @@ class DirectoryLock:
             reason = "expected a file, got a directory; remove it"
             raise StorageDamaged(str(error.filename), "", reason) from None
         except OSError as error:
-            raise _unusable(directory, error) from None
+            raise _unusable_error(directory, error) from None
         try:
             term = max(stored_term(directory), above) + 1
             try:
@@ -77,7 +77,7 @@ class DirectoryLock:
                 # A coordinator of an older release that still runs here finds out that it has lost.
                 (directory / OLDER_TERM_FILE).unlink(missing_ok=True)
             except (OSError, StorageFailed) as error:
-                raise _unusable(directory, error) from None
+                raise _unusable_error(directory, error) from None
         except SamestepError:
             os.close(lock)
             raise
@@ -123,7 +123,7 @@ class DirectoryLock:
         try:
             replace_file(self.directory / TERM_FILE, json.dumps({"term": term}).encode())
         except StorageFailed as error:
-            raise _unusable(self.directory, error) from None
+            raise _unusable_error(self.directory, error) from None
         self.term = term
 
     def release(self) -> None:
@@ -236,7 +236,7 @@ def _lock(directory: Path) -> int:
     return fd
 
 
-def _unusable(directory: Path, error: Exception) -> UsageError:
+def _unusable_error(directory: Path, error: Exception) -> UsageError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
         return UsageError(

@@ -156,8 +156,8 @@ def make_below(base: Path, path: Path) -> None:
     Raises:
         OSError: It cannot be made, or `base` is missing.
     """
-    between = [base / part for part in reversed(path.relative_to(base).parents)]
-    for directory in (*between[1:], path):
+    parents = [base / part for part in reversed(path.relative_to(base).parents)]
+    for directory in (*parents[1:], path):
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
 

@@ -66,7 +66,7 @@ class SafetensorsFile:
     """An open file with random access to its tensors; stays readable after it is removed.
 
     Attributes:
-        shapes: Of the float32 tensors, by name.
+        shapes: Shapes of the float32 tensors, by name.
 
     Args:
         path: Its name.

@@ -34,7 +34,7 @@ class Blob:
     Attributes:
         size: In bytes.
         content: The file, not a link, or the document.
-        identity: Of the file when it was hashed; empty if a change might not change it.
+        identity: Identity of the file when it was hashed; empty if a change might not change it.
     """
 
     size: int
@@ -47,7 +47,7 @@ class BlobIndex:
     """The blobs that a run's workers may request.
 
     Attributes:
-        digest: Of the list's document.
+        digest: Digest of the list's document.
         listing: The list.
         blobs: By digest, including the list's own document.
     """
@@ -151,7 +151,7 @@ def read_or_build_index(
     """Read the list; if it is missing, find the files as for a new run and write it.
 
     Args:
-        path: Of the list.
+        path: Path of the list.
         spec: The run spec.
         permitted: See `index_blobs`.
 

@@ -65,13 +65,16 @@ class BlobServer:
                 f"BlobRequest: expected an offset in {blob.size} bytes, got {message.offset}"
             )
         request = _Request(message, blob, min(limits.BODY_BYTES, blob.size - message.offset))
-        waiting = self._waiting.get(channel, deque())
-        unread = channel.queued_bytes + sum(each.nbytes for each in waiting)
-        if len(waiting) >= limits.UNANSWERED_BLOB_CHUNKS or unread + request.nbytes > _UNREAD_BYTES:
+        chunk_queue = self._waiting.get(channel, deque())
+        unread_bytes = channel.queued_bytes + sum(each.nbytes for each in chunk_queue)
+        if (
+            len(chunk_queue) >= limits.UNANSWERED_BLOB_CHUNKS
+            or unread_bytes + request.nbytes > _UNREAD_BYTES
+        ):
             raise OutOfOrder("BlobRequest: too many chunks requested at once")
-        waiting.append(request)
+        chunk_queue.append(request)
         if channel not in self._waiting:
-            self._waiting[channel] = waiting
+            self._waiting[channel] = chunk_queue
             task = asyncio.get_running_loop().create_task(self._serve(channel))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -81,11 +84,11 @@ class BlobServer:
         return channel in self._waiting
 
     async def _serve(self, channel: Channel) -> None:
-        waiting = self._waiting[channel]
+        chunk_queue = self._waiting[channel]
         try:
-            while waiting and not channel.closed:
-                channel.send(await asyncio.to_thread(self._chunk, *waiting[0]))
-                waiting.popleft()
+            while chunk_queue and not channel.closed:
+                channel.send(await asyncio.to_thread(self._chunk, *chunk_queue[0]))
+                chunk_queue.popleft()
         finally:
             del self._waiting[channel]
 

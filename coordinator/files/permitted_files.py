@@ -64,13 +64,13 @@ class PermittedFiles:
                 f"expected data or a model in {source!r}, got a file that may hold secrets of the "
                 "coordinator's user, which no submitted run may read; name another file"
             )
-        inside = any(resolved.is_relative_to(root) for root in self._roots)
-        if self._roots and self._is_path(source) and not inside:
-            allowed = ", ".join(repr(str(root)) for root in self._roots)
+        is_inside = any(resolved.is_relative_to(root) for root in self._roots)
+        if self._roots and self._is_path(source) and not is_inside:
+            root_names = ", ".join(repr(str(root)) for root in self._roots)
             raise DataError(
-                f"expected files below {allowed} (--data-root of the coordinator), got {source!r}, "
-                "which leads elsewhere; move them there, or start the coordinator with another "
-                "--data-root DIR"
+                f"expected files below {root_names} (--data-root of the coordinator), got "
+                f"{source!r}, which leads elsewhere; move them there, or start the coordinator "
+                "with another --data-root DIR"
             )
 
     @staticmethod

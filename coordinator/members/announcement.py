@@ -57,17 +57,17 @@ class Announcement:
         await self._withdraw()
 
     async def _keep_announced(self) -> None:
-        announced: list[str] | None = None
+        last_addresses: list[str] | None = None
         failure = ""
         while True:
             reachable = (each for each in reachable_addresses(self._host) if "%" not in each)
             addresses = [*itertools.islice(reachable, _MOST_ADDRESSES)]
-            if addresses != announced:
+            if addresses != last_addresses:
                 await self._withdraw()
                 reason = await self._announce(addresses)
                 if reason and reason != failure:
                     log.warning("not_announced", reason=reason)
-                announced, failure = (None if reason else addresses), reason
+                last_addresses, failure = (None if reason else addresses), reason
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _announce(self, addresses: list[str]) -> str:
@@ -75,7 +75,7 @@ class Announcement:
         if not addresses:
             return "there is no address that others reach without a zone; check --bind and ip addr"
         try:
-            announced = Announced(
+            announcement = Announced(
                 name=self._name,
                 addresses=tuple(addresses),
                 port=self._port,
@@ -86,8 +86,8 @@ class Announcement:
                 SERVICE,
                 f"{self._name}.{SERVICE}",
                 port=self._port,
-                properties=announced.properties(),
-                parsed_addresses=[str(address) for address in announced.addresses],
+                properties=announcement.properties(),
+                parsed_addresses=[str(address) for address in announcement.addresses],
                 # Not the machine's hostname, which another service may have announced already.
                 server=f"samestep-{uuid.uuid4().hex[:12]}.local.",
             )

@@ -87,8 +87,8 @@ class CoordinatorCredentials:
         with _locked(directory):
             certificate = read_secret(directory / _CERTIFICATE)
             key = read_secret(directory / _KEY)
-            before = read_secret(directory / join_token_file(home).name)
-            has_members = before is not None or os.path.lexists(directory / _WORKERS)
+            earlier_token = read_secret(directory / join_token_file(home).name)
+            has_members = earlier_token is not None or os.path.lexists(directory / _WORKERS)
             is_new = certificate is None or key is None
             # A first start that was killed halfway leaves a key that no worker uses.
             if (certificate is None) != (key is None) and (has_members or key is None):

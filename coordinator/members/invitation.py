@@ -39,30 +39,31 @@ def invitation(
         return
     host, port = address
     option = (" --plaintext" if plaintext else "") + (f" {script}" if script else "")
-    here = format_address(from_here(host), port)
-    yield f"listening for workers: worker --coordinator {here}{option}"
+    local_address = format_address(from_here(host), port)
+    yield f"listening for workers: worker --coordinator {local_address}{option}"
     if plaintext:
         yield "NOT ENCRYPTED (--plaintext): all that workers send can be read and changed"
     if is_loopback(host):
         return
-    there, *others = reachable_addresses(host) or [""]
-    if not there:
+    reachable_host, *others = reachable_addresses(host) or [""]
+    if not reachable_host:
         yield "other machines cannot reach this one: it is on no network (ip addr)"
         return
     if os.environ.get("SLURM_JOB_ID"):  # ssh to nodes is rarely allowed, and they share a home
         yield "on another node of this cluster, in one line:"
         home = f"SAMESTEP_HOME={shlex.quote(str(credentials.home))}"
-        yield f"  {home} worker --coordinator {format_address(there, port)}{option}"
+        yield f"  {home} worker --coordinator {format_address(reachable_host, port)}{option}"
         return
     if to_terminal:
         token = credentials.join_token().reveal()
     else:
-        token = f'"$({_over_ssh(there, credentials)} token show)"'
+        token = f'"$({_over_ssh(reachable_host, credentials)} token show)"'
     yield "on another machine, in one line:"
-    yield f"  SAMESTEP_TOKEN={token} worker --coordinator {format_address(there, port)}{option}"
+    reachable_at = format_address(reachable_host, port)
+    yield f"  SAMESTEP_TOKEN={token} worker --coordinator {reachable_at}{option}"
     if others:
         yield f"  or at {', '.join(format_address(each, port) for each in others)}"
-    if name and "%" not in there:
+    if name and "%" not in reachable_host:
         yield f"(on the same network it is found without its address, as {name!r})"
 
 

@@ -52,10 +52,10 @@ def reachable_addresses(host: str) -> list[str]:
     if not listening.is_unspecified:
         return [host]
     every = [each for each in _interface_addresses() if each.version == listening.version]
-    usual = [str(each) for each in every if not each.is_link_local]
+    routable_addresses = [str(each) for each in every if not each.is_link_local]
     by_cable = [str(each) for each in every if each.is_link_local and each.version == 4]
     first = _source_address(listening.version)
-    return sorted(dict.fromkeys(usual or by_cable), key=lambda each: each != first)
+    return sorted(dict.fromkeys(routable_addresses or by_cable), key=lambda each: each != first)
 
 
 def _interface_addresses() -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:

@@ -55,7 +55,7 @@ class WorkerKeys:
         self._last_stamp: tuple[int, int, int] | None = None
 
     def get(self, name: str) -> bytes | None:
-        """Return the present key of a name.
+        """Return the current key of a name.
 
         Raises:
             UsageError: The file cannot be read or is damaged, and was never read before.

@@ -193,9 +193,12 @@ class ProgressConsole:
                 if notes := _notes(execution.run):
                     counts = ", ".join(f"{k.replace('_', ' ')} {n}" for k, n in notes.items())
                     self._print(f"  data: {counts}", event)
+                self._print_evaluation_notice(execution.run, event)
             case RunResumed():
                 for note in event.notes:
                     self._print(f"  {note}", event)
+                if execution is not None:
+                    self._print_evaluation_notice(execution.run, event)
             case Evaluated() if execution is not None:
                 metrics = _headline(execution.run, event.figures)
                 text = ", ".join(f"{name} {_metric(value)}" for name, value in metrics.items())
@@ -204,6 +207,20 @@ class ProgressConsole:
                 self._print_resume_command(run_id)
             case Committed() if execution is not None and self._live is None:
                 self._progress_line(execution, event, fields)
+
+    def _print_evaluation_notice(self, run: Run, event: Event) -> None:
+        """Say if `evaluate_every` has no effect, because the task has nothing to evaluate."""
+        if run.manifest is None or run.manifest.evaluation_parts or not run.spec.evaluate_every:
+            return
+        sections = ("data", run.spec.task)
+        held_out = [each for each in sections if hasattr(getattr(run.spec, each, 0), "holdout")]
+        remedy = f"raise {held_out[0]}.holdout" if held_out else "give the task held-out data"
+        remedy += ", or set data.validation" if held_out[:1] == ["data"] else ""
+        self._print(
+            f"  evaluate_every {run.spec.evaluate_every} has no effect: no samples are held out "
+            f"for evaluation; {remedy}",
+            event,
+        )
 
     @property
     def _is_done(self) -> bool:
@@ -223,27 +240,27 @@ class ProgressConsole:
             return
         if finished.outcome is not None and not finished.outcome.is_resumable:
             return
-        elsewhere = f"coordinator --resume --out {finished.directory}"
-        self._print(f"  to resume: coordinator resume {run_id}, or {elsewhere}")
+        command = f"coordinator --resume --out {finished.directory}"
+        self._print(f"  to resume: coordinator resume {run_id}, or {command}")
 
     def tick(self) -> None:
         """Report what the run has been waiting for; called about once a second."""
         execution, now_s = self._service.current, time.monotonic()
-        waiting = ""
+        waiting_text = ""
         if execution is not None and self._live is None:
-            waiting = waited_for_now(self._service).words
+            waiting_text = waited_for_now(self._service).words
             at = (execution.run.steps_committed, execution.run.phase)
             if at != self._waiting_at:
-                self._waiting_at, waiting = at, ""
-        if not waiting:
+                self._waiting_at, waiting_text = at, ""
+        if not waiting_text:
             self._waiting_since_s, self._wait_before_line_s = now_s, _FIRST_WAITING_S
         elif now_s - self._waiting_since_s >= self._wait_before_line_s:
             self._wait_before_line_s += min(self._wait_before_line_s, _WAITING_EVERY_S)
             present = {*self._service.sessions, *(execution.run.unfit if execution else ())}
-            absent = ", ".join(sorted(self._service.known - present))
-            before = f"; connected before: {absent}" if absent else ""
+            absent_names = ", ".join(sorted(self._service.known - present))
+            absent_text = f"; connected before: {absent_names}" if absent_names else ""
             seconds = now_s - self._waiting_since_s
-            self._print(f"waiting {seconds:.0f} s for {waiting}{before}")
+            self._print(f"waiting {seconds:.0f} s for {waiting_text}{absent_text}")
 
     def _print(
         self, text: str, event: Event | None = None, fields: Mapping[str, object] | None = None
@@ -275,7 +292,7 @@ class ProgressConsole:
         document = status_document(self._service, time.monotonic())
         table = Table(box=None)
         line = _progress(execution, time.monotonic(), shares=False)
-        waiting = document.get("waiting_for") or ""
+        waiting_text = document.get("waiting_for") or ""
         leaf = "replica" if document.get("replicas") else "microbatch"
         for column in ("worker", "device", "state", "share", f"ms/{leaf}"):
             table.add_column(column)
@@ -289,7 +306,7 @@ class ProgressConsole:
                 _share(worker),
                 "" if speed is None else f"{speed:.0f}",
             )
-        waiting_line = f"waiting for {waiting}" if waiting else ""
+        waiting_line = f"waiting for {waiting_text}" if waiting_text else ""
         return Group(
             *(Text(each, no_wrap=True, overflow="ellipsis") for each in (line, waiting_line)), table
         )

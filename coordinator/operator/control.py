@@ -241,8 +241,10 @@ async def _body(request: web.Request, model: type[Model]) -> Model:
         return model.model_validate_json(document or b"{}")
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{request.path}: {first['msg']} at {where or 'the document'!r}") from None
+        location = ".".join(str(part) for part in first["loc"])
+        raise UsageError(
+            f"{request.path}: {first['msg']} at {location or 'the document'!r}"
+        ) from None
 
 
 def _conflict(reason: str) -> web.Response:

@@ -34,8 +34,8 @@ def control_token(control: str) -> str:
     path = Path(token_file) if token_file else control_token_file(state_home(), address)
     token = read_secret(path)
     if token_file and not (token or "").strip():
-        what = "does not exist" if token is None else "is empty"
-        raise UsageError(f"SAMESTEP_CONTROL_TOKEN_FILE: the token file {token_file!r} {what}")
+        fault = "does not exist" if token is None else "is empty"
+        raise UsageError(f"SAMESTEP_CONTROL_TOKEN_FILE: the token file {token_file!r} {fault}")
     return (token or "").strip()
 
 

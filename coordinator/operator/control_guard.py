@@ -78,15 +78,17 @@ class Guard:
     def refusal(self, request: web.Request) -> web.Response | None:
         """Return the response that refuses a request; None if it is permitted."""
         if request.method not in METHODS:
-            return _refused(405, f"expected one of {', '.join(METHODS)}, got another method")
+            return _refusal_response(
+                405, f"expected one of {', '.join(METHODS)}, got another method"
+            )
         name = request.headers.get("Host", "")
         if _PORT.sub("", name) not in self._hosts:
-            return _refused(403, "expected a loopback address as host, got another name")
+            return _refusal_response(403, "expected a loopback address as host, got another name")
         origin = request.headers.get("Origin")
         if origin is not None and origin != f"http://{name}":
-            return _refused(403, "expected no other site's request, got a foreign origin")
+            return _refusal_response(403, "expected no other site's request, got a foreign origin")
         if request.headers.get("Sec-Fetch-Site", "none") not in _SITES:
-            return _refused(403, "expected no other site's request, got a cross-site one")
+            return _refusal_response(403, "expected no other site's request, got a cross-site one")
         if request.path in OPEN:
             return None
         token = _bearer(request)
@@ -96,10 +98,10 @@ class Guard:
         if reader and hmac.compare_digest(token, reader):
             if request.method == "GET" and request.path in READS:
                 return None
-            return _refused(
+            return _refusal_response(
                 403, "expected the control token (coordinator token control), got the reader token"
             )
-        answer = _refused(401, "expected the control token (Authorization: Bearer ...)")
+        answer = _refusal_response(401, "expected the control token (Authorization: Bearer ...)")
         answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
 
@@ -111,5 +113,5 @@ def _bearer(request: web.Request) -> bytes:
     return token.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
 
 
-def _refused(status: int, reason: str) -> web.Response:
+def _refusal_response(status: int, reason: str) -> web.Response:
     return web.json_response({"error": reason, "exit_code": 77}, status=status)

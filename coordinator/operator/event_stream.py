@@ -74,8 +74,8 @@ class EventStream:
         self._readers.add(published)
         try:
             while position >= self._oldest:
-                unread = itertools.islice(self._recent, position - self._oldest, None)
-                text = "".join(unread)
+                unread_events = itertools.islice(self._recent, position - self._oldest, None)
+                text = "".join(unread_events)
                 position = self._next
                 if text:
                     await write(text.encode())

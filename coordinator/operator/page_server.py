@@ -78,12 +78,14 @@ class PageServer:
         """List the runs on disk, newest first, and the queued ones."""
         del request
         disk_runs = await asyncio.to_thread(self._runs_here.read)
-        queued = [instance.stored.run_id for instance in self._service.waiting]
-        runs = [run.document(changed_s) for run, changed_s in disk_runs if run.run_id not in queued]
-        return web.json_response({"runs": runs, "queued": queued})
+        queued_ids = [instance.stored.run_id for instance in self._service.waiting]
+        runs = [
+            run.document(changed_s) for run, changed_s in disk_runs if run.run_id not in queued_ids
+        ]
+        return web.json_response({"runs": runs, "queued": queued_ids})
 
     async def _directory(self, request: web.Request) -> Path:
-        """Return the directory of the requested run; by default of the present one, else the
+        """Return the directory of the requested run; by default of the current one, else the
         last."""
         run_id = request.query.get("run")
         execution = self._service.current or self._service.finished

@@ -38,7 +38,7 @@ class Curve:
             return
         self._waiting.append((step, value))
         if len(self._waiting) == self.stride:
-            self.points.append(self._merged())
+            self.points.append(self._merge_waiting())
             self._waiting.clear()
         if len(self.points) == _POINTS:
             self._halve()
@@ -54,19 +54,19 @@ class Curve:
         The last point may hold fewer steps than the others and still change: all up to `full` are
         final, as long as `stride` is the same.
         """
-        points = [*self.points, self._merged()] if self._waiting else self.points
-        visible = [point for point in points if point[0] > after]
+        points = [*self.points, self._merge_waiting()] if self._waiting else self.points
+        new_points = [point for point in points if point[0] > after]
         return {
             "stride": self.stride,
             "full": self.points[-1][0] if self.points else 0,
-            "step": [point[0] for point in visible],
+            "step": [point[0] for point in new_points],
             **{
-                name: [float(f"{point[column]:.6g}") for point in visible]
+                name: [float(f"{point[column]:.6g}") for point in new_points]
                 for column, name in enumerate(("mean", "low", "high"), 1)
             },
         }
 
-    def _merged(self) -> tuple[int, float, float, float]:
+    def _merge_waiting(self) -> tuple[int, float, float, float]:
         values = [value for _, value in self._waiting]
         return self._waiting[-1][0], math.fsum(values) / len(values), min(values), max(values)
 
@@ -171,7 +171,7 @@ class RunHistory:
             case "manifest" if self._epochs and self._samples:
                 self._steps = self._epochs * -(-record["train_samples"] // self._samples)
             case "resumed":
-                self._resumed(time, record)
+                self._add_resumption(time, record)
             case "end":
                 self._outcome = record["outcome"]
                 self._add_event(time, record, record["outcome"], record["reason"])
@@ -202,7 +202,7 @@ class RunHistory:
         self._workers_at.append((record["step"], len(members)))
         if len(self._workers_at) > _POINTS:
             del self._workers_at[1::2]
-        here = {member["name"] for member in members}
+        present_names = {member["name"] for member in members}
         for member in members:
             earlier = self._workers.get(member["name"])
             since = earlier.since if earlier is not None and earlier.here else time
@@ -211,17 +211,17 @@ class RunHistory:
                 signature=member["signature"], here=True, since=since,
             )  # fmt: skip
         for worker in self._workers.values():
-            if worker.here and worker.name not in here:
+            if worker.here and worker.name not in present_names:
                 worker.here, worker.since = False, time
                 worker.why = record["reason"] if worker.name == name else record["change"]
-        absent = [worker.name for worker in self._workers.values() if not worker.here]
-        for surplus in absent[: max(0, len(self._workers) - _WORKERS)]:
+        absent_names = [worker.name for worker in self._workers.values() if not worker.here]
+        for surplus in absent_names[: max(0, len(self._workers) - _WORKERS)]:
             del self._workers[surplus]
         reason, computing = record["reason"], f"{len(members)} compute from here on"
         text = f"{reason}; {computing}" if reason else computing
         self._add_event(time, record, record["change"], text, name)
 
-    def _resumed(self, time: str, record: dict[str, Any]) -> None:
+    def _add_resumption(self, time: str, record: dict[str, Any]) -> None:
         for curve in (self._losses, self._norms, self._rates, self._times):
             curve.cut(record["step"])
         evaluations = [each for each in self._evaluations if each[0] <= record["step"]]
@@ -232,24 +232,24 @@ class RunHistory:
             worker.here, worker.since, worker.why = False, time, "the coordinator was restarted"
         self._add_event(time, record, "resumed", "; ".join(record["notes"]))
 
-    def _add_error(self, time: str, record: dict[str, Any], what: str, text: str) -> None:
+    def _add_error(self, time: str, record: dict[str, Any], kind: str, text: str) -> None:
         worker = record.get("worker")
-        self._add_event(time, record, what, text, worker)
+        self._add_event(time, record, kind, text, worker)
         if worker is not None:
             self._errors.pop(worker, None)
             self._errors[worker] = {
                 "time": time,
                 "step": record["step"],
-                "what": what,
+                "what": kind,
                 "text": text,
             }
             if len(self._errors) > _WORKERS:
                 del self._errors[next(iter(self._errors))]
 
     def _add_event(
-        self, time: str, record: dict[str, Any], what: str, text: str, worker: str | None = None
+        self, time: str, record: dict[str, Any], kind: str, text: str, worker: str | None = None
     ) -> None:
         step = record.get("step")
         self._events.append(
-            {"time": time, "step": step, "what": what, "worker": worker, "text": text}
+            {"time": time, "step": step, "what": kind, "worker": worker, "text": text}
         )

@@ -78,18 +78,22 @@ class RunList:
     def _read(self, path: Path) -> tuple[_Stamp, ListedRun, float] | None:
         directory, cached = RunDirectory(path), self._cache.get(path)
         try:
-            stamp = _changed(directory.run_file), _changed(directory.result_file)
-            run = cached[1] if cached is not None and cached[0] == stamp else _listed(directory)
+            stamp = _change_time(directory.run_file), _change_time(directory.result_file)
+            run = (
+                cached[1]
+                if cached is not None and cached[0] == stamp
+                else _read_listed_run(directory)
+            )
             return stamp, run, directory.journal.stat().st_mtime
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
 
-def _changed(path: Path) -> int:
+def _change_time(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def _listed(directory: RunDirectory) -> ListedRun:
+def _read_listed_run(directory: RunDirectory) -> ListedRun:
     """Read a run written by any release: only the listed fields are parsed."""
     run = read_json(directory.run_file)
     result_file = directory.result_file

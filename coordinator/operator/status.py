@@ -123,9 +123,9 @@ def _links(run: Run, name: str) -> dict[str, dict[str, float]]:
     mesh = run.progress.mesh
     traffic = mesh.traffic.get(name, {})
     return {
-        peer: {"mbit": round(mbit, 1), "bytes_sent": sent, "bytes_received": received}
+        peer: {"mbit": round(mbit, 1), "bytes_sent": bytes_sent, "bytes_received": received}
         for peer, mbit in sorted(mesh.links.get(name, {}).items())
-        for sent, received in [traffic.get(peer, (0, 0))]
+        for bytes_sent, received in [traffic.get(peer, (0, 0))]
     }
 
 
@@ -187,26 +187,28 @@ def _idle_reason(service: Service) -> str:
 def able_workers(service: Service) -> list[str]:
     """Return the members that train and can take part in the run, each as often as it has
     devices."""
-    return _able(service.current.run if service.current is not None else None, service.trainers)
+    return _able_workers(
+        service.current.run if service.current is not None else None, service.trainers
+    )
 
 
-def _able(run: Run | None, present: list[str]) -> list[str]:
+def _able_workers(run: Run | None, present: list[str]) -> list[str]:
     if run is None:
         return present
-    able = []
+    able_names = []
     for name, devices in Counter(present).items():
         if name not in run.unfit:
             member = run.members.get(name)
             is_known = member is not None and member.state is not MemberState.PREPARING
-            able += [name] * (run.members.devices(name) if is_known else devices)
-    return able
+            able_names += [name] * (run.members.devices(name) if is_known else devices)
+    return able_names
 
 
 def _cannot(run: Run) -> str:
     """List workers and devices that are here and take no part, with the reasons."""
     left_out = {member.name: member.left_out for member in run.members if member.left_out}
-    unfit = [f"{name} cannot take part: {why}" for name, why in sorted(run.unfit.items())]
-    return "".join(f"; {each}" for each in [*unfit, *map(": ".join, sorted(left_out.items()))])
+    sentences = [f"{name} cannot take part: {reason}" for name, reason in sorted(run.unfit.items())]
+    return "".join(f"; {each}" for each in [*sentences, *map(": ".join, sorted(left_out.items()))])
 
 
 def _inner_phase(run: Run, worker: str) -> dict[str, int] | None:
@@ -225,7 +227,7 @@ class Waiting:
     Attributes:
         words: For people.
         workers: The workers that it waits for.
-        stage: Of the step.
+        stage: Stage of the step.
     """
 
     words: str = ""
@@ -233,10 +235,10 @@ class Waiting:
     stage: Stage | None = None
 
 
-def _workers(names: Iterable[str], what: str, stage: Stage | None = None) -> Waiting:
+def _workers(names: Iterable[str], sentence: str, stage: Stage | None = None) -> Waiting:
     """Make a `Waiting` for these workers; `what` has {} where the names go."""
     worker_names = tuple(names)
-    return Waiting(what.format(", ".join(worker_names)), worker_names, stage)
+    return Waiting(sentence.format(", ".join(worker_names)), worker_names, stage)
 
 
 def waited_for_now(service: Service) -> Waiting:
@@ -266,14 +268,14 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
     preparing = run.members.names(MemberState.PREPARING)
     cannot = _cannot(run)
     if run.phase is RunPhase.WAITING:
-        ready = run.members.names(MemberState.READY)
-        able = _able(run, present)
-        missing = run.expect_workers - len(able)
+        ready_names = run.members.names(MemberState.READY)
+        able_names = _able_workers(run, present)
+        missing = run.expect_workers - len(able_names)
         if missing > 0:
-            here = f"{len(able)} of {run.expect_workers} are here"
-            more = "1 more worker" if missing == 1 else f"{missing} more workers"
-            return Waiting(f"{more}: {here}{cannot}")
-        if preparing and sum(map(run.members.devices, ready)) < run.expect_workers:
+            present_text = f"{len(able_names)} of {run.expect_workers} are here"
+            missing_text = "1 more worker" if missing == 1 else f"{missing} more workers"
+            return Waiting(f"{missing_text}: {present_text}{cannot}")
+        if preparing and sum(map(run.members.devices, ready_names)) < run.expect_workers:
             return _workers(preparing, "{} to build the task")
         uploader = run.settled.admission.uploader if run.settled is not None else None
         return _workers([str(uploader)], "{} to send the initial state")
@@ -298,21 +300,25 @@ def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
     round_ = progress.round
     if progress.persisting:
         return Waiting(f"the disk to take the commit of step {progress.step}", (), "disk")
-    owing = [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
-    if owing and round_ is not None:
-        what = "gradients" if run.spec.replicas is None else "differences"
-        computing = set(owing) & set(round_.computing())
+    owing_names = (
+        [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
+    )
+    if owing_names and round_ is not None:
+        payload_kind = "gradients" if run.spec.replicas is None else "differences"
+        computing = set(owing_names) & set(round_.computing())
         lacking = ", ".join(sorted(round_.peers.lacking()))
         if computing or not lacking:
-            return _workers(owing, f"{what} of {{}}", "compute" if computing else "up")
-        return _workers(owing, f"gradients of {{}} to reach {lacking}", "up")
+            return _workers(
+                owing_names, f"{payload_kind} of {{}}", "compute" if computing else "up"
+            )
+        return _workers(owing_names, f"gradients of {{}} to reach {lacking}", "up")
     if round_ is not None and round_.peers.owners:
         return _workers(sorted(round_.peers.owners), "averages of {}", "reduce")
     if round_ is not None and round_.summarizes:
         return Waiting("the coordinator to take the norm of the gradients", (), "reduce")
     if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):
-        late = progress.agreement.waiting_for or ["the coordinator's replica"]
-        return _workers(late, "{} to apply the step", "down")
+        late_names = progress.agreement.waiting_for or ["the coordinator's replica"]
+        return _workers(late_names, "{} to apply the step", "down")
     step = 0 if run.checkpoints.saved is None else progress.step
     return Waiting(f"the disk to take the checkpoint of step {step}", (), "disk")
 

@@ -1,4 +1,4 @@
-"""The status document as lines for a person."""
+"""Format the status document as lines of text."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
             yield f"pace     {document['pace']}"
         if document["weights_digest"] is not None:
             yield f"digest   {document['weights_digest']} (weights, {_digest_of(document)})"
-        exact = {True: "exact", False: "mixed", None: "not known yet"}[document["exact"]]
-        yield f"numbers  {exact} (exactness: {document['exactness']})"
+        exactness = {True: "exact", False: "mixed", None: "not known yet"}[document["exact"]]
+        yield f"numbers  {exactness} (exactness: {document['exactness']})"
         yield f"unit     {document['unit']}"
         yield f"files    {document['directory']}, checkpoint after step {document['checkpoint']}"
     if document.get("queued_runs"):
@@ -63,10 +63,10 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
     for trouble in document["secrets"]:
         yield f"secrets  {trouble}"
     workers, expected = document["workers"], document["expect_workers"]
-    beside = sum(worker["duty"] == "evaluate" for worker in workers)
-    more = f" and {beside} to evaluate" if beside else ""
-    here = f"{document['able_workers']} of {expected} expected{more}"
-    yield f"workers  {here}, view {document['view']}"
+    evaluator_count = sum(worker["duty"] == "evaluate" for worker in workers)
+    evaluators_text = f" and {evaluator_count} to evaluate" if evaluator_count else ""
+    workers_text = f"{document['able_workers']} of {expected} expected{evaluators_text}"
+    yield f"workers  {workers_text}, view {document['view']}"
     for worker in workers:
         yield from _worker_lines(document, worker)
 

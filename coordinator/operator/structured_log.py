@@ -45,7 +45,7 @@ class _StandardError:
 
 
 def set_up_logging(journal: SystemJournal | None, *, as_json: bool) -> None:
-    """Log to standard error; without --log-json only warnings, for people read the console."""
+    """Log to standard error; without --log-json only warnings, since users read the console."""
     level = logging.INFO if as_json else logging.WARNING
     renderer: Any = structlog.dev.ConsoleRenderer()
     if as_json:

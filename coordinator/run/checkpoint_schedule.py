@@ -42,6 +42,6 @@ class CheckpointSchedule:
         self._must_retry, self._requested = self._must_retry or self._requested is not None, None
 
     def retry(self, step: int) -> list[Action]:
-        """After a halt, save the present state if an earlier write failed."""
+        """After a halt, save the current state if an earlier write failed."""
         must_retry, self._must_retry = self._must_retry, False
         return self.save(step) if must_retry else []

@@ -28,7 +28,7 @@ class Evaluations:
     Attributes:
         current: The one that training waits for, even while the run is halted.
         evaluators: Workers that evaluate while the others train.
-        metrics: Of the newest evaluated state.
+        metrics: Metrics of the newest evaluated state.
         stopped: Why the run stops early; empty if it does not.
     """
 
@@ -61,9 +61,9 @@ class Evaluations:
     def is_due(self) -> bool:
         """Whether the newest state is to be evaluated."""
         step, every = self._progress.step, self._spec.evaluate_every
-        due = self._progress.all_committed or bool(step and every and step % every == 0)
+        is_scheduled = self._progress.all_committed or bool(step and every and step % every == 0)
         pending = self.evaluators.pending and not self.evaluators.can_evaluate
-        return bool(self._manifest.evaluation_parts) and (due or pending)
+        return bool(self._manifest.evaluation_parts) and (is_scheduled or pending)
 
     @property
     def stops_training(self) -> bool:
@@ -97,19 +97,22 @@ class Evaluations:
 
     def plan(self) -> list[Action]:
         """Assign unassigned parts to idle workers, or to all if none is idle."""
-        busy, active = self._evaluating.waiting_for(), self._members.names(MemberState.ACTIVE)
-        idle = [name for name in active if name not in busy]
-        return self._evaluating.plan(self._progress.term, idle or active)
+        busy_names, active_names = (
+            self._evaluating.waiting_for(),
+            self._members.names(MemberState.ACTIVE),
+        )
+        idle_names = [name for name in active_names if name not in busy_names]
+        return self._evaluating.plan(self._progress.term, idle_names or active_names)
 
     def tick(self, now_ms: float) -> list[Action]:
         """Pass over workers that are late, or do not confirm the state that is evaluated."""
-        before = set(self._members.names(MemberState.ACTIVE))
+        earlier_names = set(self._members.names(MemberState.ACTIVE))
         actions = self._progress.tick(now_ms)
-        passed = before.difference(self._members.names(MemberState.ACTIVE))
-        for worker in passed:
+        passed_names = earlier_names.difference(self._members.names(MemberState.ACTIVE))
+        for worker in passed_names:
             self._evaluating.lose(worker, proven=False)
         self._evaluating.tick(now_ms)
-        if self._evaluating.disown_late() or passed:
+        if self._evaluating.disown_late() or passed_names:
             actions += self.plan()
         return actions
 
@@ -130,21 +133,21 @@ class Evaluations:
             What to do, and whether the state is the best so far.
         """
         step = self._progress.step
-        actions = self._measured(self._evaluating, self._progress.agreement.digest(step))
+        actions = self._publish_metrics(self._evaluating, self._progress.agreement.digest(step))
         self.current, self._evaluated_step = None, step
         self.stopped = self._stopping.measured(step, self.metrics)
         return actions + self._lower_rate(step), self._stopping.is_best(step)
 
     def _lower_rate(self, step: int) -> list[Action]:
         plateau, spec = self._progress.plateau, self._spec.optimizer
-        before = plateau.factor_at(step - 1)
+        earlier_factor = plateau.factor_at(step - 1)
         plateau.measured(step, self.metrics)
         factor = plateau.factor_at(step)
-        if factor == before or spec.plateau is None:
+        if factor == earlier_factor or spec.plateau is None:
             return []
         return [Report(RateLowered(step, spec.plateau.metric, spec.lr * factor))]
 
-    def _measured(self, evaluation: Evaluation, state_digest: str | None) -> list[Action]:
+    def _publish_metrics(self, evaluation: Evaluation, state_digest: str | None) -> list[Action]:
         """Metrics of an older state replace none of a newer one."""
         metrics = evaluation.metrics(self._manifest.metrics)
         if evaluation.step > self._measured_step:
@@ -180,7 +183,9 @@ class Evaluations:
         if mismatched := self.evaluators.mismatched:
             return [a for name in mismatched for a in self.refuse_evaluator(name, evaluation.step)]
         self.evaluators.evaluation = None
-        return self._measured(evaluation, self.evaluators.state_digest) + self.begin_pending()
+        return (
+            self._publish_metrics(evaluation, self.evaluators.state_digest) + self.begin_pending()
+        )
 
     def refuse_evaluator(self, worker: str, step: int) -> list[Action]:
         """Dismiss a worker whose metrics would be of another state; the run continues."""
@@ -219,15 +224,17 @@ class Evaluation:
 
     def assign(self, workers: Sequence[str]) -> dict[str, tuple[int, int]]:
         """Divide the unassigned parts into one range [lo, hi) for each worker."""
-        assigned = set().union(*self._assigned.values()) if self._assigned else set()
-        free = [p for p in range(self._parts) if p not in self._sums and p not in assigned]
+        assigned_parts = set().union(*self._assigned.values()) if self._assigned else set()
+        free = [p for p in range(self._parts) if p not in self._sums and p not in assigned_parts]
         ranges: dict[str, tuple[int, int]] = {}
         # A range may span finished parts; their second results are ignored.
         for index, worker in enumerate(workers):
-            mine = free[index * len(free) // len(workers) : (index + 1) * len(free) // len(workers)]
-            if mine:
-                ranges[worker] = (mine[0], mine[-1] + 1)
-                self._assigned.setdefault(worker, set()).update(mine)
+            parts = free[
+                index * len(free) // len(workers) : (index + 1) * len(free) // len(workers)
+            ]
+            if parts:
+                ranges[worker] = (parts[0], parts[-1] + 1)
+                self._assigned.setdefault(worker, set()).update(parts)
                 self._workers.add(worker)
                 self._leases.sign(worker)
         return ranges
@@ -272,13 +279,13 @@ class Evaluation:
 
         Their unfinished parts become unassigned, though their results still count.
         """
-        waiting = self.waiting_for()
-        late = [w for w in waiting if self._leases.is_over(w, self._longest_gap_ms)]
-        if not self._workers.difference(waiting):
+        waiting_names = self.waiting_for()
+        late_names = [w for w in waiting_names if self._leases.is_over(w, self._longest_gap_ms)]
+        if not self._workers.difference(waiting_names):
             return []
-        for worker in late:
+        for worker in late_names:
             del self._assigned[worker]
-        return late
+        return late_names
 
     def waiting_for(self) -> list[str]:
         """Return the workers with unfinished parts."""
@@ -311,7 +318,7 @@ class Evaluators:
 
     Attributes:
         evaluation: The one in progress.
-        state_digest: Of the evaluated state, once the coordinator's replica has it.
+        state_digest: Digest of the evaluated state, once the coordinator's replica has it.
         pending: Whether an evaluation is due that has not begun.
     """
 
@@ -341,10 +348,10 @@ class Evaluators:
         """Assign the parts of an evaluation to free evaluators, or make it pending.
 
         Args:
-            term: Of the coordinator.
+            term: Term of the coordinator.
             step: Steps committed.
             parts: How many parts there are.
-            state_digest: Of the replica after `step` steps, if already known.
+            state_digest: Digest of the replica after `step` steps, if already known.
         """
         free = self._members.names(MemberState.FOLLOWING)
         self.pending = self.evaluation is not None or not free
@@ -395,8 +402,8 @@ class Evaluators:
         if self.evaluation is None or member.state is not MemberState.EVALUATING:
             return []
         self.evaluation.result(member.name, message)
-        waiting = member.name in self.evaluation.waiting_for()
-        return [] if waiting else [_catch_up(member, self.evaluation.step)]
+        is_waited_for = member.name in self.evaluation.waiting_for()
+        return [] if is_waited_for else [_catch_up(member, self.evaluation.step)]
 
     def applied(self, member: Member, message: StepApplied) -> None:
         """Take an evaluator's answer to a commit."""
@@ -422,8 +429,8 @@ class Evaluators:
         """
         if self.evaluation is None or worker not in self._states:
             return []
-        proven = self.state_digest is not None and self._states[worker] == self.state_digest
-        if proven and worker not in self.evaluation.waiting_for():
+        is_proven = self.state_digest is not None and self._states[worker] == self.state_digest
+        if is_proven and worker not in self.evaluation.waiting_for():
             return []
         return self._drop(newest, reason)
 
@@ -431,8 +438,10 @@ class Evaluators:
         """Drop the evaluation and make it pending; its evaluators catch up."""
         assert self.evaluation is not None
         step, self.evaluation, self.pending = self.evaluation.step, None, True
-        busy = [member for member in self._members if member.state is MemberState.EVALUATING]
-        actions: list[Action] = [_catch_up(member, step) for member in busy]
+        busy_members = [
+            member for member in self._members if member.state is MemberState.EVALUATING
+        ]
+        actions: list[Action] = [_catch_up(member, step) for member in busy_members]
         if step < newest:
             return [*actions, Report(EvaluationMissed(step, reason))]
         self._pending_step = (step, reason)
@@ -485,7 +494,7 @@ class Stopping:
         if self._spec is None:
             return ""
         self._add(step, metrics)
-        best, since = self._best()
+        best, since = self._best_step()
         if since < self._spec.patience:
             return ""
         value = self._values.get(best, math.nan)
@@ -498,13 +507,13 @@ class Stopping:
 
     def is_best(self, step: int) -> bool:
         """Whether the state after `step` steps is the best so far."""
-        return self._spec is not None and bool(self._values) and self._best()[0] == step
+        return self._spec is not None and bool(self._values) and self._best_step()[0] == step
 
     def _add(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._spec is not None and self._spec.figure in metrics:
             self._values[step] = metrics[self._spec.figure]
 
-    def _best(self) -> tuple[int, int]:
+    def _best_step(self) -> tuple[int, int]:
         """Return the best step, and the number of evaluations since an improvement counted."""
         assert self._spec is not None
         sign = 1.0 if self._spec.better == "higher" else -1.0

@@ -33,10 +33,10 @@ class Failures:
         """
         leaves = frozenset(leaf for subtree in subtrees for leaf in range(subtree.lo, subtree.hi))
         for other, earlier in self._microbatches:
-            if common := sorted(leaves & earlier):
+            if common_leaves := sorted(leaves & earlier):
                 return (
                     f"workers {other!r} and {worker!r} failed in turn, each while computing "
-                    f"microbatches {common[0]} to {common[-1]}"
+                    f"microbatches {common_leaves[0]} to {common_leaves[-1]}"
                 )
         self._microbatches.append((worker, leaves))
         return ""

@@ -91,8 +91,8 @@ class ReplicaLoaded:
 
     Attributes:
         upload: Its number.
-        initial_digest: Of the state, as the uploader announced it in `Ready`.
-        digest: Of the state, as replicas compare it.
+        initial_digest: Digest of the state, as the uploader announced it in `Ready`.
+        digest: Digest of the state, as replicas compare it.
     """
 
     upload: int
@@ -106,7 +106,7 @@ class ReplicaApplied:
 
     Attributes:
         step: Steps taken.
-        digest: Of the state after them.
+        digest: Digest of the state after them.
         not_finite: Where that state has a non-finite value; empty if nowhere.
     """
 
@@ -203,12 +203,12 @@ class ContinueRun:
 
 @dataclass(frozen=True, slots=True)
 class SaveState:
-    """Write a checkpoint of the present state."""
+    """Write a checkpoint of the current state."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRun:
-    """Stop after the present step."""
+    """Stop after the step in progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Final
 from protocol.exact.reduction.tree import Subtree, cover
 
 _STICKY_GAIN: Final = 0.1
-"""A new division must promise this much less time: noise alone must not move work about."""
+"""A new division must promise this much less time: noise must not move work around."""
 
 Shares = dict[str, int]
 
@@ -97,5 +97,5 @@ def balance(division: Shares, ms_per_microbatch: Mapping[str, float | None]) -> 
     """Share of all workers' time that is spent computing while the slowest works, 0 to 1."""
     times = {name: ms if ms is not None else 1.0 for name, ms in ms_per_microbatch.items()}
     slowest = makespan_ms(division, times)
-    busy = sum(count * times[name] for name, count in division.items())
-    return busy / (slowest * len(division)) if slowest else 1.0
+    busy_ms = sum(count * times[name] for name, count in division.items())
+    return busy_ms / (slowest * len(division)) if slowest else 1.0

@@ -165,7 +165,7 @@ class Progress:
         round: The attempt in progress; None between the last commit and the next plan.
         loss_scale: What losses of this attempt are multiplied by; 1 unless in float16.
         agreement: Whether all replicas have the same state after the newest commit.
-        numerics_profiles: Of all workers that have computed.
+        numerics_profiles: Profiles of all workers that have computed.
         mixed: Whether those are several.
         mesh: The members that reach each other, and who of them owns what.
         plateau: The factor by which evaluations have lowered the learning rate.
@@ -227,10 +227,10 @@ class Progress:
         if resumption.loss_scale is not None:
             self.loss_scale = self._scale_at_first = resumption.loss_scale
         # Their averages wait in memory for the replica.
-        ahead = limits.REPLAY_BYTES // max(self._manifest.elements * 4, 1)
+        steps_ahead = limits.REPLAY_BYTES // max(self._manifest.elements * 4, 1)
         self.agreement = Agreement(
             self.step, catching_up=True, known=resumption.state_digest,
-            ahead=min(ahead, MOST_STEPS_AHEAD),
+            ahead=min(steps_ahead, MOST_STEPS_AHEAD),
         )  # fmt: skip
         self._redone = resumption.redone
         if resumption.admission is not None:
@@ -306,7 +306,7 @@ class Progress:
     def _begin_gradients(self, embeddings: JoinedEmbeddings | None) -> list[Action]:
         self._began_ms = self._now_ms
         number = self.mesh.number
-        before, table = self.mesh.table, self.mesh.star
+        earlier_table, table = self.mesh.table, self.mesh.star
         if self._may_be_sharded:
             table = self.mesh.choose(self._members.speeds(), self.step)
         self.round = Round(
@@ -323,7 +323,7 @@ class Progress:
             allocate=self._allocate,
             clipped=self._clipped,
         )
-        has_changed = number != self.mesh.number or before != table
+        has_changed = number != self.mesh.number or earlier_table != table
         owned = [Report(self._owned())] if has_changed else []
         return self._begin_round(self.round, owned, "step")
 
@@ -339,8 +339,8 @@ class Progress:
     @property
     def _may_be_sharded(self) -> bool:
         """Whether members may average among themselves: not what a capture or replicas send."""
-        plain = self._manifest.capture is None and self._spec.replicas is None
-        return plain and not self.was_skipped
+        is_plain = self._manifest.capture is None and self._spec.replicas is None
+        return is_plain and not self.was_skipped
 
     def _keeps(self) -> SideOutputs | None:
         if self._spec.replicas is not None:
@@ -391,13 +391,13 @@ class Progress:
             Whether its weights are known to be the run's. A faulty worker may have had other
             weights, and left before its digest showed that.
         """
-        proven = worker not in self.agreement.waiting_for
+        is_proven = worker not in self.agreement.waiting_for
         self.agreement.lose(worker)
         self._stragglers.lose(worker)
         self._sent_again.pop(worker, None)
         if self.round is not None:
-            self.round.lose(worker, proven=proven)
-        return proven
+            self.round.lose(worker, proven=is_proven)
+        return is_proven
 
     def reassign(self) -> list[Action]:
         """Give unassigned subtrees to the active workers, within the step."""
@@ -418,8 +418,8 @@ class Progress:
             return actions + self._assign_double(round_, list(speeds))
         event = SubtreesReassigned(self.step, [str(subtree) for subtree in orphans])
         if round_.has_inner_phases:  # an inner phase is a whole share: give it to an idle worker
-            idle = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
-            speeds = idle or speeds
+            idle_speeds = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
+            speeds = idle_speeds or speeds
         return [*owned, *self._spread(round_, orphans, speeds, "reassigned"), Report(event)]
 
     def _reown(self, round_: Round) -> list[Action]:
@@ -446,12 +446,12 @@ class Progress:
 
     def _pass_over_owner(self, round_: Round) -> list[Action]:
         """Let an owner own nothing for a while if the step waits for it alone and it is silent."""
-        late = self._owner_lease.late(round_)
-        if late is None:
+        late_owner = self._owner_lease.late(round_)
+        if late_owner is None:
             return []
-        self.mesh.demote(late, self.step + _DEMOTED_STEPS)
-        self.mesh.reown(late)
-        actions = self._stragglers.reports_owner(late, self.step)
+        self.mesh.demote(late_owner, self.step + _DEMOTED_STEPS)
+        self.mesh.reown(late_owner)
+        actions = self._stragglers.reports_owner(late_owner, self.step)
         return [*actions, *self._send_owners(round_)]
 
     def _spread(
@@ -470,13 +470,26 @@ class Progress:
         self._note_numerics_profiles()
         if self._spec.replicas is not None:
             # Each difference is encoded by itself: a sum of two would need another codec.
-            subtrees = {name: tuple(leaves_of(mine)) for name, mine in subtrees.items()}
+            subtrees = {
+                name: tuple(leaves_of(worker_subtrees))
+                for name, worker_subtrees in subtrees.items()
+            }
         actions = self._may_send(round_, round_.plan(sum(map(len, subtrees.values()))))
-        for name, mine in subtrees.items():
-            parts = [mine[at : at + _MAX_SUBTREES] for at in range(0, len(mine), _MAX_SUBTREES)]
+        for name, worker_subtrees in subtrees.items():
+            parts = [
+                worker_subtrees[at : at + _MAX_SUBTREES]
+                for at in range(0, len(worker_subtrees), _MAX_SUBTREES)
+            ]
             for part in parts or [()]:
                 actions += self._plan(round_, name, part)
-        view, shares = self._members.view, {name: mine for name, mine in subtrees.items() if mine}
+        view, shares = (
+            self._members.view,
+            {
+                name: worker_subtrees
+                for name, worker_subtrees in subtrees.items()
+                if worker_subtrees
+            },
+        )
         event = Planned(
             **self.step_id(), view=view, microbatches=round_.microbatches, nodes=shares, cause=cause
         )
@@ -542,20 +555,20 @@ class Progress:
         self._owner_lease.tick(now_ms)
         round_ = self.round
         speculated = self._speculate(round_) if round_ is not None else []
-        passed = self._pass_over()
+        passed_actions = self._pass_over()
         owners = (
             self._pass_over_owner(round_) if round_ is not None and round_ is self.round else []
         )
-        return [*passed, *speculated, *owners]
+        return [*passed_actions, *speculated, *owners]
 
     def _pass_over(self) -> list[Action]:
         """Continue without workers that do not answer; they take part again once they have."""
         blocked = self.round is not None and self.round.complete
-        late = self._stragglers.late_answers(self.agreement, blocked=blocked)
-        if not late:
+        late_members = self._stragglers.late_answers(self.agreement, blocked=blocked)
+        if not late_members:
             return []
-        actions: list[Action] = list(self._stragglers.reports(late, self.step, "an answer"))
-        for member in late:
+        actions: list[Action] = list(self._stragglers.reports(late_members, self.step, "an answer"))
+        for member in late_members:
             if member.state is MemberState.DRAINING:
                 actions.append(member.release())
                 continue
@@ -567,7 +580,7 @@ class Progress:
             self._members.deactivate(member)
             if self.round is not None:
                 self.round.disown(member.name, proven=False)
-        names = ", ".join(member.name for member in late)
+        names = ", ".join(member.name for member in late_members)
         actions += self._members.view_begins(self.step, "late", reason=f"no answer of {names}")
         return actions + self.reassign()
 
@@ -576,13 +589,13 @@ class Progress:
 
         If all are late, there is nobody to continue without them, so nothing is reported.
         """
-        late = self._stragglers.late_workers(round_)
-        names = [member.name for member in late]
+        late_members = self._stragglers.late_workers(round_)
+        names = [member.name for member in late_members]
         cancelled = self.cancel_surplus(round_) if round_.forgo_double(names) else []
         others = {name: ms for name, ms in self._members.speeds().items() if name not in names}
-        if not late or not others:
+        if not late_members or not others:
             return [*cancelled]
-        reports = [*cancelled, *self._stragglers.reports(late, self.step, "gradients")]
+        reports = [*cancelled, *self._stragglers.reports(late_members, self.step, "gradients")]
         speeds = {name: speed for name, speed in others.items() if not round_.pending(name)}
         subtrees = round_.unassigned(ignoring=names) if speeds else ()
         if not subtrees:
@@ -607,13 +620,14 @@ class Progress:
         Raises:
             OutOfOrder: It belongs to an attempt that has not begun.
         """
-        theirs = (message.term, message.step, message.attempt)
-        ours = (self.term, self.step, self.attempt)
-        if message.term != self.term or theirs > ours:
+        message_id = (message.term, message.step, message.attempt)
+        own_id = (self.term, self.step, self.attempt)
+        if message.term != self.term or message_id > own_id:
             raise OutOfOrder(
-                f"{type(message).__name__}: expected (term, step, attempt) {ours}, got {theirs}"
+                f"{type(message).__name__}: expected (term, step, attempt) {own_id}, got "
+                f"{message_id}"
             )
-        return self.round if theirs == ours and not self.persisting else None
+        return self.round if message_id == own_id and not self.persisting else None
 
     def delivered(self, worker: str) -> None:
         """Note that a worker sent a part of what it owes."""
@@ -669,11 +683,11 @@ class Progress:
             )  # fmt: skip
             loss, digest = round_.loss, round_.averages_digest()
         commit = Commit(**self.step_id(), scalars=scalars, loss=loss, averages_digest=digest)
-        before = self.agreement.digest(self.step)
+        digest_before = self.agreement.digest(self.step)
         combinations = None if skip else round_.counted
         rows = None if skip else round_.embeddings
         record = CommitRecord(
-            commit=commit, optimizer_step=updates, state_before=before, norm=norm,
+            commit=commit, optimizer_step=updates, state_before=digest_before, norm=norm,
             counted=combinations,
             embedded=None if rows is None else Embedded.made_by(rows.digest, rows.origin),
         )  # fmt: skip
@@ -741,11 +755,11 @@ class Progress:
 
     def release(self) -> list[Action]:
         """Dismiss draining workers that have no unfinished subtrees of this attempt."""
-        busy = self.round.unfinished if self.round is not None else lambda _: ()
+        unfinished = self.round.unfinished if self.round is not None else lambda _: ()
         return [
             member.release()
             for member in self._members
-            if member.state is MemberState.DRAINING and not busy(member.name)
+            if member.state is MemberState.DRAINING and not unfinished(member.name)
         ]
 
     def next_step_id(self) -> dict[str, int]:
@@ -783,8 +797,8 @@ class Progress:
         if isinstance(outcome, Send):
             return Taken([outcome], may_complete=False)
         credit = self.credit(round_)  # before an average: it is short, and waited for
-        averaged: list[Action] = [] if outcome is None else [outcome, *round_.summarize()]
-        return Taken(credit + averaged + self.release())
+        actions: list[Action] = [] if outcome is None else [outcome, *round_.summarize()]
+        return Taken(credit + actions + self.release())
 
     def on_captured_rows(self, incoming: FromMember[CapturedRows]) -> Taken:
         """Store a chunk of a microbatch's side outputs."""
@@ -871,13 +885,13 @@ class Progress:
         if round_ is None:
             return _LATE
         self.delivered(name)
-        reduced = isinstance(message, ChunkReduced)
-        body = parse_origin(incoming.document) if reduced else incoming.values
+        is_reduced = isinstance(message, ChunkReduced)
+        body = parse_origin(incoming.document) if is_reduced else incoming.values
         result = round_.peer_average(name, message, body)
         if isinstance(result, WrongAverage):
             return Taken(fault=result)
-        averaged = [] if result is None else [result]
-        return Taken([*averaged, *round_.summarize(), *self.release()])
+        outcomes = [] if result is None else [result]
+        return Taken([*outcomes, *round_.summarize(), *self.release()])
 
     def on_averages_request(self, incoming: FromMember[AveragesRequest]) -> Taken:
         """Send committed averages to a worker that lacks them because their owners have left."""

@@ -201,12 +201,12 @@ class Run:
         settled: Manifest and parts, once they exist.
         checkpoints: Which checkpoints are due, being written, and durable.
         blobs: Digest of the list of files that workers may request, if there are any.
-        outcome: Of a run that is over.
+        outcome: Outcome of a run that is over.
 
     Args:
         run_id: The run's ID.
         spec: The run spec.
-        term: Of the coordinator.
+        term: Term of the coordinator.
         expect_workers: How many workers must be ready before the start.
         resumption: Where a restart continues; None for a new run.
         secret: Derives the keys of members that exchange chunks; empty if they do not.
@@ -439,7 +439,7 @@ class Run:
             actions += [
                 AdoptManifest(manifest),
                 Report(ManifestSettled.of(manifest)),
-                *self._planned(),
+                *self._report_capture_size(),
             ]
             missing = self._missing_metric(manifest)
             if missing := missing or unmatched_pattern(self.spec.optimizer, manifest.blocks):
@@ -463,7 +463,7 @@ class Run:
                 return f"{key}: expected a metric of this task, got {metric!r}; {available}"
         return ""
 
-    def _planned(self) -> list[Action]:
+    def _report_capture_size(self) -> list[Action]:
         """Report how large a capture is going to be."""
         layout, progress = self._parts.manifest.capture, self._parts.progress
         if layout is None:
@@ -472,7 +472,7 @@ class Run:
         size = byte_size(samples * layout.sample_bytes)
         return [Report(CapturePlanned(samples, progress.steps, size, layout.logits_bytes))]
 
-    def _ready(self, incoming: FromMember[Ready]) -> list[Action]:
+    def _on_ready(self, incoming: FromMember[Ready]) -> list[Action]:
         """Admit a ready worker to a run in progress; it computes once it has the state."""
         settled, member = self._parts, incoming.member
         actions = self._check_ready(
@@ -483,7 +483,7 @@ class Run:
         actions += settled.admission.admit(member, self.steps_committed, settled.progress.agreement)
         if member.state is MemberState.FOLLOWING:
             return actions + settled.evaluations.begin_pending()
-        return actions + (self._joined(member) if member.state is MemberState.ACTIVE else [])
+        return actions + (self._on_joined(member) if member.state is MemberState.ACTIVE else [])
 
     def _check_ready(self, member: Member, manifest: Manifest, message: Ready) -> list[Action]:
         admission = self._parts.admission
@@ -495,10 +495,10 @@ class Run:
             self._eligibility.judge(member, refusal, ExitCode.MISMATCH)
             return refuse(member.name, refusal)
         member.now_ready(message)
-        ready = WorkerReady(member.name, member.device, member.backend, member.numerics_text)
+        event = WorkerReady(member.name, member.device, member.backend, member.numerics_text)
         if member.evaluates:
-            return [Report(ready)]
-        return [Report(ready), *self._parts.progress.mesh.joined(member.name, member.host)]
+            return [Report(event)]
+        return [Report(event), *self._parts.progress.mesh.joined(member.name, member.host)]
 
     def _unready_early(self, incoming: FromMember[Unready]) -> list[Action]:
         """Before the start, reject a worker that cannot build the task.
@@ -555,19 +555,19 @@ class Run:
         return self.settled.admission.tick(tick.now_ms) if self.settled is not None else []
 
     def _start_if_enough(self) -> list[Action]:
-        ready = [member for member in self.members if member.state is MemberState.READY]
+        ready_members = [member for member in self.members if member.state is MemberState.READY]
         admission, progress = self._parts.admission, self._parts.progress
         expected = self.expect_workers
-        if sum(member.devices for member in ready) < expected or not admission.state_known:
+        if sum(member.devices for member in ready_members) < expected or not admission.state_known:
             return []
-        progress.mixed = not all(admission.starts_alike(member) for member in ready)
-        event = Report(TrainingStarted([member.name for member in ready]))
-        admitted = admission.admit_ready()
+        progress.mixed = not all(admission.has_initial_state(member) for member in ready_members)
+        event = Report(TrainingStarted([member.name for member in ready_members]))
+        admission_actions = admission.admit_ready()
         self._enter(RunPhase.TRAINING)
         view = self.members.view_begins(self.steps_committed, "started")
         evaluators = [member for member in self.members if member.evaluates]
         invited = [action for member in evaluators for action in self._ask(member)]
-        return [event, *admitted, *view, *progress.begin(), *invited]
+        return [event, *admission_actions, *view, *progress.begin(), *invited]
 
     def _remove(self, departure: WorkerGone) -> tuple[Member | None, list[Action]]:
         """Remove a worker; the others drop their links to it."""
@@ -580,13 +580,13 @@ class Run:
         member, actions = self._remove(departure)
         if member is None:
             return []
-        actions.append(self._gone(member, departure))
+        actions.append(self._report_departure(member, departure))
         return actions + (self.settled.admission.lost(member.name) if self.settled else [])
 
     def _lost_late(self, departure: WorkerGone) -> list[Action]:
         return self._remove(departure)[1]
 
-    def _lost(self, departure: WorkerGone) -> list[Action]:
+    def _on_lost(self, departure: WorkerGone) -> list[Action]:
         member, actions = self._remove(departure)
         if member is None:
             return []
@@ -595,11 +595,11 @@ class Run:
         if departure.exit_code != ExitCode.OK and progress.round is not None:
             pattern = self._halts.failures.note(worker, progress.round.unfinished(worker))
         self._halts.mismatched.discard(worker)
-        actions.append(self._gone(member, departure))
+        actions.append(self._report_departure(member, departure))
         change: Change = "drained" if member.released else "lost"
         actions += self.members.view_begins(self.steps_committed, change, worker, departure.reason)
-        proven = progress.lose(worker)
-        actions += self._parts.evaluations.lose(worker, proven=proven)
+        is_proven = progress.lose(worker)
+        actions += self._parts.evaluations.lose(worker, proven=is_proven)
         if pattern:
             self._halts.failures.clear()
             actions += self._halt(
@@ -619,12 +619,12 @@ class Run:
                 actions.append(seed(member))
         return actions
 
-    def _gone(self, member: Member, departure: WorkerGone) -> Report:
+    def _report_departure(self, member: Member, departure: WorkerGone) -> Report:
         """Report a worker that has left; while it built the task, that may rule it out."""
         reason, exit_code = departure.reason, departure.exit_code
         if member.state is MemberState.PREPARING and exit_code != ExitCode.OK:
             self._eligibility.reject(member, reason)
-            if exit_code == ExitCode.MISMATCH:  # after other errors it may come back, fixed
+            if exit_code == ExitCode.MISMATCH:  # after other errors it may return, repaired
                 self._eligibility.judge(member, reason, exit_code)
         kind = WorkerLeft if member.released else WorkerLost
         return Report(kind(member.name, reason, self.members.view))
@@ -640,11 +640,11 @@ class Run:
         incoming.member.state = MemberState.DRAINING
         return []
 
-    def _unlinked(self, incoming: FromMember[Unlinked]) -> list[Action]:
+    def _on_unlinked(self, incoming: FromMember[Unlinked]) -> list[Action]:
         self._parts.progress.mesh.unlinked(incoming.member.name, incoming.message.peer)
         return self._reassign() + self._advance()
 
-    def _noted(self, incoming: FromMember[DeviceNote]) -> list[Action]:
+    def _on_note(self, incoming: FromMember[DeviceNote]) -> list[Action]:
         return [
             Report(
                 DeviceFault(incoming.member.name, incoming.message.device, incoming.message.text)
@@ -715,7 +715,7 @@ class Run:
         record = admission.record(progress.numerics_profiles, mixed=progress.mixed)
         return [SaveAdmissionRecord(record)]
 
-    def _durable(self, commit: CommitDurable) -> list[Action]:
+    def _on_durable(self, commit: CommitDurable) -> list[Action]:
         actions = self._commit(commit)
         return actions and actions + self._after_commit() + self._advance()
 
@@ -741,14 +741,14 @@ class Run:
         progress, evaluations = self._parts.progress, self._parts.evaluations
         if self._is_draining and not self._computing:
             return []
-        beside: list[Action] = []
+        actions_beside: list[Action] = []
         if evaluations.is_due:
             if evaluations.stops_training:
                 return self._begin_evaluation()
-            beside = evaluations.begin_beside()
+            actions_beside = evaluations.begin_beside()
         if progress.all_committed or self._is_draining:
-            return beside
-        return beside + self._begin_step()
+            return actions_beside
+        return actions_beside + self._begin_step()
 
     # Agreement.
 
@@ -781,10 +781,10 @@ class Run:
     def _judge(self, step: int) -> list[Action]:
         """Compare the digests of a step with the replica's, once that is known."""
         agreement = self._parts.progress.agreement
-        equal, unequal = agreement.judge(step)
+        agreeing, differing = agreement.judge(step)
         actions: list[Action] = []
         mismatched = []
-        for name in unequal:
+        for name in differing:
             member = self.members.get(name)
             if member is not None and member.evaluates:
                 actions += self._parts.evaluations.refuse_evaluator(name, step)
@@ -796,7 +796,7 @@ class Run:
             actions += self._halt(
                 f"the state of worker {names} after {step} steps differs from the coordinator's"
             )
-        for name in equal:
+        for name in agreeing:
             actions += self._confirm_state(self.members.get(name), step)
         return actions + self._advance()
 
@@ -810,18 +810,18 @@ class Run:
         if member.replaying:
             member.confirmed_step = step
             return []
-        agreement, behind = self._parts.progress.agreement, self.steps_committed - step
+        agreement, steps_behind = self._parts.progress.agreement, self.steps_committed - step
         is_provisional = agreement.digest(step) is None
-        if behind > (0 if is_provisional else _MAX_STEPS_BEHIND):
+        if steps_behind > (0 if is_provisional else _MAX_STEPS_BEHIND):
             return []
         if self.steps_committed < member.aside_until and self.members.names(MemberState.ACTIVE):
             return []
-        if behind or is_provisional:
+        if steps_behind or is_provisional:
             agreement.wait_for(member.name)  # its answers to the steps in between count too
         self.members.activate(member)
-        return self._joined(member)
+        return self._on_joined(member)
 
-    def _joined(self, member: Member) -> list[Action]:
+    def _on_joined(self, member: Member) -> list[Action]:
         report = Report(WorkerJoined(member.name, self.steps_committed, self.members.view))
         view = self.members.view_begins(self.steps_committed, "joined", member.name)
         return [report, *view, *self._reassign()]
@@ -886,8 +886,8 @@ class Run:
             return self._halt(f"step {self.steps_committed}: {fault}")
         progress = self._parts.progress
         text = fault.describe(progress.blocks, has_replicas=progress.has_replicas)
-        again = progress.halve_loss_scale(text) if fault.block is not None else []
-        return again or self._halt(f"step {self.steps_committed}: {text}", fault)
+        retry_actions = progress.halve_loss_scale(text) if fault.block is not None else []
+        return retry_actions or self._halt(f"step {self.steps_committed}: {text}", fault)
 
     def _average_mismatch(self, incoming: FromMember[AverageMismatch]) -> list[Action]:
         """Halt: a worker received other averages than those committed; it gets the right ones."""
@@ -897,8 +897,8 @@ class Run:
         if message.owner not in self.members:
             return []  # the owner has left
         block = blocks[message.block].name
-        wrong = WrongAverage(message.owner, block, f"to worker {incoming.member.name!r}")
-        return self._halt(f"step {message.step}: {wrong}")
+        mismatch = WrongAverage(message.owner, block, f"to worker {incoming.member.name!r}")
+        return self._halt(f"step {message.step}: {mismatch}")
 
     def _halt_asked(self, halt: HaltRun) -> list[Action]:
         return self._halt(halt.reason)
@@ -949,7 +949,7 @@ class Run:
         del request
         return self.checkpoints.save(self.steps_committed) if self.has_state else []
 
-    def _saved(self, checkpoint: CheckpointDurable) -> list[Action]:
+    def _on_saved(self, checkpoint: CheckpointDurable) -> list[Action]:
         self.checkpoints.done(checkpoint.step)
         return self._advance()
 
@@ -969,8 +969,8 @@ class Run:
         stopped = evaluations.stopped
         if (progress.all_committed or stopped) and evaluations.is_evaluated:
             return self._finish("finished", stopped or "all steps are committed", ExitCode.OK)
-        before = ", before their evaluation" if progress.all_committed else ""
-        reason = f"drained after {progress.step} steps{before}"
+        remark = ", before their evaluation" if progress.all_committed else ""
+        reason = f"drained after {progress.step} steps{remark}"
         return self._finish("drained", reason, ExitCode.OK)
 
     def _drain(self, command: DrainRun) -> list[Action]:
@@ -1008,7 +1008,7 @@ class Run:
         return [*missed_evaluations, Finish(outcome, reason, exit_code, is_resumable)]
 
     def _not_written(self, result: ResultNotWritten) -> list[Action]:
-        self._enter(RunPhase.TRAINING)  # the run is not over after all
+        self._enter(RunPhase.TRAINING)  # the run continues, although it seemed over
         return self._halt(
             f"all steps are committed, but the result could not be written: {result.reason}"
         )
@@ -1018,7 +1018,7 @@ class Run:
     _INPUTS: Final[Mapping[type, _Row]] = dict((
         # input, then its handler when WAITING, TRAINING, EVALUATING, HALTED, OVER
         _row(WorkerAvailable, _connect_early, _connect, _connect, _connect, _ignore),
-        _row(WorkerGone, _lost_early, _lost, _lost, _lost, _lost_late),
+        _row(WorkerGone, _lost_early, _on_lost, _on_lost, _on_lost, _lost_late),
         _row(Tick, _tick_waiting, _tick, _tick_evaluation, _ignore, _ignore),
         _row(Resume, _resume, _ignore, _ignore, _ignore, _ignore),
         _row(ReplicaLoaded, _loaded, _ignore, _ignore, _ignore, _ignore),
@@ -1026,8 +1026,8 @@ class Run:
         _row(WorkerCaughtUp, _ignore, _caught_up, _caught_up, _caught_up, _ignore),
         _row(WorkerFellBehind, _ignore, _fell_behind, _fell_behind, _fell_behind, _ignore),
         _row(Summarized, _ignore, _summarized, _ignore, _ignore, _ignore),
-        _row(CommitDurable, _ignore, _durable, _ignore, _durable_in_halt, _durable_too_late),
-        _row(CheckpointDurable, _saved, _saved, _saved, _saved, _saved),
+        _row(CommitDurable, _ignore, _on_durable, _ignore, _durable_in_halt, _durable_too_late),
+        _row(CheckpointDurable, _on_saved, _on_saved, _on_saved, _on_saved, _on_saved),
         _row(WriteFailed, _write_failed_early, *[_write_failed] * 4),
         _row(ResultNotWritten, _ignore, _ignore, _ignore, _ignore, _not_written),
         _row(HaltRun, _ignore, _halt_asked, _halt_asked, _ignore, _ignore),
@@ -1040,11 +1040,11 @@ class Run:
     """Handlers of a step's messages in the phases without a step in progress."""
     _MESSAGES: Final[Mapping[type, _Row]] = dict((
         # message, then its handlers; when the run is OVER, only Drain is looked at
-        _message(Ready, _ready_early, _ready, _ready, _ready, _ignore),
+        _message(Ready, _ready_early, _on_ready, _on_ready, _on_ready, _ignore),
         _message(Unready, _unready_early, _unready, _unready, _unready, _ignore),
         _message(Drain, _release, _release_when_done, _release, _release, _release),
         _message(StateChunk, *[_state_chunk] * 4, _ignore),
-        _message(DeviceNote, *[_noted] * 4, _ignore),
+        _message(DeviceNote, *[_on_note] * 4, _ignore),
         _message(StepApplied, _refuse_early, _applied, _applied, _applied, _ignore),
         _message(
             EvalResult, _refuse_early, _result_beside, _eval_result, _result_beside, _ignore
@@ -1070,7 +1070,7 @@ class Run:
         _message(PeerPort, *[_step(Progress.on_peer_listens)] * 4, _ignore),
         _message(Linked, *[_step(Progress.on_peer_linked)] * 4, _ignore),
         _message(LinkTraffic, *[_step(Progress.on_link_traffic)] * 4, _ignore),
-        _message(Unlinked, *[_unlinked] * 4, _ignore),
+        _message(Unlinked, *[_on_unlinked] * 4, _ignore),
         _message(AveragesRequest, _ignore, *[_step(Progress.on_averages_request)] * 3, _ignore),
         _message(AverageMismatch, _refuse_early, *[_average_mismatch] * 3, _ignore),
     ))  # fmt: skip

@@ -26,7 +26,7 @@ class ReplicaState(NamedTuple):
 
     Attributes:
         step: Steps applied or skipped.
-        state_digest: Of parameters, moments and counters.
+        state_digest: Digest of parameters, moments and counters.
         not_finite: Location of a value that is not finite; empty if all are finite.
     """
 
@@ -89,7 +89,7 @@ class CoordinatorReplica:
         return await self._in_thread(work)
 
     async def state_0(self) -> tuple[str, ReplicaState]:
-        """Return the initial digest, and the present state."""
+        """Return the initial digest, and the current state."""
         return await self._in_thread(
             lambda: (self._replica.initial_digest(), self._present_state())
         )

@@ -108,7 +108,7 @@ class Execution:
     Attributes:
         run: The state machine.
         applied: The state of the coordinator's replica.
-        weights_digest: Of the newest checkpoint, and of the result once it is written.
+        weights_digest: Digest of the newest checkpoint, and of the result once it is written.
         outcome: How the run ended, once it has.
         result: The content of `result.json`, once written.
         superseded: Whether another coordinator owns the directory now.
@@ -399,11 +399,12 @@ class Execution:
             session.channel.goodbye(reason, retry=True)
 
     async def _summarize(self, action: Summarize) -> None:
-        clipped = ClippedGroups(self.run.spec.update)
+        clipped_groups = ClippedGroups(self.run.spec.update)
 
         def work() -> dict[int, Summary]:
             return {
-                number: summary_of(*block, clipped) for number, block in action.averages.items()
+                number: summary_of(*block, clipped_groups)
+                for number, block in action.averages.items()
             }
 
         summaries = await asyncio.get_running_loop().run_in_executor(None, work)
@@ -571,19 +572,19 @@ class Execution:
 
     async def _transfer_once(self, session: MemberSession, missed: Replay | None) -> None:
         """Send a worker the state it lacks, then subscribe it."""
-        tried: Checkpoint | None = None
+        checkpoint_tried: Checkpoint | None = None
         async with self._storage.joining() as hold:
-            reached = None
+            reached_step = None
             if missed is not None and not self._is_far(missed.step):
                 hold.needs(missed.step)
-                reached = await self._replayed(session, missed, hold)
-            while reached is None and not self._is_gone(session):
-                tried = await self._checkpoint_near(tried)
-                hold.needs(tried.info.step)
-                reached = await self._seeded(session, tried, hold)
-            if reached is None or self._is_gone(session):
+                reached_step = await self._replay_missed(session, missed, hold)
+            while reached_step is None and not self._is_gone(session):
+                checkpoint_tried = await self._checkpoint_near(checkpoint_tried)
+                hold.needs(checkpoint_tried.info.step)
+                reached_step = await self._seeded(session, checkpoint_tried, hold)
+            if reached_step is None or self._is_gone(session):
                 return
-            self._subscribers.join(session, reached)
+            self._subscribers.join(session, reached_step)
         self._step(inputs.WorkerCaughtUp(session.name))
 
     def _is_gone(self, session: MemberSession) -> bool:
@@ -597,21 +598,23 @@ class Execution:
     ) -> int | None:
         """Send a worker a checkpoint's state and later steps; None if they cannot be read."""
         try:
-            with await self._storage.open_state(checkpoint) as saved:
+            with await self._storage.open_state(checkpoint) as checkpoint_state:
                 await self._subscribers.send_state(
-                    session.channel, self.run.run_id, self._storage, saved
+                    session.channel, self.run.run_id, self._storage, checkpoint_state
                 )
         except SamestepError as error:
             self._emit(LogUnreadable(str(error)))
             return None
         missed = Replay(session.name, checkpoint.info.step, None)
-        return await self._replayed(session, missed, hold)
+        return await self._replay_missed(session, missed, hold)
 
-    async def _replayed(self, session: MemberSession, missed: Replay, hold: LogHold) -> int | None:
+    async def _replay_missed(
+        self, session: MemberSession, missed: Replay, hold: LogHold
+    ) -> int | None:
         """Send a worker the steps that it missed; None if the log does not have them."""
-        reached, problem = None, ""
+        reached_step, problem = None, ""
         try:
-            reached = await self._subscribers.replay(
+            reached_step = await self._subscribers.replay(
                 session.channel,
                 self._storage,
                 self._replica.manifest,
@@ -621,11 +624,11 @@ class Execution:
             )
         except SamestepError as error:
             problem = str(error)
-        if reached is None and hold.is_dropped:
+        if reached_step is None and hold.is_dropped:
             self._emit(WorkerOutpaced(session.name, hold.step or 0, self.run.steps_committed))
         elif problem:
             self._emit(LogUnreadable(problem))
-        return reached
+        return reached_step
 
     async def _checkpoint_near(self, tried: Checkpoint | None) -> Checkpoint:
         """Return the newest checkpoint, or make one if the log since is longer than the state.
@@ -638,8 +641,8 @@ class Execution:
         while True:
             newest = self._storage.newest
             if newest is not None and newest is not tried and newest.info.step >= averages_from:
-                near = not self._is_far(newest.info.step)
-                if near or self._checkpoint_failed:
+                is_near = not self._is_far(newest.info.step)
+                if is_near or self._checkpoint_failed:
                     return newest
             if requested_at != self.run.steps_committed:
                 requested_at = self.run.steps_committed

@@ -117,8 +117,8 @@ class FlapDetector:
         Returns:
             An event at the third time, and then each time after twice as many.
         """
-        before, count = self._ends.pop(worker, (phase, 0))
-        count = count + 1 if before == phase else 1
+        earlier_phase, count = self._ends.pop(worker, (phase, 0))
+        count = count + 1 if earlier_phase == phase else 1
         self._ends[worker] = phase, count
         if len(self._ends) > _MOST_KEPT:
             self.reset(next(iter(self._ends)))

@@ -79,7 +79,7 @@ def record_of(event: Event, run: Run) -> Record | None:
 
 
 def _fault(event: Event, run: Run) -> Fault:
-    what, response = _RESPONSES[type(event)]
+    kind, response = _RESPONSES[type(event)]
     fields = event.fields()
     worker = fields.pop("worker", None)
     reason = fields.get("reason") or fields.get("error")
@@ -88,7 +88,7 @@ def _fault(event: Event, run: Run) -> Fault:
     return Fault(
         term=run.term,
         step=run.steps_committed,
-        what=what,
+        what=kind,
         worker=None if worker is None else str(worker),
         reason=str(reason)[:2000],
         response=response,

@@ -62,15 +62,19 @@ class MemoryBudget:
         parameters = manifest.elements * 4
         # One body is read while another is summed; a third follows the transport's buffer.
         connection = 2 * limits.BODY_BYTES + limits.WRITE_HIGH_WATER_BYTES + limits.BODY_BYTES
-        waiting = max(parameters // 2, limits.PARTIAL_SUMS_BYTES)
+        partial_sum_bytes = max(parameters // 2, limits.PARTIAL_SUMS_BYTES)
         if spec.replicas is not None:
-            own = spec.replicas.count * replica_state_bytes(spec, manifest)
-            waiting = -(-spec.replicas.count // 2) * parameters + parameters + own
-            waiting += limits.INNER_CHECKPOINTS_BYTES if spec.replicas.boundary_every else 0
+            replica_bytes = spec.replicas.count * replica_state_bytes(spec, manifest)
+            partial_sum_bytes = (
+                -(-spec.replicas.count // 2) * parameters + parameters + replica_bytes
+            )
+            partial_sum_bytes += (
+                limits.INNER_CHECKPOINTS_BYTES if spec.replicas.boundary_every else 0
+            )
         return cls(
             parameters=parameters,
             replica=parameters * state_arrays(spec.update),
-            gradients=_AVERAGES * parameters + waiting,
+            gradients=_AVERAGES * parameters + partial_sum_bytes,
             workers=workers * (connection + limits.SEND_AHEAD_BYTES),
         )
 
@@ -89,15 +93,15 @@ def check_memory(
     Raises:
         RunFailed: It does not fit; says how much is missing, and what to set instead.
     """
-    needed = MemoryBudget.of(spec, manifest, workers)
+    budget = MemoryBudget.of(spec, manifest, workers)
     try:
-        if needed.total <= _free_bytes():
+        if budget.total <= _free_bytes():
             return
         give_back_freed_memory()  # an earlier run's
         free = _free_bytes()
     except (OSError, ValueError):
         return  # not Linux
-    if needed.total <= free:
+    if budget.total <= free:
         return
     instead = "" if spec.update.name == "sgd" else f"set optimizer.name=sgd ({option('--set')}), "
     if spec.replicas is not None:
@@ -105,11 +109,11 @@ def check_memory(
         instead = f"set {key} ({option('--set')}), "
     instead += "train fewer parameters (LoRA), or "
     raise RunFailed(
-        f"the coordinator lacks memory for this run: {byte_size(needed.parameters)} of trained "
-        f"parameters take {byte_size(needed.total)} ({byte_size(needed.replica)} with moments, "
-        f"{byte_size(needed.gradients)} of gradients, {byte_size(needed.workers)} for "
+        f"the coordinator lacks memory for this run: {byte_size(budget.parameters)} of trained "
+        f"parameters take {byte_size(budget.total)} ({byte_size(budget.replica)} with moments, "
+        f"{byte_size(budget.gradients)} of gradients, {byte_size(budget.workers)} for "
         f"connections), {byte_size(free)} are free; {'' if is_resumed else instead}"
-        f"run the coordinator on a machine with {byte_size(needed.total - free)} more"
+        f"run the coordinator on a machine with {byte_size(budget.total - free)} more"
     )
 
 

@@ -112,9 +112,9 @@ def metrics_to_send(result: Mapping[str, object]) -> dict[str, float | None]:
     figures = result.get("eval")
     if not isinstance(figures, dict):
         return {}
-    needed = sum(len(name.encode()) + _METRIC_BYTES for name in figures)
-    long = any(len(name) > _NAME_CHARACTERS for name in figures)
-    return {} if long or needed > limits.END_METRICS_BYTES else figures
+    metric_bytes = sum(len(name.encode()) + _METRIC_BYTES for name in figures)
+    has_long_name = any(len(name) > _NAME_CHARACTERS for name in figures)
+    return {} if has_long_name or metric_bytes > limits.END_METRICS_BYTES else figures
 
 
 def write_card(
@@ -125,7 +125,7 @@ def write_card(
     `result.json` does not list it: people add a license to it.
 
     Args:
-        directory: Of the run.
+        directory: Directory of the run.
         spec: The run spec.
         manifest: The run's manifest.
         result: The content of `result.json`.
@@ -135,11 +135,11 @@ def write_card(
     """
     if CARD in manifest.export.files:
         return
-    facts = CardFacts.of(spec, manifest, result, __version__, [*_measured(directory.journal)])
+    facts = CardFacts.of(spec, manifest, result, __version__, [*_newest_metrics(directory.journal)])
     replace_file(directory.path / manifest.export.directory / CARD, card_text(facts).encode())
 
 
-def _measured(journal: Path) -> Iterator[Measured]:
+def _newest_metrics(journal: Path) -> Iterator[Measured]:
     """Yield the newest metrics of each step; a step that a restart repeated has several."""
     metrics = {record.step: record.metrics for record in entries_of(journal, Evaluated)}
     for step in sorted(metrics):

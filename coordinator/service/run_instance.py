@@ -68,8 +68,8 @@ class RunInstance:
         Raises:
             StorageFailed: The journal cannot be read.
         """
-        saved = self.restart.resumption.saved if self.restart is not None else 0
-        journal = read_end(self.directory.journal, saved)
+        checkpoint_step = self.restart.resumption.saved if self.restart is not None else 0
+        journal = read_end(self.directory.journal, checkpoint_step)
         lines: list[Record] = []
         if not journal.has_run:
             lines.append(RunStarted.of(self.stored.run_id, self.stored.document, _versions()))
@@ -95,8 +95,8 @@ def begin_run(
     directory.begin(run_id, spec)
     if blobs is not None:
         write_index(directory.files_file, blobs)
-    stored = StoredRun(run_id, spec, spec.model_dump(mode="json"))
-    return RunInstance(stored, directory, lock, blobs=blobs)
+    stored_run = StoredRun(run_id, spec, spec.model_dump(mode="json"))
+    return RunInstance(stored_run, directory, lock, blobs=blobs)
 
 
 def load_run(
@@ -127,38 +127,38 @@ def load_run(
     """
     directory = RunDirectory(lock.directory)
     check_files(directory)
-    stored = directory.read_run()
-    if stored is None:
+    stored_run = directory.read_run()
+    if stored_run is None:
         return None
-    if spec is not None and spec != stored.spec:
+    if spec is not None and spec != stored_run.spec:
         raise Mismatch(
-            f"{str(lock.directory)!r} holds run {stored.run_id!r} of another run spec; leave "
+            f"{str(lock.directory)!r} holds run {stored_run.run_id!r} of another run spec; leave "
             f"the run spec out to continue it (--set KEY=VALUE changes it), or choose another "
             f"{option('--out')}"
         )
-    change = SpecChange.of(directory, stored, changes, from_step)
+    change = SpecChange.of(directory, stored_run, changes, from_step)
     if from_step is None and change is None and not is_unfinished(lock.directory):
         return None
-    blobs = read_or_build_index(directory.files_file, stored.spec, permitted)
+    blobs = read_or_build_index(directory.files_file, stored_run.spec, permitted)
     admission = directory.read_admission_record()
     rollback_notes = () if from_step is None else (roll_back(directory, from_step, lock.term),)
-    stored, change_notes = (stored, ()) if change is None else change.write(lock)
+    stored_run, change_notes = (stored_run, ()) if change is None else change.write(lock)
     recovery = recover(directory)
     if recovery is None:
-        return RunInstance(stored, directory, lock, None, blobs)
+        return RunInstance(stored_run, directory, lock, None, blobs)
     if rollback_notes or change is not None:
         # Later commits are void, even if their steps could be compared.
         notes = (*recovery.notes, *rollback_notes, *change_notes)
         recovery = replace(recovery, redo=(), notes=notes)
     metrics: dict[int, dict[str, float]] = {}
-    if stored.spec.stop is not None or stored.spec.optimizer.plateau is not None:
+    if stored_run.spec.stop is not None or stored_run.spec.optimizer.plateau is not None:
         metrics = evaluations(directory.journal, recovery.step)
-    scale = _loss_scale(directory, recovery) if scales(stored.spec) else None
+    scale = _loss_scale(directory, recovery) if scales(stored_run.spec) else None
     resumption = replace(_resumption(recovery, admission), metrics=metrics, loss_scale=scale)
     if not rollback_notes:
         _check_complete(directory, recovery)
     remove_later_checkpoints(directory, recovery)
-    return RunInstance(stored, directory, lock, Restart(recovery, resumption), blobs)
+    return RunInstance(stored_run, directory, lock, Restart(recovery, resumption), blobs)
 
 
 def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
@@ -171,13 +171,15 @@ def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
         StorageDamaged: One is not complete.
         StorageFailed: One cannot be read.
     """
-    saved = recovery.checkpoint.info.step
-    journal = read_end(directory.journal, saved)
-    if not journal.has_run or journal.commits < saved:
+    checkpoint_step = recovery.checkpoint.info.step
+    journal = read_end(directory.journal, checkpoint_step)
+    if not journal.has_run or journal.commits < checkpoint_step:
         problem = (
             f"it has {journal.commits} steps" if journal.has_run else "its first line is missing"
         )
-        reason = f"{problem}, and there is a checkpoint after {saved}; restore it from a copy"
+        reason = (
+            f"{problem}, and there is a checkpoint after {checkpoint_step}; restore it from a copy"
+        )
         raise StorageDamaged(str(directory.journal), "", reason)
     last = -1 if recovery.index.last is None else recovery.index.last
     present = max(last + 1, *checkpoint_steps(directory.checkpoints))
@@ -185,7 +187,7 @@ def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
     if journal.commits > present + 1 and not directory.set_aside.exists():
         reason = (
             f"expected the {journal.commits} steps in the journal, got {present}; restore it from "
-            f"a copy, or repeat the others (--from-step {saved})"
+            f"a copy, or repeat the others (--from-step {checkpoint_step})"
         )
         raise StorageDamaged(str(directory.log), "", reason)
 
@@ -219,9 +221,9 @@ def _loss_scale(directory: RunDirectory, recovery: Recovery) -> float:
     """
     spec = recovery.run.spec
     by_step = {
-        logged.step: logged.record.commit.scalars.loss_scale
-        for logged in recovery.logged
-        if logged.record.commit.scalars is not None
+        logged_step.step: logged_step.record.commit.scalars.loss_scale
+        for logged_step in recovery.logged
+        if logged_step.record.commit.scalars is not None
     }
     at, scale = -1, first_scale(spec)
     if by_step:
@@ -239,7 +241,7 @@ def _lines_after_restart(recovery: Recovery, journal: JournalEnd, term: int) -> 
     Args:
         recovery: What was found on disk.
         journal: The end of the journal so far.
-        term: Of the new coordinator.
+        term: Term of the new coordinator.
     """
     info = recovery.checkpoint.info
     if not journal.has_manifest:

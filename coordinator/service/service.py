@@ -242,7 +242,7 @@ class Service:
 
         Args:
             spec: The run spec.
-            directory: Of the run; None for one below the service's.
+            directory: Directory of the run; None for one below the service's.
             blobs: The files that the spec names, on this machine; None if each worker has its own.
 
         Returns:
@@ -273,7 +273,7 @@ class Service:
         """Queue the run in a directory to continue it.
 
         Args:
-            directory: Of the run.
+            directory: Directory of the run.
             spec: The expected run spec; None for any.
             from_step: First roll back to the checkpoint after this many steps.
             changes: `key=value` pairs to change in its run spec first, or its whole new spec.
@@ -303,8 +303,8 @@ class Service:
         """
         directory = self.settings.directory / run_id
         self._refuse_more_runs()
-        here = [self._running, *self.waiting]
-        if run_id in (instance.stored.run_id for instance in here if instance is not None):
+        current_runs = [self._running, *self.waiting]
+        if run_id in (instance.stored.run_id for instance in current_runs if instance is not None):
             raise UsageError(
                 f"expected a run that has ended, got {run_id!r}, which is already queued or in "
                 "progress; follow it with: coordinator status"
@@ -355,7 +355,7 @@ class Service:
             lock.release()
 
     def drain(self) -> None:
-        """Finish the present step, then end."""
+        """Finish the step in progress, then end."""
         if not self._is_draining:
             self._is_draining = True
             self.emit(Draining())
@@ -503,13 +503,13 @@ class Service:
         instance = self._next_run() if self.current is None else None
         if instance is None:
             return
-        stored, term, restart = instance.stored, instance.lock.term, instance.restart
+        stored_run, term, restart = instance.stored, instance.lock.term, instance.restart
         self._running = instance
         if self._lender is not None:
             self._lender.trim()
         run = Run(
-            stored.run_id,
-            stored.spec,
+            stored_run.run_id,
+            stored_run.spec,
             term,
             self.settings.expect_workers,
             restart.resumption if restart is not None else None,
@@ -518,21 +518,21 @@ class Service:
         )
         run.blobs = instance.blobs.digest if instance.blobs is not None else None
         storage = RunStorage(
-            instance.directory, stored.run_id, stored.spec, term=term,
+            instance.directory, stored_run.run_id, stored_run.spec, term=term,
             guard=instance.lock.check, failed=self._storage_failed,
             thread=self._machine.thread,
         )  # fmt: skip
         storage.begin_journal(instance.first_lines)
         self.current = Execution(
-            run, self.sessions, storage, BlobServer(stored.run_id, instance.blobs), self,
+            run, self.sessions, storage, BlobServer(stored_run.run_id, instance.blobs), self,
             tracer=self._tracer, machine=self._machine,
         )  # fmt: skip
-        task, steps = stored.spec.task, run.known_steps
+        task, steps = stored_run.spec.task, run.known_steps
         if restart is None:
-            self.emit(RunAccepted(task, steps), stored.run_id)
+            self.emit(RunAccepted(task, steps), stored_run.run_id)
         else:
             notes = list(restart.recovery.notes)
-            self.emit(RunResumed(task, steps, run.steps_committed, notes), stored.run_id)
+            self.emit(RunResumed(task, steps, run.steps_committed, notes), stored_run.run_id)
             self.current.resume(restart.recovery)
         for session in list(self.sessions.values()):
             self.current.invite(session)
@@ -585,8 +585,8 @@ class Service:
             self._start_next()
             for session in list(self.sessions.values()):
                 silent_s = self._machine.now_s() - session.channel.last_received_s
-                unread = session.channel.paused
-                if silent_s * 1000 > self._patience_ms(session) and not unread:
+                is_paused = session.channel.paused
+                if silent_s * 1000 > self._patience_ms(session) and not is_paused:
                     session.channel.abort(f"silent for {silent_s:.0f} s")
                 elif session.check.revoked:
                     reason = f"the key of {session.check.name!r} was revoked"
@@ -596,11 +596,11 @@ class Service:
 
     def _look_at_secrets(self) -> None:
         """Report problems with the files of keys and token, and their end."""
-        before, self.secrets_troubles = self.secrets_troubles, self.credentials.look()
+        earlier_troubles, self.secrets_troubles = self.secrets_troubles, self.credentials.look()
         for trouble in self.secrets_troubles:
-            if trouble not in before:
+            if trouble not in earlier_troubles:
                 self.emit(SecretsDamaged(trouble))
-        if before and not self.secrets_troubles:
+        if earlier_troubles and not self.secrets_troubles:
             self.emit(SecretsRestored())
 
     def _patience_ms(self, session: MemberSession) -> int:

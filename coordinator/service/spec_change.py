@@ -34,7 +34,7 @@ class SpecChange:
     """A valid change of a run's spec, not written yet.
 
     Attributes:
-        directory: Of the run.
+        directory: Directory of the run.
         stored: The run with its new spec.
         content: The new `run.json`.
     """
@@ -54,7 +54,7 @@ class SpecChange:
         """Check a change; return None if it changes nothing.
 
         Args:
-            directory: Of the run.
+            directory: Directory of the run.
             stored: The run as it is.
             changes: `key=value` pairs, or the whole new spec.
             from_step: Steps that a rollback will leave; None without one.
@@ -67,8 +67,8 @@ class SpecChange:
         """
         if not changes:
             return None
-        spec, made = changed_spec(stored.spec, changes)
-        if not made:
+        spec, changes_text = changed_spec(stored.spec, changes)
+        if not changes_text:
             return None
         recovery = recover(directory)
         if recovery is None:
@@ -85,8 +85,8 @@ class SpecChange:
                 "(coordinator --resume --from-step N)"
             )
         document = spec.model_dump(mode="json")
-        changed = StoredRun(stored.run_id, spec, document)
-        return cls(directory, changed, directory.run_file_with(spec))
+        changed_run = StoredRun(stored.run_id, spec, document)
+        return cls(directory, changed_run, directory.run_file_with(spec))
 
     def write(self, lock: DirectoryLock) -> tuple[StoredRun, tuple[str, ...]]:
         """Write `run.json`, and set aside the result of a finished run.
@@ -117,15 +117,15 @@ def spec_change(
     directory: RunDirectory, stored: StoredRun, term: int, step: int
 ) -> tuple[SpecChanged, ...]:
     """Return the line that the journal lacks if `run.json` has another spec than its newest one."""
-    before = spec_in_journal(directory.journal)
-    if before is None or before == stored.document:
+    earlier_spec = spec_in_journal(directory.journal)
+    if earlier_spec is None or earlier_spec == stored.document:
         return ()
-    earlier = parse_run_spec_bytes(json.dumps(before).encode())
+    earlier = parse_run_spec_bytes(json.dumps(earlier_spec).encode())
     line = SpecChanged(
         term=term,
         step=step,
         changes=tuple(changes_between(earlier, stored.spec)),
-        before=json_digest(before),
+        before=json_digest(earlier_spec),
         spec=stored.document,
         spec_digest=json_digest(stored.document),
     )

@@ -108,8 +108,8 @@ class Subscribers:
 
     def _next_step(self, worker: str, step: int) -> int:
         session = self._sessions.get(worker)
-        waiting = session.channel.waiting if session is not None else iter(())
-        return next((m.step for m in waiting if isinstance(m, _FOR_JOINERS)), step)
+        queued_messages = session.channel.waiting if session is not None else iter(())
+        return next((m.step for m in queued_messages if isinstance(m, _FOR_JOINERS)), step)
 
     def detach(self, worker: str, step: int) -> int:
         """Unsubscribe a worker and clear its send queue.
@@ -160,12 +160,12 @@ class Subscribers:
         """Send a worker committed steps from the log, as fast as it reads, up to those kept here.
 
         Args:
-            channel: Of the worker.
+            channel: Channel of the worker.
             storage: Has the log.
             manifest: Has the kind of each block.
             replay: The first step, and the state before it.
-            term: Of the coordinator, for the messages, whichever term wrote the step.
-            hold: Of the log, for this worker; moved on with it.
+            term: Term of the coordinator, for the messages, whichever term wrote the step.
+            hold: Hold of the log, for this worker; moved on with it.
 
         Returns:
             How many steps the worker has then, for `join`; None if the log does not lead there.
@@ -179,10 +179,10 @@ class Subscribers:
             if not row or digest not in (None, row[0].record.state_before):
                 return None
             digest = None
-            for logged in row:
-                if logged.record.commit.scalars is not None and not logged.has_averages:
+            for logged_step in row:
+                if logged_step.record.commit.scalars is not None and not logged_step.has_averages:
                     return None
-                await self._send_step(channel, storage, manifest, term, logged)
+                await self._send_step(channel, storage, manifest, term, logged_step)
                 step += 1
                 hold.step = step
         return step
@@ -193,13 +193,13 @@ class Subscribers:
         storage: RunStorage,
         manifest: Manifest,
         term: int,
-        logged: LoggedStep,
+        logged_step: LoggedStep,
     ) -> None:
         """Send a logged step, unless the run ends: the worker may be in the next run already."""
-        commit = logged.record.commit
+        commit = logged_step.record.commit
         if commit.scalars is not None:
             step_id = {"term": term, "step": commit.step, "attempt": commit.attempt}
-            async for block, chunk, values in storage.chunks(logged):
+            async for block, chunk, values in storage.chunks(logged_step):
                 await channel.room()
                 if channel.closed or self.over:
                     return

@@ -68,7 +68,7 @@ _ATTEMPTS: Final = 5
 
 
 class RestoredCopy(NamedTuple):
-    """A restored run: the step after which it continues, and a summary for people."""
+    """A restored run: the step after which it continues, and a summary for users."""
 
     step: int
     summary: str
@@ -98,9 +98,9 @@ class _Copy:
     """What a copy's name and journal say.
 
     Attributes:
-        name: Of its directory.
-        term: Of the last lines of its journal.
-        lines: Of its journal.
+        name: Name of its directory.
+        term: Term of the last lines of its journal.
+        lines: Number of lines in its journal.
         head: Hash of the last line.
         branch: See `_branch`.
     """
@@ -159,11 +159,11 @@ def _directory(to: str) -> Path:
         )
     directory = Path(os.path.expanduser(to))  # noqa: PTH111  (leaves an unknown ~name as it is)
     path = directory.absolute()
-    there = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
-    if not there.is_dir():
-        which = "that" if there == path else repr(str(there))
+    existing_path = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+    if not existing_path.is_dir():
+        obstacle = "that" if existing_path == path else repr(str(existing_path))
         raise UsageError(
-            f"checkpoint.copies: expected a directory at {to!r}, but {which} is not one; move "
+            f"checkpoint.copies: expected a directory at {to!r}, but {obstacle} is not one; move "
             "it away, or name another directory"
         )
     return directory
@@ -175,8 +175,8 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: str, keep: int) -> b
     The remains of failed copies are removed, and copies of steps that were rolled back since.
 
     Args:
-        directory: Of the run; its coordinator may continue meanwhile, but keeps this checkpoint.
-        step: Of the checkpoint.
+        directory: Directory of the run, which may continue meanwhile but keeps this checkpoint.
+        step: Step of the checkpoint.
         to: The directory of copies; made if missing; ~ is the user's home.
         keep: How many copies of this run to keep.
 
@@ -251,22 +251,22 @@ def _branch(entries: Sequence[Entry]) -> str:
 
     Two coordinators that continue one run have different branches.
     """
-    restored = [
+    restored_digests = [
         entry.hash
         for entry in entries
         if isinstance(entry.record, Resumed)
         and any(note.startswith(_RESTORED_NOTE) for note in entry.record.notes)
     ]
-    return restored[-1] if restored else ""
+    return restored_digests[-1] if restored_digests else ""
 
 
-def _check_rivals(copies: Iterable[_Copy], entries: Sequence[Entry], where: Path) -> None:
+def _check_rivals(copies: Iterable[_Copy], entries: Sequence[Entry], directory: Path) -> None:
     """Check that no other coordinator continues the run from a copy: the newer one copies.
 
     Args:
         copies: The existing copies.
         entries: The lines of the run's journal.
-        where: The directory of the copies.
+        directory: The directory of the copies.
 
     Raises:
         UsageError: A copy is of a branch that this coordinator does not know.
@@ -275,8 +275,8 @@ def _check_rivals(copies: Iterable[_Copy], entries: Sequence[Entry], where: Path
     for copy in copies:
         if copy.branch not in journal_hashes:
             raise UsageError(
-                f"{str(where)!r} has {copy.name} of the same run, restored elsewhere: end one of "
-                "the two coordinators, or name another directory in checkpoint.copies"
+                f"{str(directory)!r} has {copy.name} of the same run, restored elsewhere: end one "
+                "of the two coordinators, or name another directory in checkpoint.copies"
             )
 
 
@@ -316,7 +316,7 @@ def restore_copy(source: Path, to: Path) -> RestoredCopy:
         StorageFailed: A read or write failed.
     """
     check_no_run(to)
-    copy = RunDirectory(_newest(source))
+    copy = RunDirectory(_newest_copy(source))
     verified = _verify(copy)
     summary = _summary(copy.path, verified)
     with storing("restore a run to", to):
@@ -380,7 +380,7 @@ def _tell_journal(path: Path, info: CheckpointInfo, summary: str) -> None:
         journal.close()
 
 
-def _newest(source: Path) -> Path:
+def _newest_copy(source: Path) -> Path:
     if (source / "run.json").is_file():
         return source
     runs = [source, *sorted(path for path in source.glob("*") if path.is_dir())]
@@ -388,11 +388,14 @@ def _newest(source: Path) -> Path:
     if len(newest) == 1:
         return newest[0]
     if not newest:
-        near = source.glob("*/*") if source.is_dir() else source.parent.glob("*")
-        below = [copies[-1] for run in near if (copies := _copies(run))]
-        there = f"; there are, newest first: {_choices(below)}" if below else ""
+        run_directories = source.glob("*/*") if source.is_dir() else source.parent.glob("*")
+        newest_copies = [copies[-1] for run in run_directories if (copies := _copies(run))]
+        choices_text = (
+            f"; there are, newest first: {_choices(newest_copies)}" if newest_copies else ""
+        )
         raise UsageError(
-            f"--from: expected copies of a run's checkpoints in {str(source)!r}, found none{there}"
+            f"--from: expected copies of a run's checkpoints in {str(source)!r}, found none"
+            f"{choices_text}"
         )
     raise UsageError(
         f"--from: {str(source)!r} has copies of {len(newest)} runs; name one, newest first: "
@@ -447,8 +450,8 @@ def _copy_small_files(directory: RunDirectory, to: Path) -> None:
     names = [path.name for path in directory.small_files if path != directory.files_file]
     names.append(directory.journal.name)
     for attempt in range(_ATTEMPTS):
-        before = {name: read_if_there(directory.path / name) for name in names}
-        for name, content in before.items():
+        earlier_contents = {name: read_if_there(directory.path / name) for name in names}
+        for name, content in earlier_contents.items():
             if content is not None:
                 # The last line of the journal may be half written.
                 end = content.rfind(b"\n") + 1 if name == directory.journal.name else None

@@ -28,11 +28,11 @@ class DiskBudget:
     """The most that a run keeps at any time.
 
     Attributes:
-        step_bytes: Of the log, for each step.
+        step_bytes: Size of the log, for each step.
         steps: How many steps the log holds at once.
-        state_bytes: Of a checkpoint.
+        state_bytes: Size of a checkpoint.
         states: How many checkpoints there are at once.
-        result_bytes: Of the trained or captured result.
+        result_bytes: Size of the trained or captured result.
     """
 
     step_bytes: int
@@ -75,9 +75,11 @@ def _replica_bytes(spec: RunSpec, manifest: Manifest, states: int) -> int:
     checkpoint of each replica."""
     if spec.replicas is None:
         return 0
-    own = replica_state_bytes(spec, manifest) * (states + LATEST)
+    state_bytes = replica_state_bytes(spec, manifest) * (states + LATEST)
     boundary = manifest.elements * 4 * (1 + moment_count(spec.optimizer))
-    return spec.replicas.count * (own + (2 * boundary if spec.replicas.boundary_every else 0))
+    return spec.replicas.count * (
+        state_bytes + (2 * boundary if spec.replicas.boundary_every else 0)
+    )
 
 
 def _capture_bytes(spec: RunSpec, manifest: Manifest) -> int:
@@ -94,34 +96,34 @@ def check_disk_space(directory: Path, spec: RunSpec, manifest: Manifest) -> None
     """
     with storing("look at", directory):
         free_bytes = shutil.disk_usage(directory).free
-    needed = DiskBudget.of(spec, manifest)
-    if needed.total_bytes > free_bytes:
+    budget = DiskBudget.of(spec, manifest)
+    if budget.total_bytes > free_bytes:
         if manifest.capture is not None:
             text = (
-                f"No space left for this capture: expected {byte_size(needed.total_bytes)} for "
+                f"No space left for this capture: expected {byte_size(budget.total_bytes)} for "
                 f"{manifest.train_samples} samples, got {byte_size(free_bytes)}; free "
-                f"{byte_size(needed.total_bytes - free_bytes)} more, or lower capture.top_k, "
+                f"{byte_size(budget.total_bytes - free_bytes)} more, or lower capture.top_k, "
                 "or set steps to capture a part"
             )
             raise StorageFailed("begin the run in", str(directory), text)
         text = (
-            f"No space left for this run: {needed.steps} steps in the log at "
-            f"{byte_size(needed.step_bytes)} each, {needed.states} checkpoints at "
-            f"{byte_size(needed.state_bytes)} and the result are "
-            f"{byte_size(needed.total_bytes)}, and {byte_size(free_bytes)} are free; "
-            f"{_remedy(needed, spec, free_bytes)}"
+            f"No space left for this run: {budget.steps} steps in the log at "
+            f"{byte_size(budget.step_bytes)} each, {budget.states} checkpoints at "
+            f"{byte_size(budget.state_bytes)} and the result are "
+            f"{byte_size(budget.total_bytes)}, and {byte_size(free_bytes)} are free; "
+            f"{_remedy(budget, spec, free_bytes)}"
         )
         raise StorageFailed("begin the run in", str(directory), text)
 
 
-def _remedy(needed: DiskBudget, spec: RunSpec, free_bytes: int) -> str:
-    more = f"free {byte_size(needed.total_bytes - free_bytes)} more"
-    remaining = free_bytes - needed.fixed_bytes
-    if needed.step_bytes == 0 or remaining < 0:
-        return more
-    fits = remaining // needed.step_bytes
+def _remedy(budget: DiskBudget, spec: RunSpec, free_bytes: int) -> str:
+    free_more = f"free {byte_size(budget.total_bytes - free_bytes)} more"
+    remaining = free_bytes - budget.fixed_bytes
+    if budget.step_bytes == 0 or remaining < 0:
+        return free_more
+    fits = remaining // budget.step_bytes
     if fits and not spec.checkpoint.keep_log:
-        return f"{more}, or set checkpoint.every={fits} ({option('--set')})"
-    if spec.checkpoint.keep_log and fits >= (spec.checkpoint.every or needed.steps):
-        return f"{more}, or set checkpoint.keep_log=false ({option('--set')})"
-    return f"{more}, or set log=checkpoint ({option('--set')}), which keeps no gradients"
+        return f"{free_more}, or set checkpoint.every={fits} ({option('--set')})"
+    if spec.checkpoint.keep_log and fits >= (spec.checkpoint.every or budget.steps):
+        return f"{free_more}, or set checkpoint.keep_log=false ({option('--set')})"
+    return f"{free_more}, or set log=checkpoint ({option('--set')}), which keeps no gradients"

@@ -94,25 +94,25 @@ def changed_files(directory: RunDirectory, recorded: FileDigests | None) -> list
     """Return the small files that differ from the journal, each with the reason and what to do.
 
     Args:
-        directory: Of the run.
+        directory: Directory of the run.
         recorded: The newest `FileDigests`; None if an older release wrote the journal.
     """
     if recorded is None:
         return _changed_since_older(directory)
     changes = []
     for path in directory.small_files:
-        allowed, digest = recorded.digests.get(path.name), file_digest(path)
-        if allowed is None or digest in allowed:
+        recorded_digests, digest = recorded.digests.get(path.name), file_digest(path)
+        if recorded_digests is None or digest in recorded_digests:
             continue
         remedy = _REMEDY
         if path == directory.files_file:
             if digest is None:
                 continue  # the list is made again
             remedy = f"{remedy}, or remove it: the run's files are hashed again"
-        what = (
+        fault = (
             "it is missing" if digest is None else "its content differs from the journal's record"
         )
-        changes.append((path, f"{what}; {remedy}"))
+        changes.append((path, f"{fault}; {remedy}"))
     return changes
 
 
@@ -124,17 +124,17 @@ def check_journal(directory: RunDirectory) -> None:
         StorageFailed: One cannot be read.
     """
     journal, first = directory.journal, first_record(directory.journal)
-    empty = not journal.exists() or not journal.stat().st_size
-    if empty and checkpoint_steps(directory.checkpoints):
+    is_empty = not journal.exists() or not journal.stat().st_size
+    if is_empty and checkpoint_steps(directory.checkpoints):
         reason = "it is missing or empty, and nothing else proves that run.json is intact"
         raise StorageDamaged(str(journal), "", f"{reason}; {_REMEDY}")
     try:
         document = read_json(directory.run_file)
-        stored, is_run_intact = document["run_id"], is_intact(document)
+        run_id, is_run_intact = document["run_id"], is_intact(document)
     except (OSError, ValueError, KeyError, TypeError):
         return  # reading it raises the error
-    if isinstance(first, RunStarted) and is_run_intact and stored != first.run_id:
-        reason = f"it belongs to run {first.run_id!r}, and run.json to {stored!r}"
+    if isinstance(first, RunStarted) and is_run_intact and run_id != first.run_id:
+        reason = f"it belongs to run {first.run_id!r}, and run.json to {run_id!r}"
         raise StorageDamaged(str(journal), "", f"{reason}; restore the wrong one from a copy")
     if first is None and not is_run_intact:
         reason = f"it does not match its digest; {_REMEDY}, or submit the run again"
@@ -142,11 +142,11 @@ def check_journal(directory: RunDirectory) -> None:
 
 
 def _changed_since_older(directory: RunDirectory) -> list[tuple[Path, str]]:
-    first, stored = first_record(directory.journal), directory.read_run()
+    first, stored_run = first_record(directory.journal), directory.read_run()
     settled, manifest = newest_record(directory.journal, ManifestSettled), directory.read_manifest()
     comparisons: list[tuple[Path, object, object]] = []
-    if isinstance(first, RunStarted) and stored is not None:
-        actual = stored.run_id, stored.document
+    if isinstance(first, RunStarted) and stored_run is not None:
+        actual = stored_run.run_id, stored_run.document
         comparisons.append((directory.run_file, actual, (first.run_id, first.spec)))
     if settled is not None and manifest is not None:
         comparisons.append((directory.manifest_file, manifest.digest(), settled.manifest_digest))

@@ -42,9 +42,9 @@ class Recovery:
         step: Steps committed whose state can be restored: the run continues with this one.
         optimizer_step: Updates among them.
         losses: Mean loss of each; NaN for a skipped one.
-        own_digest: Of the per-replica state then, as the last commit names it.
+        own_digest: Digest of the per-replica state then, as the last commit names it.
         index: Where the steps are in the log, including those before the checkpoint.
-        notes: What was cut off or skipped, for people and for the journal.
+        notes: What was cut off or skipped, for the user and the journal.
     """
 
     run: StoredRun
@@ -67,16 +67,16 @@ class Recovery:
             StorageFailed: They cannot be read.
         """
         replica = load_replica(self.checkpoint, self.manifest, self.run.spec.update)
-        for logged in self.logged:
-            averages = read_averages(logged, self.manifest.blocks)
-            digest = logged.record.state_before if logged is self.logged[-1] else None
+        for logged_step in self.logged:
+            averages = read_averages(logged_step, self.manifest.blocks)
+            digest = logged_step.record.state_before if logged_step is self.logged[-1] else None
             if digest is not None and not replica.has_state(digest):
                 reason = (
-                    f"the steps before {logged.step} do not lead to the recorded state; restore it "
-                    "from a copy, or roll back to a checkpoint before it (--from-step N)"
+                    f"the steps before {logged_step.step} do not lead to the recorded state; "
+                    "restore it from a copy, or roll back to a checkpoint before it (--from-step N)"
                 )
-                raise StorageDamaged(str(logged.path), "", reason)
-            apply_logged_step(replica, logged.record, averages)
+                raise StorageDamaged(str(logged_step.path), "", reason)
+            apply_logged_step(replica, logged_step.record, averages)
         return replica
 
 
@@ -107,30 +107,32 @@ def recover(directory: RunDirectory) -> Recovery | None:
     checkpoint, skipped = latest_checkpoint(directory.checkpoints, run.run_id, manifest)
     scan = scan_log(directory.log, run.run_id, manifest, repair=True)
     base = checkpoint.info.step if checkpoint is not None else 0
-    logged, redo = _split(list(scan.index.following(base)))
+    logged_steps, redo = _split_steps(list(scan.index.following(base)))
     if checkpoint is None:
         if skipped or scan.index.last is not None:
             raise _no_state(directory, scan.index.last, skipped)
         return None
-    own_digest = logged[-1].record.own_digest if logged else None
-    if run.spec.replicas is not None and not logged:
+    own_digest = logged_steps[-1].record.own_digest if logged_steps else None
+    if run.spec.replicas is not None and not logged_steps:
         own_digest = recorded_digest(directory, base)
-    check_replica_states(directory, run, manifest, base + len(logged), own_digest)
+    check_replica_states(directory, run, manifest, base + len(logged_steps), own_digest)
     notes = [f"checkpoint skipped: {reason}" for reason in skipped]
     notes += [str(cut) for cut in scan.cuts]
-    notes += _unreachable(scan.index, base + len(logged) + len(redo))
+    notes += _unreachable(scan.index, base + len(logged_steps) + len(redo))
     info = checkpoint.info
     return Recovery(
         run=run,
         manifest=manifest,
         checkpoint=checkpoint,
-        logged=tuple(logged),
+        logged=tuple(logged_steps),
         redo=tuple(redo),
-        step=base + len(logged),
-        optimizer_step=logged[-1].record.optimizer_step if logged else info.optimizer_step,
+        step=base + len(logged_steps),
+        optimizer_step=logged_steps[-1].record.optimizer_step
+        if logged_steps
+        else info.optimizer_step,
         losses=(
             *(math.nan if loss is None else loss for loss in info.losses),
-            *(step.record.commit.loss for step in logged),
+            *(step.record.commit.loss for step in logged_steps),
         ),
         notes=tuple(notes),
         index=scan.index,
@@ -141,26 +143,26 @@ def recover(directory: RunDirectory) -> Recovery | None:
 def _no_state(directory: RunDirectory, last: int | None, skipped: Sequence[str]) -> StorageDamaged:
     """Make the error of a run without a checkpoint: that of step 0 comes before any step."""
     steps = "" if last is None else f", which the log's steps up to {last} follow"
-    why = skipped or ("restore one from a copy",)
-    reason = "; ".join((f"expected an intact checkpoint{steps}, found none", *why))
+    reasons = skipped or ("restore one from a copy",)
+    reason = "; ".join((f"expected an intact checkpoint{steps}, found none", *reasons))
     return StorageDamaged(str(directory.checkpoints), "", reason)
 
 
-def _split(row: list[LoggedStep]) -> tuple[list[LoggedStep], list[CommitRecord]]:
+def _split_steps(row: list[LoggedStep]) -> tuple[list[LoggedStep], list[CommitRecord]]:
     """Split steps into those that the log can repeat, and the rest."""
     count = 0
     while count < len(row) and (
         row[count].has_averages or row[count].record.commit.scalars is None
     ):
         count += 1
-    return row[:count], [logged.record for logged in row[count:]]
+    return row[:count], [logged_step.record for logged_step in row[count:]]
 
 
 def _unreachable(index: LogIndex, step: int) -> list[str]:
     if index.last is None or index.last < step:
         return []
-    which = f"steps up to {index.last} are in the log"
-    return [f"{which}, but the state before them is lost: they are done again"]
+    steps_text = f"steps up to {index.last} are in the log"
+    return [f"{steps_text}, but the state before them is lost: they are done again"]
 
 
 def remove_later_checkpoints(directory: RunDirectory, recovery: Recovery) -> None:

@@ -37,12 +37,12 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
     Only the holder of the directory's lock may call this.
 
     Args:
-        directory: Of the run.
-        step: Of an existing checkpoint.
-        term: Of the coordinator.
+        directory: Directory of the run.
+        step: Step of an existing checkpoint.
+        term: Term of the coordinator.
 
     Returns:
-        What was done, for people and for the journal.
+        What was done, for the user and the journal.
 
     Raises:
         UsageError: There is no such checkpoint, or a capture has too few files to continue there.
@@ -95,7 +95,7 @@ def set_result_aside(directory: RunDirectory, term: int) -> str:
     """Set aside the result of a finished run that continues.
 
     Returns:
-        What was done, for people and for the journal.
+        What was done, for the user and the journal.
 
     Raises:
         StorageFailed: A write failed; the call can be repeated.

@@ -66,7 +66,7 @@ class _LogStart(NamedTuple):
     log_index: LogIndex | None
 
 
-def _some(items: Iterator[T], length: Callable[[T], int]) -> Iterator[T]:
+def _batch_of(items: Iterator[T], length: Callable[[T], int]) -> Iterator[T]:
     """Yield as many items as a send queue takes: not each item needs a thread's turn."""
     left_bytes = limits.SEND_AHEAD_BYTES
     while left_bytes > 0 and (item := next(items, None)) is not None:
@@ -104,10 +104,10 @@ class RunStorage:
         replica_states: For a run with replicas, once its manifest is known.
 
     Args:
-        directory: Of the run, begun, and locked by this process.
+        directory: Directory of the run, begun, and locked by this process.
         run_id: The run's ID.
         spec: Decides the log's mode and which checkpoints are kept.
-        term: Of the coordinator.
+        term: Term of the coordinator.
         guard: Raises if this coordinator does not own the directory any more.
         failed: Called in the event loop with errors of writes that nothing waits for.
         thread: Returns an executor with one thread of the given name.
@@ -176,7 +176,7 @@ class RunStorage:
             redo: The commits after them.
             index: Where these steps are in the log; None if there are none.
             newest: The newest intact checkpoint, if there is one.
-            own_digest: Of the per-replica state after these steps; None before the first.
+            own_digest: Digest of the per-replica state after these steps; None before the first.
         """
         self.newest = newest
         self._start = _LogStart(manifest, next_step, redo, index)
@@ -190,7 +190,7 @@ class RunStorage:
             self._captured = CapturedFiles(
                 self.directory.path, manifest, self._spec, next_step, self._guard
             )
-        self._spawn("log", self._opened)
+        self._spawn("log", self._open_log)
 
     async def log_begun(self) -> None:
         """Return once the log has begun.
@@ -198,7 +198,7 @@ class RunStorage:
         Raises:
             SamestepError: It cannot begin; `begin_log` reports the same error.
         """
-        await self._do("log", self._opened)
+        await self._do("log", self._open_log)
 
     def append(self, key: ChunkId, values: Array) -> None:
         """Append a chunk of averages, which must not change until the step is committed."""
@@ -219,7 +219,7 @@ class RunStorage:
         def work() -> None:
             for number, (key, values) in enumerate(chunks):
                 try:
-                    self._opened().append_chunk(key, values)
+                    self._open_log().append_chunk(key, values)
                 except SamestepError as error:
                     remaining = {(key.step, key.attempt) for key, _ in chunks[number:]}
                     self._failed_attempts = dict.fromkeys(remaining, error)
@@ -284,9 +284,9 @@ class RunStorage:
             step = record.commit.step
             await self._do("capture", lambda: captured.keep(step, side_outputs))
         if states is not None:
-            after = record.commit.step + 1
-            own = await self._do("capture", lambda: states.keep_own(after, side_outputs))
-            record = record.model_copy(update={"own_digest": own})
+            next_step = record.commit.step + 1
+            own_digest = await self._do("capture", lambda: states.keep_own(next_step, side_outputs))
+            record = record.model_copy(update={"own_digest": own_digest})
         if admission is not None:
             await self._do("journal", lambda: self._announce_admission_record(admission))
 
@@ -299,7 +299,7 @@ class RunStorage:
                 self.directory.write_admission_record(admission)
                 if self._admission_record is admission:
                     self._admission_record = None
-            self._opened().commit(record)
+            self._open_log().commit(record)
             self._failed_attempts = {}
 
         await self._do("log", work)
@@ -319,7 +319,7 @@ class RunStorage:
         """
 
         def work() -> list[LoggedStep]:
-            return list(islice(self._opened().index.following(step), _STEPS_AT_ONCE))
+            return list(islice(self._open_log().index.following(step), _STEPS_AT_ONCE))
 
         return await self._do("log", work)
 
@@ -332,7 +332,7 @@ class RunStorage:
         reading = read_chunks(logged, self._begun.manifest.blocks)
 
         def some() -> list[tuple[int, int, Array]]:
-            return list(_some(reading, lambda chunk: chunk[2].nbytes))
+            return list(_batch_of(reading, lambda chunk: chunk[2].nbytes))
 
         while read := await self._loop.run_in_executor(None, some):
             for chunk in read:
@@ -344,7 +344,7 @@ class RunStorage:
         Raises:
             SamestepError: The log cannot begin.
         """
-        return await self._do("log", lambda: self._opened().index.averages_from)
+        return await self._do("log", lambda: self._open_log().index.averages_from)
 
     @asynccontextmanager
     async def joining(self) -> AsyncIterator[LogHold]:
@@ -367,10 +367,10 @@ class RunStorage:
         finally:
             self._holds.discard(hold)
             if sparse and not self._holds:
-                self._spawn("log", lambda: self._opened().roll("checkpoint"))
+                self._spawn("log", lambda: self._open_log().roll("checkpoint"))
 
     def _keep_averages(self) -> None:
-        log = self._opened()
+        log = self._open_log()
         if log.mode != "full":
             log.roll("full")
 
@@ -379,7 +379,7 @@ class RunStorage:
         assert self._start is not None, "begin_log comes before all that needs a manifest"
         return self._start
 
-    def _opened(self) -> GradientLog:
+    def _open_log(self) -> GradientLog:
         """Return the log; begin it now if that failed before."""
         if self._log is None:
             manifest, next_step, redo, index = self._begun
@@ -413,7 +413,7 @@ class RunStorage:
         Raises:
             StorageFailed: A write failed.
         """
-        await self._do("log", lambda: self._opened().roll())
+        await self._do("log", lambda: self._open_log().roll())
 
     async def save(
         self,
@@ -459,7 +459,7 @@ class RunStorage:
         self.newest = checkpoint
         self._metrics = {s: each for s, each in self._metrics.items() if s > checkpoint.info.step}
         if intact is not None and not self._spec.checkpoint.keep_log:
-            await self._do("log", lambda: self._cut(intact))
+            await self._do("log", lambda: self._remove_segments(intact))
         return checkpoint
 
     async def best(self) -> Checkpoint | None:
@@ -516,13 +516,13 @@ class RunStorage:
         reading = ((piece, saved.read(piece)) for piece in saved.pieces())
 
         def some() -> list[tuple[StatePiece, Array]]:
-            return list(_some(reading, lambda piece: piece[1].nbytes))
+            return list(_batch_of(reading, lambda piece: piece[1].nbytes))
 
         while read := await self._loop.run_in_executor(None, some):
             for piece in read:
                 yield piece
 
-    def _cut(self, intact: int) -> None:
+    def _remove_segments(self, intact: int) -> None:
         self._guard()  # another coordinator may be reading these segments
         manifest = self._begun.manifest
         oldest = intact - 2 * replay_bytes(manifest) // (manifest.elements * 4)
@@ -533,7 +533,7 @@ class RunStorage:
             hold.is_dropped |= hold.step < oldest
             if not hold.is_dropped:
                 first = min(first, hold.step)
-        self._opened().cut(first)
+        self._open_log().cut(first)
 
     def keep_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation with the checkpoint of that state, if there is one."""
@@ -586,7 +586,7 @@ class RunStorage:
         return await self._do("journal", work)
 
     def reopen_journal(self) -> None:
-        """Accept lines again: the run is not over after all."""
+        """Accept lines again: a run that seemed over continues."""
         self._has_ended = False
 
     def _opened_journal(self) -> Journal:

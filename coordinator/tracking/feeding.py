@@ -23,7 +23,7 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
     """Send a tracker every step of a run that it lacks.
 
     Args:
-        name: Of the tracker.
+        name: Name of the tracker.
         run: The run's directory.
         news: Waits until the journal may have more; its result contains `END` when the run has
             ended, and is empty if the end is never reported. None: send the existing rows and end.
@@ -36,8 +36,8 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
         SamestepError: The tracker failed; in its own words.
     """
     directory = RunDirectory(run)
-    stored = directory.read_run()
-    if stored is None:
+    stored_run = directory.read_run()
+    if stored_run is None:
         raise UsageError(f"expected a run's directory at {str(run)!r}, found no run.json there")
     tracker_directory = run / DIRECTORY / name
     make_below(run, tracker_directory)
@@ -51,7 +51,7 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
             ) from None
         try:
             tracker = open_tracker(
-                name, TrackedRun(tracker_directory, stored.run_id, stored.document)
+                name, TrackedRun(tracker_directory, stored_run.run_id, stored_run.document)
             )
             return _follow(tracker, Rows(directory.journal), news)
         except SamestepError:
@@ -66,12 +66,12 @@ def _follow(tracker: Tracker, rows: Rows, news: Callable[[], bytes] | None) -> t
     last, count = tracker.last(), 0
     ending = news is None
     while True:
-        before = count
+        earlier_count = count
         for row in rows.read():
             if row.step > last:
                 tracker.take(row)
                 last, count = row.step, count + 1
-        if count > before:
+        if count > earlier_count:
             tracker.flush()
         if ending or news is None:
             break

@@ -29,7 +29,7 @@ class Tracking:
     """Passes a service's events on to trackers.
 
     Args:
-        names: Of the trackers.
+        names: Names of the trackers.
         directory: Returns the directory of the run in progress.
         tell: Prints a line about a failed tracker.
         grace_s: See `GRACE_S`.

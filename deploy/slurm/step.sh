@@ -18,8 +18,8 @@ is_running() { # JOB
     [ -n "$(squeue --noheader --jobs="$1" --states=RUNNING --format=%i 2>/dev/null)" ]
 }
 
-# What the coordinator has left to its workers if it ended with an error that needs its user; empty if
-# that was before this job.
+# Prints the message that a coordinator leaves for its workers when it ends with an error that needs its
+# user; nothing if it was left before this job.
 failure() {
     local text
     text=$(cat coordinator.failed 2>/dev/null) || :
@@ -37,8 +37,8 @@ is_preempted() {
 }
 
 # Runs COMMAND until it ends. SIGTERM, which Slurm sends to steps when it preempts or cancels the job,
-# makes coordinator and worker finish what they have begun and leave. USR1 comes to this script before
-# the time limit (--signal in the job's head).
+# makes coordinator and worker finish the work in progress and leave. This script gets USR1 before the
+# time limit (--signal in the job's header).
 run_step() { # COMMAND...
     local step code limit watcher= interrupted=yes at_time_limit=
     limit=$(squeue --noheader --jobs="$job" --format=%l 2>/dev/null)

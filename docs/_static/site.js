@@ -5,12 +5,15 @@ addEventListener("DOMContentLoaded", () => {
   const tables = [...document.querySelectorAll("table.docutils")];
   for (const table of tables) {
     for (const name of table.querySelectorAll("code .pre")) {
+      if (name.textContent.startsWith("--")) name.classList.add("option");
       name.innerHTML = name.innerHTML.replace(/(?<=\w)[_/.](?=\w)/g, "$&<wbr>");
     }
     const labels = [...table.querySelectorAll("thead th")].map((head) => head.textContent);
     for (const row of table.querySelectorAll("tbody tr")) {
       [...row.cells].forEach((cell, column) => {
-        if (column > 0 && labels[column].trim()) cell.dataset.label = labels[column].trim();
+        const label = labels[column].trim(), isEmpty = !cell.textContent.trim();
+        cell.classList.toggle("blank", isEmpty);
+        if (column > 0 && label && !isEmpty) cell.dataset.label = label;
       });
     }
   }

@@ -61,7 +61,7 @@ def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
     numbered = _NUMBERED.fullmatch(backend)
     if numbered is None:
         parse_backend(backend)
-        return backend, _listed(gpus)
+        return backend, _parse_list(gpus)
     if gpus:
         raise UsageError(
             f"expected devices in --backend or in --gpus, got both ({backend} and {gpus}); "
@@ -73,7 +73,7 @@ def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
     return numbered[1], tuple(range(first, last + 1))
 
 
-def _listed(text: str) -> tuple[int | str, ...]:
+def _parse_list(text: str) -> tuple[int | str, ...]:
     parts = [part.strip() for part in text.split(",")] if text else []
     devices = tuple(int(part) if part.isdecimal() else part.lower() for part in parts)
     if not all(map(_is_device, devices)) or len(set(devices)) != len(devices):

@@ -255,8 +255,8 @@ class StorageDamaged(SamestepError):
         self.reason = reason
 
     def __str__(self) -> str:
-        where = f" at {self.location}" if self.location else ""
-        return f"{self.path!r} is damaged{where}: {self.reason}"
+        location_text = f" at {self.location}" if self.location else ""
+        return f"{self.path!r} is damaged{location_text}: {self.reason}"
 
 
 class ProtocolError(SamestepError):
@@ -367,8 +367,8 @@ def user_location(error: BaseException) -> str:
     location, trace = "", error.__traceback__
     while trace is not None:
         path = PurePath(trace.tb_frame.f_code.co_filename)
-        ours = path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _ROOMS
-        if not (ours or _LIBRARIES & set(path.parts) or path.name.startswith("<")):
+        is_own = path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _ROOMS
+        if not (is_own or _LIBRARIES & set(path.parts) or path.name.startswith("<")):
             location = f" in {path.name}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return location

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from protocol.base import limits
 
 
-def _counted(count: int) -> int:
+def _check_count(count: int) -> int:
     if count > limits.COUNTED_SAMPLES:
         raise ValueError(f"expected a number of at most {limits.COUNTED_SAMPLES:g}")
     return count
@@ -25,7 +25,7 @@ Number = Annotated[int, Field(ge=0, lt=2**63)]
 Duty = Literal["train", "evaluate"]
 """A worker trains, or evaluates while others train."""
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
-Bounded = Annotated[int, AfterValidator(_counted)]
+Bounded = Annotated[int, AfterValidator(_check_count)]
 Count = Annotated[Bounded, Field(ge=1)]
 Every = Annotated[Bounded, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]

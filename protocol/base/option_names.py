@@ -28,8 +28,8 @@ def option(name: str) -> str:
 @contextmanager
 def options_as_arguments() -> Iterator[None]:
     """Name options as arguments of `samestep.fit`, in all threads, until the block ends."""
-    before, _for_script[0] = _for_script[0], True
+    earlier_value, _for_script[0] = _for_script[0], True
     try:
         yield
     finally:
-        _for_script[0] = before
+        _for_script[0] = earlier_value

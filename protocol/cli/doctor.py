@@ -129,17 +129,17 @@ def packages(extras: Sequence[str] = (), optional: Sequence[str] = ()) -> Iterat
         requirements = [Requirement(line) for line in metadata.requires("samestep") or ()]
     except metadata.PackageNotFoundError:
         return  # `release` reports it
-    wrong = [text for extra in ("", *extras) for text in _unmet(requirements, extra)]
+    faults = [text for extra in ("", *extras) for text in _unmet(requirements, extra)]
     for extra in optional:
         unmet = list(_unmet(requirements, extra))
-        wrong += [text for text in unmet if not text.endswith("is missing")]
-    if wrong:
+        faults += [text for text in unmet if not text.endswith("is missing")]
+    if faults:
         also = f"[{','.join(extras)}]" if extras else ""
-        yield failure("packages", ", ".join(wrong), f"pip install 'samestep{also}', or recreate "
+        yield failure("packages", ", ".join(faults), f"pip install 'samestep{also}', or recreate "
                                                     "the environment with "
                                                     "deploy/environment.sh")  # fmt: skip
     else:
-        yield ok("packages", "all there")
+        yield ok("packages", "all installed")
 
 
 def kernels() -> Finding:
@@ -197,7 +197,7 @@ def open_files(needed: int, enough: int) -> Finding:
     try:
         import resource  # noqa: PLC0415 -- not for every system
     except ImportError:
-        return ok("open files", "this system sets no limit that can be asked for")
+        return ok("open files", "this system reports no limit")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit >= enough:
         return ok("open files", f"up to {'any number' if limit < 0 else limit}")
@@ -217,14 +217,14 @@ def memory(least_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> Findin
     try:
         usage = read_memory(proc, groups)
     except (OSError, ValueError):
-        advice = "nothing: a model that does not fit ends in the allocator's own error"
-        return warning("memory", "this system has no procfs as on Linux", advice)
+        advice = "nothing to do: a model that does not fit ends with the allocator's own error"
+        return warning("memory", "not known: this system has no procfs, unlike Linux", advice)
     free, scope = usage.free, "this machine"
     if usage.left_in_group is not None and usage.left_in_group < free:
         free, scope = usage.left_in_group, "its control group"
     text = f"{byte_size(free)} free in {scope}"
     if free < least_bytes:
-        advice = f"end something or add memory; less than {byte_size(least_bytes)} is little"
+        advice = f"close programs or add memory; less than {byte_size(least_bytes)} is little"
         return warning("memory", text, advice)
     return ok("memory", text)
 
@@ -240,7 +240,7 @@ def killed(proc: Path = PROC, groups: Path = GROUPS) -> Finding:
     if count := counts.get("group", 0):
         return warning(
             "killed for memory", f"{count} processes of this control group, by the kernel",
-            "raise the memory limit of the unit or container, or give it less to do",
+            "raise the memory limit of the unit or container, or lower batch.microbatch",
         )  # fmt: skip
     since = f"{counts.get('machine')} processes since this machine's start"
     return ok("killed for memory", since if counts.get("machine") else "none reported")
@@ -256,7 +256,7 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
         elsewhere: The option or variable that names another directory.
     """
     folder = nearest(path)
-    name = repr(str(path)) if folder == path else f"{str(path)!r} (not made yet)"
+    name = repr(str(path)) if folder == path else f"{str(path)!r} (not created yet)"
     try:
         # The system removes it, even if this process is killed.
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -144,12 +144,14 @@ class SystemJournal:
         priority: Priority = Priority.INFO,
     ) -> None:
         """Write one entry; each field's name gets the prefix SAMESTEP_."""
-        own = {f"SAMESTEP_{name.upper()}": str(value) for name, value in (fields or {}).items()}
+        own_fields = {
+            f"SAMESTEP_{name.upper()}": str(value) for name, value in (fields or {}).items()
+        }
         entry = {
             "MESSAGE": message,
             "PRIORITY": str(int(priority)),
             "SYSLOG_IDENTIFIER": self._command,
-            **own,
+            **own_fields,
         }
         content = b"".join(_assignment(name, value.encode()) for name, value in entry.items())
         try:

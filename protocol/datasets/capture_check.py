@@ -33,9 +33,9 @@ def check_capture(spec: DistilRun) -> CaptureIndex:
         DataError: A file is missing or has another size, the student has another tokenizer, the
             temperature is not one of the capture's, or the evaluation capture does not match.
     """
-    index = _whole(spec.data.train)
+    index = _read_complete_index(spec.data.train)
     if spec.data.validation is not None:
-        check_alike(index, _whole(spec.data.validation), spec.data.validation)
+        check_alike(index, _read_complete_index(spec.data.validation), spec.data.validation)
     check_temperature(spec.distil, index.facts.layout)
     _check_tokenizers(spec, index)
     return index
@@ -53,12 +53,12 @@ def check_alike(trained_on: CaptureIndex, measured_on: CaptureIndex, place: str)
         DataError: It is of another teacher, or has another layout.
     """
     for name, value_trained in trained_on.facts:
-        measured = getattr(measured_on.facts, name)
-        if measured != value_trained:
+        measured_value = getattr(measured_on.facts, name)
+        if measured_value != value_trained:
             raise DataError(
                 f"expected the same {name} in the captures of data.train and data.validation, got "
-                f"{_value_text(value_trained)} and, in {place!r}, {_value_text(measured)}; capture "
-                "both in the same way"
+                f"{_value_text(value_trained)} and, in {place!r}, {_value_text(measured_value)}; "
+                "capture both in the same way"
             )
 
 
@@ -71,7 +71,7 @@ def _expanded(source: str) -> Path:
     return Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
 
 
-def _whole(source: str) -> CaptureIndex:
+def _read_complete_index(source: str) -> CaptureIndex:
     """Read the index of a capture, and check that all files are there.
 
     Raises:
@@ -180,8 +180,8 @@ def tokens_of_file(path: Path) -> dict[str, int] | None:
         if isinstance(vocabulary, list):  # Unigram: pieces with their scores
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
         tokens = {str(piece): int(number) for piece, number in vocabulary.items()}
-        for added in document.get("added_tokens") or ():
-            tokens[str(added["content"])] = int(added["id"])
+        for added_token in document.get("added_tokens") or ():
+            tokens[str(added_token["content"])] = int(added_token["id"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return tokens

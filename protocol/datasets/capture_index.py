@@ -71,9 +71,9 @@ def read_index(directory: Path) -> CaptureIndex:
         index = CaptureIndex.model_validate_json(document, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        location = ".".join(str(part) for part in first["loc"]) or "the document"
         raise DataError(
-            f"{str(path)!r} is not the index of a capture: {where}: {first['msg']}"
+            f"{str(path)!r} is not the index of a capture: {location}: {first['msg']}"
         ) from None
     for file in index.files:
         if name_fault(file.name) or "/" in file.name or not file.name.endswith(SUFFIX):

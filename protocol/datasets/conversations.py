@@ -136,12 +136,12 @@ def read_conversations(spec: DataSpec) -> DistinctRows[Conversation]:
 
 
 def _conversation(
-    messages_of: Callable[[str, Record], tuple[ChatMessage, ...]], where: str, record: Record
+    messages_of: Callable[[str, Record], tuple[ChatMessage, ...]], location: str, record: Record
 ) -> str:
-    messages = messages_of(where, record)
-    check_turns(where, messages)
-    tools = check_calls(where, messages, read_tools(where, record["tools"]))
-    return Conversation(messages, where, tools).document
+    messages = messages_of(location, record)
+    check_turns(location, messages)
+    tools = check_calls(location, messages, read_tools(location, record["tools"]))
+    return Conversation(messages, location, tools).document
 
 
 def read_documents(
@@ -160,21 +160,23 @@ def read_documents(
         parse: Makes the document of a row.
         bad_rows: Where rows that cannot be used are reported.
     """
-    renamed: Mapping[str, str] = dict(spec.columns.items())
-    names = {key: renamed.get(key, key) for key in columns}
-    wanted = {f"columns.{key}": name for key, name in names.items() if key not in optional}
-    unread = (_STEERING | _MATCH if "anchor" in names else _STEERING) - {*names.values()}
+    column_names: Mapping[str, str] = dict(spec.columns.items())
+    names = {key: column_names.get(key, key) for key in columns}
+    required_columns = {
+        f"columns.{key}": name for key, name in names.items() if key not in optional
+    }
+    unread_columns = (_STEERING | _MATCH if "anchor" in names else _STEERING) - {*names.values()}
     files = sources.row_files(spec.train)
-    rows = read_rows(files, wanted, [*names.values(), *sorted(unread)], bad_rows)
+    rows = read_rows(files, required_columns, [*names.values(), *sorted(unread_columns)], bad_rows)
 
     def parse_row(location: Location, record: Record) -> str:
-        for key in sorted(unread & record.keys() & _MATCH) if "anchor" in names else ():
+        for key in sorted(unread_columns & record.keys() & _MATCH) if "anchor" in names else ():
             if str(record[key]) in ("0", "0.0"):
                 raise DataError(
                     f"{location}: expected texts that belong together, got {key} {record[key]}: "
                     "a text that does not answer its anchor is no positive; leave the row out"
                 )
-        for key in sorted(unread & record.keys() - {"score"}):
+        for key in sorted(unread_columns & record.keys() - {"score"}):
             if has_value(record[key]) and (key != "label" or isinstance(record[key], bool)):
                 raise DataError(
                     f"{location}: expected {' and '.join(names)} alone to say what is learned, got "
@@ -185,57 +187,61 @@ def read_documents(
     return bad_rows.parse(rows, parse_row)
 
 
-def _of_messages(where: str, record: Record) -> tuple[ChatMessage, ...]:
-    return with_system(where, record["system"], read_messages(where, record["messages"]))
+def _of_messages(location: str, record: Record) -> tuple[ChatMessage, ...]:
+    return with_system(location, record["system"], read_messages(location, record["messages"]))
 
 
-def _of_sharegpt(where: str, record: Record) -> tuple[ChatMessage, ...]:
-    return with_system(where, record["system"], read_messages(where, record["conversations"]))
+def _of_sharegpt(location: str, record: Record) -> tuple[ChatMessage, ...]:
+    return with_system(location, record["system"], read_messages(location, record["conversations"]))
 
 
-def read_messages(where: str, given: object) -> tuple[ChatMessage, ...]:
+def read_messages(location: str, cell: object) -> tuple[ChatMessage, ...]:
     """Read a list of messages, or its JSON text; their order is not checked.
 
     Raises:
         DataError: It is no such list.
     """
-    if isinstance(given, str):  # a cell of a table
+    if isinstance(cell, str):  # a cell of a table
         try:
-            given = json.loads(given)
+            cell = json.loads(cell)
         except (ValueError, RecursionError):
-            raise DataError(f"{where}: expected messages as JSON, got {shown(given)}") from None
-    if not isinstance(given, list) or not given:
-        raise DataError(f"{where}: expected a list of messages, got {shown(given)}")
-    return tuple(read_message(f"{where} message {n}", one) for n, one in enumerate(given, start=1))
+            raise DataError(f"{location}: expected messages as JSON, got {shown(cell)}") from None
+    if not isinstance(cell, list) or not cell:
+        raise DataError(f"{location}: expected a list of messages, got {shown(cell)}")
+    return tuple(
+        read_message(f"{location} message {n}", message) for n, message in enumerate(cell, start=1)
+    )
 
 
-def is_message_list(given: object) -> bool:
+def is_message_list(cell: object) -> bool:
     """Return whether a cell holds messages rather than a text."""
-    return isinstance(given, list) or (isinstance(given, str) and given.lstrip().startswith("[{"))
+    return isinstance(cell, list) or (isinstance(cell, str) and cell.lstrip().startswith("[{"))
 
 
-def _of_prompt(where: str, record: Record) -> tuple[ChatMessage, ...]:
+def _of_prompt(location: str, record: Record) -> tuple[ChatMessage, ...]:
     """Read a prompt and its completion, of which only the completion is learned."""
     prompt, completion = (
-        read_messages(f"{where} {key}", record[key])
+        read_messages(f"{location} {key}", record[key])
         if is_message_list(record[key])
-        else (ChatMessage(role, read_words(where, record[key], key)),)
+        else (ChatMessage(role, read_words(location, record[key], key)),)
         for key, role in zip(("prompt", "completion"), _TURN, strict=True)
     )
     prompt = tuple(replace(each, trained=each.role != "assistant") for each in prompt)
-    return with_system(where, record["system"], (*prompt, *completion))
+    return with_system(location, record["system"], (*prompt, *completion))
 
 
-def _of_alpaca(where: str, record: Record) -> tuple[ChatMessage, ...]:
-    question = read_words(where, record["instruction"], "instruction")
+def _of_alpaca(location: str, record: Record) -> tuple[ChatMessage, ...]:
+    question = read_words(location, record["instruction"], "instruction")
     if record["input"] is not None and record["input"] != "":
-        question = f"{question}\n\n{read_words(where, record['input'], 'input')}"
-    answer = ChatMessage("assistant", read_words(where, record["output"], "output"))
-    before = _history(where, record["history"])
-    return with_system(where, record["system"], (*before, ChatMessage("user", question), answer))
+        question = f"{question}\n\n{read_words(location, record['input'], 'input')}"
+    answer = ChatMessage("assistant", read_words(location, record["output"], "output"))
+    earlier_turns = _history(location, record["history"])
+    return with_system(
+        location, record["system"], (*earlier_turns, ChatMessage("user", question), answer)
+    )
 
 
-def _history(where: str, turns: object) -> Iterator[ChatMessage]:
+def _history(location: str, turns: object) -> Iterator[ChatMessage]:
     """Read earlier turns: a list of pairs, instruction and answer, or its JSON text."""
     if not has_value(turns):
         return
@@ -246,7 +252,7 @@ def _history(where: str, turns: object) -> Iterator[ChatMessage]:
             turns = None
     pairs = turns if isinstance(turns, list) else [None]
     for number, pair in enumerate(pairs, start=1):
-        at = f"{where} history {number}"
+        at = f"{location} history {number}"
         if not isinstance(pair, list) or len(pair) != len(_TURN):
             raise DataError(f"{at}: expected an instruction and its answer, got {shown(pair)}")
         for role, content in zip(_TURN, pair, strict=True):
@@ -254,21 +260,21 @@ def _history(where: str, turns: object) -> Iterator[ChatMessage]:
 
 
 def with_system(
-    where: str, given: object, messages: tuple[ChatMessage, ...]
+    location: str, cell: object, messages: tuple[ChatMessage, ...]
 ) -> tuple[ChatMessage, ...]:
     """Put the row's column `system` before the messages, if it says something.
 
     Raises:
         DataError: It is no text, or the messages begin with another system message.
     """
-    if not has_value(given) or (isinstance(given, str) and not given.strip()):
+    if not has_value(cell) or (isinstance(cell, str) and not cell.strip()):
         return messages
-    system = ChatMessage("system", read_words(where, given, "system"))
+    system = ChatMessage("system", read_words(location, cell, "system"))
     if messages[0].role != "system":
         return (system, *messages)
     if messages[0] != system:
         raise DataError(
-            f"{where}: expected one system message, got one in the column system and another in "
+            f"{location}: expected one system message, got one in the column system and another in "
             "the messages; leave one out"
         )
     return messages

@@ -34,10 +34,10 @@ from protocol.spec.sections.data import DataSpec
 
 
 def check_data(spec: RunSpec) -> None:
-    """Read all of it, and keep nothing.
+    """Read all data of the run spec, and keep none in memory.
 
     Raises:
-        DataError: It cannot be used, with the place and what to set.
+        DataError: The data cannot be used; the error names the location and what to set.
     """
     check_adapter(spec)
     match spec:
@@ -45,62 +45,66 @@ def check_data(spec: RunSpec) -> None:
             labeled = read_labeled_text(data)
             check_labels(spec, labeled.names)
             classes = Counter(labeled.labels).values() if data.stratify else [len(labeled.texts)]
-            check_samples(sum(trained_on(samples, data) for samples in classes), spec)
+            train_samples = sum(trained_on(samples, data) for samples in classes)
+            check_samples(train_samples, spec, labeled.duplicates)
             if data.validation is not None:
                 read_labeled_text(validation_data(data), labeled.names)
         case TagRun(data=data):
             tagged = read_tagged_words(data)
             check_labels(spec, sorted({tag for row in tagged for tag in row.tags}))
-            check_samples(trained_on(len(tagged), data), spec)
+            check_samples(trained_on(len(tagged), data), spec, tagged.duplicates)
             if data.validation is not None:
                 read_tagged_words(validation_data(data))
         case Seq2SeqRun(data=data):
-            check_samples(trained_on(len(read_text_pairs(data)), data), spec)
+            pairs = read_text_pairs(data)
+            check_samples(trained_on(len(pairs), data), spec, pairs.duplicates)
             if data.validation is not None:
                 read_text_pairs(validation_data(data))
         case DpoRun(data=data):
-            check_samples(trained_on(len(read_preferences(data)), data), spec)
+            preferences = read_preferences(data)
+            check_samples(trained_on(len(preferences), data), spec, preferences.duplicates)
             if data.validation is not None:
                 read_preferences(validation_data(data))
         case EmbedRun(data=data):
             groups = read_text_groups(data)
-            check_samples(trained_on(len(groups), data), spec)
+            check_samples(trained_on(len(groups), data), spec, groups.duplicates)
             if spec.batch.samples == 1 and len(groups[0].passages) == 1:
                 raise DataError(
                     "expected at least 2 pairs in a step, or rows with a hard negative, got 1 "
                     "pair, whose passage has no other to compete with; --set batch.samples=32"
                 )
             if data.validation is not None:
-                read_text_groups(validation_data(data))
+                read_text_groups(validation_data(data), groups[0])
         case DistilRun():
             check_samples(trained_on(check_capture(spec).samples, spec.data), spec)
         case CausalLmRun(data=data) | MaskedLmRun(data=data):
-            samples = _read(data)
+            samples, duplicates = _read(data)
             if data.format != "text":
-                check_samples(trained_on(samples, data), spec)
+                check_samples(trained_on(samples, data), spec, duplicates)
             if data.validation is not None:
                 _read(validation_data(data))
         case TeacherLogitsRun(data=data):
             logits_file.pyarrow_modules()  # the coordinator writes them
-            samples = _read(data)
+            samples, duplicates = _read(data)
             if data.format != "text":
-                check_samples(samples, spec)
+                check_samples(samples, spec, duplicates)
 
 
-def _read(data: DataSpec) -> int:
-    """Count conversations, or parts of running text.
+def _read(data: DataSpec) -> tuple[int, int]:
+    """Count conversations and removed duplicates, or parts of running text.
 
     Raises:
         DataError: They cannot be used, or there are none.
     """
     if data.format != "text":
-        return len(read_conversations(data))
+        conversations = read_conversations(data)
+        return len(conversations), conversations.duplicates
     count = sum(1 for _ in parts(data, BadRows(skip=data.skip_bad_rows)))
     if not count:
         raise DataError(
             f"expected text in {data.train!r}, found none; name other data: --set data.train=FILE"
         )
-    return count
+    return count, 0
 
 
 def validation_data(data: DataSpec) -> DataSpec:
@@ -109,16 +113,23 @@ def validation_data(data: DataSpec) -> DataSpec:
     return data.model_copy(update={"train": data.validation, "validation": None})
 
 
-def check_samples(train_samples: int, spec: RunSpec) -> None:
+def check_samples(train_samples: int, spec: RunSpec, duplicates: int = 0) -> None:
     """Check that the training samples fill a microbatch.
+
+    Args:
+        train_samples: Number of training samples, without duplicates.
+        spec: The run spec.
+        duplicates: Number of removed duplicates, which the error mentions.
 
     Raises:
         DataError: They do not.
     """
     if train_samples < spec.batch.microbatch:
+        removed = f" (duplicates removed: {duplicates})" if duplicates else ""
         raise DataError(
-            f"expected at least {spec.batch.microbatch} training samples, a microbatch, got "
-            f"{train_samples}; give more data, or lower it: --set batch.microbatch={train_samples}"
+            f"expected at least {spec.batch.microbatch} training samples (one microbatch), got "
+            f"{train_samples}{removed}; give more data, or lower it: --set "
+            f"batch.microbatch={train_samples}"
         )
 
 

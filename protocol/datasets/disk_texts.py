@@ -30,13 +30,15 @@ class DiskFile:
     """An unnamed file: append at the end, read anywhere."""
 
     def __init__(self) -> None:
-        own = os.environ.get("TMPDIR")
-        self._directory = own or (str(_LARGE_FILES) if os.access(_LARGE_FILES, os.W_OK) else None)
+        directory = os.environ.get("TMPDIR")
+        self._directory = directory or (
+            str(_LARGE_FILES) if os.access(_LARGE_FILES, os.W_OK) else None
+        )
         try:
             with tempfile.TemporaryFile(dir=self._directory) as file:
                 self._fd = os.dup(file.fileno())
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._storage_error(error) from None
         weakref.finalize(self, os.close, self._fd)
         self._waiting = bytearray()
         self._written = 0
@@ -79,13 +81,13 @@ class DiskFile:
         self._flush()
         lo = self._written + -self._written % mmap.ALLOCATIONGRANULARITY
         try:
-            done = 0
-            while done < len(content):
-                done += os.pwrite(self._fd, content[done:], lo + done)
-            self._written = lo + done
-            return memoryview(mmap.mmap(self._fd, done, offset=lo))
+            bytes_written = 0
+            while bytes_written < len(content):
+                bytes_written += os.pwrite(self._fd, content[bytes_written:], lo + bytes_written)
+            self._written = lo + bytes_written
+            return memoryview(mmap.mmap(self._fd, bytes_written, offset=lo))
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._storage_error(error) from None
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the whole file in pieces."""
@@ -99,12 +101,12 @@ class DiskFile:
                 self._written += written
                 del self._waiting[:written]
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._storage_error(error) from None
 
-    def _failed(self, error: OSError) -> StorageFailed:
+    def _storage_error(self, error: OSError) -> StorageFailed:
         directory = str(self._directory or tempfile.gettempdir())
         return StorageFailed(
-            "keep the data in", directory, f"{error.strerror}; TMPDIR names another"
+            "store the data in", directory, f"{error.strerror}; set TMPDIR to another directory"
         )
 
 

@@ -1,7 +1,7 @@
-"""Texts that belong together, and others that do not: pairs and triplets out of data files.
+"""Read pairs and triplets of texts for the task `embed` from data files.
 
-A row is as sentence-transformers has it: `anchor` (a query), `positive` (a passage that answers it)
-and, if there is one, `negative`: a passage that does not, or a list of such.
+A row has the columns of sentence-transformers: `anchor` (a query), `positive` (a passage that
+answers it) and optionally `negative`, a passage that does not, or a list of these.
 """
 
 from __future__ import annotations
@@ -26,14 +26,21 @@ class TextGroup:
     location: str
 
 
-def read_text_groups(spec: DataSpec) -> DistinctRows[TextGroup]:
-    """Read what the run spec names.
+def read_text_groups(spec: DataSpec, first: TextGroup | None = None) -> DistinctRows[TextGroup]:
+    """Read the rows of the files that the run spec names.
+
+    Args:
+        spec: Names files and columns.
+        first: The first row of the training data, if this is the validation data: every row has
+            as many negatives.
 
     Raises:
-        DataError: A file is missing, not UTF-8 or damaged, lacks a column, or rows lack a text.
+        DataError: A file is missing, not UTF-8 or damaged, lacks a column, or rows lack a text or
+            have another number of negatives than the first row.
     """
     bad_rows = BadRows(skip=spec.skip_bad_rows)
-    rows = read_documents(spec, EMBEDDING_COLUMNS, ("negative",), _document, bad_rows)
+    parser = _RowParser(first)
+    rows = read_documents(spec, EMBEDDING_COLUMNS, ("negative",), parser.document, bad_rows)
     return DistinctRows(rows, _group_of, f"pairs of texts in {spec.train!r}", bad_rows)
 
 
@@ -42,15 +49,37 @@ def _group_of(document: str, location: str) -> TextGroup:
     return TextGroup(anchor, tuple(passages), location)
 
 
-def _document(where: str, record: Record) -> str:
-    anchor = read_words(where, record["anchor"], "anchor")
-    positive = read_words(where, record["positive"], "positive")
-    negative = record["negative"]
-    listed = [] if negative is None else negative if isinstance(negative, list) else [negative]
-    negatives = [read_words(where, each, "negative") for each in listed]
-    if positive in negatives:
-        raise DataError(
-            f"{where}: expected negatives that differ from the positive, got the same text as "
-            "both; leave the row out"
-        )
-    return json.dumps([anchor, positive, *negatives], ensure_ascii=False)
+class _RowParser:
+    """Parses rows, and compares their number of negatives with that of the first row."""
+
+    def __init__(self, first: TextGroup | None) -> None:
+        self._first_location = "" if first is None else first.location
+        self._negatives = 0 if first is None else len(first.passages) - 1
+
+    def document(self, location: str, record: Record) -> str:
+        """Return the row's texts as JSON: anchor, positive, negatives.
+
+        Raises:
+            DataError: A text is missing, the positive is also a negative, or the number of
+                negatives differs from the first row's.
+        """
+        anchor = read_words(location, record["anchor"], "anchor")
+        positive = read_words(location, record["positive"], "positive")
+        cell = record["negative"]
+        texts = [] if cell is None else cell if isinstance(cell, list) else [cell]
+        negatives = [read_words(location, text, "negative") for text in texts]
+        if positive in negatives:
+            raise DataError(
+                f"{location}: expected negatives that differ from the positive, got the same text "
+                "as both; leave the row out"
+            )
+        if not self._first_location:
+            self._first_location, self._negatives = location, len(negatives)
+        elif len(negatives) != self._negatives:
+            raise DataError(
+                f"{location}: expected as many negatives as in the first row, "
+                f"{self._first_location}, which has {self._negatives or 'none'}, got "
+                f"{len(negatives) or 'none'}; give every row the same number, or ignore all: "
+                "--set data.columns.negative=none"
+            )
+        return json.dumps([anchor, positive, *negatives], ensure_ascii=False)

@@ -1,9 +1,9 @@
 """Read labeled text from data files, check it and remove duplicates.
 
-The delimiter of a table is found from its header, whatever the file's name ends with. A TSV file
-may come without a header if it has two columns, label first, as the SMS Spam Collection
-has; the columns asked for are then `text` and `label`. A directory may have a folder of text files
-for each class instead, as the IMDb reviews have.
+The header of a table determines its delimiter, whatever the file's suffix. A TSV file may lack a
+header if it has two columns, label first, like the SMS Spam Collection; the run spec's columns
+must then be `text` and `label`. A directory may have a folder of text files for each class
+instead, like the IMDb reviews.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LabeledText:
         texts: Without the spaces at both ends; of pairs, both texts as `joined_pair` joins them.
         labels: Of each text: a number into `names`, a tuple of them (multi-label), or the value to
             predict (regression).
-        names: Of the labels; of regression none.
+        names: Names of the labels; of regression none.
         duplicates: Number of repeated texts.
         locations: File and row of each text.
         conflicts: Number of texts that were repeated with another label and left out.
@@ -75,11 +75,11 @@ class LabeledText:
         """Return groups of labels that differ only in case, spaces or number format."""
         groups: dict[object, list[str]] = {}
         for name in self.names:
-            groups.setdefault(_plain(name), []).append(name)
+            groups.setdefault(_normalized_name(name), []).append(name)
         return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
-def _plain(name: str) -> object:
+def _normalized_name(name: str) -> object:
     try:
         return float(name)
     except ValueError:
@@ -112,22 +112,24 @@ def read_labeled_text(spec: DataSpec, known: Sequence[str] | None = None) -> Lab
 
     Args:
         spec: The section data.
-        known: The names of the labels in the order of their numbers, where the training data has
-            given them: of data that is measured on.
+        known: For evaluation data: the names of the training data's labels, in the order of their
+            numbers.
 
     Raises:
         DataError: A file is missing, not UTF-8 or empty, lacks a column, a label or a class, or
             gives one text two labels, unless `data.conflicts` keeps the first.
     """
     texts, locations, labels = DiskTexts(), Locations(), list[Label]()
-    seen: dict[bytes, int] = {}
+    first_by_digest: dict[bytes, int] = {}
     distinct: dict[Label, Label] = {}
     conflicts, bad_rows = _Conflicts(spec), BadRows(skip=spec.skip_bad_rows)
     rows = 0
     for location, row in bad_rows.parse(_records(spec, bad_rows), partial(_row, spec, known)):
         rows += 1
         label = distinct.setdefault(row.label, row.label)  # each is in memory once
-        first = seen.setdefault(blake3(row.text.encode()).digest(DIGEST_BYTES), len(texts))
+        first = first_by_digest.setdefault(
+            blake3(row.text.encode()).digest(DIGEST_BYTES), len(texts)
+        )
         if first == len(texts):
             texts.append(row.text)
             locations.append(location)
@@ -172,12 +174,14 @@ class _Conflicts:
         self.count = 0
 
     def add(self, row: _Row, first: str, first_label: Label) -> None:
-        """Add a row, and where the same text stood before with which label."""
+        """Add a row, with the location and label of the first row with the same text."""
         self.count += 1
         if len(self._shown) < _CONFLICTS_SHOWN:
             one_file = f"{str(row.location.path)!r} "
-            at, before = (where.removeprefix(one_file) for where in (str(row.location), first))
-            self._shown.append(f"{at} {row.label!r} ({before} {first_label!r})")
+            at, earlier_location = (
+                location.removeprefix(one_file) for location in (str(row.location), first)
+            )
+            self._shown.append(f"{at} {row.label!r} ({earlier_location} {first_label!r})")
 
     def refuse(self) -> None:
         """Refuse conflicts, unless the first label counts.
@@ -187,8 +191,8 @@ class _Conflicts:
         """
         if not self.count or self._keeps_first:
             return
-        more = self.count - len(self._shown)
-        others = f" and {more} more" if more else ""
+        hidden_count = self.count - len(self._shown)
+        others = f" and {hidden_count} more" if hidden_count else ""
         raise DataError(
             f"{self._train!r}: expected one label for each text, got another for the same text in "
             f"{', '.join(self._shown)}{others}; correct them, or keep the first label of each: "
@@ -237,14 +241,16 @@ def _label_names(names: set[str], samples: int, spec: DataSpec) -> tuple[str, ..
 
 def _records(spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Record]]:
     """Read every row, its cells as `text`, `label` and perhaps `text_pair`."""
-    wanted = _columns(spec)
+    required_columns = _columns(spec)
     for path in sources.row_files(spec.train, class_folders=True):
         kind = sources.kind_of(path)
         if kind in ("csv", "tsv"):
             yield from _table_rows(path, spec, bad_rows)
         elif kind in sources.ROW_KINDS or not sources.is_directory(spec.train):
-            for location, record in read_rows([path], wanted, [*wanted.values()], bad_rows):
-                yield location, {key: record[name] for key, name in wanted.items()}
+            for location, record in read_rows(
+                [path], required_columns, [*required_columns.values()], bad_rows
+            ):
+                yield location, {key: record[name] for key, name in required_columns.items()}
         else:
             folder = path.relative_to(sources.expanded(spec.train)).parts[0]
             yield Location(path, 1), {"text": read_text(path), "label": folder}
@@ -256,8 +262,8 @@ def _columns(spec: DataSpec) -> dict[str, str]:
 
 
 def _table_rows(path: Path, spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Record]]:
-    wanted = _columns(spec)
-    columns = {*wanted.values()}
+    required_columns = _columns(spec)
+    columns = {*required_columns.values()}
     rows = read_table(path, columns)
     line, first = next(rows, (0, []))
     if not first:
@@ -268,8 +274,8 @@ def _table_rows(path: Path, spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple
         cells = (row for _, row in read_table(path, columns) if not isinstance(row, DataError))
         if _is_a_label(header[0], (row[0].strip() for row in cells)):
             header, rows = _HEADERLESS, read_table(path, columns)
-    check_columns(str(Location(path, line)), header, wanted)
-    at = {key: header.index(name) for key, name in wanted.items()}
+    check_columns(str(Location(path, line)), header, required_columns)
+    at = {key: header.index(name) for key, name in required_columns.items()}
     for number, row in rows:
         if isinstance(row, DataError):
             bad_rows.add(row)
@@ -308,7 +314,7 @@ def _row(spec: DataSpec, known: Sequence[str] | None, location: Location, record
 
 
 _OTHER_PROBLEM: Final[Mapping[type, str]] = {
-    list: "; for several labels a text: --set data.problem=multi-label",
+    list: "; for several labels per text: --set data.problem=multi-label",
     float: "; to predict numbers: --set data.problem=regression",
 }
 
@@ -336,10 +342,10 @@ def _labels(location: Location, value: object) -> tuple[str, ...]:
             ) from None
     if value is None or value == "":
         return ()
-    several = value.split(",") if isinstance(value, str) else value
-    if not isinstance(several, list):
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list):
         raise DataError(f"{location}: expected a list of labels, got {shown(value)}")
-    return tuple(sorted({_one_label(location, each) for each in several}))
+    return tuple(sorted({_one_label(location, each) for each in parts}))
 
 
 def _number(location: Location, label: object) -> float:

@@ -180,9 +180,9 @@ class LogitsFile:
             return CaptureFacts.model_validate_json(metadata, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
+            location = ".".join(str(part) for part in first["loc"])
             raise DataError(
-                f"expected captured logits of this release in {str(self._path)!r}: {where}: "
+                f"expected captured logits of this release in {str(self._path)!r}: {location}: "
                 f"{first['msg']}"
             ) from None
 

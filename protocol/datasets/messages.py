@@ -43,7 +43,7 @@ class ToolCall:
     """A call of a function.
 
     Attributes:
-        name: Of the function.
+        name: Name of the function.
         arguments: By name.
         id: What the answer refers to; empty where nothing does.
     """
@@ -63,7 +63,7 @@ class ChatMessage:
         reasoning: What the assistant thought before; the chat template decides whether to show it.
         tool_calls: What the assistant calls.
         call_id: Of a tool's answer: the call it answers, if the data says.
-        name: Of a tool's answer: the function, if the data says.
+        name: Name of a tool's answer: the function, if the data says.
         trained: Whether the assistant learns this message.
     """
 
@@ -77,24 +77,28 @@ class ChatMessage:
 
     def record(self) -> list[Any]:
         """Return it as JSON: role, content, and a third element only if there is more to say."""
-        more: dict[str, Any] = {
+        optional_fields: dict[str, Any] = {
             "reasoning": self.reasoning,
             "tool_calls": [[call.name, call.arguments, call.id] for call in self.tool_calls],
             "call_id": self.call_id,
             "name": self.name,
         }
-        more = {key: value for key, value in more.items() if value}
+        optional_fields = {key: value for key, value in optional_fields.items() if value}
         if not self.trained:
-            more["trained"] = False
-        return [self.role, self.content, more] if more else [self.role, self.content]
+            optional_fields["trained"] = False
+        return (
+            [self.role, self.content, optional_fields]
+            if optional_fields
+            else [self.role, self.content]
+        )
 
     @staticmethod
     def of(record: list[Any]) -> ChatMessage:
         """Return the message of a `record`."""
         role, content, *rest = record
-        more = dict(rest[0]) if rest else {}
-        calls = tuple(ToolCall(*call) for call in more.pop("tool_calls", ()))
-        return ChatMessage(role, content, tool_calls=calls, **more)
+        optional_fields = dict(rest[0]) if rest else {}
+        calls = tuple(ToolCall(*call) for call in optional_fields.pop("tool_calls", ()))
+        return ChatMessage(role, content, tool_calls=calls, **optional_fields)
 
     def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
         """Return it as chat templates expect it.
@@ -129,41 +133,41 @@ def has_value(value: object) -> bool:
     return value is not None and value not in ("", [], {}, "[]", "{}", "null")
 
 
-def read_message(location: str, given: object) -> ChatMessage:
+def read_message(location: str, document: object) -> ChatMessage:
     """Read one message.
 
     Args:
         location: File, row and number of the message.
-        given: The message.
+        document: The message.
 
     Raises:
         DataError: It is no message, or says something that training would ignore.
     """
-    if not isinstance(given, dict):
-        raise DataError(f"{location}: expected role and content, got {shown(given)}")
-    role_key = "from" if "from" in given and "role" not in given else "role"
-    text_key = "value" if "value" in given and "content" not in given else "content"
-    if role_key not in given:
+    if not isinstance(document, dict):
+        raise DataError(f"{location}: expected role and content, got {shown(document)}")
+    role_key = "from" if "from" in document and "role" not in document else "role"
+    text_key = "value" if "value" in document and "content" not in document else "content"
+    if role_key not in document:
         raise DataError(f"{location}: expected role and content, found no role")
-    unknown_keys = [key for key, value in given.items() if has_value(value) and key not in _READ]
+    unknown_keys = [key for key, value in document.items() if has_value(value) and key not in _READ]
     if unknown_keys:
         raise DataError(
             f"{location}: expected role and content, got {unknown_keys[0]!r} too, which training "
             "would ignore; leave it out"
         )
-    role_name = given[role_key]
+    role_name = document[role_key]
     role = _ROLE_OF.get(role_name) if isinstance(role_name, str) else None
     if role is None:
         raise DataError(
             f"{location}: expected one of the roles {', '.join(ROLES)}, got {shown(role_name)}"
         )
     if role == "assistant":
-        return _assistant(location, given, text_key, calling=role_name in _CALLING)
-    _refuse_assistants_keys(location, role, given)
-    content = read_words(location, _joined_parts(given.get(text_key)), "content")
+        return _assistant(location, document, text_key, calling=role_name in _CALLING)
+    _refuse_assistants_keys(location, role, document)
+    content = read_words(location, _joined_parts(document.get(text_key)), "content")
     if role != "tool":
         return ChatMessage(role, content)
-    call_id, name = (given.get(key) or "" for key in ("tool_call_id", "name"))
+    call_id, name = (document.get(key) or "" for key in ("tool_call_id", "name"))
     return ChatMessage(role, content, call_id=str(call_id), name=str(name))
 
 
@@ -219,11 +223,11 @@ def _refuse_assistants_keys(location: str, role: str, message: Mapping[str, Any]
     for key in ("tool_calls", "function_call", *_REASONING):
         if has_value(message.get(key)):
             raise DataError(f"{location}: expected {key} from the assistant alone, got the {role}")
-    unread = [key for key in ("tool_call_id", "name") if has_value(message.get(key))]
-    if role != "tool" and unread:
+    unread_keys = [key for key in ("tool_call_id", "name") if has_value(message.get(key))]
+    if role != "tool" and unread_keys:
         raise DataError(
-            f"{location}: expected role and content, got {unread[0]!r} too, which training would "
-            "ignore; leave it out"
+            f"{location}: expected role and content, got {unread_keys[0]!r} too, which training "
+            "would ignore; leave it out"
         )
 
 
@@ -263,15 +267,15 @@ def _tool_call(location: str, call: object) -> ToolCall:
     return ToolCall(inner["name"], arguments, str(outer.get("id") or ""))
 
 
-def read_tools(location: str, given: object) -> tuple[Tool, ...]:
+def read_tools(location: str, document: object) -> tuple[Tool, ...]:
     """Read the tools of a conversation: a list, or its JSON text.
 
     Raises:
         DataError: They are no list of functions.
     """
-    if not has_value(given) or (isinstance(given, str) and not given.strip()):
+    if not has_value(document) or (isinstance(document, str) and not document.strip()):
         return ()
-    tools = _list_of(location, given, "tools")
+    tools = _list_of(location, document, "tools")
     return tuple(_tool(f"{location} tool {number}", tool) for number, tool in enumerate(tools, 1))
 
 

@@ -59,29 +59,31 @@ def _pair_of(document: str, location: str) -> Pair:
     return Pair(conversation_of(chosen, location), conversation_of(rejected, location))
 
 
-def _pair(where: str, record: Record) -> str:
-    prompt = _messages(f"{where} prompt", record["prompt"], "user")
-    chosen, rejected = (_conversation(where, key, prompt, record) for key in ("chosen", "rejected"))
+def _pair(location: str, record: Record) -> str:
+    prompt = _messages(f"{location} prompt", record["prompt"], "user")
+    chosen, rejected = (
+        _conversation(location, key, prompt, record) for key in ("chosen", "rejected")
+    )
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise DataError(
-            f"{where}: expected chosen and rejected to be the same up to their last answers, "
+            f"{location}: expected chosen and rejected to be the same up to their last answers, "
             "got conversations that differ before"
         )
     if chosen.messages == rejected.messages:
         raise DataError(
-            f"{where}: expected chosen and rejected to differ, got the same twice; leave the "
+            f"{location}: expected chosen and rejected to differ, got the same twice; leave the "
             "row out"
         )
     return Pair(chosen, rejected).document
 
 
 def _conversation(
-    where: str, key: str, prompt: tuple[ChatMessage, ...], record: Record
+    location: str, key: str, prompt: tuple[ChatMessage, ...], record: Record
 ) -> Conversation:
-    at = f"{where} {key}"
+    at = f"{location} {key}"
     answer = _messages(at, record[key], "assistant")
     if not answer:
-        raise DataError(f"{where}: expected {key}, got {shown(record[key])}")
+        raise DataError(f"{location}: expected {key}, got {shown(record[key])}")
     if prompt and answer[0].role != "assistant":
         # As some sets have it: the whole conversation once more.
         if answer[: len(prompt)] != prompt:
@@ -98,14 +100,16 @@ def _conversation(
         )
     messages = with_system(at, record["system"], messages)
     check_turns(at, messages)
-    tools = check_calls(where, messages, read_tools(where, record["tools"]))
-    return Conversation(messages, where, tools)
+    tools = check_calls(location, messages, read_tools(location, record["tools"]))
+    return Conversation(messages, location, tools)
 
 
-def _messages(where: str, value: object, role: str) -> tuple[ChatMessage, ...]:
+def _messages(location: str, value: object, role: str) -> tuple[ChatMessage, ...]:
     """Read messages; a text is what the role says, and nothing is no message."""
     if value is None:
         return ()
     if is_message_list(value):
-        return read_messages(where, value)
-    return (ChatMessage(role, read_words(where, value, "prompt" if role == "user" else "answer")),)
+        return read_messages(location, value)
+    return (
+        ChatMessage(role, read_words(location, value, "prompt" if role == "user" else "answer")),
+    )

@@ -172,7 +172,7 @@ class _Columns:
 
     Args:
         wanted: By the key of the section `data` that names each.
-        optional: Columns that are read where they are there.
+        optional: Columns that are read where they exist.
         look: Called before any column is missed.
     """
 
@@ -257,17 +257,17 @@ def _json_rows(
 ) -> Iterator[tuple[int, Record | DataError]]:
     """Read a JSON list of objects, a lone list inside an object, or JSON lines by another name."""
     lines = (line for line in stream_lines(path) if line.strip())
-    first, more = next(lines, "").lstrip(), next(lines, "")
-    if first.startswith("["):
+    first_line, second_line = next(lines, "").lstrip(), next(lines, "")
+    if first_line.startswith("["):
         for number, value in enumerate(json_values(path, text_pieces(path)), start=1):
             yield number, checked_object(f"{str(path)!r} row {number}", value)
         return
     try:
-        lone = json.loads(first)
+        lone = json.loads(first_line)
     except (ValueError, RecursionError):
         lone = None
     if lone is not None and (
-        more or not isinstance(lone, dict) or {*columns_wanted} <= lone.keys()
+        second_line or not isinstance(lone, dict) or {*columns_wanted} <= lone.keys()
     ):
         yield from json_lines(path)
         return
@@ -328,7 +328,7 @@ def _parquet_rows(
             present = [name for name in names if name in columns]
             classes = _class_names(file.schema_arrow.metadata)
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=present):
-                yield from (_readable(record, classes) for record in batch.to_pylist())
+                yield from (_clean_record(record, classes) for record in batch.to_pylist())
 
 
 def _arrow_rows(
@@ -355,8 +355,8 @@ def _arrow_rows(
             classes = _class_names(reader.schema.metadata)
             for batch in batches:
                 for lo in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    some = batch.slice(lo, _ROWS_AT_ONCE).select(present)
-                    yield from (_readable(record, classes) for record in some.to_pylist())
+                    rows = batch.slice(lo, _ROWS_AT_ONCE).select(present)
+                    yield from (_clean_record(record, classes) for record in rows.to_pylist())
 
 
 def _class_names(metadata: Mapping[bytes, bytes] | None) -> Mapping[str, Sequence[str]]:
@@ -379,29 +379,29 @@ def _class_names(metadata: Mapping[bytes, bytes] | None) -> Mapping[str, Sequenc
     return values
 
 
-def _readable(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
+def _clean_record(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
     """Remove nulls inside of cells, as Arrow gives every object of a column the keys of all.
 
     Classes become their names; -1, which says that there is none, becomes null.
     """
     return {
-        name: _named(value, classes[name]) if name in classes else _shorn(value)
+        name: _class_name(value, classes[name]) if name in classes else _without_nulls(value)
         for name, value in record.items()
     }
 
 
-def _named(value: Any, names: Sequence[str]) -> Any:
+def _class_name(value: Any, names: Sequence[str]) -> Any:
     if isinstance(value, list):
-        return [_named(each, names) for each in value]
+        return [_class_name(each, names) for each in value]
     if not isinstance(value, int) or value >= len(names):
         return value
     return names[value] if value >= 0 else None
 
 
-def _shorn(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _shorn(each) for key, each in value.items() if each is not None}
-    return [*map(_shorn, value)] if isinstance(value, list) else value
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 _CELL_CHARACTERS: Final = 1 << 28
@@ -432,7 +432,7 @@ def read_table(path: Path, columns_wanted: Collection[str]) -> Iterator[TableRow
 
 def _delimiter(path: Path, columns_wanted: Collection[str]) -> str:
     """Return what separates the header into the columns asked for; else what the name says."""
-    usual = _TAB if sources.kind_of(path) == "tsv" else ","
+    usual_delimiter = _TAB if sources.kind_of(path) == "tsv" else ","
     first = next((line for line in stream_lines(path) if line.strip()), "")
     by_cells = {
         each: column_names(next(csv.reader([first], delimiter=each))) for each in _DELIMITERS
@@ -442,7 +442,7 @@ def _delimiter(path: Path, columns_wanted: Collection[str]) -> str:
         return fitting[0]
     if all(_TAB in line for line in stream_lines(path) if line.strip()):
         return _TAB
-    return max((usual, *_DELIMITERS), key=lambda each: len(by_cells[each]))
+    return max((usual_delimiter, *_DELIMITERS), key=lambda each: len(by_cells[each]))
 
 
 def _quotes_are_text(path: Path) -> bool:
@@ -452,14 +452,16 @@ def _quotes_are_text(path: Path) -> bool:
     """
     if not any(line[0] == '"' or '\t"' in line for line in stream_lines(path) if line):
         return False
-    rows, quoted = 0, list[bool]()
+    rows, quoted_columns = 0, list[bool]()
     for _, cells in _cells(path, _TAB, csv.QUOTE_NONE):
         if isinstance(cells, DataError):
             return False
         quoted_here = [*map(_is_quoted, cells)]
-        quoted = [a and b for a, b in zip(quoted or quoted_here, quoted_here, strict=True)]
+        quoted_columns = [
+            a and b for a, b in zip(quoted_columns or quoted_here, quoted_here, strict=True)
+        ]
         rows += 1
-    if any(quoted):
+    if any(quoted_columns):
         return False
     minimal = 0
     try:

@@ -67,7 +67,7 @@ def _read(
     row_of: Callable[[str, str], Row],
     expected: str,
 ) -> DistinctRows[Row]:
-    wanted = {"text": spec.text, "label": spec.label}
+    required_columns = {"text": spec.text, "label": spec.label}
     bad_rows = BadRows(skip=spec.skip_bad_rows)
 
     def document(location: Location, record: Record) -> str:
@@ -75,26 +75,31 @@ def _read(
         return json.dumps(row, ensure_ascii=False)
 
     files = sources.row_files(spec.train)
-    rows = bad_rows.parse(read_rows(files, wanted, [*wanted.values()], bad_rows), document)
+    rows = bad_rows.parse(
+        read_rows(files, required_columns, [*required_columns.values()], bad_rows), document
+    )
     return DistinctRows(rows, row_of, f"{expected} in {spec.train!r}", bad_rows)
 
 
 def _pair(location: Location, source: object, target: object) -> list[object]:
-    where = str(location)
-    return [read_words(where, source, "source"), read_words(where, target, "target")]
+    location_text = str(location)
+    return [
+        read_words(location_text, source, "source"),
+        read_words(location_text, target, "target"),
+    ]
 
 
 def _tagged(location: Location, words: object, tags: object) -> list[object]:
-    both = _listed(location, words, "words"), _listed(location, tags, "tags")
-    if len(both[0]) != len(both[1]):
+    lists = _read_list(location, words, "words"), _read_list(location, tags, "tags")
+    if len(lists[0]) != len(lists[1]):
         raise DataError(
-            f"{location}: expected a tag for each word, got {len(both[0])} words and "
-            f"{len(both[1])} tags"
+            f"{location}: expected a tag for each word, got {len(lists[0])} words and "
+            f"{len(lists[1])} tags"
         )
-    return [*both]
+    return [*lists]
 
 
-def _listed(location: Location, value: object, name: str) -> list[str]:
+def _read_list(location: Location, value: object, name: str) -> list[str]:
     """Read a list of texts, its JSON text, or words with spaces between them."""
     if isinstance(value, str):
         if value.lstrip().startswith("["):

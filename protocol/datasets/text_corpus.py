@@ -1,4 +1,4 @@
-"""Running text for language modeling: distinct documents out of files.
+"""Read running text for language modeling: distinct documents from files.
 
 A text file is a document, and so is a row of a file of rows, by its column `data.text`. A text file
 that is named alone is read in parts, so that some of it can be held out: together they are one
@@ -107,7 +107,7 @@ def parts(spec: DataSpec, bad_rows: BadRows) -> Iterator[TextPart]:
             texts = (text for text in _column([path], spec.text, bad_rows) if text.strip())
             yield from map(TextPart, texts)
         elif len(paths) == 1:
-            yield from _joined(_pieces(text_pieces(path)))
+            yield from _join_blank_pieces(_pieces(text_pieces(path)))
         elif (text := read_text(path)).strip():
             yield TextPart(text)
     bad_rows.report()
@@ -136,7 +136,7 @@ def _column(paths: Sequence[Path], column: str, bad_rows: BadRows) -> Iterator[s
     return (text for _, text in bad_rows.parse(rows, text_of))
 
 
-def _joined(texts: Iterator[str]) -> Iterator[TextPart]:
+def _join_blank_pieces(texts: Iterator[str]) -> Iterator[TextPart]:
     """Join blank pieces of a document to their neighbors; a blank document has no parts."""
     text, blank, begins = "", True, True
     for piece in texts:

@@ -46,12 +46,18 @@ _OTHER_KINDS: Final = {
     b"\xff\xfe": ("UTF-16", "convert it to UTF-8"),
     b"\xfe\xff": ("UTF-16", "convert it to UTF-8"),
 }
-"""How files begin that are no text: what they are, and what to do."""
+"""First bytes of files that are not text: what they are, and what to do."""
 SKIP_BAD_ROWS: Final = "--set data.skip_bad_rows=true"
-"""What leaves out rows that cannot be used."""
+"""The option that leaves out rows that cannot be used."""
 
 _GZIP: Final = b"\x1f\x8b"
 _ZSTANDARD: Final = b"\x28\xb5\x2f\xfd"
+_COMPRESSIONS: Final = {
+    ".gz": ("gzip", _GZIP),
+    ".zst": ("zstandard", _ZSTANDARD),
+    ".zstd": ("zstandard", _ZSTANDARD),
+}
+"""By the end of a file's name: the compression, and the first bytes of such a file."""
 _MAGIC_BYTES: Final = max(map(len, _OTHER_KINDS))
 
 
@@ -132,6 +138,13 @@ def _open_text(path: Path) -> TextIO:
                 f"expected text in {str(path)!r}, got {kind}: this kind of file is not read here; "
                 f"{remedy}"
             )
+    compression, magic = _COMPRESSIONS.get(path.suffix.lower(), ("", b""))
+    if beginning and not _beginning(path).startswith(magic):
+        raise DataError(
+            f"expected {compression} in {str(path)!r}, as its name says, got other content; "
+            f"download or compress it again, or remove {path.suffix} from its name if it is plain "
+            "text"
+        )
     return io.TextIOWrapper(open_decompressed(path), encoding="utf-8-sig", newline="")
 
 
@@ -144,7 +157,7 @@ def _beginning(path: Path) -> bytes:
 
 
 def _bad_byte(path: Path) -> int:
-    """Return where a file stops to be UTF-8."""
+    """Return the first byte that is not UTF-8."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with open_decompressed(path) as file:
         while True:
@@ -207,9 +220,8 @@ def checked_object(
 
     Args:
         location: File and row.
-        value: What stands there.
-        may_hold_half: Whether it may hold half a character, which JSON can escape and no other
-            text can hold.
+        value: The parsed JSON value.
+        may_hold_half: Whether it may contain half a surrogate pair, which only JSON can escape.
     """
     if may_hold_half and _holds_surrogates(value):
         return DataError(
@@ -273,13 +285,13 @@ def check_columns(
     optional: Collection[str] = (),
     is_lone_row: bool = False,
 ) -> None:
-    """Check that the columns asked for are there, each once.
+    """Check that each required column exists once.
 
     Args:
-        location: File and row that `columns_found` was found in.
+        location: File and row with `columns_found`.
         columns_found: Columns or keys.
         columns_wanted: By the key of the run spec's section `data` that names it.
-        optional: Columns that are read where they are there.
+        optional: Columns that are read where they exist.
         is_lone_row: Rows before this one have all columns.
 
     Raises:
@@ -299,9 +311,9 @@ def check_columns(
     column_names = ", ".join(repr(str(name)[:40]) for name in columns_found[:10]) or "nothing"
     settings = []
     for key, name in missing.items():
-        near = difflib.get_close_matches(name, unused, n=1) or unused
-        lone = len(near) == 1 and len(missing) <= len(unused)
-        settings.append(f"--set data.{key}={near[0] if lone else 'COLUMN'}")
+        similar_names = difflib.get_close_matches(name, unused, n=1) or unused
+        lone = len(similar_names) == 1 and len(missing) <= len(unused)
+        settings.append(f"--set data.{key}={similar_names[0] if lone else 'COLUMN'}")
     names = " and ".join(map(repr, missing.values()))
     advice = f"say which it is: {' '.join(settings)}"
     if (other := _format_with(columns_found)) and {*missing} & _CONVERSATION_KEYS:

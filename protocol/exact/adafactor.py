@@ -77,7 +77,7 @@ def apply_adafactor(
     if not parameters.size:
         return True
     with np.errstate(all="ignore"):
-        update = _normalized(scalars, _clipped(scalars, gradient), factors)
+        update = _normalized(scalars, _clip_gradient(scalars, gradient), factors)
         rate = scalars.learning_rate / max(1.0, _rms(update) / spec.clip_threshold)
         if spec.scale_parameter:
             rate *= max(spec.min_parameter_rms, _rms(parameters))
@@ -93,7 +93,7 @@ def _rms(values: Array) -> float:
     return math.sqrt(square_sum(values) / values.size)
 
 
-def _clipped(scalars: StepScalars, gradient: Array) -> Array:
+def _clip_gradient(scalars: StepScalars, gradient: Array) -> Array:
     if scalars.clip != 1.0:
         gradient = gradient * np.float32(scalars.clip)
     if scalars.clip_value is not None:
@@ -171,8 +171,8 @@ def _sums_by_numpy(scalars: StepScalars, matrices: Array, pieces: Wide) -> Wide:
         for row in range(0, rows, strip):
             squares = _squares(scalars, matrices[:, row : row + strip, part])
             pieces[:, number, row : row + strip] = _row_sums(squares)
-            before = np.concatenate((of_columns[:, None, part], squares), axis=1)
-            of_columns[:, part] = np.add.accumulate(before, axis=1)[:, -1]
+            earlier_sums = np.concatenate((of_columns[:, None, part], squares), axis=1)
+            of_columns[:, part] = np.add.accumulate(earlier_sums, axis=1)[:, -1]
     return of_columns
 
 

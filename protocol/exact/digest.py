@@ -111,9 +111,9 @@ def state_digest_1(step: int, optimizer_step: int, kinds: Collection[tuple[str, 
         kinds: Kinds with their named tensors, in a fixed order: parameters, then each moment.
     """
     hasher = blake3(_STATE_1_LABEL + struct.pack("<QQI", step, optimizer_step, len(kinds)))
-    for kind, named in kinds:
+    for kind, tensors in kinds:
         name = kind.encode()
-        hasher.update(struct.pack("<I", len(name)) + name + _tensors(named))
+        hasher.update(struct.pack("<I", len(name)) + name + _tensors(tensors))
     return hasher.hexdigest()
 
 
@@ -150,8 +150,8 @@ def digest_arrays(arrays: Mapping[str, NDArray[Any] | Streamed]) -> str:
         dtype = array.dtype.newbyteorder("<")
         hasher.update(f"{name}\0{dtype.str}\0{array.shape}\0".encode())
         for part in array.parts if isinstance(array, Streamed) else (array,):
-            little = part.astype(dtype, copy=False)
-            hasher.update(little.reshape(-1).view(np.uint8).data)
+            little_endian = part.astype(dtype, copy=False)
+            hasher.update(little_endian.reshape(-1).view(np.uint8).data)
     return hasher.hexdigest()
 
 

@@ -45,26 +45,31 @@ class TensorRule(NamedTuple):
         if scale == 1.0 and usual_decay:
             return step  # without decay, `apply_update` ignores its scalars
         rate = nearest_float32(step.learning_rate * scale)
-        exact = {
+        float64_values = {
             "step_size": step.step_size * scale,
             "drift": step.drift * scale,
             "weight_decay": self.weight_decay,
             "decay_factor": 1.0 - rate * self.weight_decay,
         }
-        scaled = {name: nearest_float32(value) for name, value in exact.items()}
-        return step.model_copy(update={"learning_rate": rate, **scaled})
+        float32_values = {name: nearest_float32(value) for name, value in float64_values.items()}
+        return step.model_copy(update={"learning_rate": rate, **float32_values})
 
 
 def tensor_rule(name: str, spec: OptimizerSpec) -> TensorRule:
     """Return the rule of a tensor: that of the first group with a pattern that matches its name."""
-    usual = spec.weight_decay if decays(name, spec) else 0.0
+    default_decay = spec.weight_decay if decays(name, spec) else 0.0
     for group in spec.groups:
         if any(fnmatchcase(name, pattern) for pattern in group.match):
-            own = group.weight_decay
-            clipped = spec.clipped_groups.index(group) if group.clip_norm is not None else None
+            group_decay = group.weight_decay
+            clip_index = spec.clipped_groups.index(group) if group.clip_norm is not None else None
             scales = spec.scheduled_scales.index(group.lr_scales) if group.lr_scales else None
-            return TensorRule(group.lr_scale, usual if own is None else own, clipped, scales)
-    return TensorRule(1.0, usual)
+            return TensorRule(
+                group.lr_scale,
+                default_decay if group_decay is None else group_decay,
+                clip_index,
+                scales,
+            )
+    return TensorRule(1.0, default_decay)
 
 
 def decays(name: str, spec: OptimizerSpec) -> bool:
@@ -107,11 +112,11 @@ class ClippedGroups:
             sums: `square_sum` and `square_sums` of each trained block, in order.
         """
         sums = list(sums)
-        whole = global_norm(square for square, _ in sums)
+        global_value = global_norm(square for square, _ in sums)
         if not self._count:
-            return GradientNorms.of(whole)
+            return GradientNorms.of(global_value)
         *groups, others = map(global_norm, zip(*(by_group for _, by_group in sums), strict=True))
-        return GradientNorms(whole, others, tuple(groups))
+        return GradientNorms(global_value, others, tuple(groups))
 
     def norms_of(self, blocks: Sequence[Block], averages: Sequence[Array]) -> GradientNorms:
         """Return the norms of averaged gradients; changes of buffers do not count."""
@@ -135,11 +140,11 @@ def unmatched_pattern(spec: OptimizerSpec, blocks: Sequence[Block]) -> str:
             matches = [name for name in remaining if fnmatchcase(name, pattern)]
             if not matches:
                 is_matched = any(fnmatchcase(name, pattern) for name in names)
-                why = "all that match are in earlier groups" if is_matched else "none matches"
+                reason = "all that match are in earlier groups" if is_matched else "none matches"
                 ellipsis = ", ..." if len(names) > _NAMES_SHOWN else ""
                 return (
                     f"optimizer.groups[{number}].match: expected the name of a trained tensor, got "
-                    f"{pattern!r}; {why} (* stands for any characters); the "
+                    f"{pattern!r}; {reason} (* stands for any characters); the "
                     f"{len(names)} names are {', '.join(names[:_NAMES_SHOWN])}{ellipsis}"
                 )
             matched.update(matches)

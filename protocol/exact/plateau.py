@@ -41,17 +41,17 @@ class Plateau:
         plateau = self._spec.plateau
         if plateau is None:
             return 1.0
-        factor, best, bad, cooldown = 1.0, math.nan, 0, 0
+        factor, best, bad_evaluations, cooldown = 1.0, math.nan, 0, 0
         for at in sorted(each for each in self._values if each <= step):
             value = self._values[at]
             if _is_better(plateau, value, best):
-                best, bad = value, 0
+                best, bad_evaluations = value, 0
             else:
-                bad += 1
+                bad_evaluations += 1
             if cooldown:
-                cooldown, bad = cooldown - 1, 0
-            if bad > plateau.patience:
-                factor, cooldown, bad = self._lowered(factor), plateau.cooldown, 0
+                cooldown, bad_evaluations = cooldown - 1, 0
+            if bad_evaluations > plateau.patience:
+                factor, cooldown, bad_evaluations = self._lowered(factor), plateau.cooldown, 0
         return factor
 
     def _lowered(self, factor: float) -> float:
@@ -65,7 +65,7 @@ def _is_better(plateau: PlateauSpec, value: float, best: float) -> bool:
     if math.isnan(best):
         return not math.isnan(value)
     sign = 1.0 if plateau.better == "higher" else -1.0
-    least = plateau.threshold
+    threshold = plateau.threshold
     if plateau.threshold_mode == "rel":
-        return value > best * (1.0 + least) if sign > 0 else value < best * (1.0 - least)
-    return sign * value > sign * best + least
+        return value > best * (1.0 + threshold) if sign > 0 else value < best * (1.0 - threshold)
+    return sign * value > sign * best + threshold

@@ -191,8 +191,8 @@ class Replica:
         """Copy in one flat array per block; moments and counters do not change."""
         self._check(values)
         self._changed()
-        for mine, value in zip(self.parameters, values, strict=True):
-            np.copyto(mine, value)
+        for parameters, value in zip(self.parameters, values, strict=True):
+            np.copyto(parameters, value)
 
     def reset(self, parameters: Sequence[Array]) -> None:
         """Start over from these parameters."""
@@ -273,14 +273,14 @@ class Replica:
     ) -> Iterator[tuple[slice, TensorRule, StepScalars]]:
         """Yield the parts of a block to update: elements, rule, and scalars before the rule."""
         block, missed = self._blocks[index], self.missed[index]
-        absent = [is_absent(gradient[part]) for _, part in block.slices()]
-        if not any(absent) and not missed.any():
+        are_absent = [is_absent(gradient[part]) for _, part in block.slices()]
+        if not any(are_absent) and not missed.any():
             yield from ((part, rule, scalars) for part, rule in self._runs[index])
             return
         counts = counts_updates(self._optimizer)
-        missed += np.array(absent, np.float32) * counts
+        missed += np.array(are_absent, np.float32) * counts
         for number, (_, part) in enumerate(block.slices()):
-            if absent[number]:
+            if are_absent[number]:
                 self._keep_average(index, part, scalars)
                 continue
             own_scalars = scalars
@@ -322,11 +322,11 @@ class Replica:
 
     def tensors(self) -> dict[str, Array]:
         """Return views of the parameters by name, each in its shape."""
-        return self._named(self.parameters)
+        return self._by_name(self.parameters)
 
     def trained_tensors(self) -> dict[str, Array]:
         """Return the trained weights by name, each in its shape."""
-        return self._named(self.trained())
+        return self._by_name(self.trained())
 
     def weights_digest(self) -> str:
         """Return the digest of the trained weights."""
@@ -340,7 +340,7 @@ class Replica:
 
     def initial_digest(self) -> str:
         """Return the state's digest in format 1: admission records keep it from step 0 on."""
-        kinds = {kind: self._named(arrays, kind) for kind, arrays in self._kinds().items()}
+        kinds = {kind: self._by_name(arrays, kind) for kind, arrays in self._kinds().items()}
         return state_digest_1(self.step, self.optimizer_step, kinds.items())
 
     def has_state(self, recorded: str) -> bool:
@@ -416,7 +416,7 @@ class Replica:
             kinds[MISSED] = self.missed
         return kinds
 
-    def _named(self, arrays: Sequence[Array], kind: PartKind = "parameters") -> dict[str, Array]:
+    def _by_name(self, arrays: Sequence[Array], kind: PartKind = "parameters") -> dict[str, Array]:
         return {
             tensor.name: values
             for number, (block, array) in enumerate(zip(self._blocks, arrays, strict=True))

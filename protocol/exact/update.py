@@ -145,9 +145,9 @@ class GradientNorms(NamedTuple):
     """Norms of a step's averaged gradients.
 
     Attributes:
-        whole: Of all tensors.
-        others: Of all tensors outside of `OptimizerSpec.clipped_groups`.
-        groups: Of each of these groups.
+        whole: Norm of all tensors.
+        others: Norm of all tensors outside of `OptimizerSpec.clipped_groups`.
+        groups: Norm of each of these groups.
     """
 
     whole: float
@@ -195,7 +195,7 @@ def step_scalars(
     beta1 = _entry(spec.momenta or spec.betas[:1], step)
     beta2, one_minus_beta2 = _of_squares(spec, optimizer_step)
     share = averaging_share(optimizer_step, spec.warmup_steps) if free else 0.0
-    exact = {
+    float64_values = {
         "learning_rate": rate,
         "clip": clip_factor(spec.clip_norm, norms.others),
         "weight_decay": spec.weight_decay,
@@ -215,10 +215,10 @@ def step_scalars(
         "drift": rate * beta1 if free else 0.0,
         "loss_scale": loss_scale,
     }
-    exact |= _if_used(spec, optimizer_step)
+    float64_values |= _if_used(spec, optimizer_step)
     groups = zip(spec.clipped_groups, norms.groups, strict=True)
     clips = tuple(nearest_float32(clip_factor(g.clip_norm, norm)) for g, norm in groups)
-    rounded = {name: nearest_float32(value) for name, value in exact.items()}
+    rounded = {name: nearest_float32(value) for name, value in float64_values.items()}
     return StepScalars(**rounded, group_clips=clips, group_scales=_group_scales(spec, step))
 
 
@@ -259,14 +259,14 @@ def average_keep(average: EmaSpec | SwaSpec, update: int) -> float:
     """
     initial = isinstance(average, EmaSpec) and average.count_initial
     first = average.start_step // average.every  # averagings that `start_step` leaves out
-    done = update // average.every - first
-    if done <= 0 and not initial:
+    earlier_averagings = update // average.every - first
+    if earlier_averagings <= 0 and not initial:
         return 0.0
     if update % average.every:
         return 1.0
-    earlier = done - 1
+    earlier = earlier_averagings - 1
     if isinstance(average, SwaSpec):
-        return earlier / done
+        return earlier / earlier_averagings
     if not earlier and not initial:
         return 0.0
     warm = (1 + earlier) / (10 + earlier) if average.warmup else 1.0
@@ -287,12 +287,12 @@ def scalars_after(spec: OptimizerSpec, scalars: StepScalars, updates: int) -> St
     assert counts_updates(spec)
     assert updates >= 1, f"expected fewer missed updates than the replica's, got {updates} left"
     beta1, beta2 = scalars.beta1 if spec.momenta else spec.betas[0], spec.betas[1]
-    exact = {
+    float64_values = {
         "step_size": scalars.learning_rate / (1.0 - _power(beta1, updates)),
         "root_correction": 1.0 / math.sqrt(1.0 - _power(beta2, updates)),
     }
     return scalars.model_copy(
-        update={name: nearest_float32(value) for name, value in exact.items()}
+        update={name: nearest_float32(value) for name, value in float64_values.items()}
     )
 
 
@@ -463,14 +463,14 @@ _Rule = Callable[[_Constants, _Chunk], None]
 
 def _with_average(c: _Constants, rule: Callable[[_Chunk], None], chunk: _Chunk) -> None:
     """Apply the rule, then e = k (e + (p - p')); the average is the last moment."""
-    before, average = chunk.parameters.copy(), chunk.moments[-1]
+    earlier_parameters, average = chunk.parameters.copy(), chunk.moments[-1]
     rule(replace(chunk, moments=chunk.moments[:-1]))
-    np.subtract(before, chunk.parameters, out=before)
-    np.add(average, before, out=average)
+    np.subtract(earlier_parameters, chunk.parameters, out=earlier_parameters)
+    np.add(average, earlier_parameters, out=average)
     np.multiply(average, c.average_keep, out=average)
 
 
-def _clipped(c: _Constants, chunk: _Chunk) -> Array:
+def _clip_gradient(c: _Constants, chunk: _Chunk) -> Array:
     clipped = chunk.gradient
     if c.clip != 1.0:
         clipped = np.multiply(clipped, c.clip, out=chunk.g)
@@ -480,7 +480,7 @@ def _clipped(c: _Constants, chunk: _Chunk) -> Array:
 
 
 def _with_decay(c: _Constants, chunk: _Chunk) -> Array:
-    clipped = _clipped(c, chunk)
+    clipped = _clip_gradient(c, chunk)
     if c.weight_decay == 0.0:
         return clipped
     np.multiply(chunk.parameters, c.weight_decay, out=chunk.t)
@@ -562,7 +562,7 @@ def _nesterov(c: _Constants, chunk: _Chunk) -> None:
 
 
 def _adamw(c: _Constants, chunk: _Chunk) -> None:
-    direction = _clipped(c, chunk)
+    direction = _clip_gradient(c, chunk)
     _decay_first(c, chunk)
     _adam_step(c, chunk, direction)
 
@@ -621,7 +621,7 @@ def _adafactor(c: _Constants, chunk: _Chunk) -> None:
 def _lion(c: _Constants, chunk: _Chunk) -> None:
     p, g, t = chunk.parameters, chunk.g, chunk.t
     (m,) = chunk.moments
-    direction = _clipped(c, chunk)
+    direction = _clip_gradient(c, chunk)
     _decay_first(c, chunk)
     np.multiply(direction, c.one_minus_beta2, out=t)  # for the update of m below
     mixed = np.multiply(direction, c.one_minus_beta1, out=g)
@@ -638,7 +638,7 @@ def _lion(c: _Constants, chunk: _Chunk) -> None:
 
 def _schedule_free(c: _Constants, chunk: _Chunk) -> None:
     p, m, g, t = chunk.parameters, chunk.moments[0], chunk.g, chunk.t
-    direction = _clipped(c, chunk)
+    direction = _clip_gradient(c, chunk)
     np.divide(direction, _root(c, chunk, direction), out=g)
     if c.weight_decay != 0.0:
         np.multiply(p, c.weight_decay, out=t)

@@ -14,8 +14,8 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
     Raises:
         StorageFailed: None of them is set, and the user has no home directory.
     """
-    if named := environment.get("SAMESTEP_CACHE"):
-        return Path(named).absolute()
+    if directory_name := environment.get("SAMESTEP_CACHE"):
+        return Path(directory_name).absolute()
     if directories := environment.get("CACHE_DIRECTORY"):
         return Path(directories.split(":")[0])
     if (base := environment.get("XDG_CACHE_HOME", "")) and Path(base).is_absolute():

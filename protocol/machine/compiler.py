@@ -39,9 +39,9 @@ def compile_c(
     Raises:
         SamestepError: The compiler failed.
     """
-    with tempfile.TemporaryDirectory(prefix="samestep-") as own:
+    with tempfile.TemporaryDirectory(prefix="samestep-") as directory:
         result = output.with_suffix(f".{os.getpid()}")
-        caches = {"ZIG_GLOBAL_CACHE_DIR": own, "ZIG_LOCAL_CACHE_DIR": own}
+        caches = {"ZIG_GLOBAL_CACHE_DIR": directory, "ZIG_LOCAL_CACHE_DIR": directory}
         command = [*compiler, *flags, "-o", str(result), *map(str, sources)]
         try:
             process = subprocess.run(  # noqa: S603  (a compiler, and our own text)

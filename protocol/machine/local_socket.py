@@ -135,7 +135,7 @@ def _name(host: str, port: int) -> bytes:
 def _names(host: str, port: int) -> list[bytes]:
     """Return the names of possible listeners of an address, if it is this machine's."""
     host = "127.0.0.1" if host == "localhost" else host
-    everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 -- a name
+    wildcard = "::" if ":" in host else "0.0.0.0"  # noqa: S104 -- a name
     try:
         # A host name is not looked up: name servers may take minutes.
         (family, _, _, _, address), *_ = socket.getaddrinfo(
@@ -145,4 +145,4 @@ def _names(host: str, port: int) -> list[bytes]:
             probe.bind(address)  # only an address of this machine can be had
     except (OSError, UnicodeError):
         return []
-    return [_name(host, port), _name(everywhere, port)]
+    return [_name(host, port), _name(wildcard, port)]

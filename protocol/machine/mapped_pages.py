@@ -48,9 +48,9 @@ def release_mapped_pages(address: int, nbytes: int) -> int:
 
 def release_mapped_files(directory: Path) -> None:
     """Release the pages of all mapped files below a directory; see `release_mapped_pages`."""
-    within = f"{directory.resolve()}{os.sep}"
+    prefix = f"{directory.resolve()}{os.sep}"
     for lo, hi, _, path in _mappings():
-        if path.startswith(within):
+        if path.startswith(prefix):
             release_mapped_pages(lo, hi - lo)
 
 

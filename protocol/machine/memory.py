@@ -69,10 +69,10 @@ def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
     except (KeyError, IndexError) as error:
         raise ValueError(f"expected MemAvailable in {proc / 'meminfo'}") from error
     try:
-        own = (proc / "self" / "cgroup").read_text().splitlines()
+        group_lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
-        own = []
-    path = next((line.partition("::")[2] for line in own if line.startswith("0::")), None)
+        group_lines = []
+    path = next((line.partition("::")[2] for line in group_lines if line.startswith("0::")), None)
     if path is None:
         return Memory(free, swap, None, None, None)
     group = groups / path.lstrip("/")
@@ -91,8 +91,8 @@ def killed_for_memory(proc: Path = PROC, groups: Path = GROUPS) -> dict[str, int
         `group`: kills in this process's control group; `machine`: kills since boot.
     """
     files = {"machine": [proc / "vmstat"], "group": list(_event_files(proc, groups))}
-    counts = {where: _first_count(each) for where, each in files.items()}
-    return {where: count for where, count in counts.items() if count is not None}
+    counts = {scope: _first_count(each) for scope, each in files.items()}
+    return {scope: count for scope, count in counts.items() if count is not None}
 
 
 def killed_more(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
@@ -138,15 +138,17 @@ def asked_bytes(error: BaseException) -> int | None:
 def figures_of(error: BaseException, proc: Path = PROC, groups: Path = GROUPS) -> str:
     """Return the needed and available memory and what to do, as the end of an error's line."""
     nbytes = asked_bytes(error)
-    needed = "" if nbytes is None else f": tried to allocate {byte_size(nbytes)}"
+    needed_text = "" if nbytes is None else f": tried to allocate {byte_size(nbytes)}"
     if (addresses := _address_limit()) is not None:
         limit = f"this process may map {byte_size(addresses)}"
-        return f"{needed}; {limit}: run ulimit -v unlimited, or train a smaller model"
+        return f"{needed_text}; {limit}: run ulimit -v unlimited, or train a smaller model"
     try:
         free = f"; only {byte_size(read_memory(proc, groups).most)} is free"
     except (OSError, ValueError):
         free = ""  # not on this system
-    return f"{needed}{free}: close other programs, add memory or swap, or train a smaller model"
+    return (
+        f"{needed_text}{free}: close other programs, add memory or swap, or train a smaller model"
+    )
 
 
 def _address_limit() -> int | None:

@@ -42,14 +42,14 @@ class Presence:
             "boot": self._boot(),
             "killed": killed_for_memory(self._proc, self._groups),
         }
-        before = self._read()
-        if self._is_alive(before):
+        earlier_record = self._read()
+        if self._is_alive(earlier_record):
             return ""  # two of one name
         with suppress(UsageError):
             write_secret(self._path, json.dumps(present))
-        if before.get("boot") != present["boot"]:
+        if earlier_record.get("boot") != present["boot"]:
             return ""
-        return self._told(before.get("killed"), present["killed"])
+        return self._describe_kill(earlier_record.get("killed"), present["killed"])
 
     def end(self) -> None:
         """Remove the note: this worker ends normally."""
@@ -57,7 +57,7 @@ class Presence:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
-    def _told(self, before: object, now: object) -> str:
+    def _describe_kill(self, before: object, now: object) -> str:
         if not isinstance(before, dict) or not isinstance(now, dict):
             return ""
         counts = {w: n for w, n in before.items() if isinstance(n, int)}

@@ -51,8 +51,8 @@ def _remove_left(below: Path) -> None:
     for path in below.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
-            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == users()
-            if not ours or time.time() - status.st_mtime < _YOUNG_S:
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == users()
+            if not is_own or time.time() - status.st_mtime < _YOUNG_S:
                 continue
             if (lock_fd := _locked(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)

@@ -22,8 +22,8 @@ def state_home(environment: Mapping[str, str] = os.environ) -> Path:
     Raises:
         UsageError: None of them is set, and the user has no home directory.
     """
-    if own := environment.get("SAMESTEP_HOME"):
-        return Path(own)
+    if home := environment.get("SAMESTEP_HOME"):
+        return Path(home)
     if directory := environment.get("STATE_DIRECTORY"):
         return Path(directory.partition(":")[0])
     if shared := environment.get("XDG_STATE_HOME"):

@@ -171,8 +171,8 @@ class SharedMemory:
     def extent_of(self, values: NDArray[Any]) -> Extent | None:
         """Return the extent of a contiguous array; None if it is elsewhere in memory."""
         offset = values.ctypes.data - self._start
-        inside = 0 <= offset < _SPAN_BYTES and values.flags.c_contiguous
-        return Extent(offset, values.nbytes) if inside else None
+        is_inside = 0 <= offset < _SPAN_BYTES and values.flags.c_contiguous
+        return Extent(offset, values.nbytes) if is_inside else None
 
     def put(self, values: NDArray[Any]) -> Extent:
         """Copy a flat array into a new extent."""

@@ -125,13 +125,13 @@ class SharedSegment:
         self._unneeded.append(extent)
 
     def _stays_mapped(self, extent: Extent) -> bool:
-        more = extent.length - self._mapped.get(extent.offset, 0)
-        if more <= 0:
+        unmapped_bytes = extent.length - self._mapped.get(extent.offset, 0)
+        if unmapped_bytes <= 0:
             return True
-        if self._mapped_bytes + more > limits.SEGMENT_MAPPED_BYTES:
+        if self._mapped_bytes + unmapped_bytes > limits.SEGMENT_MAPPED_BYTES:
             return False
         self._mapped[extent.offset] = extent.length
-        self._mapped_bytes += more
+        self._mapped_bytes += unmapped_bytes
         return True
 
     def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
@@ -201,14 +201,14 @@ def borrowed(descriptors: list[int]) -> SharedSegment | None:
         for descriptor in descriptors:
             os.close(descriptor)
         return None
-    readable, writable = descriptors
+    read_descriptor, writable = descriptors
     try:
-        other = SharedMemory(readable, writable=False)
+        other = SharedMemory(read_descriptor, writable=False)
     except OSError:
         os.close(writable)
         raise
     other.close()
-    own = SharedMemory(writable)
-    memory = SharedSegment(own, other, limits.SEGMENT_SUMS_BYTES)
-    finalize(memory, own.close)
+    own_memory = SharedMemory(writable)
+    memory = SharedSegment(own_memory, other, limits.SEGMENT_SUMS_BYTES)
+    finalize(memory, own_memory.close)
     return memory

@@ -17,7 +17,7 @@ from typing import Self
 from protocol.base.errors import UsageError
 
 
-def _opened(path: str, flags: int) -> int:
+def _open_file(path: str, flags: int) -> int:
     """Open a file, or a pipe with a reader; without a reader, opening would block."""
     fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     if hasattr(os, "set_blocking"):
@@ -29,7 +29,7 @@ class Tracer:
     """Writes events to a file as they happen; thread-safe."""
 
     def __init__(self, path: Path, process: str) -> None:
-        self._file = open(path, "w", encoding="utf-8", opener=_opened)  # noqa: SIM115
+        self._file = open(path, "w", encoding="utf-8", opener=_open_file)  # noqa: SIM115
         self._lock = threading.Lock()
         self._file.write("[\n")
         self._write({"name": "process_name", "ph": "M", "args": {"name": process}})

@@ -81,8 +81,8 @@ def _result_info(directory: Path) -> dict[str, Any]:
 
 def _spec_around(directory: Path) -> dict[str, Any]:
     """Return the run spec of the run whose directory contains this one; empty if there is none."""
-    above = directory.absolute().parent
-    run = above.parent.parent if above.parent.name == "checkpoints" else above
+    parent = directory.absolute().parent
+    run = parent.parent.parent if parent.parent.name == "checkpoints" else parent
     try:
         return _section(_document(run / "run.json"), "spec")
     except (OSError, ValueError, RecursionError):
@@ -95,8 +95,8 @@ def _model_from_card(directory: Path) -> dict[str, Any]:
     facts = read_card(directory)
     if facts is None:
         return {}
-    added = {"added_tokens": [*facts.added_tokens]} if facts.added_tokens else {}
-    return {"source": facts.base, "base_dtype": facts.base_dtype, **added}
+    added_tokens = {"added_tokens": [*facts.added_tokens]} if facts.added_tokens else {}
+    return {"source": facts.base, "base_dtype": facts.base_dtype, **added_tokens}
 
 
 def _document(path: Path) -> dict[str, Any]:

@@ -155,8 +155,8 @@ class Block(_Frozen):
         # topk selects within regions of 4096 elements, so a small chunk has a whole number of them.
         # Larger chunks have the boundaries of protocol version 10, for the same bits.
         aligned = _TOPK_REGION if quarter <= 2 * limits.SMALL_CHUNK_ELEMENTS else _ALIGNED_ELEMENTS
-        even = -(-quarter // aligned) * aligned
-        return min(max(even, limits.SMALL_CHUNK_ELEMENTS), limits.CHUNK_ELEMENTS)
+        chunk_size = -(-quarter // aligned) * aligned
+        return min(max(chunk_size, limits.SMALL_CHUNK_ELEMENTS), limits.CHUNK_ELEMENTS)
 
     @property
     def chunks(self) -> int:
@@ -189,12 +189,12 @@ class Ratio(_Frozen):
 
     def value(self, sums: dict[str, float]) -> float:
         """Evaluate the ratio; a missing sum counts as zero."""
-        above = sum(factor * sums.get(name, 0.0) for name, factor in self.numerator.items())
+        numerator = sum(factor * sums.get(name, 0.0) for name, factor in self.numerator.items())
         if not self.denominator:
-            return above
-        below = sum(factor * sums.get(name, 0.0) for name, factor in self.denominator.items())
-        if below:
-            return above / below
+            return numerator
+        denominator = sum(factor * sums.get(name, 0.0) for name, factor in self.denominator.items())
+        if denominator:
+            return numerator / denominator
         return 0.0 if self.numerator.keys() <= self.denominator.keys() else math.nan
 
 
@@ -345,8 +345,8 @@ class Export(_Frozen):
     def _plain_names(self) -> Export:
         for name in (self.directory, self.weights_file, *self.files):
             folder, slash, file = name.rpartition("/")
-            plain = _FILE_NAME.fullmatch(file) and (not slash or _FILE_NAME.fullmatch(folder))
-            if not plain or (slash and name not in self.files):
+            is_plain = _FILE_NAME.fullmatch(file) and (not slash or _FILE_NAME.fullmatch(folder))
+            if not is_plain or (slash and name not in self.files):
                 raise ValueError(f"expected a plain file name, got {name!r}")
         return self
 
@@ -417,13 +417,13 @@ class Manifest(_Frozen):
             for name in ("capture", "embeddings", "row_groups", "sampling")
             if not getattr(self, name)
         }
-        idle = {
+        defaults = {
             kind
             for kind in ("pearson", "spearman")
             if not any(getattr(metric, kind) for metric in self.metrics)
         }
-        if idle:
-            unset["metrics"] = {"__all__": idle}
+        if defaults:
+            unset["metrics"] = {"__all__": defaults}
         return self.model_dump_json(exclude=unset).encode()
 
     @staticmethod
@@ -437,8 +437,8 @@ class Manifest(_Frozen):
             return Manifest.model_validate_json(bytes(document))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            at = f" at {where!r}" if where else ""
+            location = ".".join(str(part) for part in first["loc"])
+            at = f" at {location!r}" if location else ""
             raise MessageError(f"expected a manifest, got {first['msg']}{at}") from None
 
     def digest(self) -> str:

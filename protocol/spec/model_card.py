@@ -102,7 +102,7 @@ class CardFacts(BaseModel):
             release: The release of samestep.
             evaluations: Evaluation metrics from the journal.
         """
-        shown = {metric.name for metric in manifest.metrics if not metric.detail}
+        shown_names = {metric.name for metric in manifest.metrics if not metric.detail}
         model = spec.model
         return CardFacts(
             run_id=str(result["run_id"]),
@@ -121,7 +121,8 @@ class CardFacts(BaseModel):
             exact=bool(result["exact"]),
             evaluations=tuple(
                 Measured(
-                    step=each.step, figures={k: v for k, v in each.figures.items() if k in shown}
+                    step=each.step,
+                    figures={k: v for k, v in each.figures.items() if k in shown_names},
                 )
                 for each in evaluations
             ),
@@ -168,11 +169,11 @@ def read_card(directory: Path) -> CardFacts | None:
 
 
 def _body(facts: CardFacts) -> Iterator[str]:
-    what = "A LoRA adapter" if facts.adapter else "A model"
+    subject = "A LoRA adapter" if facts.adapter else "A model"
     yield f"# {facts.name}"
     yield ""
     yield (
-        f"{what}, trained with samestep. The run recorded everything below; add the model's "
+        f"{subject}, trained with samestep. The run recorded everything below; add the model's "
         "intended use and limits before you publish it."
     )
     yield ""

@@ -558,42 +558,42 @@ def parse_run_spec(
     """
     in_origin = f" in {origin!r}" if origin else ""
     if not isinstance(document, Mapping):
-        got = "nothing" if document is None else f"a {_KINDS.get(type(document), 'value')}"
+        actual_kind = "nothing" if document is None else f"a {_KINDS.get(type(document), 'value')}"
         raise RunSpecError(
-            f"expected keys and values{in_origin}, got {got}; a run spec needs at least task: and "
-            "steps:"
+            f"expected keys and values{in_origin}, got {actual_kind}; a run spec needs at least "
+            "task: and steps:"
         )
     try:
-        merged: dict[str, Any] = json.loads(
+        values: dict[str, Any] = json.loads(
             json.dumps(document, default=str, ensure_ascii=False).encode()
         )
     except (TypeError, ValueError, RecursionError):
         # YAML allows keys that are dates, values that contain themselves, and surrogates; JSON does
         # not.
         raise RunSpecError(f"expected plain keys and values{in_origin}") from None
-    renamed = rename_keys(merged)
-    if merged.keys() >= _OF_ANOTHER_TASK:
-        merged = _without_defaults(merged)
+    renamed_keys = rename_keys(values)
+    if values.keys() >= _OF_ANOTHER_TASK:
+        values = _without_defaults(values)
     for override in overrides:
-        renamed += [old for old in RENAMED_KEYS if override.startswith(f"{old}=")]
-        apply_override(merged, rename_override(override))
-    for old in dict.fromkeys(renamed + rename_keys(merged)):
+        renamed_keys += [old for old in RENAMED_KEYS if override.startswith(f"{old}=")]
+        apply_override(values, rename_override(override))
+    for old in dict.fromkeys(renamed_keys + rename_keys(values)):
         notify(f"{old} is called {RENAMED_KEYS[old]} now: rename it{in_origin}")
     overrides = [*map(rename_override, overrides)]
-    apply_init_from(merged)
-    if merged.get("steps", 0) is None:
-        del merged["steps"]
-    _count_samples_of_tokens(merged, in_origin)
-    stop, checkpoint = merged.get("stop"), merged.setdefault("checkpoint", {})
+    apply_init_from(values)
+    if values.get("steps", 0) is None:
+        del values["steps"]
+    _count_samples_of_tokens(values, in_origin)
+    stop, checkpoint = values.get("stop"), values.setdefault("checkpoint", {})
     if isinstance(stop, dict) and isinstance(checkpoint, dict):
         checkpoint.setdefault("metric", stop.get("figure"))
         checkpoint.setdefault("better", stop.get("better", "lower"))
-    if merged.get("task") == "teacher-logits" or merged.get("epochs") is not None:
-        merged.setdefault("steps", limits.COUNTED_SAMPLES)
-    merged = without_lacked_keys(merged, RUNS, everything=False)
+    if values.get("task") == "teacher-logits" or values.get("epochs") is not None:
+        values.setdefault("steps", limits.COUNTED_SAMPLES)
+    values = without_lacked_keys(values, RUNS, everything=False)
     try:
         # Strict JSON mode accepts lists as tuples, but not "8" as 8.
-        return _ADAPTER.validate_json(json.dumps(merged), strict=True, context=USER_DOCUMENT)
+        return _ADAPTER.validate_json(json.dumps(values), strict=True, context=USER_DOCUMENT)
     except ValidationError as error:
         text = explain(RUNS, error, overrides)
     # A mistake in an override is not in the file.

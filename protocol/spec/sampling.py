@@ -73,8 +73,8 @@ class Sampling(BaseModel):
         if not chances.any():
             raise DataError(message.format("got only zeros", "give some sample a weight above 0"))
         # These operations are correctly rounded, so the integers are the same on every machine.
-        scaled = np.rint(chances / chances.max() * WEIGHT_STEPS)
-        integers = np.where(chances > 0, np.maximum(scaled, 1), 0).astype(_TYPE)
+        steps = np.rint(chances / chances.max() * WEIGHT_STEPS)
+        integers = np.where(chances > 0, np.maximum(steps, 1), 0).astype(_TYPE)
         draws = len(chances) if draws is None else draws
         possible = int((integers > 0).sum())
         if not replacement and draws > possible:
@@ -82,13 +82,13 @@ class Sampling(BaseModel):
                 f"expected at most {possible} draws without replacement, as many as samples with a "
                 f"weight above 0, got {draws}: lower them, or draw with replacement"
             )
-        packed = base64.b64encode(zlib.compress(integers.tobytes(), 9)).decode()
-        if len(packed) > _PACKED_CHARACTERS:
+        packed_weights = base64.b64encode(zlib.compress(integers.tobytes(), 9)).decode()
+        if len(packed_weights) > _PACKED_CHARACTERS:
             raise DataError(
                 f"expected weights of {len(chances)} samples in {_PACKED_CHARACTERS} bytes, got "
-                f"{len(packed)} after compression: round them to fewer distinct values"
+                f"{len(packed_weights)} after compression: round them to fewer distinct values"
             )
-        return cls(draws=draws, replacement=replacement, packed_weights=packed)
+        return cls(draws=draws, replacement=replacement, packed_weights=packed_weights)
 
     def __str__(self) -> str:
         """Return a description such as `by weight, with replacement,`."""
@@ -119,8 +119,8 @@ class Sampling(BaseModel):
             return None
         inflater: Any = zlib.decompressobj()
         try:
-            packed = base64.b64decode(self.packed_weights, validate=True)
-            data = inflater.decompress(packed, limits.WEIGHTS_BYTES)
+            compressed = base64.b64decode(self.packed_weights, validate=True)
+            data = inflater.decompress(compressed, limits.WEIGHTS_BYTES)
         except (binascii.Error, zlib.error):
             raise MessageError("expected weights in base64 and deflate, got damaged ones") from None
         if not inflater.eof or len(data) % _TYPE.itemsize:

@@ -6,7 +6,8 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -152,14 +153,30 @@ def _default(field: FieldInfo) -> str:
     return "-" if field.default is None else json.dumps(field.default)
 
 
+def _members(annotation: Any) -> Iterator[Any]:
+    """Yield the types of a union, without None and annotations; of any other type, itself."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member)
+    elif annotation is not NoneType:
+        yield annotation
+
+
 def _literals(field: FieldInfo) -> list[str]:
-    """Return the text values of a field whose type is a Literal or a union of Literals."""
-    parts = [each for part in get_args(field.annotation) for each in (get_args(part) or (part,))]
-    return [each for each in parts if isinstance(each, str)]
+    """Return the text values of a field whose type is a Literal or a union with Literals."""
+    literals = [each for each in _members(field.annotation) if get_origin(each) is Literal]
+    return [value for each in literals for value in get_args(each) if isinstance(value, str)]
 
 
 def _choices(field: FieldInfo) -> str:
-    return " | ".join(_literals(field)) or _range(field)
+    """Return the literal values and the other types of a union with them; else the bounds."""
+    if not (literals := _literals(field)):
+        return _range(field)
+    kinds = [_type_name(each) for each in _members(field.annotation)]
+    return " | ".join([*literals, *filter(None, dict.fromkeys(kinds))])
 
 
 def _type(field: FieldInfo) -> str:
@@ -168,12 +185,15 @@ def _type(field: FieldInfo) -> str:
 
 def _type_name(annotation: Any) -> str:
     """Name a type: `text`, `number`, `list of text`; empty if there is no simple name."""
-    arguments = [each for each in get_args(annotation) if each not in (type(None), ...)]
+    if get_origin(annotation) is Literal:
+        return ""
+    arguments = [each for each in get_args(annotation) if each not in (NoneType, ...)]
     origin = get_origin(annotation) or annotation
     if origin in (tuple, list):
         return f"list of {_type_name(arguments[0])}" if arguments else "list"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "mapping"
+        keys = get_args(arguments[0]) if get_origin(arguments[0]) is Literal else ()
+        return f"mapping with the keys {', '.join(keys)}" if keys else "mapping"
     if arguments:
         return " or ".join(dict.fromkeys(filter(None, map(_type_name, arguments))))
     return _TYPE_NAMES.get(annotation, "")

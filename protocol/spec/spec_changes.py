@@ -49,16 +49,16 @@ _OF_SCHEDULES: Final = {
 """Keys of `optimizer` that belong to one schedule."""
 
 _REASONS: Final = {
-    "seed": "it decides the order of samples and every random draw",
-    "batch": "it decides which samples each step has had",
-    "data": "it decides which samples there are",
-    "model": "it decides what the state is a state of",
-    "lora": "it decides what the state is a state of",
-    "arithmetic": "it decides the bits of every gradient so far",
-    "threads": "it decides the bits of every gradient so far",
-    "exchange": "it decides the bits of every average so far",
-    "replicas": "it decides what a round is",
-    "optimizer": "the moments so far are those of another optimizer",
+    "seed": "it determines the order of samples and every random draw",
+    "batch": "it determines which samples each step used",
+    "data": "it determines the samples",
+    "model": "the saved state belongs to this model",
+    "lora": "the saved state belongs to this adapter",
+    "arithmetic": "it determines the bits of every gradient so far",
+    "threads": "it determines the bits of every gradient so far",
+    "exchange": "it determines the bits of every average so far",
+    "replicas": "it determines what a round computes",
+    "optimizer": "the saved moments belong to this optimizer",
 }
 _NEW_RUN: Final = (
     "begin a new run from the result of this one (init_from, or model.source) with other settings"
@@ -117,24 +117,24 @@ def refused_change(spec: RunSpec, new: RunSpec) -> str:
 
 def changes_between(spec: RunSpec, new: RunSpec) -> Iterator[str]:
     """Yield a line for each difference, such as `steps: 10 -> 20`."""
-    for key, before, after in _differences(spec, new):
-        yield f"{key}: {_text(before)} -> {_text(after)}"
+    for key, old_value, new_value in _differences(spec, new):
+        yield f"{key}: {_text(old_value)} -> {_text(new_value)}"
 
 
 def _differences(spec: RunSpec, new: RunSpec) -> Iterator[tuple[str, Any, Any]]:
     old_keys, new_keys = (dict(_flat(each.model_dump(mode="json"))) for each in (spec, new))
     for key in sorted(old_keys | new_keys):
-        before, after = old_keys.get(key), new_keys.get(key)
-        if before != after:
-            yield key, before, after
+        old_value, new_value = old_keys.get(key), new_keys.get(key)
+        if old_value != new_value:
+            yield key, old_value, new_value
 
 
-def _flat(document: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in document.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{before}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield before + key, value
+            yield prefix + key, value
 
 
 def _text(value: Any) -> str:

@@ -205,7 +205,7 @@ class Acceptor:
         """
         try:
             async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000):
-                await self._readable(endpoint)
+                await self._wait_readable(endpoint)
         except TimeoutError:
             raise TimeoutError("it has sent nothing") from None
         first = endpoint.recv(1, socket.MSG_PEEK)
@@ -224,7 +224,7 @@ class Acceptor:
             endpoint.send(b"".join(encode(goodbye).buffers))
         return True
 
-    async def _readable(self, endpoint: socket.socket) -> None:
+    async def _wait_readable(self, endpoint: socket.socket) -> None:
         readable = asyncio.Event()
         self._loop.add_reader(endpoint, readable.set)
         try:

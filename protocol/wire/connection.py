@@ -307,12 +307,12 @@ class Connection:
 
     def send(self, message: Message | Encoded) -> Encoded:
         """Return the encoded message if it is legal to send it now."""
-        encoded = encode(message) if isinstance(message, Message) else message
-        kind = type(encoded.message)
+        frame = encode(message) if isinstance(message, Message) else message
+        kind = type(frame.message)
         if kind not in self._sendable[self.phase]:
             raise LocalProtocolError(f"{self.role} sends {kind.__name__} in {self.phase.value}")
         self._advance(kind)
-        return encoded
+        return frame
 
     @property
     def rest_of_body(self) -> int:

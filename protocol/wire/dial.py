@@ -154,15 +154,15 @@ async def connect_first(
     Raises:
         DialError: No address answers in time.
     """
-    waiting, errors = _interleaved(addresses), list[DialError]()
+    addresses_left, errors = _interleaved(addresses), list[DialError]()
     running: dict[asyncio.Task[socket.socket], Address] = {}
     try:
         async with asyncio.timeout(timeout_s):
-            while waiting or running:
-                if waiting:
-                    address = waiting.pop(0)
+            while addresses_left or running:
+                if addresses_left:
+                    address = addresses_left.pop(0)
                     running[asyncio.create_task(_connect_one(address))] = address
-                stagger_s = STAGGER_S if waiting else None
+                stagger_s = STAGGER_S if addresses_left else None
                 finished, _ = await asyncio.wait(
                     running, timeout=stagger_s, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -172,8 +172,8 @@ async def connect_first(
                         return task.result(), address
                     errors.append(as_dial_error(error, str(address)))
     except TimeoutError:
-        silent = DialError("no answer", _unanswered(running.values(), timeout_s))
-        raise _combined([*errors, silent]) from None
+        no_answer = DialError("no answer", _unanswered(running.values(), timeout_s))
+        raise _combined([*errors, no_answer]) from None
     finally:
         for task in running:
             task.cancel()

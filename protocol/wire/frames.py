@@ -60,8 +60,8 @@ class Prefix:
     @property
     def head_bytes(self) -> int:
         """Bytes of the frame before its body starts."""
-        after = OFFSET_BYTES if self.is_shared else MARKER_BYTES if self.body_bytes else 0
-        return PREFIX_BYTES + self.header_bytes + after
+        suffix_bytes = OFFSET_BYTES if self.is_shared else MARKER_BYTES if self.body_bytes else 0
+        return PREFIX_BYTES + self.header_bytes + suffix_bytes
 
 
 def frame_bytes(header: bytes, body: Buffer | None) -> int:

@@ -348,7 +348,7 @@ class NonFiniteSum(_InStep):
 
 
 class DeviceNote(Message):
-    """Worker: a problem with one of its devices, for people; the worker continues."""
+    """Worker: a problem with one of its devices, as text for users; the worker continues."""
 
     tag = 61
     device: Small

@@ -162,7 +162,7 @@ class TlsTransport(asyncio.Transport):
             return
         self._watched = should_watch
         if should_watch:
-            self._loop.add_reader(self._endpoint, self._readable)
+            self._loop.add_reader(self._endpoint, self._on_readable)
         else:
             self._loop.remove_reader(self._endpoint)
 
@@ -185,7 +185,7 @@ class TlsTransport(asyncio.Transport):
             parsed = self._parsed.popleft()
             self._channel.hear(parsed)
 
-    def _readable(self) -> None:
+    def _on_readable(self) -> None:
         with self._fail_on_error():
             self._read_on()
 
@@ -429,7 +429,7 @@ class TlsTransport(asyncio.Transport):
         """In the writer thread: write until nothing is pending."""
         error: Exception | None = None
         try:
-            while (buffer := self._next()) is not None:
+            while (buffer := self._next_buffer()) is not None:
                 view = memoryview(buffer).cast("B")
                 for at in range(0, len(view), _PIECE_BYTES):
                     self._write_piece(view[at : at + _PIECE_BYTES])
@@ -437,7 +437,7 @@ class TlsTransport(asyncio.Transport):
             error = wrong
         self._call_later(lambda: self._bulk_written(error))
 
-    def _next(self) -> frames.Buffer | None:
+    def _next_buffer(self) -> frames.Buffer | None:
         with self._out_lock:
             if not self._out:
                 self._writing = False  # from here on the event loop writes

@@ -222,7 +222,7 @@ class Channel(asyncio.BufferedProtocol):
         """Send the reason, and close once it is written."""
         if self._closing:
             return
-        message = Goodbye(reason=self._short(reason), retry=retry, exit_code=exit_code)
+        message = Goodbye(reason=self._shorten_reason(reason), retry=retry, exit_code=exit_code)
         with contextlib.suppress(ProtocolError):
             self.send(message)
         # The peer closes when it has read that: why it ends was said here.
@@ -320,7 +320,7 @@ class Channel(asyncio.BufferedProtocol):
         if memory is not None and (offsets := memory.unneeded(_MANY_OFFSETS)):
             self._return(offsets)
 
-    def _left(self) -> bool:
+    def _has_peer_left(self) -> bool:
         """Whether the peer has closed its end. Writing to it would reset the connection before its
         last messages, and its reason for leaving, are read."""
         if self.connection.memory is None or self._transport is None:
@@ -334,7 +334,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def _return(self, offsets: tuple[int, ...]) -> None:
         """Tell the peer that it may reuse this memory."""
-        if self._transport is not None and not self._closing and not self._left():
+        if self._transport is not None and not self._closing and not self._has_peer_left():
             returned = self.connection.send(MemoryReturned(places=offsets))
             self._transport.writelines(returned.buffers)
 
@@ -369,19 +369,19 @@ class Channel(asyncio.BufferedProtocol):
         transport = self._transport
         self._closing = True
         if transport is not None:
-            reason = self._short(str(error))
+            reason = self._shorten_reason(str(error))
             goodbye = encode(Goodbye(reason=reason, retry=False, exit_code=error.exit_code))
             transport.writelines(goodbye.buffers)
             transport.close()
 
-    def _short(self, reason: str) -> str:
+    def _shorten_reason(self, reason: str) -> str:
         """Cut a reason to fit a Goodbye; during the handshake a peer accepts only small headers."""
         return cut_text(reason, 400 if self.connection.phase is Phase.OPEN else 200)
 
     def _pump(self, *, force: bool = False) -> None:
         """Pass messages to the transport, up to its limit."""
         transport = self._transport
-        if transport is None or self._left():
+        if transport is None or self._has_peer_left():
             return
         while self._writable or force:
             queue = self._urgent or self._queue

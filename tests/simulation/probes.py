@@ -266,10 +266,10 @@ class Probes:
             # What two are to compute, to compare, is awaited of both.
             doubled = round_.doubled[-1:] if round_.doubled and round_._awaits_double() else ()
             for share in round_.shares.values():
-                missing = all(round_._missing(n) for n in share.owed if n not in doubled)
+                missing = all(round_._missing_leaves(n) for n in share.owed if n not in doubled)
                 assert missing, "Cancel is lost"
             if self._owing and message.subtree not in round_.shares[worker].owed:
-                assert not round_._missing(message.subtree), "what has come is not counted"
+                assert not round_._missing_leaves(message.subtree), "what has come is not counted"
 
     def _before_surplus(self, round_: Round) -> None:
         self._owed = {name: set(share.owed) for name, share in round_.shares.items()}
@@ -277,7 +277,7 @@ class Probes:
     def _after_surplus(self, _: Any, round_: Round) -> None:
         for name, share in round_.shares.items():
             withdrawn = self._owed[name].difference(share.owed)
-            assert not any(round_._missing(subtree) for subtree in withdrawn), (
+            assert not any(round_._missing_leaves(subtree) for subtree in withdrawn), (
                 "what is missing is forgotten"
             )
 

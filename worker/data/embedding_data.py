@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from backends.base.interface import Batch
 from protocol.base.errors import DataError
 from protocol.base.fields import cut_text
-from protocol.datasets.conversations import DistinctRows
 from protocol.datasets.data_check import validation_data
 from protocol.datasets.embedding_pairs import TextGroup, read_text_groups
 from protocol.spec.run_spec import EmbedRun
@@ -96,14 +95,17 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
     """
     data = spec.data
     found = read_text_groups(data)
-    valid = None if data.validation is None else read_text_groups(validation_data(data))
+    valid = None if data.validation is None else read_text_groups(validation_data(data), found[0])
     tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
     table = _TextTable()
-    rows = np.array([table.numbers(row) for row in _all(found, valid)], np.int64)
+    groups = chain(found, valid or ())
+    rows = np.array([table.numbers(row) for row in groups], np.int64)
     texts, truncated = DiskArrays("<u4", np.int64), 0
     for ids, is_cut in encode_cut(tokenizer, table.texts, data.max_tokens):
         if not len(ids):
-            raise _without_tokens(table.texts[len(texts)], len(texts), rows, _all(found, valid))
+            raise _without_tokens(
+                table.texts[len(texts)], len(texts), rows, chain(found, valid or ())
+            )
         texts.append(ids)
         truncated += is_cut
     rows = _first_with_tokens(texts)[rows]
@@ -136,20 +138,6 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
             **({} if valid is None else overlap(found.documents, valid.documents)),
         },
     )
-
-
-def _all(
-    found: DistinctRows[TextGroup], valid: DistinctRows[TextGroup] | None
-) -> Iterator[TextGroup]:
-    first = found[0]
-    for rows in (found, *([] if valid is None else [valid])):
-        for row in rows:
-            if len(row.passages) != len(first.passages):
-                raise DataError(
-                    f"{row.location}: expected {len(first.passages) - 1} negatives, as at "
-                    f"{first.location}, got {len(row.passages) - 1}; give each row as many"
-                )
-            yield row
 
 
 def _without_tokens(text: str, number: int, rows: Rows, groups: Iterator[TextGroup]) -> DataError:

@@ -68,7 +68,7 @@ class DoubleCheck:
             subtree: The subtree.
             part: Which part: block and chunk of gradients, or three numbers of a side output.
             values: The content.
-            what: Name of the part, for people.
+            what: Name of the part in messages.
         """
         profiles = self._assigned.get(subtree, {})
         if len(profiles) < 2 or worker not in profiles:

@@ -47,7 +47,7 @@ class Mesh:
             from the start is table 0.
         table: The table in force.
         star: The table whose only owner is the coordinator.
-        reason: Why this table was chosen, for people.
+        reason: Why this table was chosen, as text for users.
         links: The link speeds that each member reports: Mbit/s by peer.
         traffic: Bytes sent and received on each link.
 
@@ -150,8 +150,8 @@ class Mesh:
         self._invited.discard(worker)
         self.links.pop(worker, None)
         self.traffic.pop(worker, None)
-        for reached in self.links.values():
-            reached.pop(worker, None)
+        for reachable_names in self.links.values():
+            reachable_names.pop(worker, None)
         names = sorted(self._listening)
         return [self._peers(name, names) for name in names] if had_links else []
 
@@ -213,8 +213,10 @@ class Mesh:
         if not others:
             return table
         next_owner = itertools.cycle(others)
-        mine = table.members.index(worker)
-        owners = tuple(next(next_owner) if owner == mine else owner for owner in table.owners)
+        member_index = table.members.index(worker)
+        owners = tuple(
+            next(next_owner) if owner == member_index else owner for owner in table.owners
+        )
         return self._set(table.model_copy(update={"owners": owners}))
 
     def tell(self, workers: Collection[str]) -> list[Action]:
@@ -237,8 +239,8 @@ class Mesh:
 
     def _set(self, table: OwnerTable) -> OwnerTable:
         if table.has_peers:
-            owning, linked = len({*table.owners}), len(table.members)
-            self.reason = f"sharded: {owning} of {linked} linked members average"
+            owning, member_count = len({*table.owners}), len(table.members)
+            self.reason = f"sharded: {owning} of {member_count} linked members average"
         if table != self.table:
             self.table = table
             self.number += 1
@@ -315,16 +317,19 @@ def _shares(speeds: Sequence[float]) -> list[float]:
     count = len(speeds)
     if count < 3:
         return [1.0] * count
-    usual = median(speeds)
-    alike = [usual if usual / _ALIKE < speed < usual * _ALIKE else speed for speed in speeds]
-    low, high = 0.0, 2.0 * count / min(alike)
-    for _ in range(60):  # how long a step takes: the shares grow with it, to 1 in all
+    median_speed = median(speeds)
+    smoothed_speeds = [
+        median_speed if median_speed / _ALIKE < speed < median_speed * _ALIKE else speed
+        for speed in speeds
+    ]
+    low, high = 0.0, 2.0 * count / min(smoothed_speeds)
+    for _ in range(60):  # bisect the duration of a step at which all shares sum to 1
         middle = (low + high) / 2
-        if sum(_share(middle, speed, count) for speed in alike) < 1:
+        if sum(_share(middle, speed, count) for speed in smoothed_speeds) < 1:
             low = middle
         else:
             high = middle
-    return [_share(high, speed, count) for speed in alike]
+    return [_share(high, speed, count) for speed in smoothed_speeds]
 
 
 def _share(time: float, speed: float, count: int) -> float:

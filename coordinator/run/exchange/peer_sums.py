@@ -69,8 +69,8 @@ class PeerSums:
         self._microbatches = microbatches
         self._reduced: dict[int, tuple[str, bytes]] = {}
         self._arrived_digests: dict[int, bytes] = {}
-        mine = table.owned_by(COORDINATOR)
-        self._open = {number for number in range(grid.count) if number not in mine}
+        own_chunks = table.owned_by(COORDINATOR)
+        self._open = {number for number in range(grid.count) if number not in own_chunks}
         self._arrived = {name: self._nothing() for name in workers}
         self._since = dict.fromkeys(workers, number)
 
@@ -154,11 +154,11 @@ class PeerSums:
         number = self._checked(owner, message)
         earlier = self._reduced.get(number)
         if earlier is not None and earlier[1] != message.digest:
-            return self._wrong(owner, number, f"worker {earlier[0]!r} computed others")
+            return self._wrong_average(owner, number, f"worker {earlier[0]!r} computed others")
         if earlier is None:
             self._reduced[number] = (owner, message.digest)
             self.origins.add(origin)
-        return self._fit(number)
+        return self._compare_digests(number)
 
     def average(
         self, sender: str, message: AveragedGradient, values: Array
@@ -170,7 +170,7 @@ class PeerSums:
         if number in self._open:
             self._average_of(number)[:] = values
             self._arrived_digests[number] = chunk_digest(values)
-        return self._fit(number)
+        return self._compare_digests(number)
 
     def _checked(self, sender: str, message: ChunkReduced | AveragedGradient) -> int:
         """Return the number of a chunk that the sender owns or owned, or writes for its owner."""
@@ -187,18 +187,20 @@ class PeerSums:
             )
         return number
 
-    def _fit(self, number: int) -> int | WrongAverage | None:
+    def _compare_digests(self, number: int) -> int | WrongAverage | None:
         if number not in self._reduced or number not in self._arrived_digests:
             return None
         owner, digest = self._reduced[number]
         if digest != self._arrived_digests[number]:
-            return self._wrong(owner, number, f"they came from {self.table.scribe or owner!r}")
+            return self._wrong_average(
+                owner, number, f"they came from {self.table.scribe or owner!r}"
+            )
         if number not in self._open:
             return None
         self._open.discard(number)
         return number
 
-    def _wrong(self, owner: str, number: int, detail: str) -> WrongAverage:
+    def _wrong_average(self, owner: str, number: int, detail: str) -> WrongAverage:
         block, _ = self._grid.chunk(number)
         return WrongAverage(owner, self._grid.blocks[block].name, detail)
 

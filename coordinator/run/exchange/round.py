@@ -225,17 +225,19 @@ class Round:
         """Raise limits that can grow by at least 1 / `parts` of the window; return the workers."""
         raised: list[str] = []
         self._note_summed()
-        within = self._within_memory()
+        upload_limit = self._within_memory()
         # With many workers most may already send everything: skip them cheaply.
-        waiting = [(worker, s) for worker, s in self.shares.items() if s.uploads < within]
-        if not waiting:
+        waiting_shares = [
+            (worker, s) for worker, s in self.shares.items() if s.uploads < upload_limit
+        ]
+        if not waiting_shares:
             return raised
         last = self._slowest(share for share in self.shares.values() if not share.local)
-        for worker, share in waiting:
-            own = self._slowest([share])
-            now = min(within, self._ahead(share, min(last, own)))
-            more = now - share.uploads
-            if more > 0 and more * parts >= now - own:
+        for worker, share in waiting_shares:
+            own_uploads = self._slowest([share])
+            now = min(upload_limit, self._uploads_ahead(share, min(last, own_uploads)))
+            added_uploads = now - share.uploads
+            if added_uploads > 0 and added_uploads * parts >= now - own_uploads:
                 share.uploads = now
                 raised.append(worker)
         return sorted(raised)
@@ -251,7 +253,7 @@ class Round:
         limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._grid.total_bytes // 2)
         return self._grid.end(self._summed, limit_bytes // max(self._given_subtrees, 1))
 
-    def _ahead(self, share: Share, last: int) -> int:
+    def _uploads_ahead(self, share: Share, last: int) -> int:
         """Return how far a worker may send ahead of the slowest one.
 
         Flows that share a link do not get equal parts of it. A sum waits for the slowest, while the
@@ -259,8 +261,10 @@ class Round:
         """
         if share.local or self._given_again or self.has_inner_phases:
             return self._grid.count
-        most = last + limits.UPLOAD_AHEAD_CHUNKS
-        return max(self._grid.end(last, limits.UPLOAD_AHEAD_BYTES), min(most, self._grid.count))
+        most_uploads = last + limits.UPLOAD_AHEAD_CHUNKS
+        return max(
+            self._grid.end(last, limits.UPLOAD_AHEAD_BYTES), min(most_uploads, self._grid.count)
+        )
 
     def _slowest(self, shares: Iterable[Share]) -> int:
         """Return the fewest chunks that have arrived of any subtree that has begun to arrive."""
@@ -290,7 +294,7 @@ class Round:
         share.owed.update(dict.fromkeys(subtrees, self._owed))
         share.dropped.difference_update(subtrees)
         self._note_summed()
-        first = min(self._within_memory(), self._ahead(share, self._summed))
+        first = min(self._within_memory(), self._uploads_ahead(share, self._summed))
         share.uploads = max(share.uploads, first)
 
     def _owed_bits(self) -> int:
@@ -320,14 +324,14 @@ class Round:
         owner = self.peers.table.owner(number)
         if owner != COORDINATOR:
             self._delivered.add(worker)
-            passed = message.model_copy(update={"owners": self.peers.number, "worker": worker})
-            return Send(owner, passed, packed(values, self._exchange.precision))
+            forwarded = message.model_copy(update={"owners": self.peers.number, "worker": worker})
+            return Send(owner, forwarded, packed(values, self._exchange.precision))
         # Counts as sent even if it is not needed: the lease covers what the worker still owes.
         share.arrived(message.subtree, number)
         name = self._blocks[message.block].name
-        part, what = (message.block, message.chunk), f"gradients in block {name!r}"
+        part, description = (message.block, message.chunk), f"gradients in block {name!r}"
         # Before anything is added to the values; also for values that are dropped below.
-        differing = self.double_check.answer(worker, message.subtree, part, values, what)
+        differing = self.double_check.answer(worker, message.subtree, part, values, description)
         if differing is not None:  # a non-finite value shows which of the two is wrong
             finite = is_finite(values)
             return differing if finite else NonFinite(message.subtree, worker, message.block)
@@ -340,7 +344,7 @@ class Round:
         if result is None:
             return None
         self._origins.add(result.origin)
-        return self._averaged(number)
+        return self._broadcast_average(number)
 
     def captured(
         self, worker: str, message: CapturedRows, content: Bytes
@@ -365,9 +369,9 @@ class Round:
             if not are_finite(self.embeds, rows):
                 return NonFinite(leaf, worker, is_embedding=True)
         part = (0, message.microbatch, message.chunk)
-        what = "embeddings" if self.embeds else "logits"
-        what = "per-replica state" if self.has_inner_phases else what
-        return self.double_check.answer(worker, message.subtree, part, content, what)
+        row_kind = "embeddings" if self.embeds else "logits"
+        row_kind = "per-replica state" if self.has_inner_phases else row_kind
+        return self.double_check.answer(worker, message.subtree, part, content, row_kind)
 
     def note_inner_step(self, worker: str, replica: int, inner: int) -> None:
         """Note how many inner steps of a replica a worker has taken.
@@ -420,7 +424,7 @@ class Round:
         else:
             assert isinstance(body, np.ndarray)
             result = self.peers.average(sender, message, body)
-        return self._averaged(result) if isinstance(result, int) else result
+        return self._broadcast_average(result) if isinstance(result, int) else result
 
     def reown(self, number: int, table: OwnerTable) -> None:
         """Switch to a new table: workers owe the new owners the sums already sent to others."""
@@ -500,7 +504,7 @@ class Round:
             share, subtree = self.shares.get(sender), found.subtree
             subtrees = () if share is None else share.subtrees
             if not is_subtree(subtree, self.microbatches) or not any(
-                own.covers(subtree) for own in subtrees
+                subtree_share.covers(subtree) for subtree_share in subtrees
             ):
                 raise OutOfOrder(
                     f"subtree {subtree} was not given to worker {sender!r} in this step"
@@ -560,7 +564,7 @@ class Round:
         share = self.shares.get(worker)
         if share is None:
             return ()
-        missing = {leaf for subtree in share.owed for leaf in self._missing(subtree)}
+        missing = {leaf for subtree in share.owed for leaf in self._missing_leaves(subtree)}
         return cover(sorted(missing), self.microbatches)
 
     def computing(self) -> list[str]:
@@ -570,7 +574,7 @@ class Round:
 
     def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Subtree, ...]:
         """Return missing microbatches that only ignored workers owe, or none, as subtrees."""
-        assigned = {
+        assigned_leaves = {
             leaf
             for worker, share in self.shares.items()
             if worker not in ignoring
@@ -578,7 +582,7 @@ class Round:
             for leaf in range(subtree.lo, subtree.hi)
         }
         everything = root(self.microbatches)
-        missing = {leaf for leaf in self._missing(everything) if leaf not in assigned}
+        missing = {leaf for leaf in self._missing_leaves(everything) if leaf not in assigned_leaves}
         return cover(sorted(missing), self.microbatches)
 
     def lose(self, worker: str, *, proven: bool) -> None:
@@ -609,12 +613,12 @@ class Round:
         # Sums cover a doubled subtree after its first answer; the second is needed to compare.
         double = self.doubled[-1] if self.doubled and self._awaits_double() else None
         for worker, share in self.shares.items():
-            there = tuple(n for n in share.owed if n != double and not self._missing(n))
-            if there:
-                surplus[worker] = there
-                for subtree in there:
+            delivered = tuple(n for n in share.owed if n != double and not self._missing_leaves(n))
+            if delivered:
+                surplus[worker] = delivered
+                for subtree in delivered:
                     del share.owed[subtree]
-                share.dropped.update(there)
+                share.dropped.update(delivered)
         return surplus
 
     def forgo_double(self, late: Collection[str]) -> bool:
@@ -632,7 +636,7 @@ class Round:
         shares = [self.shares[worker] for worker in workers if worker in self.shares]
         return len(shares) == len(workers) and any(subtree in share.owed for share in shares)
 
-    def _missing(self, subtree: Subtree) -> set[int]:
+    def _missing_leaves(self, subtree: Subtree) -> set[int]:
         """Return the microbatches with a result in no sum yet; subtrees are assigned whole."""
         missing = set(self._losses.missing(subtree)) | self.peers.missing(subtree)
         return self._reducer.missing(subtree, missing)
@@ -675,7 +679,7 @@ class Round:
             raise OutOfOrder(f"subtree {subtree} was not given to worker {worker!r} in this step")
         return share
 
-    def _averaged(self, number: int) -> Broadcast:
+    def _broadcast_average(self, number: int) -> Broadcast:
         """Broadcast an averaged chunk to all who do not get it from its owner."""
         block, chunk = self._grid.chunk(number)
         self._open_chunks[block] -= 1
@@ -683,8 +687,8 @@ class Round:
             self._unsummarized.append(block)
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
-        own = number in self._reducer
-        had_by = frozenset[str]() if own else frozenset(self.peers.table.members)
+        is_own = number in self._reducer
+        had_by = frozenset[str]() if is_own else frozenset(self.peers.table.members)
         message = kind(**self.step_id, block=block, chunk=chunk)
         return Broadcast(message, self._average_of(number), had_by)
 

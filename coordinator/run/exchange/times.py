@@ -37,7 +37,7 @@ class MeshMember:
     """One host.
 
     Attributes:
-        mbit: Of its link to the network, Mbit/s, each way.
+        mbit: Speed of its link to the network, Mbit/s, each way.
         share: The part of all chunks that it owns where workers average; all shares sum up to 1.
         here: Whether the coordinator is on this machine.
     """
@@ -101,9 +101,9 @@ def sharded_s(volume: Volume, members: Sequence[MeshMember], cores: float = _MEM
     for member in members:
         rest = 1 - member.share
         sent_bytes = rest * volume.up_bytes + member.share * (others + extra) * volume.down_bytes
-        come = rest * volume.down_bytes + member.share * others * volume.up_bytes
-        links_s = _LINK_S * (sent_bytes + come) / min(cores, 2 * max(others, 1))
-        takes_s.append(max(member.takes_s(max(sent_bytes, come)), links_s))
+        received_bytes = rest * volume.down_bytes + member.share * others * volume.up_bytes
+        links_s = _LINK_S * (sent_bytes + received_bytes) / min(cores, 2 * max(others, 1))
+        takes_s.append(max(member.takes_s(max(sent_bytes, received_bytes)), links_s))
     return _FIXED_S + max(takes_s) * (1 + 1 / volume.pieces)
 
 

@@ -84,7 +84,7 @@ class WorkerReady(Event):
     device: str
     backend: str
     signature: str
-    """Its numerics profile and its parity with torch, for people."""
+    """Its numerics profile and its parity with torch, as text for users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class ManifestSettled(Record):
 
 @dataclass(frozen=True, slots=True)
 class CapturePlanned(Event):
-    """How large the result of a capture will be; `size` is for people."""
+    """How large the result of a capture will be; `size` is text for users."""
 
     name = "capture_planned"
     samples: int
@@ -339,7 +339,7 @@ class Committed(Record):
         counted: Whose subtrees are summed, where known: each distinct combination, one unless
             subtrees were assigned twice.
         state_before: Digest of the state that the step started from.
-        norm: Of the averaged gradient before clipping.
+        norm: Norm of the averaged gradient before clipping.
         rate: The learning rate. Like `norm`, None for a skipped step and in older lines.
         own_digest: Digest of the per-replica state after the step (`replica_states`).
         loss_scale: The factor of the losses, if they were scaled.

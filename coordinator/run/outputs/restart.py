@@ -30,7 +30,7 @@ class Packed(BaseModel):
 
 
 class Embedded(BaseModel):
-    """The embeddings that a step's loss has read.
+    """The digest and origin of the embeddings that a step's loss used.
 
     Attributes:
         digest: BLAKE3 of all rows, in the order of microbatches.
@@ -57,8 +57,8 @@ class CommitRecord(Packed):
         commit: The message to the workers.
         optimizer_step: How many updates there are, this one included.
         state_before: Digest of the state that the step starts from, if known.
-        norm: Of the gradient, before clipping; None for a skipped step and in older records.
-        own_digest: Of the per-replica state after the step; None without any.
+        norm: Norm of the gradient, before clipping; None for a skipped step and in older records.
+        own_digest: Digest of the per-replica state after the step; None without any.
         counted: Whose subtrees [lo, hi) are summed. Each chunk and the loss has its own sum. Where
             subtrees were assigned twice, sums can differ in whose results they hold: each distinct
             combination is listed. None for a skipped step, or if the list would be too long.
@@ -79,7 +79,7 @@ class AdmissionRecord(BaseModel):
 
     Attributes:
         signature: The first worker's numerics profile, which `exactness: require` demands.
-        initial_digest: Of the state after 0 steps.
+        initial_digest: Digest of the state after 0 steps.
         signatures: The numerics profiles of all workers that have computed, sorted.
         mixed: Whether profiles or initial states differed.
     """
@@ -101,14 +101,14 @@ class Resumption:
         step: Steps committed whose state can be restored; the run continues with this step.
         optimizer_step: Updates among them.
         losses: Mean loss of each; NaN for a skipped one.
-        state_digest: Of the state after these steps, if it is known before it is restored.
+        state_digest: Digest of the state after these steps, if it is known before it is restored.
         saved: Steps of the newest intact checkpoint.
         redone: Steps that were committed before and are done again, with the digest of their
             averages; None for a skipped one, which is skipped again.
         admission: What workers were admitted by; None if no worker had computed.
-        initial_digest: Of state 0, if it is the newest and there is no admission record.
-        metrics: Of the evaluations so far, if the run can stop early or lower its rate by them.
-        loss_scale: Of the next step, if losses are scaled.
+        initial_digest: Digest of state 0, if it is the newest and there is no admission record.
+        metrics: Metrics of the evaluations so far, if they can stop the run or lower its rate.
+        loss_scale: Loss scale of the next step, if losses are scaled.
     """
 
     manifest: Manifest

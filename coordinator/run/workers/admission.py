@@ -53,7 +53,7 @@ class Admission:
 
     Attributes:
         state_known: Whether the coordinator's replica has state 0.
-        upload: Number of the upload that counts; each request to a worker begins another.
+        upload: Number of the valid upload; each request to a worker starts a new one.
         uploader: The worker that uploads state 0.
     """
 
@@ -90,7 +90,7 @@ class Admission:
 
         Args:
             record: None if no worker had computed.
-            initial_digest: Of state 0, if known without the record.
+            initial_digest: Digest of state 0, if known without the record.
         """
         self.state_known = self._resumed = True
         if record is None:
@@ -111,15 +111,22 @@ class Admission:
     def refusal(self, manifest: Manifest, ready: Ready, *, evaluates: bool = False) -> str:
         """Say why a worker cannot take part; empty if it can. Evaluators commit no bits."""
         if manifest.digest() != self._manifest_digest:
-            ours, theirs = self._manifest.digests, manifest.digests
-            keys = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
-            what = ", ".join(keys) or "model shape, sample counts or metrics"
+            run_digests, worker_digests = self._manifest.digests, manifest.digests
+            keys = sorted(
+                k
+                for k in run_digests.keys() | worker_digests.keys()
+                if run_digests.get(k) != worker_digests.get(k)
+            )
+            differing_items = ", ".join(keys) or "model shape, sample counts or metrics"
             if self._resumed:
                 return (
-                    f"expected the {what} that the run started with, got another digest: restore "
-                    "it, or start a new run"
+                    f"expected the {differing_items} that the run started with, got another "
+                    "digest: restore it, or start a new run"
                 )
-            return f"expected the same {what} as the run's first worker, got another digest"
+            return (
+                f"expected the same {differing_items} as the run's first worker, got another "
+                "digest: use the same files and package versions on every machine"
+            )
         if evaluates:
             return ""
         if self._exactness == "require" and ready.signature != self._numerics_profile:
@@ -131,24 +138,28 @@ class Admission:
             )
         digest = self._initial_digest
         if self._exactness == "require" and digest and ready.initial_digest != digest:
-            return "exactness: require, and this worker's initial weights differ from the run's"
+            return (
+                "exactness: require expects the run's initial weights, got others: use the same "
+                "files and package versions on every machine, or set exactness: prefer, with which "
+                "a worker receives the run's weights"
+            )
         return ""
 
     # State 0.
 
     def request_state(self) -> list[Action]:
         """Request state 0 from one ready worker, unless one is uploading it."""
-        ready = self._members.names(MemberState.READY)
-        if self.uploader is not None or self.state_known or not ready:
+        ready_names = self._members.names(MemberState.READY)
+        if self.uploader is not None or self.state_known or not ready_names:
             return []
-        return self._request(ready)
+        return self._request(ready_names)
 
-    def _request(self, ready: list[str]) -> list[Action]:
-        # Prefer a worker that starts like the first: then most workers need not be seeded.
-        alike = {member.name for member in self._members if self.starts_alike(member)}
-        worker = next((name for name in ready if name in alike), ready[0])
+    def _request(self, ready_names: list[str]) -> list[Action]:
+        # Prefer a worker with the first worker's initial state: most workers then have it too.
+        same_start = {member.name for member in self._members if self.has_initial_state(member)}
+        worker = next((name for name in ready_names if name in same_start), ready_names[0])
         self.uploader, self._uploaded = worker, False
-        # The replica may still be taking an earlier upload, whose digest must not count for this.
+        # The replica may still be receiving an earlier upload, whose digest is not this one's.
         self.upload += 1
         self._requested.add(worker)
         self._lease.sign(worker)
@@ -157,16 +168,20 @@ class Admission:
     def tick(self, now_ms: float) -> list[Action]:
         """Request the state from another worker if the uploader is late and another is left."""
         self._lease.tick(now_ms)
-        late = self.uploader
-        if late is None or self._uploaded or not self._lease.is_over(late, _EXPECTED_CHUNK_MS):
+        late_uploader = self.uploader
+        if (
+            late_uploader is None
+            or self._uploaded
+            or not self._lease.is_over(late_uploader, _EXPECTED_CHUNK_MS)
+        ):
             return []
         others = [n for n in self._members.names(MemberState.READY) if n not in self._requested]
         if not others:
             return []
-        return [Report(WorkerLate(late, 0, "the initial state")), *self._request(others)]
+        return [Report(WorkerLate(late_uploader, 0, "the initial state")), *self._request(others)]
 
     def state_chunk(self, worker: str, message: StateChunk, values: Array) -> list[Action]:
-        """Take a chunk of state 0, if it is of the upload that counts.
+        """Put a chunk of state 0 into the replica, if it belongs to the valid upload.
 
         Raises:
             OutOfOrder: It was not requested, or is not a chunk of the parameters at step 0.
@@ -174,7 +189,7 @@ class Admission:
         if worker not in self._requested:
             raise OutOfOrder("StateChunk was not requested")
         if self.state_known or worker != self.uploader or self._uploaded:
-            return []  # another worker uploads by now, or this upload is complete
+            return []  # another worker is the uploader now, or this upload is complete
         if message.kind != "parameters" or message.step or message.optimizer_step:
             raise OutOfOrder("StateChunk: expected the parameters of step 0")
         self._uploaded = message.last
@@ -202,14 +217,14 @@ class Admission:
         """Note a lost worker; if it was the uploader, request the state from another."""
         if worker != self.uploader or self.state_known:
             return []
-        # Halves of two states would be a third one: the next worker uploads all of it.
+        # Chunks of two workers would mix two states: the next worker uploads all chunks.
         self.uploader = None
         return self.request_state()
 
     # Admission.
 
-    def starts_alike(self, member: Member) -> bool:
-        """Whether the worker's own initial state is the run's."""
+    def has_initial_state(self, member: Member) -> bool:
+        """Return whether the worker's own initial state is the run's."""
         return member.initial_digest == self._initial_digest
 
     def admit_ready(self) -> list[Action]:
@@ -218,7 +233,7 @@ class Admission:
         for member in self._members:
             if member.state is not MemberState.READY:
                 continue
-            if self.starts_alike(member):
+            if self.has_initial_state(member):
                 # It has the same bits already: nothing to send, however large the model is.
                 self._members.activate(member)
                 actions.append(Subscribe(member.name, 0))
@@ -250,7 +265,7 @@ class Admission:
             return [Subscribe(member.name, step)]
         member.state = MemberState.LOADING
         if 0 < member.step < step and digest in (None, member.state_digest):
-            # It was in the run before: the steps it missed are less than the whole state.
+            # It took part before: the steps that it missed are smaller than the whole state.
             member.gets_state()
             to_compare = member.state_digest if digest is None else None
             return [Replay(member.name, member.step, to_compare)]
@@ -274,5 +289,5 @@ def is_stale(member: Member, message: Message, run_id: str) -> bool:
         return message.run_id != run_id
     if isinstance(message, PeerPort | Linked | Unlinked | LinkTraffic) and message.run_id != run_id:
         return True
-    unasked = member.state in (MemberState.IDLE, MemberState.PREPARING)
-    return unasked and not isinstance(message, Drain)
+    is_before_ready = member.state in (MemberState.IDLE, MemberState.PREPARING)
+    return is_before_ready and not isinstance(message, Drain)

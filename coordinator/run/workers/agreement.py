@@ -54,8 +54,8 @@ class Agreement:
             return not self._missing and not self._replica_missing
         answers = self._answers.get(self._newest, {})
         digests = {answers.get(worker) for worker in self._missing}
-        ahead = self._newest - self._behind_since
-        return None not in digests and len(digests) <= 1 and ahead < self._ahead
+        steps_ahead = self._newest - self._behind_since
+        return None not in digests and len(digests) <= 1 and steps_ahead < self._ahead
 
     @property
     def waiting_for(self) -> list[str]:

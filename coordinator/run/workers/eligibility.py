@@ -63,11 +63,13 @@ class Eligibility:
     @property
     def others_may_come(self) -> bool:
         """Whether another worker is here, or may still come."""
-        able = any(not member.evaluates for member in self._members)
+        has_trainer = any(not member.evaluates for member in self._members)
         away = self._members.departed - self.unfit.keys()
-        unfit = sum(self._devices[name] for name in self.unfit)
+        unfit_devices = sum(self._devices[name] for name in self.unfit)
         rejects_all = self.verdict is not None and self.verdict.rejects_all
-        return able or bool(away) or (unfit < self._expect_workers and not rejects_all)
+        return (
+            has_trainer or bool(away) or (unfit_devices < self._expect_workers and not rejects_all)
+        )
 
     def expired(self, now_ms: float) -> Verdict | None:
         """Return the verdict that ends the run now, if no other worker has come in time."""

@@ -80,7 +80,7 @@ class OwnerLease:
 
     Chunks of a silent owner go to other owners, and all sums are sent again. On a machine or link
     that is merely slow, that would only make it slower. So the lease follows how long owners were
-    silent before they gave a sign after all, and doubles each time it expires in a step.
+    silent before they sent again, and doubles each time it expires in a step.
     """
 
     def __init__(self) -> None:
@@ -124,8 +124,8 @@ class OwnerLease:
     def _waited_for(self, round_: Round) -> tuple[str, int] | None:
         """Return the only owner with missing averages, and how many are missing."""
         collecting = round_.peers.collecting()
-        owing = [(name, count) for name, count in collecting.items() if count]
-        return owing[0] if len(owing) == 1 and len(collecting) > 1 else None
+        owing_owners = [(name, count) for name, count in collecting.items() if count]
+        return owing_owners[0] if len(owing_owners) == 1 and len(collecting) > 1 else None
 
 
 class Stragglers:
@@ -202,22 +202,22 @@ class Stragglers:
         to finish together, so a worker that takes several times as long as the finished ones is
         late, however slow it was before.
         """
-        late, done_ms = [], self._done_ms(round_)
+        late_members, done_ms = [], self._done_ms(round_)
         for worker in sorted(round_.shares):
             member = self._members.get(worker)
             pending = round_.pending(worker)
             if member is None or not pending:
                 continue
             expected_ms = member.expected_work_ms(max(subtree.leaves for subtree in pending))
-            if round_.has_inner_phases:  # the worker reports its progress all the while
+            if round_.has_inner_phases:  # the worker reports its progress throughout
                 expected_ms = member.expected_gap_ms
             over = self._work.is_over(worker, expected_ms)
             if done_ms is not None and expected_ms is not None:
                 over = over or self._shares.is_over(worker, done_ms)
             if over:
                 member.late = True
-                late.append(member)
-        return late
+                late_members.append(member)
+        return late_members
 
     def _done_ms(self, round_: Round) -> float | None:
         """Return how long the slowest of the finished workers took."""
@@ -238,20 +238,20 @@ class Stragglers:
             blocked: Whether nothing else is waited for. Before that a slow answer costs nothing,
                 and only the worker's own lease counts; then others' answers count as well.
         """
-        silent = set(agreement.silent)
+        silent_names = set(agreement.silent)
         computing = [member for member in self._members if member.state in COMPUTING]
-        prompt = [member for member in computing if member.name not in silent]
+        prompt = [member for member in computing if member.name not in silent_names]
         if not prompt:
             return []
         times_ms = [ms for member in prompt if (ms := member.expected_answer_ms) is not None]
-        late = []
+        late_members = []
         for member in computing:
             expected_ms = member.expected_answer_ms
             if blocked and times_ms and expected_ms is not None:
                 expected_ms = min(expected_ms, max(times_ms))
-            if member.name in silent and self._answers.is_over(member.name, expected_ms):
-                late.append(member)
-        return late
+            if member.name in silent_names and self._answers.is_over(member.name, expected_ms):
+                late_members.append(member)
+        return late_members
 
     def reports_owner(self, worker: str, step: int) -> list[Report]:
         """Report a late chunk owner."""

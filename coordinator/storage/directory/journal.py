@@ -193,8 +193,8 @@ def verify_journal(path: Path) -> Verified:
         try:
             record = read_record(document["record"])
         except ValidationError as error:
-            where = ".".join(str(part) for part in error.errors()[0]["loc"])
-            reason = f"this release does not know its record, at {where!r}"
+            location = ".".join(str(part) for part in error.errors()[0]["loc"])
+            reason = f"this release does not know its record, at {location!r}"
             return Verified(tuple(entries), head, number, reason)
         head = document["hash"]
         entries.append(Entry(number, document["time"], record, head))
@@ -314,9 +314,11 @@ def _intact_end(content: bytes, path: Path, start: int) -> _LastBatch | None:
             last, end = document, at + len(line)
         elif start and last is None:
             return None
-        elif document["batch"] > (bad := last["number"] + 1 if last else 1):
+        elif document["batch"] > (first_number := last["number"] + 1 if last else 1):
             text = "a line does not match its hash, and lines that were synced later follow"
-            raise StorageDamaged(str(path), f"line {bad}", f"{text}; restore it from a copy")
+            raise StorageDamaged(
+                str(path), f"line {first_number}", f"{text}; restore it from a copy"
+            )
         at += len(line)
     return _LastBatch(last, begin, end) if is_intact else None
 

@@ -141,7 +141,7 @@ class Ended(Record):
     weights_digest: Digest | None = None
     state_digest: Digest | None = None
     result_digest: Digest | None = None
-    """Of the content of `result.json` without this line's hash."""
+    """Digest of the content of `result.json` without this line's hash."""
 
 
 RECORDS: tuple[type[Record], ...] = (
@@ -161,8 +161,8 @@ def read_record(document: Any) -> Record:
     """
     if isinstance(document, dict):
         older = _OLDER.get(document.get("kind", ""), ())
-        kept = {k: v for k, v in document.items() if k not in older or v is not None}
-        document = with_term(kept)
+        fields = {k: v for k, v in document.items() if k not in older or v is not None}
+        document = with_term(fields)
     return _READER.validate_json(canonical_json(document), strict=True)
 
 

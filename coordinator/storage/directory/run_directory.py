@@ -240,11 +240,11 @@ class RunDirectory:
         try:
             document = parse_json(content)
             run_id, spec = document["run_id"], document["spec"]
-            parsed = parse_run_spec_bytes(json.dumps(spec).encode())
+            run_spec = parse_run_spec_bytes(json.dumps(spec).encode())
         except (ValueError, KeyError, TypeError, MessageError) as error:
             reason = f"expected a run's ID and spec, got {error}; restore it from a copy"
             raise StorageDamaged(str(self.run_file), "", reason) from None
-        return StoredRun(str(run_id), parsed, spec)
+        return StoredRun(str(run_id), run_spec, spec)
 
     def read_run_file(self) -> bytes | None:
         """Return the content of `run.json`; None if there is no run.

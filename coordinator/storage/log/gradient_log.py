@@ -60,14 +60,14 @@ class GradientLog:
         index: Where the committed steps are.
 
     Args:
-        directory: Of the segments; made if missing.
+        directory: Directory of the segments; made if missing.
         run_id: The run's ID.
         manifest: Says which chunks a step has.
-        term: Of the coordinator, above that of all existing segments.
+        term: Term of the coordinator, above that of all existing segments.
         next_step: Steps committed so far. Later steps in older segments are overridden.
         mode: See the module's docstring.
         redo: Commits of later steps that will be done again; they stay known.
-        index: Of the existing segments, as `scan_log` returns it; updated here.
+        index: Index of the existing segments, as `scan_log` returns it; updated here.
         guard: Called after each sync, before `commit` returns; raises if this coordinator does not
             own the directory any more (`DirectoryLock.check`).
 
@@ -180,7 +180,7 @@ class GradientLog:
         self.next_step += 1
 
     def roll(self, mode: LogMode | None = None) -> Path:
-        """Begin a new segment: a checkpoint of the present step is about to be made.
+        """Begin a new segment: a checkpoint of the current step is about to be written.
 
         Args:
             mode: From now on; None to keep it.

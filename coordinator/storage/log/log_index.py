@@ -109,8 +109,8 @@ class SegmentIndex:
                 record = read_commit(payload) if payload is not None else None
                 if record is None or record.commit.step != step or head.end != end:
                     raise damaged(self.path, at, f"expected the commit of step {step}")
-                full = self.header.mode == "full"
-                return LoggedStep(self.path, record, tuple(chunks), full, end)
+                has_gradients = self.header.mode == "full"
+                return LoggedStep(self.path, record, tuple(chunks), has_gradients, end)
             chunks.append(head)
             at = head.end
         raise damaged(self.path, at, f"expected the commit of step {step}")
@@ -265,22 +265,22 @@ def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple
             if length == block.chunk_elements:
                 yield number, chunk, values
                 continue
-            whole = recut.setdefault(number, np.empty(block.elements, np.float32))
-            whole[start : start + length] = values
+            block_values = recut.setdefault(number, np.empty(block.elements, np.float32))
+            block_values[start : start + length] = values
             if all(each != number for each, _ in missing):
                 for part in range(block.chunks):
-                    yield number, part, whole[block.chunk_slice(part)]
-                del recut[number], whole
+                    yield number, part, block_values[block.chunk_slice(part)]
+                del recut[number], block_values
     if missing:
         reason = f"step {commit.step} is committed without {len(missing)} of its chunks"
         raise damaged(logged.path, None, reason)
 
 
-def _chunk_lengths(fd: int, logged: LoggedStep, blocks: tuple[Block, ...]) -> list[int]:
+def _chunk_lengths(fd: int, logged_step: LoggedStep, blocks: tuple[Block, ...]) -> list[int]:
     """Return the elements per chunk of each block as logged: those of its first chunk."""
     lengths = [block.chunk_elements for block in blocks]
-    for head in logged.chunks:
-        with storing("read", logged.path):
+    for head in logged_step.chunks:
+        with storing("read", logged_step.path):
             key = read_chunk_id(fd, head)
         if key is None or key.chunk or key.block >= len(blocks):
             continue

@@ -102,7 +102,7 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
     ]
     if repair:
         for cut in cuts:
-            _cut(cut)
+            _truncate_segment(cut)
         for segment in segments:
             _sync(segment, newest=segment is segments[-1])
     return LogScan(LogIndex(segments), tuple(cuts))
@@ -129,9 +129,9 @@ def cuts_before(
     for path in reversed(paths):
         with storing("read", path):
             segment = _walk_file(path)
-            before = step - segment.header.base_step
-            if len(segment.ends) >= before and segment.size > segment.ends[before - 1]:
-                del segment.ends[before:]
+            steps_before = step - segment.header.base_step
+            if len(segment.ends) >= steps_before and segment.size > segment.ends[steps_before - 1]:
+                del segment.ends[steps_before:]
                 cuts.append((path, segment.end))
             else:
                 segment = _scan_segment(path, following)
@@ -231,7 +231,7 @@ def _check_owner(segment: _Segment, run_id: str, manifest: Manifest) -> None:
         raise Mismatch(f"{path!r} belongs to another manifest; start a new run")
 
 
-def _cut(cut: Cut) -> None:
+def _truncate_segment(cut: Cut) -> None:
     with storing("cut the torn tail of", cut.path):
         fd = os.open(cut.path, os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -135,7 +135,7 @@ def write_checkpoint(
         manifest: The run's manifest; decides the layout.
         replica: The state. It must not change until `state_read` is called, or this returns.
         run_id: The run's ID.
-        term: Of the coordinator.
+        term: Term of the coordinator.
         losses: The mean loss of each step so far; not finite for a skipped one.
         state_read: Called once the state is written, and not yet durable.
 
@@ -217,10 +217,10 @@ def _read_sealed(file: Path, key: str, kind: type[Sealed], remedy: str) -> Seale
         with storing("read", file):
             document = read_json(file)
         content = kind.model_validate_json(json.dumps(with_term(document[key])), strict=True)
-        whole = document["blake3"] == json_digest(document[key])
+        is_intact = document["blake3"] == json_digest(document[key])
     except (ValueError, TypeError, KeyError):
-        whole = False
-    if not whole:
+        is_intact = False
+    if not is_intact:
         raise StorageDamaged(str(file), "", f"it does not match its digest; {remedy}")
     return content
 

@@ -135,8 +135,8 @@ def load_replica(checkpoint: Checkpoint, manifest: Manifest, optimizer: Optimize
         StorageFailed: It cannot be read.
     """
     replica = Replica(manifest.blocks, optimizer)
-    with CheckpointState(checkpoint, manifest, optimizer) as saved:
-        saved.fill(replica)
+    with CheckpointState(checkpoint, manifest, optimizer) as checkpoint_state:
+        checkpoint_state.fill(replica)
     if not replica.has_state(checkpoint.info.state_digest):
         raise StorageDamaged(
             str(checkpoint.path), "", "the digest of the state differs from the recorded one"

@@ -61,12 +61,12 @@ class ReplicaStates:
     """The per-replica state of one run; all methods are called in one thread.
 
     Args:
-        directory: Of the run.
+        directory: Directory of the run.
         own_lengths: The sizes of a replica's state (`replica_state_sizes`); empty without any.
         every: Number of rounds between checkpoints; 0: only the first and last.
         guard: Raises if this coordinator does not own the directory any more.
         step: The round with which the run continues.
-        own_digest: Of the state at its start, as the commit before it names it.
+        own_digest: Digest of the state at its start, as the commit before it names it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ReplicaStates:
 
         Args:
             step: The round.
-            content: Of all replicas, in order; empty after a skipped round, which changes nothing.
+            content: States of all replicas, in order; empty after a skipped round.
 
         Returns:
             Its digest, for the commit to name; None without per-replica state.
@@ -114,7 +114,7 @@ class ReplicaStates:
         digests: list[bytes] = []
         replace_file(self._directory.own_file(step), self._sealed(step, content, digests))
         self._own_digests = {
-            other: own for other, own in self._own_digests.items() if other > step - LATEST
+            other: digest for other, digest in self._own_digests.items() if other > step - LATEST
         }
         self._own_digests[step] = own_digest(digests) if content else self._own_digests[step - 1]
         self._complete.clear()
@@ -153,11 +153,11 @@ class ReplicaStates:
                 yield memoryview(piece)
 
     def _prune(self, step: int) -> None:
-        saved = set(checkpoint_steps(self._checkpoints))
-        newest = max(saved, default=0)
+        saved_steps = set(checkpoint_steps(self._checkpoints))
+        newest = max(saved_steps, default=0)
         for round_ in replica_state_steps(self._path):
             is_due = self._every > 0 and round_ > newest and round_ % self._every == 0
-            if round_ <= step - LATEST and round_ not in saved and not is_due:
+            if round_ <= step - LATEST and round_ not in saved_steps and not is_due:
                 self._directory.own_file(round_).unlink(missing_ok=True)
 
     def write_inner_checkpoint(self, message: InnerCheckpointChunk, content: Bytes) -> None:
@@ -229,18 +229,22 @@ class ReplicaStates:
         return None
 
     def _own_of(self, step: int, replica: int) -> Iterator[bytes]:
-        path, recorded = self._directory.own_file(step), self._own_digests.get(step)
-        matching = None if recorded is None else matching_digests(path, self._own_lengths, recorded)
+        path, recorded_digest = self._directory.own_file(step), self._own_digests.get(step)
+        matching = (
+            None
+            if recorded_digest is None
+            else matching_digests(path, self._own_lengths, recorded_digest)
+        )
         if matching is not None:
             own_bytes, digests = matching
             if not digests:  # every round was skipped
                 return _zeros(self._own_bytes)
             start = replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES
-            own = verified(path, start, own_bytes)
-            if next(own) == digests[replica]:
+            content = verified(path, start, own_bytes)
+            if next(content) == digests[replica]:
                 # Missed updates come last; older releases did not count them.
-                return itertools.chain(own, _zeros(self._own_bytes - own_bytes))
-            own.close()
+                return itertools.chain(content, _zeros(self._own_bytes - own_bytes))
+            content.close()
         reason = "it does not match its digest; roll back to a checkpoint (--from-step N)"
         raise StorageDamaged(str(path), f"replica {replica}", reason)
 
@@ -316,9 +320,9 @@ def state_fault(path: Path, lengths: Sequence[int], recorded: str | None) -> str
         return "it differs from the digest in the commit of its round"
     own_bytes, digests = found_digests
     for replica, digest in enumerate(digests):
-        own = verified(path, replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES, own_bytes)
-        state = next(own)
-        own.close()
+        content = verified(path, replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES, own_bytes)
+        state = next(content)
+        content.close()
         if state != digest:
             return f"its part of replica {replica} does not match its digest"
     return ""
@@ -330,7 +334,7 @@ def check_replica_states(
     """Check the per-replica state of the round to continue with, if there is any.
 
     Args:
-        directory: Of the run.
+        directory: Directory of the run.
         run: The run.
         manifest: The run's manifest.
         step: The round.
@@ -346,13 +350,13 @@ def check_replica_states(
     path = directory.own_file(step)
     if reason := state_fault(path, lengths, recorded):
         remedy = "restore it from a copy"
-        if usable := _usable(directory, lengths, step):
-            steps = ", ".join(map(str, usable))
+        if usable_steps := _usable_checkpoints(directory, lengths, step):
+            steps = ", ".join(map(str, usable_steps))
             remedy += f", or roll back to a checkpoint (--from-step N, N one of {steps})"
         raise StorageDamaged(str(path), "", f"{reason}; {remedy}")
 
 
-def _usable(directory: RunDirectory, lengths: Sequence[int], but: int) -> list[int]:
+def _usable_checkpoints(directory: RunDirectory, lengths: Sequence[int], but: int) -> list[int]:
     """Return the checkpoints whose per-replica state is intact."""
     return [
         step

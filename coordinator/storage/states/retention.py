@@ -79,11 +79,11 @@ def prune(
     keep = {intact, *steps[-retention.keep_last :]} | best_steps(root, retention, steps)
     if retention.keep_log:
         keep.add(steps[0])  # the log starts there
-    removed = [step for step in steps if step not in {*keep, held}]
-    for step in removed:
+    removed_steps = [step for step in steps if step not in {*keep, held}]
+    for step in removed_steps:
         remove_checkpoint(checkpoint_path(root, step))
     remove_temporaries(root)
-    return Pruned(tuple(s for s in steps if s not in removed), tuple(removed), intact)
+    return Pruned(tuple(s for s in steps if s not in removed_steps), tuple(removed_steps), intact)
 
 
 def _is_intact(root: Path, step: int, run_id: str, manifest: Manifest) -> bool:

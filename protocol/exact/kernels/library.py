@@ -95,7 +95,7 @@ class Library:
 
         Args:
             rule: One of `RULES`.
-            scalars: Of the step.
+            scalars: The step's scalars.
             parameters: Flat, shape (n,); changed.
             gradient: Shape (n,).
             moments: Shape (n,) each; changed.
@@ -306,8 +306,8 @@ def use_threads(threads: int) -> None:
 @contextmanager
 def using(library: Library | None) -> Iterator[None]:
     """Use this library, or numpy for None, until the block ends; for tests and benchmarks."""
-    before, _Current.library = _Current.library, library
+    earlier_library, _Current.library = _Current.library, library
     try:
         yield
     finally:
-        _Current.library = before
+        _Current.library = earlier_library

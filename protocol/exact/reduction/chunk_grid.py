@@ -95,7 +95,7 @@ def divide_chunks(shares: Sequence[float], grid: ChunkGrid) -> list[int]:
         One index per chunk. In every run of consecutive chunks each owner has about its share.
     """
     total = sum(shares)
-    assigned = [0.0] * len(shares)
+    assigned_bytes = [0.0] * len(shares)
     owners, total_assigned = [], 0.0
     for number in range(grid.count):
         elements = max(grid.elements(number), 1)
@@ -103,10 +103,10 @@ def divide_chunks(shares: Sequence[float], grid: ChunkGrid) -> list[int]:
         # The owner that is furthest below its share so far.
         lacking = [
             share / total * total_assigned - assigned_share
-            for share, assigned_share in zip(shares, assigned, strict=True)
+            for share, assigned_share in zip(shares, assigned_bytes, strict=True)
         ]
-        able = [index for index, share in enumerate(shares) if share > 0]
-        owner = max(able, key=lambda index: (lacking[index], -index))
-        assigned[owner] += elements
+        able_owners = [index for index, share in enumerate(shares) if share > 0]
+        owner = max(able_owners, key=lambda index: (lacking[index], -index))
+        assigned_bytes[owner] += elements
         owners.append(owner)
     return owners

@@ -92,7 +92,7 @@ def unpacked(raw: Bytes, codec: Codec, elements: int) -> Array:
         case "topk":
             return _scattered(raw, elements)
         case _:
-            return _scaled(raw, codec, elements)
+            return _dequantize(raw, codec, elements)
 
 
 def _head_bytes(codec: Codec, elements: int) -> int:
@@ -129,7 +129,7 @@ def _quantized(values: Array, codec: Codec) -> Bytes:
     return np.concatenate([head, nibbles[0::2] | (nibbles[1::2] << np.uint8(4))])
 
 
-def _scaled(raw: Bytes, codec: Codec, elements: int) -> Array:
+def _dequantize(raw: Bytes, codec: Codec, elements: int) -> Array:
     size, groups = _GROUP[codec], _groups(codec, elements)
     head, body = raw[:groups].view(np.int8), raw[groups:]
     whole = np.zeros(groups * size, np.float32)

@@ -149,15 +149,15 @@ class Reducer(Generic[Piece]):
         Returns:
             The pieces whose partial sums were dropped.
         """
-        dropped = {
+        dropped_subtrees = {
             piece for piece in self._partials if piece not in pieces and not self.is_done(piece)
         }
-        for piece in dropped:
+        for piece in dropped_subtrees:
             del self._partials[piece]
         for piece in pieces:
             if piece not in self._partials:
                 self._partials[piece] = _Partial(self._microbatches, self._exchange)
-        return dropped
+        return dropped_subtrees
 
     def is_done(self, piece: Piece) -> bool:
         """Whether the piece is reduced here."""

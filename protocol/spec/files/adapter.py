@@ -149,13 +149,13 @@ def _check_earlier(directory: Path, spec: RunSpec, base_dtype: str) -> None:
             f"the adapter in {str(directory)!r} has model.base_dtype {rounded}, the run spec "
             f"{base_dtype}: --set model.base_dtype={rounded}"
         )
-    added = [*(earlier.model.get("added_tokens") or ())]
+    added_tokens = [*(earlier.model.get("added_tokens") or ())]
     spec_tokens = [] if spec.model is None else [*spec.model.added_tokens]
-    if added != spec_tokens:
+    if added_tokens != spec_tokens:
         raise DataError(
-            f"the adapter in {str(directory)!r} has model.added_tokens {added}, the run spec "
-            f"{spec_tokens}: "
-            f"--set 'model.added_tokens={json.dumps(added)}'"
+            f"the adapter in {str(directory)!r} has model.added_tokens {added_tokens}, the run "
+            f"spec {spec_tokens}: "
+            f"--set 'model.added_tokens={json.dumps(added_tokens)}'"
         )
     if earlier.tokenizer is not None and spec.tokenizer is None:
         remedy = f"--set tokenizer.source={directory}"

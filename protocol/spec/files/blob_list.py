@@ -43,7 +43,7 @@ def _is_plain(character: str) -> bool:
     return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
-def _plain(name: str) -> str:
+def _check_plain_name(name: str) -> str:
     if fault := name_fault(name):
         raise ValueError(f"invalid file name: {fault}")
     return name
@@ -56,7 +56,7 @@ class _Document(BaseModel):
 class BlobFile(_Document):
     """One file; `name` is its path inside the source's directory, with `/` between parts."""
 
-    name: Annotated[str, AfterValidator(_plain)]
+    name: Annotated[str, AfterValidator(_check_plain_name)]
     size: Annotated[int, Field(ge=0, le=limits.BLOB_BYTES)]
     digest: Digest
 
@@ -125,8 +125,8 @@ class BlobList(_Document):
             return BlobList.model_validate_json(document, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the document"
-            raise MessageError(f"expected a list of blobs: {where}: {first['msg']}") from None
+            location = ".".join(str(part) for part in first["loc"]) or "the document"
+            raise MessageError(f"expected a list of blobs: {location}: {first['msg']}") from None
 
 
 def document_digest(document: bytes) -> str:

@@ -109,9 +109,9 @@ def refuse_links_out(files: SourceFiles) -> None:
         directory = sources.fixed_directory(files.source)
     if files.role not in {"data", "validation"} or not directory.is_dir():
         return
-    inside = directory.resolve()
+    root = directory.resolve()
     for _, file in files.files:
-        if not file.resolve().is_relative_to(inside):
+        if not file.resolve().is_relative_to(root):
             raise DataError(
                 f"expected files inside {str(directory)!r}, got a link that leads out of it, "
                 f"{str(file)!r}; put the file itself there, or narrow data.pattern"

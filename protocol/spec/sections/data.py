@@ -176,12 +176,13 @@ class LabeledData(
     @model_validator(mode="after")
     def _has_two_columns(self) -> Self:
         names = {"text": self.text, "label": self.label, "text_pair": self.text_pair}
-        for one, other in itertools.combinations(names, 2):
-            if names[one] == names[other]:
+        for first_key, second_key in itertools.combinations(names, 2):
+            if names[first_key] == names[second_key]:
                 raise KeyFault(
-                    f"expected two columns, got {names[one]!r} for data.{one} and data.{other}",
-                    one,
-                    other,
+                    f"expected two columns, got {names[first_key]!r} for data.{first_key} and "
+                    f"data.{second_key}",
+                    first_key,
+                    second_key,
                 )
         return self
 
@@ -227,13 +228,13 @@ class MaskedText(
     format: Literal["text"] = "text"
 
 
-def _check_columns(data: DataSpec, columns: Sequence[str], whose: str) -> None:
+def _check_columns(data: DataSpec, columns: Sequence[str], owner: str) -> None:
     for key in data.columns:
         if key not in columns:
-            text = f"{whose} has no column {key!r}; expected one of {', '.join(columns)}"
+            text = f"{owner} has no column {key!r}; expected one of {', '.join(columns)}"
             raise KeyFault(text, "columns")
-    renamed: Mapping[str, str] = dict(data.columns.items())
-    names = [renamed.get(key, key) for key in columns]
+    new_names: Mapping[str, str] = dict(data.columns.items())
+    names = [new_names.get(key, key) for key in columns]
     if len(set(names)) < len(names):
         raise KeyFault(f"expected columns of different names, got {', '.join(names)}", "columns")
 

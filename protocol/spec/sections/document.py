@@ -11,7 +11,7 @@ from protocol.base import limits
 from protocol.base.errors import RunSpecError
 
 RENAMED_KEYS: Final = {"exchange.way": "exchange.topology"}
-"""Keys of earlier releases and their present names."""
+"""Keys of earlier releases and their current names."""
 
 _EXPONENT: Final = "tag:yaml.org,2002:float#exponent"
 _WHOLE: Final = 2**53
@@ -150,7 +150,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def rename_override(override: str) -> str:
-    """Return the `key=value` pair with the key's present name."""
+    """Return the `key=value` pair with the key's current name."""
     key, equals, value = override.partition("=")
     return RENAMED_KEYS.get(key, key) + equals + value
 
@@ -166,9 +166,9 @@ def rename_keys(document: dict[str, Any]) -> list[str]:
         section: Any = document
         for parent in parents:
             section = section.get(parent) if isinstance(section, dict) else None
-        renamed = new.rpartition(".")[2]
-        if isinstance(section, dict) and last in section and renamed not in section:
-            section[renamed] = section.pop(last)
+        new_name = new.rpartition(".")[2]
+        if isinstance(section, dict) and last in section and new_name not in section:
+            section[new_name] = section.pop(last)
             old_names.append(old)
     return old_names
 

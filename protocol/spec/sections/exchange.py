@@ -65,7 +65,7 @@ class ExchangeSpec(Section):
     topology: Topology = Field(
         "auto",
         description="star: the coordinator averages; sharded: workers that reach each other "
-        "average slices; auto: sharded on three machines or more, as long as it is faster",
+        "average chunks; auto: sharded on three machines or more, as long as it is faster",
     )
 
     @model_validator(mode="before")

@@ -90,8 +90,10 @@ def explain(model: Model, error: ValidationError, overrides: Sequence[str] = ())
     # Show a misspelled key before the key that is missing because of it.
     mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
     lines = [*dict.fromkeys(_line(model, mistake, overrides) for mistake in mistakes)]
-    more = f"; and {len(lines) - _SHOWN_MISTAKES} more" if len(lines) > _SHOWN_MISTAKES else ""
-    return "; ".join(lines[:_SHOWN_MISTAKES]) + more
+    hidden_text = (
+        f"; and {len(lines) - _SHOWN_MISTAKES} more" if len(lines) > _SHOWN_MISTAKES else ""
+    )
+    return "; ".join(lines[:_SHOWN_MISTAKES]) + hidden_text
 
 
 def set_by(keys: Iterable[str], overrides: Sequence[str]) -> list[str]:
@@ -136,10 +138,10 @@ def _text(model: Model, location: _Location, mistake: Any) -> str:
         return text
     if " got " in text:
         return f"{location.path}: {text}"
-    got = f"got {json.dumps(mistake['input'], default=str)[:80]}"
+    actual = f"got {json.dumps(mistake['input'], default=str)[:80]}"
     if text.endswith("?"):
-        return f"{location.path}: {got}, {text}"
-    return f"{location.path}: {text}, {got}"
+        return f"{location.path}: {actual}, {text}"
+    return f"{location.path}: {text}, {actual}"
 
 
 def expected_words(mistake: Any) -> str:
@@ -166,8 +168,8 @@ def _key_of_other_variant(location: _Location) -> str:
             continue
         others = [each for each in others if each != Tagged.OTHER] or others
         name = tag if union.key == "name" else f"{union.key} {tag}"
-        own = _distinct_keys(union, tag) if len(rest) == 1 else []
-        expected = f"; expected one of {', '.join(own)}" if own else ""
+        own_keys = _distinct_keys(union, tag) if len(rest) == 1 else []
+        expected = f"; expected one of {', '.join(own_keys)}" if own_keys else ""
         key = ".".join([*location.keys[:start], union.key])
         advice = _ADVICE.get(location.path) if len(rest) > 1 else ""
         remedy = advice or f"remove it, or set {key} to {listed(others)}"
@@ -187,8 +189,8 @@ def _unknown_tag(location: _Location, document: Any) -> str:
     assert isinstance(location.model, Tagged)
     tagged, tags = location.model, [*location.model.variants]
     if not isinstance(document, dict):
-        got = json.dumps(document)[:80]
-        return f"{location.path}: expected a section of keys and values, got {got}"
+        actual = json.dumps(document)[:80]
+        return f"{location.path}: expected a section of keys and values, got {actual}"
     tag_key = location.within(tagged.key)
     if tagged.key not in document:
         # The tag's key may be misspelled, and without it the variant is unknown.
@@ -202,8 +204,8 @@ def _unknown_tag(location: _Location, document: Any) -> str:
     if isinstance(value, str) and (refusal := tagged.refusal(value)):
         return f"{tag_key}: {refusal}"
     hint = _did_you_mean(str(value), tags)
-    own = " of your own" if Tagged.OTHER in tags else ""
-    return f"{tag_key}: expected {listed(tags)}{own}, got {json.dumps(value)[:80]}{hint}"
+    suffix = " of your own" if Tagged.OTHER in tags else ""
+    return f"{tag_key}: expected {listed(tags)}{suffix}, got {json.dumps(value)[:80]}{hint}"
 
 
 def _did_you_mean(word: str, words: Iterable[str]) -> str:
@@ -216,16 +218,16 @@ def _hint(model: Model, location: _Location) -> str:
     *parents, key = location.keys
     root = location.unions[0][0].variants[location.unions[0][1]] if location.unions else flat(model)
     in_this_section = _keys_at(root, parents)
-    everywhere = [(name, name) for name in root.model_fields]
+    keys_by_path = [(name, name) for name in root.model_fields]
     for section in root.model_fields:
-        everywhere += [(f"{section}.{name}", name) for name in _keys_at(root, [section])]
+        keys_by_path += [(f"{section}.{name}", name) for name in _keys_at(root, [section])]
     initials = "".join(word[:1] for word in key.split("_"))
     similar = difflib.get_close_matches(key, in_this_section, n=1)
-    in_other_sections = [full for full, name in everywhere if name == key]
+    in_other_sections = [path for path, name in keys_by_path if name == key]
     suggestions = (
         (similar if parents or not in_other_sections else []) + in_other_sections
         or [name for name in in_this_section if name == initials]
-        or [full for full, name in everywhere if name == initials]
+        or [path for path, name in keys_by_path if name == initials]
     )
     # A user who names the right section usually means one of its keys.
     keys = f"; there are {', '.join(in_this_section)}" if in_this_section else ""

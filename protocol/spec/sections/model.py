@@ -91,7 +91,7 @@ class ModelSpec(Section):
         Field(
             (),
             description="texts to add as tokens, such as marks of a chat template; with lora, only "
-            "their rows of the embeddings and the head are trained in addition to it",
+            "their rows of the embeddings and the head are trained, in addition to LoRA's matrices",
         )
     )
     attention: Literal["eager", "sdpa"] = Field("eager", description="implementation of attention")

@@ -15,8 +15,9 @@ from coordinator.operator.structured_log import set_up_logging
 from coordinator.run.outputs.events import Committed, Halted, TrainingStarted, WorkerRefused
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.run import RunPhase
-from coordinator.service.events import RunAccepted, RunEnded, WorkerConnected
+from coordinator.service.events import RunAccepted, RunEnded, RunResumed, WorkerConnected
 from protocol.cli.systemd import Priority, SystemJournal
+from protocol.spec.run_spec import parse_run_spec_text
 from protocol.wire.messages import Commit
 from tests.coordinator.operator.test_status import staged
 
@@ -115,6 +116,30 @@ def test_the_first_step_of_every_run_is_reported_at_once():
         console.emit(committed(step), "r-1")
     line = "r-1: training"
     assert screen.getvalue().splitlines() == [line, "training starts", line]
+
+
+CLASSIFY = "{task: classify, model: {source: m}, data: {train: a.csv, holdout: 0}, "
+DIGITS = "{task: digits, digits: {holdout: 0}, "
+NOTICE = "  evaluate_every 5 has no effect: no samples are held out for evaluation; "
+
+
+@pytest.mark.parametrize("began", [TrainingStarted(["ann"]), RunResumed("digits", 8, 3, notes=[])])
+@pytest.mark.parametrize(
+    ("spec", "evaluate_every", "parts", "notices"),
+    [
+        (CLASSIFY, 5, 0, [NOTICE + "raise data.holdout, or set data.validation"]),
+        (DIGITS, 5, 0, [NOTICE + "raise digits.holdout"]),
+        (CLASSIFY, 5, 1, []),
+        (CLASSIFY, 0, 0, []),
+    ],
+)
+def test_a_start_says_that_nothing_will_be_evaluated(began, spec, evaluate_every, parts, notices):
+    run = staged("invite ann", "ready ann", workers="1", parts=str(parts))
+    run.spec = parse_run_spec_text(f"{spec} steps: 8, evaluate_every: {evaluate_every}}}")
+    console, screen = progress()
+    console._service.current = SimpleNamespace(run=run)
+    console.emit(began, "r-1")
+    assert screen.getvalue().splitlines()[1:] == notices
 
 
 def test_a_step_that_was_skipped_has_no_loss():

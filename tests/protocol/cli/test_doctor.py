@@ -49,7 +49,7 @@ def test_packages_that_fit(tmp_path):
     base = ("numpy>=2.0", "no-such-package>=1; extra == 'hf'", "numpy>=99; extra == 'other'")
     release, packages = packages_found(installed_as(tmp_path, *base))
     assert release.startswith(f"ok       release: samestep {__version__}, protocol version ")
-    assert packages == "ok       packages: all there"
+    assert packages == "ok       packages: all installed"
 
 
 def test_packages_that_do_not(tmp_path):
@@ -113,7 +113,7 @@ def test_memory_of_a_control_group(tmp_path):
 def test_a_directory_that_is_not_there_yet_is_not_made(tmp_path):
     (finding,) = directory("cache", tmp_path / "a" / "b", 1, "CACHE=DIR")
     assert finding.outcome == "ok"
-    assert "(not made yet)" in finding.found
+    assert "(not created yet)" in finding.found
     assert list(tmp_path.iterdir()) == []
 
 

@@ -53,6 +53,16 @@ def read(path: Path | str, **spec: Any) -> Any:
     return read_labeled_text(DataSpec(train=str(path), **spec))
 
 
+@pytest.mark.parametrize(("suffix", "kind"), [(".gz", "gzip"), (".zst", "zstandard")])
+@pytest.mark.parametrize("data", [content("jsonl", ROWS), b"<html>404 Not Found</html>"])
+def test_a_name_that_promises_another_compression_is_refused(tmp_path, suffix, kind, data):
+    file = tmp_path / f"a.jsonl{suffix}"
+    file.write_bytes(data)
+    message = rf"expected {kind} in '.*{suffix}', as its name says.*download or compress it again"
+    with pytest.raises(DataError, match=message):
+        read(file)
+
+
 KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "stream", "file"]
 
 

@@ -57,6 +57,13 @@ def test_bounds_are_words_and_lose_no_digit():
     assert bounds["optimizer.eps"] == "1e-30 to 1,000"
 
 
+def test_a_union_names_all_of_its_types():
+    keys = {key.path: key for key in schema_keys()}
+    assert keys["lora.targets"].choices == "all-linear | list of text"
+    assert keys["data.class_weights"].choices == "balanced | mapping"
+    assert keys["data.columns"].type.startswith("mapping with the keys messages, ")
+
+
 def test_a_key_that_a_text_names_exists():
     keys = {key.path for key in schema_keys()} | NO_KEYS
     sections = "|".join({path.partition(".")[0] for path in keys if "." in path})

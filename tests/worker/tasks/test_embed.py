@@ -158,6 +158,16 @@ def test_a_decoder_learns_from_its_last_token(tmp_path, lora):
         ([*PLAIN, {"anchor": "a"}], 4, "expected a column 'positive'"),
         ([*PLAIN, {"anchor": "a", "positive": "b", "score": 0.0}], 4, "got score 0.0"),
         (PLAIN, 1, "at least 2 pairs in a step, or rows with a hard negative"),
+        (
+            [*PLAIN, {"anchor": "a", "positive": "b", "negative": "c"}],
+            4,
+            "line 4: expected as many negatives as in the first row",
+        ),
+        (
+            [{"anchor": "a", "positive": "b", "negative": ["c", "d"]}, *PLAIN],
+            4,
+            "line 1, which has 2, got none; give every row the same number",
+        ),
     ],
 )
 def test_a_mistake_is_told_before_a_worker_is_asked(tmp_path, rows, batch, told):
@@ -245,7 +255,10 @@ def test_a_text_without_tokens_is_named(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"negative": ["a word", "another"]}, "expected 1 negatives, as at .* line 1, got 2"),
+        (
+            {"negative": ["a word", "another"]},
+            "as in the first row, .* line 1, which has 1, got 2",
+        ),
         ({"negative": ROWS[3]["positive"]}, "expected negatives that differ from the positive"),
         ({"positive": " "}, "positive"),
     ],
