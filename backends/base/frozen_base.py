@@ -8,6 +8,7 @@ on every backend.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -55,10 +56,16 @@ def _has_stacks(layer: Any) -> bool:
     )
 
 
-def widen(module: torch.nn.Module) -> None:
-    """Convert weights that are still in their file's 16-bit type to float32."""
+def widen(module: torch.nn.Module, but: Collection[torch.nn.Parameter] = ()) -> None:
+    """Convert weights that are still in their file's 16-bit type to float32.
+
+    Args:
+        module: The module.
+        but: Parameters that stay as they are.
+    """
+    stays = {id(parameter) for parameter in but}
     for parameter in module.parameters():
-        if parameter.dtype in (torch.bfloat16, torch.float16):
+        if parameter.dtype in (torch.bfloat16, torch.float16) and id(parameter) not in stays:
             half = parameter.data
             parameter.data = half.float()
             release_pages(half)

@@ -70,6 +70,7 @@ from protocol.base.errors import (
 )
 from protocol.exact.embedding_rows import Rows
 from protocol.exact.reduction.absent import absent, present
+from protocol.spec.sections.model import BaseDtype
 from protocol.spec.sections.optimizer import OptimizerSpec
 
 P = ParamSpec("P")
@@ -173,7 +174,7 @@ class EagerProgram(HostSummedProgram):
             self._copier = BlockCopier(device, self._blocks)
         # Before the move, which gives each parameter memory of its own even if it was shared.
         checked = trained_parameters(self._module, trained_blocks(self._blocks))
-        narrow_frozen_base(self._module, trainable.base_dtype, device)
+        self._narrow(self._module, trainable.base_dtype)
         if trainable.precision != "float32":
             convert_again_in_backward(self._module, device)
         tied = _names_by_parameter(self._module)
@@ -282,6 +283,9 @@ class EagerProgram(HostSummedProgram):
     def check(self, example: Batch) -> None:
         """Refuse a module or loss that cannot be trained exactly; also warms up the model."""
         self._thread.submit(self._check, example).result()
+
+    def _narrow(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
+        narrow_frozen_base(module, base_dtype, self._device)
 
     def _place(self, module: torch.nn.Module) -> None:
         numerics.own_storage(module, self._device)

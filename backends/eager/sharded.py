@@ -7,8 +7,10 @@ and sums are taken along the tree as usual. All ranks must compute at the same t
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from backends.base.interface import Trainable
 from backends.eager import numerics
 from backends.eager.eager import EagerBackend, EagerProgram
+from backends.eager.sharded_base import HALVES, HalfLinear, halve_frozen_base
 from protocol.base.errors import SamestepError
+from protocol.spec.sections.model import BaseDtype
 
 _COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
 """Time limit of a collective, after which the group is torn down and its worker ends. The ranks'
@@ -39,10 +43,10 @@ class ShardedBackend(EagerBackend):
         self._group = dist.new_group(backend=collectives, timeout=_COLLECTIVE_TIMEOUT)
 
     def _program(self, trainable: Trainable) -> EagerProgram:
-        if trainable.base_dtype != "float32":
+        if trainable.base_dtype not in ("float32", *HALVES):
             raise SamestepError(
-                f"expected a float32 base with --shard, got {trainable.base_dtype}; remove "
-                "model.base_dtype or --shard"
+                f"expected a base in float32 or half precision with --shard, got "
+                f"{trainable.base_dtype}; write model.base_dtype=bfloat16, or remove --shard"
             )
         mesh = DeviceMesh.from_group(self._group, self.device.type)
         return ShardedProgram(self.device, trainable, mesh)
@@ -57,6 +61,10 @@ class ShardedProgram(EagerProgram):
         self._mesh = mesh
         super().__init__(device, trainable)
 
+    def _narrow(self, module: nn.Module, base_dtype: BaseDtype) -> None:
+        if base_dtype != "float32":
+            halve_frozen_base(module, base_dtype, self._device)
+
     def _place(self, module: nn.Module) -> None:
         shard_frozen(module, self._device, self._mesh)
 
@@ -64,21 +72,48 @@ class ShardedProgram(EagerProgram):
 def shard_frozen(module: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
     """Shard the frozen parameters layer by layer; trained ones stay whole on every rank.
 
+    FSDP2 gathers tensors of one type together. So of a layer in half precision, what is float32
+    (norms, biases) stays whole as well, and a head in half precision is a unit of its own.
+
     Raises:
         SamestepError: Nothing is frozen.
     """
-    trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
-    if len(trained) == len(list(module.parameters())):
+    whole = {parameter for parameter in module.parameters() if parameter.requires_grad}
+    if len(whole) == len(list(module.parameters())):
         raise SamestepError(
             "expected a frozen base to shard with --shard, found none; train with lora, or remove "
             "--shard"
         )
-    for layer in (*_layers(module), module):
-        own = {parameter for parameter in layer.parameters() if parameter in trained}
-        fully_shard(layer, mesh=mesh, ignored_params=own)
-    for tensor in (*trained, *module.buffers()):
+    layers = _layers(module)
+    heads = _apart_in_half(module, layers)
+    sharded: set[int] = set()
+    for unit in (*layers, *heads, module):
+        parts = [part for part in unit.modules() if id(part) not in sharded]
+        sharded |= {id(part) for part in parts}
+        own = {tensor for part in parts for tensor in part.parameters(recurse=False)}
+        whole |= _others_than_of_most(own - whole)
+        # A head computes a loss in parts after its forward, and in backward before its unit's.
+        stays: dict[str, Any] = {"reshard_after_forward": False} if unit in heads else {}
+        fully_shard(unit, mesh=mesh, ignored_params=own & whole, **stays)
+    for tensor in (*whole, *module.buffers()):
         _move(tensor, tensor.data.to(device).clone(memory_format=torch.contiguous_format))
         assert tensor.data_ptr() % numerics.ALIGNMENT_BYTES == 0
+
+
+def _apart_in_half(module: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the linear layers in half precision outside of these layers."""
+    within = {id(part) for layer in layers for part in layer.modules()}
+    return [
+        part for part in module.modules() if isinstance(part, HalfLinear) and id(part) not in within
+    ]
+
+
+def _others_than_of_most(tensors: Collection[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the tensors that are not of the type that has most elements among them."""
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        elements[tensor.dtype] += tensor.numel()
+    return {tensor for tensor in tensors if tensor.dtype != elements.most_common(1)[0][0]}
 
 
 def _move(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,0 +1,111 @@
+"""One of two ranks: gradients of LoRA with a sharded base, and of the same base on one device.
+
+`python -m tests.backends.eager.sharded_rank RANK PORT` writes a JSON object: by case, whether the
+bits are the same, the bytes of the base that this rank keeps, and those of the whole base.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from backends.base import vocabulary_loss
+from backends.base.interface import BlockGradient, Trainable
+from backends.eager.eager import EagerBackend
+from backends.eager.sharded import ShardedBackend
+from protocol.base.errors import SamestepError
+from tests.backends.base.test_vocabulary_loss import adapted
+from tests.small_heads import OF_TOKENS, llama, model_of, texts
+from worker.models.blocks import cut_into_blocks
+
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {"base_dtype": "float32"},
+    "bfloat16": {"base_dtype": "bfloat16"},
+    "bfloat16, computed in it": {"base_dtype": "bfloat16", "precision": "bfloat16"},
+    "bfloat16, computed in float16": {"base_dtype": "bfloat16", "precision": "float16"},
+    "float16": {"base_dtype": "float16"},
+    "checkpointed": {"base_dtype": "bfloat16", "precision": "bfloat16", "checkpointed": True},
+    "tied": {"base_dtype": "bfloat16", "tied": True},
+    "a loss in parts": {"base_dtype": "bfloat16", "precision": "bfloat16", "at_once": 10},
+    "LoRA of the head": {"base_dtype": "bfloat16", "targets": ("q_proj", "lm_head"), "at_once": 10},
+}
+
+
+def job_of(case: dict[str, Any]) -> Trainable:
+    model = llama(tie_word_embeddings=case.get("tied", False), mlp_bias=True)
+    if case.get("checkpointed"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    module = adapted(model, targets=case.get("targets", ("q_proj", "down_proj")))
+    kinds = {key: case[key] for key in ("base_dtype", "precision") if key in case}
+    return Trainable(
+        cut_into_blocks(module),
+        module,
+        OF_TOKENS,
+        evaluate=lambda module, arrays: {"loss": float(OF_TOKENS(module, arrays))},
+        **kinds,
+    )
+
+
+def results_of(backend: Any, case: dict[str, Any]) -> tuple[list[Any], Trainable]:
+    """Evaluations, each before a subtree, of two microbatches and of one."""
+    job = job_of(case)
+    program = backend.compile(job, texts())
+    results: list[Any] = []
+    for leaves in ([(texts(), 1), (texts(90), 2)], [(texts(), 3)]):
+        results.append(program.evaluate(texts()))
+        for item in program.gradients(leaves):
+            is_block = isinstance(item, BlockGradient)
+            results.append(item.values.tobytes() if is_block else repr(item))
+    program.close()
+    return results, job
+
+
+def frozen_bytes(module: Any) -> tuple[int, int]:
+    """Bytes of frozen parameters on this rank, and on all."""
+    frozen = [each for each in module.parameters() if not each.requires_grad]
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in frozen)
+    return sum(each.nbytes for each in local), sum(each.nbytes for each in frozen)
+
+
+def compared() -> Iterator[tuple[str, Any]]:
+    backend = ShardedBackend("cpu", 0)
+    for name, case in CASES.items():
+        at_once = case.get("at_once", 1 << 20)
+        with mock.patch.object(vocabulary_loss, "tokens_at_once", return_value=at_once):
+            expected, _ = results_of(EagerBackend("cpu"), case)
+            results, job = results_of(backend, case)
+        yield name, [results == expected, *frozen_bytes(job.module)]
+
+
+def refusals() -> Iterator[tuple[str, str]]:
+    import transformers
+
+    experts = transformers.Qwen3MoeConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=32, num_experts=2,
+    )  # fmt: skip
+    for name, model, base_dtype in (
+        ("int4", llama(), "int4"), ("experts", model_of(experts), "bfloat16"),
+    ):  # fmt: skip
+        module = adapted(model)
+        job = Trainable(cut_into_blocks(module), module, OF_TOKENS, base_dtype=base_dtype)  # type: ignore[arg-type]
+        try:
+            ShardedBackend("cpu", 0).compile(job, texts())
+        except SamestepError as error:
+            yield name, str(error)
+
+
+if __name__ == "__main__":
+    rank, port = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    sys.stdout.write(json.dumps({**dict(compared()), **dict(refusals())}))
+    dist.destroy_process_group()
