@@ -20,6 +20,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
 from backends.base.coupled_loss import changeable
+from backends.wgpu.capture.added_rows import added_rows_apart
 from backends.wgpu.capture.attention import Fuses, never_fuses
 from backends.wgpu.capture.draws import refuse_foreign_draws, refuse_undeclared_draws
 from backends.wgpu.capture.half_products import half_products
@@ -254,7 +255,12 @@ def prepared(module: nn.Module, *, train: bool, fuses: Fuses = never_fuses) -> I
         for config, implementation in attention:
             if implementation != "sdpa" or not sdpa_can_be_traced():
                 config._attn_implementation = "eager"  # noqa: SLF001
-        with replaced_attention(module, fuses), refuse_foreign_draws(), _without_onednn():
+        with (
+            replaced_attention(module, fuses),
+            added_rows_apart(module),
+            refuse_foreign_draws(),
+            _without_onednn(),
+        ):
             yield bool(flags)
     finally:
         for config, implementation in attention:

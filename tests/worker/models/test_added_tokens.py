@@ -11,6 +11,7 @@ import pytest
 
 from backends.base.interface import BlockGradient
 from backends.registry import choose
+from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import parse_run_spec
 from tests.commands import called
@@ -180,19 +181,43 @@ def test_rows_are_trained_beside_a_base_in_fewer_bits(bases, base_dtype):
 def row_gradients(bases: Path, backend: str, **model: Any) -> Any:
     """The gradients of the added rows, (rows, width), of a microbatch that has them all."""
     task = build(spec_of(bases, "tied", {"r": 2}, **model))
-    batch = task.batch([0, 1])
-    program = choose(backend).backend.compile(task.trainable, batch)
-    program.load(moved(task))
-    items = program.gradients([(batch, 0)])
-    flat = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
-    program.close()
     [rows] = [
-        flat[number][place].reshape(tensor.shape)
-        for number, block in enumerate(task.manifest.blocks)
-        for tensor, place in block.slices()
-        if "trainable_tokens_delta" in tensor.name
+        gradient
+        for name, gradient in gradients(task, choose(backend).backend).items()
+        if "trainable_tokens_delta" in name
     ]
     return rows
+
+
+def gradients(task: Any, backend: Any) -> dict[str, Any]:
+    """Of a microbatch, by tensor, and the loss."""
+    batch = task.batch([0, 1])
+    program = backend.compile(task.trainable, batch)
+    program.load(moved(task))
+    items = [*program.gradients([(batch, 0)])]
+    program.close()
+    flat = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
+    loss = {"loss": np.float32(items[-1].loss_sum)}
+    return loss | {
+        tensor.name: flat[number][place].reshape(tensor.shape)
+        for number, block in enumerate(task.manifest.blocks)
+        for tensor, place in block.slices()
+    }
+
+
+@pytest.mark.parametrize("base", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
+def test_on_vulkan_rows_have_the_gradients_of_torch(bases, base):
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+    expected, results = (
+        gradients(build(spec_of(bases, base, {"r": 2})), backend)
+        for backend in (choose("cpu").backend, choose("vulkan").backend)
+    )
+    rows = [name for name in results if "trainable_tokens_delta" in name]
+    assert len(rows) == (2 if base == "untied" else 1)
+    for name, gradient in results.items():
+        close = np.linalg.norm(gradient - expected[name]) <= 1e-4 * np.linalg.norm(expected[name])
+        assert close, name
 
 
 def test_a_result_is_used_by_every_command(bases, tmp_path):
