@@ -24,6 +24,7 @@ def capture_of(
     *,
     steps_of_a_file: int,
     samples_of_a_group: int = STEP,
+    vocabulary_digest: str = "b" * 64,
 ) -> Path:
     """Write one with so many steps; its directory of logits.
 
@@ -41,7 +42,7 @@ def capture_of(
     manifest = Manifest(
         blocks=(Block(name="none", kind="block", tensors=(TensorSpec(name="none", shape=(1,)),)),),
         train_samples=STEP * steps,
-        digests={"base_weights": "a" * 64, "vocabulary": "b" * 64},
+        digests={"base_weights": "a" * 64, "vocabulary": vocabulary_digest},
         export=Export(directory="logits"),
         capture=layout,
     )

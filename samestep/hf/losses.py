@@ -16,6 +16,7 @@ import torch
 
 from backends.base.additivity import measured, seeded
 from backends.base.steady_draws import LEVELS, SteadyDraws
+from backends.base.vocabulary_loss import large_logits_in_parts
 from protocol.base.errors import DataError
 from worker.tasks.checks.additivity import preserve_modes
 
@@ -122,7 +123,8 @@ class SummedLoss:
 
     def _compute(self, model: Any, batch: Mapping[str, Any], items: Any) -> Any:
         inputs = {name: each for name, each in batch.items() if name != SAMPLES}
-        return self._trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        with large_logits_in_parts(model):
+            return self._trainer.compute_loss(model, inputs, num_items_in_batch=items)
 
     def _count(self, batch: Mapping[str, Any]) -> Any:
         """Return a tensor, so that no device has to wait for its value."""

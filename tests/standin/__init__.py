@@ -18,7 +18,8 @@ import subprocess
 import sys
 import sysconfig
 import types
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -141,9 +142,20 @@ def _device_module() -> types.ModuleType:
             return int(ops.current_device())
         return device if isinstance(device, int) else torch.device(device).index or 0
 
+    @contextmanager
+    def device(index: Any) -> Iterator[None]:
+        before = int(ops.current_device())
+        ops.set_device(index_of(index))
+        try:
+            yield
+        finally:
+            ops.set_device(before)
+
     module: Any = types.ModuleType("torch.standin")
+    module.device = device
     module.device_count = lambda: DEVICES
     module.is_available = module.is_initialized = lambda: True
+    module._initialized = True  # otherwise checkpoints do not keep its generators' states
     module._is_in_bad_fork = lambda: False
     module.current_device = lambda: int(ops.current_device())
     module.set_device = lambda device: ops.set_device(index_of(device))

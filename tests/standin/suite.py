@@ -21,20 +21,25 @@ import pytest
 import torch
 import transformers
 
+from backends.base import vocabulary_loss
 from backends.base.inner_steps import InnerState, SchedulePosition
 from backends.base.interface import Batch, BlockGradient, Loss, LossRaised, Trainable
 from backends.eager import device_sums, torch_devices
 from backends.eager.eager import EagerBackend, EagerProgram
 from backends.registry import choose, devices, trial_device
 from protocol.base.errors import DeviceError, SamestepError
+from protocol.datasets.capture_check import vocabulary_digest
 from protocol.spec.files.run_spec_file import load_run_spec
+from protocol.spec.manifest import CaptureLayout
 from protocol.spec.run_spec import ModelRun
 from protocol.spec.sections.model import ModelSpec
 from protocol.spec.sections.optimizer import Sgd
 from tests import standin
 from tests.backends.eager.test_eager import Net, batch, trainable
+from tests.sample_capture import capture_of
 from tests.small_decoder import decoder_run
-from worker.models import device_memory, vocabulary_loss
+from worker.models import device_memory
+from worker.models.tokens import tokenizer_in
 from worker.tasks.base.transformer import ROWS
 from worker.tasks.checks.reachable_state import reachable_state
 from worker.tasks.labels import classify
@@ -329,6 +334,8 @@ MEMORY: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
     },
     "experts, in full": {"experts": 8, "lora": None},
+    "distilled": {"task": "distil", "vocab_size": 4096},
+    "distilled in parts": {"task": "distil", "vocab_size": 4096, "logits": 1 << 18},
     "in full": {"lora": None},
     "in full, four microbatches": {"lora": None, "microbatches": 4},
 }
@@ -341,8 +348,9 @@ def test_the_estimate_is_within_five_percent_of_what_is_taken(kind, tmp_path, mo
         monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", how["logits"])
     model = {k: v for k, v in how.items() if k in ModelSpec.model_fields}
     path = decoder_run(
-        "causal-lm", tmp_path, model={"source": str(tmp_path / "model"), **model},
-        lora=how["lora"], batch={"samples": 2 * how["microbatches"], "microbatch": 2},
+        how.get("task", "causal-lm"), tmp_path, lora=how["lora"],
+        model={"source": str(tmp_path / "model"), **model},
+        batch={"samples": 2 * how["microbatches"], "microbatch": 2},
     )  # fmt: skip
     config: dict[str, Any] = {
         **json.loads((tmp_path / "model" / "config.json").read_text()),
@@ -360,11 +368,23 @@ def test_the_estimate_is_within_five_percent_of_what_is_taken(kind, tmp_path, mo
         }  # fmt: skip
     decoder = transformers.AutoModelForCausalLM.from_config(config_kind(**config))
     decoder.save_pretrained(tmp_path / "model")
-    spec = load_run_spec(path, [f"data.max_tokens={how['tokens']}"])
+    is_distilled = "task" in how
+    if is_distilled:
+        layout = CaptureLayout(tokens=how["tokens"], vocabulary=how["vocab_size"] - 96, top_k=8)
+        logits = capture_of(
+            tmp_path / "capture", layout, 2, steps_of_a_file=2,
+            vocabulary_digest=vocabulary_digest(tokenizer_in(tmp_path / "model").get_vocab()),
+        )  # fmt: skip
+        changes = [f"data={json.dumps({'train': str(logits), 'holdout': 0.25})}"]
+    else:
+        changes = [f"data.max_tokens={how['tokens']}"]
+    spec = load_run_spec(path, changes)
     assert isinstance(spec, ModelRun)
     expected, task = device_memory.estimate(spec), build(spec)
     assert expected is not None
-    arrays = {n: np.resize(a, (2, how["tokens"])) for n, a in task.batch([0]).arrays.items()}
+    arrays = task.batch([0, 1]).arrays
+    if not is_distilled:
+        arrays = {name: np.resize(each, (2, how["tokens"])) for name, each in arrays.items()}
     batch_ = Batch(arrays, 2.0 * how["tokens"])
     with mock.patch.object(EagerProgram, "_refuse_loss_that_does_not_add_up"):  # twice as large
         program = EagerBackend("accelerator").compile(task.trainable, batch_)

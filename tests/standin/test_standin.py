@@ -12,6 +12,10 @@ pytestmark = pytest.mark.slow
 
 SUITES = {
     "the stand-in's own": ["tests/standin/suite.py"],
+    "losses over a vocabulary": [
+        "tests/standin/vocabulary.py",
+        "tests/backends/base/test_vocabulary_loss.py",
+    ],
     "the library's": ["tests/standin/library.py"],
     "model families": ["tests/backends/eager/models.py"],
     "the eager backend's": ["tests/backends/eager", "tests/backends/test_conformance.py"],

@@ -63,7 +63,7 @@ class DistillationLoss:
         """Alpha T^2 KL + (1 - alpha) CE, a scalar.
 
         Args:
-            logits: (samples, length, at least the vocabulary), float32.
+            logits: (samples, length, at least the vocabulary), or (tokens, ...), float32.
             arrays: `labels` and what `teacher_arrays` gives.
         """
         parts = []
@@ -76,7 +76,7 @@ class DistillationLoss:
     def cross_entropy(self, logits: torch.Tensor, arrays: Mapping[str, Any]) -> torch.Tensor:
         """Summed over the tokens predicted, among those that the teacher knows too."""
         return nn.functional.cross_entropy(
-            logits[..., : self.vocabulary].flatten(0, 1),
+            logits[..., : self.vocabulary].flatten(0, -2),
             arrays["labels"].flatten(),
             ignore_index=NOTHING,
             reduction="sum",

@@ -17,14 +17,15 @@ from typing import Any, Final
 from safetensors import SafetensorError
 
 from backends.base.narrowing import PART_ELEMENTS
+from backends.base.vocabulary_loss import tokens_at_once
 from protocol.base.errors import DataError, DeviceOutOfMemory
 from protocol.base.limits import byte_size
+from protocol.datasets.capture_index import read_index
 from protocol.spec.files.sources import model_source
 from protocol.spec.run_spec import ModelRun
 from protocol.spec.sections.model import LoraSpec, ModelSpec
 from worker.models.base_tensors import BaseTensor, base_tensors
 from worker.models.lora import ATTENTION, is_named
-from worker.models.vocabulary_loss import tokens_at_once
 
 _FLOAT: Final = 4
 _HALF: Final = 2
@@ -49,17 +50,18 @@ _OWN_INPUT: Final = (
     "o_proj", "out_proj", "down_proj", "dense", "c_proj", "wo", "fc2", "w2", "dense_4h_to_h",
 )  # fmt: skip
 """Layers that read what no other layer reads; the others of a module share their input."""
-_PASSING: Final = 5, 3
-"""Floats of a token that the backward of one layer and the loss take for a while: per intermediate
-size (half of it in half precision) and, for each token whose logits are computed at once, per token
-of the vocabulary."""
+_PASSING: Final = 5
+"""Floats of a token that the backward of one layer takes for a while, per intermediate size; half
+of it in half precision."""
+_PASSING_LOGITS: Final = {"distil": 6, "classify": 0, "tag": 0, "embed": 0}
+"""Likewise of the loss, for each token whose logits are computed at once, per token of the
+vocabulary, by task."""
+_PASSING_LOGITS_OF_OTHERS: Final = 3
 _PASSING_EXPERTS: Final = (3.5, 1.0)
 """Likewise, the backward of a layer of experts: per hidden and intermediate size."""
 
 _CHOSEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 """Keys of how many experts a token is sent to."""
-_AFTER_HEAD: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of models that change their logits, which then are computed all at once."""
 
 _LESS_MEMORY: Final = (
     ("model.gradient_checkpointing", True), ("model.base_dtype", "bfloat16"),
@@ -112,6 +114,7 @@ def estimate(run: ModelRun) -> DeviceMemory | None:
         directory = Path(model_source(run.model.source))
         tensors = base_tensors(directory)
         config = json.loads((directory / "config.json").read_bytes())
+        length = _sample_tokens(run)
     except (DataError, OSError, ValueError, KeyError, TypeError, SafetensorError):
         return None  # loading it reports the error, or is not from safetensors
     if not tensors:
@@ -130,7 +133,7 @@ def estimate(run: ModelRun) -> DeviceMemory | None:
         weights += _FLOAT * trained
     microbatches = -(-run.batch.samples // run.batch.microbatch)
     gradients = _FLOAT * trained * math.ceil(math.log2(microbatches))
-    activations = _activations(run, config, tensors, adapted)
+    activations = _activations(run, config, tensors, adapted, length)
     return DeviceMemory(weights, gradients, activations, _FLOAT * trained)
 
 
@@ -176,7 +179,7 @@ def _what_to_set(run: ModelRun, memory_bytes: int) -> str:
             return f"{shown} takes {byte_size(needed.total)}"
     if run.lora is None:
         return "train with lora (--set lora.r=8), or on a larger device"
-    return "use a larger device, or shard a float32 base: torchrun -m worker --shard"
+    return "use a larger device, or shard the base in bfloat16: torchrun -m worker --shard"
 
 
 def _converted(model: ModelSpec, tensors: Tensors, *, is_tied: bool) -> int:
@@ -282,13 +285,20 @@ def _experts(
     )  # fmt: skip
 
 
+def _sample_tokens(run: ModelRun) -> int:
+    """The most tokens of a sample; those of a capture all have as many."""
+    if run.task != "distil":
+        return run.data.max_tokens
+    return read_index(Path(run.data.train)).facts.layout.tokens
+
+
 def _activations(
-    run: ModelRun, config: Mapping[str, Any], tensors: Tensors, adapted: Tensors
+    run: ModelRun, config: Mapping[str, Any], tensors: Tensors, adapted: Tensors, length: int
 ) -> int:
     if any(not isinstance(config.get(name), int) for name in _SIZES):
         return 0
     hidden, inner, layers, heads, vocabulary = (config[name] for name in _SIZES)
-    length, is_half = run.data.max_tokens, run.model.precision != "float32"
+    is_half = run.model.precision != "float32"
     experts = _experts(run, config, tensors, adapted)
     per_hidden, per_inner, per_head = _KEPT_IN_HALF if is_half else _KEPT
     dense = layers if experts is None else layers - experts.layers
@@ -301,16 +311,16 @@ def _activations(
         chosen = 0 if experts is None else experts.chosen
         whole += _kept_by_lora(run.lora, adapted, chosen, is_half=is_half)
     tokens = run.batch.microbatch * length
-    passing = tokens * _PASSING[0] * inner / (1 + is_half) if dense else 0.0
+    passing = tokens * _PASSING * inner / (1 + is_half) if dense else 0.0
     copies = float(_kept_in_half(run, tensors, adapted)) if is_half else 0.0
     if experts is not None:
         whole += experts.layers * _kept_by_experts(run, experts, hidden)
         per_hidden, per_inner = _PASSING_EXPERTS
         passing = max(passing, tokens * (per_hidden * hidden + per_inner * experts.inner))
         copies += _FLOAT * experts.layers * experts.widened
-    at_once = min(tokens, _tokens_at_once(run, config))
-    loss = at_once * _PASSING[1] * vocabulary
-    if run.lora is None and at_once < tokens:  # gradients of the head, of two parts
+    at_once = min(tokens, tokens_at_once(vocabulary))
+    loss = at_once * _PASSING_LOGITS.get(run.task, _PASSING_LOGITS_OF_OTHERS) * vocabulary
+    if run.lora is None and loss and at_once < tokens:  # gradients of the head, of two parts
         loss += 2 * hidden * vocabulary
     if not run.model.gradient_checkpointing:
         return int(_FLOAT * (tokens * whole + max(passing, loss)) + copies)
@@ -359,10 +369,3 @@ def _kept_by_lora(lora: LoraSpec, adapted: Tensors, chosen: int, *, is_half: boo
         elif "att" not in module:
             inputs[module] = each.shape[1]
     return kept + sum(inputs.values()) / (1 + is_half)
-
-
-def _tokens_at_once(run: ModelRun, config: Mapping[str, Any]) -> int:
-    """How many tokens of a microbatch have logits at the same time."""
-    in_parts = run.task in ("causal-lm", "dpo") and not any(config.get(k) for k in _AFTER_HEAD)
-    tokens = run.batch.microbatch * run.data.max_tokens
-    return tokens_at_once(config["vocab_size"]) if in_parts else tokens

@@ -47,7 +47,7 @@ from protocol.spec.sections.data import Problem
 from protocol.spec.sections.model import ModelSpec
 from protocol.wire import dial
 from protocol.wire.dial import DialError
-from worker.models import disk_weights, gguf_config, main_memory, stored_dtypes, vocabulary_loss
+from worker.models import disk_weights, gguf_config, main_memory, stored_dtypes
 from worker.models.causality import check_causality
 from worker.models.initial_weights import draw_initial_weights
 
@@ -74,7 +74,6 @@ class Pretrained:
         added_tokens: The tokens that the run adds (`worker.models.added_tokens`).
         drawn: The parameters that the source lacks, which were drawn, with their elements; none
             of a model that was started from its configuration.
-        head_is_last: Whether logits are what the head returns; see `vocabulary_loss`.
     """
 
     model: torch.nn.Module
@@ -83,18 +82,12 @@ class Pretrained:
     forward_options: Mapping[str, Any]
     drawn: Mapping[str, int] = field(default_factory=dict)
     added_tokens: tuple[int, ...] = ()
-    head_is_last: bool = False
 
     @property
     def vocabulary(self) -> int:
         """How many tokens it knows: rows of its embedding."""
         embedding = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
         return int(embedding or self.config.get_text_config().vocab_size)
-
-    @property
-    def tokens_at_once(self) -> int:
-        """How many tokens of a decoder have their logits computed at once; 0 for all."""
-        return vocabulary_loss.tokens_at_once(self.vocabulary) if self.head_is_last else 0
 
 
 def load_classifier(
@@ -208,13 +201,9 @@ def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
 
 def _decoder(loaded: Pretrained, spec: ModelSpec) -> Pretrained:
     is_narrow = spec.base_dtype != "float32"
-    head = vocabulary_loss.HeadObserver()
-    with (
-        head.watching(loaded.model),
-        stored_dtypes.pages_released_after_use(loaded.model) if is_narrow else nullcontext(),
-    ):
+    with stored_dtypes.pages_released_after_use(loaded.model) if is_narrow else nullcontext():
         check_causality(loaded.model, loaded.vocabulary, loaded.forward_options)
-    return replace(loaded, head_is_last=head.is_last)
+    return loaded
 
 
 def refuse_drawn_weights(loaded: Pretrained, source: str, remedy: str) -> None:

@@ -85,6 +85,7 @@ from worker.shell.hashed_replica import HashedReplica, copy_state
 from worker.shell.inner_phases import InnerPhases
 from worker.shell.numerics_profile import (
     library_versions,
+    loss_version,
     numerics_digest,
     probe_digest,
     rows_probe,
@@ -131,9 +132,10 @@ def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
 def _traits(backend: Backend, job: _Job) -> dict[str, str]:
     """Everything that decides a gradient's bits besides the probe."""
     subnormals = {"subnormals": "kept" if job.keeps_subnormals else "flushed"}
+    module = job.task.trainable.module
     if job.spec.arithmetic.is_canonical:
-        return {"arithmetic": str(job.spec.arithmetic)}
-    versions = library_versions(job.task.trainable.module)
+        return {"arithmetic": str(job.spec.arithmetic), **loss_version(module)}
+    versions = {**library_versions(module), **loss_version(module)}
     return {**backend.numerics_profile(job.spec.threads), **versions, **subnormals}
 
 

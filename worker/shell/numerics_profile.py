@@ -68,6 +68,22 @@ def library_versions(module: Any) -> dict[str, str]:
     return {name: str(version) for name, version in versions.items() if version is not None}
 
 
+def loss_version(module: Any) -> dict[str, str]:
+    """The version of losses over a vocabulary, for models that have a head over one.
+
+    Releases that compute such a loss in other parts give other bits, also where no probe shows it.
+
+    Args:
+        module: A torch module, or None.
+    """
+    if module is None:
+        return {}
+    from backends.base import vocabulary_loss  # noqa: PLC0415  (torch)
+
+    has_head = vocabulary_loss.output_head(module) is not None
+    return {"vocabulary_loss": vocabulary_loss.VERSION} if has_head else {}
+
+
 def numerics_digest(traits: Mapping[str, str], probe_digest: str) -> str:
     """Digest of everything that decides a gradient's bits.
 

@@ -60,13 +60,24 @@ class HalfProducts(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Round a product's operands and result; widen inputs of functions in float32."""
-        del types
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if stand_in := standing_for_tensors(types):
+            with self:
+                return stand_in(func, types, args, kwargs)
         if name in _PRODUCTS:
             return _product(func, name, args, kwargs)
         if name in _IN_FLOAT32:
             args, kwargs = pytree.tree_map(_widen, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
+
+
+def standing_for_tensors(types: Sequence[type]) -> Callable[..., Any] | None:
+    """Return how a class that only stands for tensors computes functions; None without one.
+
+    It calls functions of tensors in turn, which a mode must see.
+    """
+    kinds = [kind for kind in types if not issubclass(kind, torch.Tensor)]
+    return getattr(kinds[0], "__torch_function__") if kinds else None  # noqa: B009 -- untyped
 
 
 def computes_in_half() -> bool:

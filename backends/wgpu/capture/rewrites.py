@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from backends.wgpu.capture.attention import Fuses, fused_attention, sizes_of
 from backends.wgpu.capture.draws import Draws
+from backends.wgpu.capture.half_products import standing_for_tensors
 
 _CHECKS: Final = frozenset({
     "has_torch_function",
@@ -53,8 +54,10 @@ class Rewrites(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Replace random functions and attention; run others unchanged."""
-        del types
         kwargs = kwargs or {}
+        if stand_in := standing_for_tensors(types):
+            with self:
+                return stand_in(func, types, args, kwargs)
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         draw = self.draws.replacement(func)

@@ -31,6 +31,9 @@ class StandIn(nn.Module):
         """Run on the device."""
         return self._samestep_run(args, kwargs)
 
+    def get_output_embeddings(self) -> None:
+        """It has no head: a call returns all logits."""
+
     def __getattr__(self, name: str) -> Any:
         """Return plain attributes and trained parameters, but no submodule or method."""
         value = getattr(object.__getattribute__(self, "_samestep_module"), name)

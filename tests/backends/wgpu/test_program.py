@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import fx, nn
 
+from backends.base import vocabulary_loss
 from backends.base.interface import Batch, BlockGradient, Loss, Trainable
 from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.capture.capture import capture_step
@@ -76,6 +78,26 @@ def _compiled(device: Any, job: Trainable, example: Batch) -> Iterator[VulkanPro
     program.close()
 
 
+def in_parts(module: Any, arrays: Any, loss: Any) -> torch.Tensor:
+    """The loss, of 7 tokens at a time."""
+    with (
+        mock.patch.object(vocabulary_loss, "tokens_at_once", return_value=7),
+        vocabulary_loss.large_logits_in_parts(module),
+    ):
+        result: torch.Tensor = loss(module, arrays)
+    return result
+
+
+def transformers_loss(module: Any, arrays: Any) -> torch.Tensor:
+    """The model's own, as a sum."""
+    ids, labels = arrays["input_ids"], arrays["labels"]
+    result: torch.Tensor = module(
+        input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=1, **UNCACHED
+    ).loss
+    return result
+
+
+UNCACHED: dict[str, Any] = {"use_cache": False}
 MODELS: dict[str, Any] = {
     "a Qwen3 with LoRA": (qwen3_with_lora, next_token_loss, text),
     "a Llama whose embeddings are its head": (
@@ -83,7 +105,10 @@ MODELS: dict[str, Any] = {
     ),
     "a BERT, embeddings too": (bert, class_loss, labeled),
     "a loss of a few tokens at a time": (
-        qwen3_with_lora, partial(token_loss, options={"use_cache": False}, at_once=7), text,
+        qwen3_with_lora, partial(in_parts, loss=partial(token_loss, options=UNCACHED)), text,
+    ),
+    "a loss of transformers, a few tokens at a time": (
+        llama, partial(in_parts, loss=transformers_loss), text,
     ),
     "fused attention": (lambda: llama(attn_implementation="sdpa"), next_token_loss, text),
 }  # fmt: skip

@@ -80,7 +80,7 @@ def test_lora_of_experts_is_counted_and_what_does_not_fit_is_refused(tmp_path):
         (["model.base_dtype=float32", "data.max_tokens=8"], 450_000,
          "--set model.gradient_checkpointing=true --set model.base_dtype="),
         (["lora=null", "model.base_dtype=float32"], 400_000, "train with lora"),
-        ([], 1000, "use a larger device, or shard a float32 base"),
+        ([], 1000, "use a larger device, or shard the base in bfloat16"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_to_set(path, changes, memory_bytes, remedy):

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import transformers
 
+from backends.base import vocabulary_loss
 from backends.base.interface import Batch
-from backends.scripted import ScriptedProgram
+from backends.scripted import ScriptedBackend, ScriptedProgram
+from protocol.spec.sections.model import ArithmeticSpec
+from tests.backends.base.test_vocabulary_loss import adapted
+from tests.small_heads import bert, llama
 from tests.worker.shell.test_engine import SPEC
-from worker.shell.numerics_profile import library_versions, numerics_digest, probe_digest
+from worker.shell import engine
+from worker.shell.numerics_profile import (
+    library_versions,
+    loss_version,
+    numerics_digest,
+    probe_digest,
+)
 from worker.tasks.small.scripted import Scripted
 
 
@@ -49,3 +63,29 @@ def test_libraries_are_those_that_the_models_layers_come_from():
     layer = type("Layer", (torch.nn.Linear,), {"__module__": "numpy.layers"})
     versions = library_versions(torch.nn.Sequential(layer(1, 1)))
     assert versions == {"torch": torch.__version__, "numpy": np.__version__}
+
+
+def test_a_build_that_computes_a_loss_in_other_parts_is_never_alike(monkeypatch):
+    """Where no probe is large enough to show it; a build without a version differs, too."""
+    model = adapted(llama())
+    ours = numerics_digest(loss_version(model), "p")
+    assert ours == numerics_digest(loss_version(bert()), "p") != numerics_digest({}, "p")
+    monkeypatch.setattr(vocabulary_loss, "VERSION", vocabulary_loss.VERSION + "0")
+    assert numerics_digest(loss_version(model), "p") != ours
+
+
+def test_models_without_a_vocabulary_stay_alike_across_builds():
+    classifier = transformers.BertForSequenceClassification(bert().config)
+    for module in (None, torch.nn.Linear(2, 2), classifier):
+        assert loss_version(module) == {}
+
+
+def test_the_version_is_part_of_a_worker_s_profile_whatever_its_arithmetic():
+    for arithmetic in (ArithmeticSpec(), ArithmeticSpec(mode="canonical")):
+        job: Any = SimpleNamespace(
+            spec=SPEC.model_copy(update={"arithmetic": arithmetic}),
+            task=SimpleNamespace(trainable=SimpleNamespace(module=llama())),
+            keeps_subnormals=True,
+        )
+        traits = engine._traits(ScriptedBackend(), job)
+        assert traits["vocabulary_loss"] == vocabulary_loss.VERSION

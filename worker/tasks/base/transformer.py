@@ -31,10 +31,10 @@ from torch import nn
 
 from backends.base.coupled_loss import with_backward_loss
 from backends.base.interface import Array, Batch, CoupledLoss, Sums
+from backends.base.vocabulary_loss import token_losses
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import ModelRun
 from protocol.spec.sampling import Sampling
-from worker.models.tokens import NOTHING
 from worker.models.trainable_model import TrainableModel
 
 Rows = NDArray[np.int64]
@@ -98,8 +98,7 @@ def logits_of(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
     """Return the logits of a batch of texts in float32, whatever precision forward has."""
-    inputs = {name: arrays[name] for name in _INPUTS if name in arrays}
-    logits: torch.Tensor = module(**inputs, **options).logits.float()
+    logits: torch.Tensor = module(**_inputs_of(arrays), **options).logits.float()
     return logits
 
 
@@ -110,10 +109,11 @@ def labeled_loss(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
     """Return the cross-entropy in float32, summed over the tokens that have a label."""
-    logits = logits_of(module, arrays, options)  # (samples, tokens, classes)
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1), arrays["labels"].flatten(), ignore_index=NOTHING, reduction="sum"
-    )
+    return token_losses(module, {**_inputs_of(arrays), **options}, arrays["labels"])
+
+
+def _inputs_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: arrays[name] for name in _INPUTS if name in arrays}
 
 
 class TransformerTask:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Sums
+from backends.base.vocabulary_loss import token_losses
 from protocol.spec.manifest import Metric
 from protocol.spec.run_spec import CausalLmRun, ModelRun
 from worker.data import holdout
@@ -22,7 +23,6 @@ from worker.data.packing import check_packing
 from worker.models import pretrained
 from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
-from worker.models.vocabulary_loss import token_losses
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, split_into_parts
 
 PART_TOKENS: Final = 1_024
@@ -47,7 +47,7 @@ class CausalLM(TransformerTask):
             model,
             Split(len(data.train), data.train.batch, parts, data.held_out.batch),
             Objective(
-                partial(token_loss, options=options, at_once=loaded.tokens_at_once),
+                partial(token_loss, options=options),
                 partial(_evaluate, options=options),
                 METRICS,
             ),
@@ -85,11 +85,11 @@ def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
 
 
 def token_loss(
-    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any], at_once: int = 0
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
     """Return the cross-entropy in float32, summed over predicted tokens; see `vocabulary_loss`."""
     inputs = {name: arrays[name] for name in ("input_ids", "position_ids") if name in arrays}
-    return token_losses(module, {**inputs, **options}, arrays["labels"], at_once)
+    return token_losses(module, {**inputs, **options}, arrays["labels"])
 
 
 def _evaluate(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Sums:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Array, Batch, Sums
+from backends.base.vocabulary_loss import logits_of, sum_over_tokens
 from protocol.base.errors import DataError
 from protocol.datasets.capture_check import (
     TOKENIZER,
@@ -227,13 +228,6 @@ def _files_digest(samples: CapturedSamples) -> str:
     return digest_arrays({"index": np.frombuffer(samples.index.to_bytes(), np.uint8)})
 
 
-def _logits(
-    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
-) -> torch.Tensor:
-    logits: torch.Tensor = module(input_ids=arrays["input_ids"], **options).logits
-    return logits.float()
-
-
 def _total(
     module: nn.Module,
     arrays: Mapping[str, Any],
@@ -241,7 +235,8 @@ def _total(
     loss: DistillationLoss,
     options: Mapping[str, Any],
 ) -> torch.Tensor:
-    return loss.total(_logits(module, arrays, options), arrays)
+    logits = logits_of(module, {"input_ids": arrays["input_ids"], **options}).float()
+    return sum_over_tokens(loss.total, logits, arrays)
 
 
 def _evaluate(
@@ -251,9 +246,9 @@ def _evaluate(
     loss: DistillationLoss,
     options: Mapping[str, Any],
 ) -> Sums:
-    logits = _logits(module, arrays, options)
+    logits = logits_of(module, {"input_ids": arrays["input_ids"], **options}).float()
     return {
-        "loss_sum": float(loss.cross_entropy(logits, arrays)),
-        "divergence": float(loss.divergence(logits, arrays)),
+        "loss_sum": float(sum_over_tokens(loss.cross_entropy, logits, arrays)),
+        "divergence": float(sum_over_tokens(loss.divergence, logits, arrays)),
         "tokens": int((arrays["labels"] != NOTHING).sum()),
     }

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Sums
+from backends.base.vocabulary_loss import token_losses
 from protocol.spec.manifest import Metric
 from protocol.spec.run_spec import DpoRun
 from worker.data import holdout
@@ -21,7 +22,6 @@ from worker.data.preference_data import read_preference_data
 from worker.models import pretrained
 from worker.models.tokens import check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
-from worker.models.vocabulary_loss import token_losses
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, split_into_parts
 
 PART_PAIRS: Final = 4
@@ -53,7 +53,7 @@ class Dpo(TransformerTask):
                 data.pairs.batch,
             ),
             Objective(
-                partial(dpo_loss, **settings, at_once=loaded.tokens_at_once),
+                partial(dpo_loss, **settings),
                 partial(_evaluate, **settings),
                 _METRICS,
             ),
@@ -71,44 +71,36 @@ _METRICS: Final = (
 
 
 def dpo_loss(
-    module: nn.Module,
-    arrays: Mapping[str, Any],
-    beta: float,
-    options: Mapping[str, Any],
-    at_once: int = 0,
+    module: nn.Module, arrays: Mapping[str, Any], beta: float, options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Sum -log sigmoid of the margins over pairs; see `vocabulary_loss` for `at_once`."""
-    return -nn.functional.logsigmoid(_margins(module, arrays, beta, options, at_once)).sum()
+    """Sum -log sigmoid of the margins over pairs."""
+    return -nn.functional.logsigmoid(_margins(module, arrays, beta, options)).sum()
 
 
 def _margins(
-    module: Any,
-    arrays: Mapping[str, Any],
-    beta: float,
-    options: Mapping[str, Any],
-    at_once: int = 0,
+    module: Any, arrays: Mapping[str, Any], beta: float, options: Mapping[str, Any]
 ) -> torch.Tensor:
     """Return the reward of each chosen answer minus that of the rejected, (pairs,), float32."""
     training = module.training
     # Without dropout in the base: its noise would look like a preference of the adapter.
     module.eval()
     with torch.no_grad(), module.disable_adapter():
-        reference = _log_likelihoods(module, arrays, options, at_once)
+        reference = _log_likelihoods(module, arrays, options)
     for name, each in module.named_modules():
         if "lora_dropout" in name:
             each.train(training)
-    rewards = beta * (_log_likelihoods(module, arrays, options, at_once) - reference)  # (pairs, 2)
+    rewards = beta * (_log_likelihoods(module, arrays, options) - reference)  # (pairs, 2)
     module.train(training)
     return rewards[:, 0] - rewards[:, 1]
 
 
 def _log_likelihoods(
-    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any], at_once: int
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
     """Return the log-probability of each answer, summed over its tokens: (pairs, 2), float32."""
     labels = arrays["labels"]  # (pairs, 2, tokens)
     inputs = {"input_ids": arrays["input_ids"].flatten(0, 1), **options}
-    losses = token_losses(module, inputs, labels.flatten(0, 1), at_once, "none")
+    losses = token_losses(module, inputs, labels.flatten(0, 1), "none")
     return -losses.reshape(labels.shape).sum(dim=-1)
 
 

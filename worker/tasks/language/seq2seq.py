@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Batch, Sums
+from backends.base.vocabulary_loss import token_losses
 from protocol.base.errors import DataError
 from protocol.spec.manifest import Metric
 from protocol.spec.run_spec import Seq2SeqRun
@@ -191,15 +192,12 @@ def target_loss(
 ) -> torch.Tensor:
     """Return the cross-entropy in float32, summed over the tokens of the targets."""
     labels = arrays["labels"]
-    logits = module(
-        input_ids=arrays["input_ids"],
-        attention_mask=arrays["attention_mask"],
-        decoder_input_ids=shift_right(labels, start, padding),
-        **options,
-    ).logits
-    return nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=NOTHING, reduction="sum"
-    )
+    inputs = {
+        "input_ids": arrays["input_ids"],
+        "attention_mask": arrays["attention_mask"],
+        "decoder_input_ids": shift_right(labels, start, padding),
+    }
+    return token_losses(module, {**inputs, **options}, labels)
 
 
 def _evaluate(module: nn.Module, arrays: Mapping[str, Any], **settings: Any) -> Sums:

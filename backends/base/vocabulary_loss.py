@@ -1,0 +1,131 @@
+"""Losses over a large vocabulary, a few tokens at a time.
+
+The logits of 2,048 tokens over 150,000 take 1.2 GB in float32, the loss and its gradient as much
+again. So where a forward pass has more logits than `LOGITS_AT_ONCE`, the model's head returns
+`LogitsInParts` in their place, and head and loss are computed for a few tokens at a time, in
+backward once more. How many tokens is decided by shapes alone, so it is the same on every machine:
+it decides the last bits of a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from backends.base.logits_in_parts import LogitsInParts
+
+LOGITS_AT_ONCE: Final = 1 << 25
+"""128 MiB of float32; forward passes with fewer are computed as a whole."""
+_MULTIPLE: Final = 64
+"""Of tokens, as products like them."""
+VERSION: Final = "2"
+"""Part of the numerics profile of models with a vocabulary: what is computed in parts, and how.
+Increase it with every change of a loss's bits. Earlier releases had none, and less in parts."""
+
+Logits = torch.Tensor | LogitsInParts
+Reduction = Literal["sum", "none"]
+
+
+def tokens_at_once(vocabulary: int) -> int:
+    """Return how many tokens have their logits computed at once."""
+    return max(_MULTIPLE, LOGITS_AT_ONCE // vocabulary // _MULTIPLE * _MULTIPLE)
+
+
+@contextmanager
+def large_logits_in_parts(model: nn.Module) -> Iterator[None]:
+    """Context in which the model's forward returns `LogitsInParts` for more than
+    `LOGITS_AT_ONCE` logits.
+
+    Models without a head over a vocabulary return what they always do.
+    """
+    head = output_head(model)
+    vocabulary = 0 if head is None else _outputs_of(head)
+    if not vocabulary:
+        yield
+        return
+    compute = head.forward
+    at_once = tokens_at_once(vocabulary)
+
+    def forward(states: torch.Tensor) -> Logits:
+        if states.shape[:-1].numel() <= at_once:
+            logits: torch.Tensor = compute(states)
+            return logits
+        return LogitsInParts.of(compute, states, vocabulary, at_once)
+
+    own = vars(head).get("forward")
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+        if own is not None:
+            head.forward = own
+
+
+def output_head(model: Any) -> Any:
+    """Return the layer that computes logits over a vocabulary; None without one."""
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _outputs_of(head: nn.Module) -> int:
+    """Return the number of a head's outputs; an adapter around it has them, or its layer."""
+    counts = (getattr(layer, "out_features", 0) for layer in head.modules())
+    return int(next(filter(None, counts), 0))
+
+
+def token_losses(
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    labels: torch.Tensor,
+    reduction: Reduction = "sum",
+) -> torch.Tensor:
+    """Return the cross-entropy of each token, (tokens,), or its sum; in float32.
+
+    Args:
+        module: A model with a head over a vocabulary.
+        inputs: Keywords of its forward.
+        labels: int64, one for each token of its logits; `tokens.NOTHING` counts as zero.
+        reduction: Whether to sum.
+    """
+    logits = logits_of(module, inputs)  # (..., length, vocabulary)
+    rows, expected = logits.float().flatten(0, -2), labels.flatten()
+    if isinstance(rows, LogitsInParts):
+        return rows.cross_entropy(expected, reduction=reduction)
+    # `tokens.NOTHING` is the label that torch ignores by default.
+    return nn.functional.cross_entropy(rows, expected, reduction=reduction)
+
+
+def logits_of(module: nn.Module, inputs: Mapping[str, Any]) -> Logits:
+    """Return a model's logits, (..., vocabulary), large ones in parts."""
+    with large_logits_in_parts(module):
+        logits: Logits = module(**inputs).logits
+    return logits
+
+
+def sum_over_tokens(
+    function: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor],
+    logits: Logits,
+    arrays: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Return `function(logits, arrays)`, a sum over tokens, in parts if the logits are.
+
+    Args:
+        function: Takes logits, (..., vocabulary), and arrays of the same tokens.
+        logits: Of all tokens.
+        arrays: Each begins with the dimensions of the tokens.
+    """
+    if not isinstance(logits, LogitsInParts):
+        return function(logits, arrays)
+    names, dimensions = tuple(arrays), logits.ndim - 1
+    rows = [arrays[name].flatten(0, dimensions - 1) for name in names]
+    parts = logits.flatten(0, -2).compute(
+        lambda some, *theirs: function(some, dict(zip(names, theirs, strict=True))), *rows
+    )
+    return torch.stack(parts).sum(0)

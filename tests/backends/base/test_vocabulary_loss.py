@@ -1,0 +1,221 @@
+"""The loss of a few tokens at a time is that of all at once, on every backend, in less memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from backends.base import logits_in_parts, vocabulary_loss
+from backends.base.interface import Batch, BlockGradient, Trainable
+from backends.base.vocabulary_loss import tokens_at_once
+from backends.eager.eager import EagerBackend
+from protocol.spec.sections.model import LoraSpec
+from tests.small_heads import (
+    MASKED,
+    OF_TOKENS,
+    TARGETS,
+    LargestTensor,
+    bart,
+    bert,
+    captured,
+    cohere,
+    distillation,
+    distilled,
+    gemma,
+    llama,
+    masked,
+    pairs,
+    t5,
+    texts,
+)
+from tests.tested_backend import KIND
+from worker.models.blocks import cut_into_blocks
+from worker.models.lora import Lora
+from worker.tasks.language.dpo import dpo_loss
+
+AT_ONCE = 10
+"""Of 48 tokens: the last part is shorter."""
+IN_FLOAT32 = 1e-5
+"""Of a gradient's norm; of a loss a tenth of it: other products, added in another order."""
+
+
+@pytest.fixture
+def in_parts(monkeypatch) -> None:
+    """Logits of `AT_ONCE` tokens at a time."""
+    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: AT_ONCE)
+
+
+def adapted(model: Any, added_tokens: Any = (), **how: Any) -> Any:
+    lora = LoraSpec(r=4, **how)
+    module = Lora(model, lora, "CAUSAL_LM", [], seed=0, added_tokens=added_tokens).module
+    with torch.no_grad():
+        for name, each in module.named_parameters():
+            if "lora_B" in name:
+                each.normal_(0.0, 0.1)
+    return module
+
+
+def gradients(module: Any, loss: Any, microbatch: Batch, backend: str, **how: Any) -> Any:
+    program = EagerBackend(backend).compile(
+        Trainable(cut_into_blocks(module), module, loss, **how), microbatch
+    )
+    items = list(program.gradients([(microbatch, 0)]))
+    program.close()
+    return items[-1].loss_sum, [i.values for i in items if isinstance(i, BlockGradient)]  # type: ignore[union-attr]
+
+
+CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "in full": (llama, OF_TOKENS, texts, {}),
+    "in full, tied": (lambda: llama(tie_word_embeddings=True), OF_TOKENS, texts, {}),
+    "capped": (gemma, OF_TOKENS, texts, {}),
+    "scaled": (cohere, OF_TOKENS, texts, {}),
+    "LoRA on int4": (lambda: adapted(llama()), OF_TOKENS, texts, {"base_dtype": "int4"}),
+    "a head with LoRA": (
+        lambda: adapted(llama(), targets=("q_proj", "lm_head")), OF_TOKENS, texts, {},
+    ),
+    "added tokens": (lambda: adapted(llama(), (90, 91, 95)), OF_TOKENS, texts, {}),
+    "added tokens, tied": (
+        lambda: adapted(llama(tie_word_embeddings=True), (90, 91, 95)), OF_TOKENS, texts, {},
+    ),
+    "preferences": (lambda: adapted(llama()), partial(dpo_loss, beta=0.1, options={}), pairs, {}),
+    "masked": (bert, MASKED, masked, {}),
+    "T5, tied": (t5, TARGETS, masked, {}),
+    "T5": (lambda: t5(tied=False), TARGETS, masked, {}),
+    "BART": (bart, TARGETS, masked, {}),
+    "distilled": (llama, distilled(), captured, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_all_tokens_at_once(case, monkeypatch):
+    make, loss, microbatch, how = CASES[case]
+    whole = gradients(make(), loss, microbatch(), KIND, **how)
+    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: AT_ONCE)
+    with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
+        parts = gradients(make(), loss, microbatch(), KIND, **how)
+    assert computed.call_count >= 48 // AT_ONCE
+    again = gradients(make(), loss, microbatch(), KIND, **how)
+    assert parts[0] == pytest.approx(whole[0], rel=IN_FLOAT32 / 10)
+    for one, other in zip(parts[1], whole[1], strict=True):
+        assert np.linalg.norm(one - other) <= IN_FLOAT32 * np.linalg.norm(other)
+    assert [each.tobytes() for each in parts[1]] == [each.tobytes() for each in again[1]]
+    assert parts[0] == again[0]
+
+
+@pytest.mark.parametrize("case", ["in full", "masked", "T5", "BART", "distilled"])
+def test_logits_that_are_few_keep_their_bits(case):
+    """They are computed as if nothing ever was in parts."""
+    make, loss, microbatch, how = CASES[case]
+    [losses, blocks], other = (
+        gradients(make(), loss, microbatch(), KIND, **how),
+        gradients(make(), partial(plain_loss, case=case), microbatch(), KIND, **how),
+    )
+    assert losses == other[0]
+    assert [each.tobytes() for each in blocks] == [each.tobytes() for each in other[1]]
+
+
+def plain_loss(module: Any, arrays: Any, case: str) -> torch.Tensor:
+    """The loss in torch's own words."""
+    inputs = {"input_ids": arrays["input_ids"]}
+    if "attention_mask" in arrays:
+        inputs["attention_mask"] = arrays["attention_mask"]
+    labels = arrays["labels"]
+    if case in {"T5", "BART"}:
+        before = torch.where(labels[:, :-1] == -100, 0, labels[:, :-1])
+        inputs["decoder_input_ids"] = torch.cat([torch.zeros_like(labels[:, :1]), before], dim=1)
+        inputs["use_cache"] = False
+    logits = module(**inputs).logits.float()
+    if case == "distilled":
+        return distillation().total(logits, arrays)
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_a_head_s_dropout_is_drawn_once(monkeypatch):
+    def parts() -> Any:
+        module = adapted(llama(), targets=("q_proj", "lm_head"), dropout=0.5)
+        return gradients(module, OF_TOKENS, texts(), KIND, unit="microbatch")[1]
+
+    again = parts()
+    monkeypatch.setattr(logits_in_parts, "checkpoint", lambda f, *args, **_: f(*args))
+    assert [each.tobytes() for each in parts()] == [each.tobytes() for each in again]
+
+
+TRANSFORMERS: dict[str, tuple[Any, Any, Any]] = {
+    "llama": (llama, OF_TOKENS, texts),
+    "gemma": (gemma, OF_TOKENS, texts),
+    "cohere": (cohere, OF_TOKENS, texts),
+    "bert": (bert, MASKED, masked),
+    "t5": (t5, TARGETS, masked),
+    "bart": (bart, TARGETS, masked),
+}
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_loss_and_gradients_are_those_of_transformers(kind):
+    """Its mean, times the number of labels; within float32, of all parameters together."""
+    make, loss, microbatch = TRANSFORMERS[kind]
+    arrays = {name: torch.tensor(array) for name, array in microbatch().arrays.items()}
+    labels = arrays["labels"]
+    count = int((labels != -100).sum())
+    expected, model = make(), make()
+    given = {name: array for name, array in arrays.items() if name != "labels"}
+    shifted = {"shift_labels": labels} if loss is OF_TOKENS else {}
+    mean = expected(**given, labels=labels, **shifted).loss
+    (mean * count).backward()
+    total = loss(model, arrays)
+    total.backward()
+    assert float(total.detach()) == pytest.approx(float(mean.detach()) * count, rel=1e-6)
+    assert_same_gradients(model, expected)
+
+
+def assert_same_gradients(model: Any, expected: Any) -> None:
+    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            difference = torch.linalg.norm(one.grad - other.grad)
+            assert difference <= IN_FLOAT32 * torch.linalg.norm(other.grad) + 1e-9, name
+
+
+LARGE = 4096
+LARGE_CASES: dict[str, tuple[Any, Any, Any]] = {
+    "llama": (llama, OF_TOKENS, texts),
+    "bert": (bert, MASKED, masked),
+    "t5": (t5, TARGETS, masked),
+    "bart": (bart, TARGETS, masked),
+    "distilled": (llama, distilled(LARGE), captured),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE_CASES)
+def test_logits_are_those_of_a_few_tokens_in_forward_and_backward(kind, monkeypatch):
+    make, loss, microbatch = LARGE_CASES[kind]
+    model = make(LARGE)
+    model.requires_grad_(requires_grad=False)
+    tuple(each for name, each in model.named_parameters() if "norm" in name.lower())[
+        -1
+    ].requires_grad_(requires_grad=True)
+    arrays = {name: torch.tensor(array) for name, array in microbatch(LARGE).arrays.items()}
+    largest = []
+    for at_once in (1 << 20, 33):
+        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        with LargestTensor() as largest_tensor:
+            loss(model, arrays).backward()
+        with LargestTensor() as evaluated, torch.no_grad():
+            loss(model, arrays)
+        assert evaluated.elements == largest_tensor.elements
+        largest.append(largest_tensor.elements)
+    assert largest == [48 * LARGE, 33 * LARGE]
+
+
+def test_how_many_tokens_is_decided_by_the_vocabulary_alone():
+    token_counts = [tokens_at_once(size) for size in (512, 32_000, 49_152, 151_936, 2_000_000)]
+    assert token_counts == [65_536, 1024, 640, 192, 64]

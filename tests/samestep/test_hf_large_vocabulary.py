@@ -1,0 +1,91 @@
+"""A Trainer's loss over a large vocabulary is computed a few tokens at a time, with its values."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
+
+import samestep.hf
+from backends.base import logits_in_parts, vocabulary_loss
+from samestep.hf.losses import SAMPLES, SummedLoss
+from tests.backends.base.test_vocabulary_loss import AT_ONCE, LARGE, assert_same_gradients
+from tests.small_heads import VOCABULARY, LargestTensor, bart, bert, gemma, llama, masked, t5
+
+MODELS: dict[str, Any] = {"llama": llama, "gemma": gemma, "bert": bert, "t5": t5, "bart": bart}
+
+
+def items(vocabulary: int = VOCABULARY) -> list[dict[str, torch.Tensor]]:
+    arrays = {name: torch.tensor(array) for name, array in masked(vocabulary).arrays.items()}
+    return [{name: array[row] for name, array in arrays.items()} for row in range(2)]
+
+
+def trainer_of(kind: Any, model: Any, directory: Any, **more: Any) -> Any:
+    arguments = TrainingArguments(
+        output_dir=str(directory), per_device_train_batch_size=2, max_steps=2, use_cpu=True,
+        report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
+        label_smoothing_factor=more.get("smoothing", 0.0),
+    )  # fmt: skip
+    return kind(model=model, args=arguments, train_dataset=items(), **more.get("extra", {}))
+
+
+def batch(trainer: Any, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {**trainer.data_collator(rows), SAMPLES: torch.tensor(float(len(rows)))}
+
+
+@pytest.mark.parametrize(
+    ("name", "smoothing"), [*((name, 0.0) for name in MODELS), ("llama", 0.1), ("bert", 0.1)]
+)
+def test_loss_and_gradients_are_those_of_transformers(name, smoothing, tmp_path, monkeypatch):
+    """A smoothed loss takes all logits at once: transformers computes it from probabilities."""
+    expected, model = MODELS[name](), MODELS[name]()
+    stock = trainer_of(Trainer, expected, tmp_path, smoothing=smoothing)
+    given = stock.data_collator(items())
+    items_in_batch = stock._get_num_items_in_batch([given], torch.device("cpu"))
+    stock_loss = stock.compute_loss(expected, {**given}, num_items_in_batch=items_in_batch)
+    stock_loss.backward()
+    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: AT_ONCE)
+    trainer = trainer_of(samestep.hf.Trainer, model, tmp_path, smoothing=smoothing)
+    losses = SummedLoss(trainer, [batch(trainer, items()[:1])])
+    whole = batch(trainer, items())
+    with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
+        loss = losses.loss(model, whole) / losses.weight(whole)
+    assert computed.call_count >= 48 // AT_ONCE or smoothing
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(stock_loss.detach()), rel=1e-6)
+    assert_same_gradients(model, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "bart"])
+def test_logits_are_those_of_a_few_tokens(name, tmp_path, monkeypatch):
+    model = MODELS[name](LARGE)
+    trainer = trainer_of(samestep.hf.Trainer, model, tmp_path)
+    losses = SummedLoss(trainer, [batch(trainer, items(LARGE)[:1])])
+    largest = []
+    for at_once in (1 << 20, 33):
+        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        with LargestTensor() as trained:
+            losses.loss(model, batch(trainer, items(LARGE))).backward()
+        with LargestTensor() as evaluated, torch.no_grad():
+            losses.loss(model, batch(trainer, items(LARGE)))
+        assert evaluated.elements == trained.elements
+        largest.append(trained.elements)
+    assert largest == [48 * LARGE, 33 * LARGE]
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_run_is_that_of_all_logits_at_once(name, tmp_path, monkeypatch):
+    runs = []
+    for at_once in (1 << 20, AT_ONCE):
+        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        trainer = trainer_of(samestep.hf.Trainer, MODELS[name](), tmp_path / str(at_once))
+        with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
+            trainer.train()
+        assert bool(computed.call_count) == (at_once == AT_ONCE)
+        runs.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert len(runs[0]) == 2
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)

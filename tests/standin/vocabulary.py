@@ -1,0 +1,88 @@
+"""The memory of losses over a large vocabulary, by the counters of the stand-in accelerator.
+
+test_standin.py runs these in a process in which torch has the device.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import samestep.hf
+from backends.base import vocabulary_loss
+from backends.base.interface import Trainable
+from backends.eager.eager import EagerBackend
+from samestep.hf.losses import SAMPLES, SummedLoss
+from tests import standin
+from tests.backends.base.test_vocabulary_loss import LARGE, LARGE_CASES
+from tests.samestep.test_hf_large_vocabulary import batch as trainer_batch
+from tests.samestep.test_hf_large_vocabulary import items, trainer_of
+from tests.small_heads import masked
+from worker.models.blocks import cut_into_blocks
+
+TOKENS, AT_ONCE = 48, 12
+LOGITS_BYTES = 4 * TOKENS * LARGE
+
+
+def growth(job: Trainable, microbatch: Any) -> tuple[int, int]:
+    """How many bytes training and evaluation take for a while."""
+    program = EagerBackend("accelerator").compile(job, microbatch)
+    peaks = []
+    for compute in (
+        lambda: list(program.gradients([(microbatch, 0)])),
+        lambda: program.evaluate(microbatch),
+    ):
+        gc.collect()
+        standin.peak_bytes(0)
+        before = standin.peak_bytes(0)
+        compute()
+        peaks.append(standin.peak_bytes(0) - before)
+    program.close()
+    return peaks[0], peaks[1]
+
+
+def job_of(model: Any, loss: Any) -> Trainable:
+    """Of one trained norm, so that little but logits takes memory."""
+    model.requires_grad_(requires_grad=False)
+    norms = [each for name, each in model.named_parameters() if "norm" in name.lower()]
+    norms[-1].requires_grad_(requires_grad=True)
+    return Trainable(
+        cut_into_blocks(model),
+        model,
+        loss,
+        evaluate=lambda module, arrays: {"loss_sum": float(loss(module, arrays))},
+    )
+
+
+@pytest.mark.parametrize("kind", LARGE_CASES)
+def test_a_quarter_of_the_tokens_takes_a_third_of_the_memory(kind, monkeypatch):
+    make, loss, make_batch = LARGE_CASES[kind]
+    growths = []
+    for at_once in (TOKENS, AT_ONCE):
+        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        growths.append(growth(job_of(make(LARGE), loss), make_batch(LARGE)))
+    assert_a_third(growths)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "bart"])
+def test_likewise_of_a_trainer(name, tmp_path, monkeypatch):
+    make, growths = LARGE_CASES[name][0], []
+    microbatch = masked(LARGE)
+    arrays = {**microbatch.arrays, SAMPLES: torch.tensor(2.0).numpy()}
+    for at_once in (TOKENS, AT_ONCE):
+        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        model = make(LARGE)
+        trainer: Any = trainer_of(samestep.hf.Trainer, model, tmp_path)
+        losses = SummedLoss(trainer, [trainer_batch(trainer, items(LARGE)[:1])])
+        growths.append(growth(job_of(model, losses.loss), type(microbatch)(arrays, 2.0)))
+    assert_a_third(growths)
+
+
+def assert_a_third(growths: Any) -> None:
+    """Layers and weights add a little."""
+    for whole, parts in zip(*growths, strict=True):
+        assert whole > 2 * LOGITS_BYTES
+        assert parts < 0.35 * whole, (whole, parts)
