@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from backends.base.narrowing import PART_ELEMENTS
-from backends.base.quantize import NF4, Quantized
+from backends.base.quantize import NF4, Quantized, Storage
 
 _PART_ELEMENTS_OF_CPU: Final = 1 << 18
 """The same on a CPU: a part fits its cache."""
@@ -25,13 +25,18 @@ _SAME_DTYPE: Final = {"bf16": torch.bfloat16, "f16": torch.float16}
 _PLACES_AT_ONCE: Final = 1 << 16
 """Bytes of nf4 that are converted to indices at a time: few, to leave no hole in memory; see
 `Bench`."""
-_PAIRS_OF_NF4: Final = torch.from_numpy(NF4[np.arange(256)[:, None] >> np.array([0, 4]) & 15])
-"""The two values of each byte of nf4: (256, 2), the lower half first."""
+_HALVES: Final = np.arange(256)[:, None] >> np.array([0, 4]) & 15
+"""The two codes of each byte: (256, 2), the lower half first."""
+_PAIRS: Final = {
+    "nf4": torch.from_numpy(NF4[_HALVES]),
+    "int4": torch.from_numpy(_HALVES.astype(np.float32) - 8),
+}
+"""The two numbers of each byte."""
 
 
 @cache
-def _pairs_on(device: torch.device) -> torch.Tensor:
-    return _PAIRS_OF_NF4.to(device)
+def _pairs_on(device: torch.device, storage: Storage) -> torch.Tensor:
+    return _PAIRS[storage].to(device)
 
 
 class NarrowWeight:
@@ -56,6 +61,9 @@ class NarrowWeight:
         if self.dtype is not None:
             self._bits = self._bits.view(self.dtype)
         self._scales = torch.from_numpy(stored.scales).to(device)
+        # Where memory is the limit, one kernel reads numbers and scales and writes the operand; the
+        # CPU would make a copy of each in a common type.
+        self._multiplies_at_once = device.type not in ("cpu", "mps")
 
     @property
     def nbytes(self) -> int:
@@ -74,27 +82,48 @@ class NarrowWeight:
             whole: float32, (rows, columns), with the number of rows to write.
             first: The first row.
         """
+        return self.write(whole, whole, first)
+
+    def write(self, into: torch.Tensor, wide: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Write these values into memory of any floating-point type, and return it.
+
+        Args:
+            into: (rows, columns), with the number of rows to write.
+            wide: Memory of the same shape in float32, which is overwritten; may be `into`.
+            first: The first row.
+        """
         per_row = len(self._bits) // self.shape[0]
-        bits = self._bits[first * per_row : (first + len(whole)) * per_row]
-        if self._storage in ("bf16", "f16", "int8"):
-            whole.view(-1).copy_(bits)
-            if self._storage != "int8":
-                return whole
+        bits = self._bits[first * per_row : (first + len(into)) * per_row]
+        if self.dtype is not None:
+            into.view(-1).copy_(bits)
+            return into
+        groups = self.shape[1] // self._group
+        scales = self._scales[first * groups : (first + len(into)) * groups][:, None]
+        if self._multiplies_at_once:
+            numbers = bits if self._storage == "int8" else self._looked_up(bits, wide)
+            numbers = numbers.view(-1, self._group)
+            torch.mul(numbers, scales, out=into.view(-1, self._group))
+            return into
+        if self._storage == "int8":
+            wide.view(-1).copy_(bits)
         elif self._storage == "nf4":
-            pairs = whole.view(-1, 2)
-            at_once = _PLACES_AT_ONCE if self.device.type == "cpu" else len(bits)
-            for lo in range(0, len(bits), at_once):
-                part = slice(lo, lo + at_once)
-                torch.index_select(_pairs_on(self.device), 0, bits[part].int(), out=pairs[part])
+            self._looked_up(bits, wide)
         else:  # the lower half of a byte comes first
-            pairs = whole.view(-1, 2)
+            pairs = wide.view(-1, 2)
             pairs[:, 0] = bits & 15
             pairs[:, 1] = bits >> 4
-            whole.sub_(8)
-        groups = self.shape[1] // self._group
-        scales = self._scales[first * groups : (first + len(whole)) * groups]
-        whole.view(-1, self._group).mul_(scales[:, None])
-        return whole
+            wide.sub_(8)
+        wide.view(-1, self._group).mul_(scales)
+        return into if into is wide else into.copy_(wide)
+
+    def _looked_up(self, bits: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        """Write the two numbers of each byte, without their scale."""
+        pairs, table = wide.view(-1, 2), _pairs_on(self.device, self._storage)
+        at_once = _PLACES_AT_ONCE if self.device.type == "cpu" else len(bits)
+        for lo in range(0, len(bits), at_once):
+            part = slice(lo, lo + at_once)
+            torch.index_select(table, 0, bits[part].int(), out=pairs[part])
+        return wide
 
 
 class Bench:
@@ -130,7 +159,7 @@ class Bench:
             part = converted[first : first + at_once]
             most = min(max(self._part, columns), self._elements)
             wide = self._room(torch.float32, len(part), columns, most)
-            part.copy_(weight.wide(wide, first))
+            weight.write(part, wide, first)
         return converted
 
     def _room(self, kind: torch.dtype, rows: int, columns: int, most: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ KERNELS_TO_FAULT: Final = "SAMESTEP_STANDIN_KERNELS"
 """The one that says after how many kernels the devices break."""
 KERNELS_TO_HANG: Final = "SAMESTEP_STANDIN_HANGS"
 """The one that says after how many kernels they hang, which is noticed soon."""
-_PREPARATION_S: Final = 20.0
+_PREPARATION_S: Final = 45.0
 """Soon for a preparation: that of the tests' tasks takes a second or two."""
 TOUCHED: Final = "SAMESTEP_STANDIN_TOUCHED"
 """The one that names a folder where each process writes, at its end, a line for each thread and
@@ -184,6 +184,11 @@ def take_reports() -> list[str]:
 def take_counts() -> dict[str, int]:
     """How often what was done, since the last call: kernels, copies, waits, by name."""
     return dict(torch.ops.standin.take_counts())
+
+
+def take_kernel_bytes() -> int:
+    """Bytes of the tensors that kernels read and wrote, since the last call."""
+    return int(torch.ops.standin.take_kernel_bytes())
 
 
 def take_touched() -> list[str]:

@@ -98,6 +98,7 @@ struct State {
   std::map<uintptr_t, size_t> pinned;
   std::vector<std::string> reports;
   std::map<std::string, int64_t> counts;
+  int64_t kernel_bytes = 0;  // read and written by kernels
   std::set<std::pair<int, int>> touched;  // (device, thread)
   std::array<size_t, kDevices> used_bytes{}, peak_bytes{};
   size_t limit_bytes = SIZE_MAX;
@@ -595,7 +596,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   raise_if_broken();
   Lock lock(state().mutex);
   auto& s = state();
-  if (is_ours(from) && is_ours(to)) return copy_on_device(from, to);
+  if (is_ours(from) && is_ours(to)) {
+    s.kernel_bytes += static_cast<int64_t>(from.nbytes() + to.nbytes());
+    return copy_on_device(from, to);
+  }
   const bool to_host = is_ours(from);
   const auto& host = to_host ? to : from;
   const auto& device_tensor = to_host ? from : to;
@@ -788,8 +792,10 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       s.is_hanging = s.coming_fault.empty();
     }
     for (const auto& [tensor, is_written] : found)
-      if (is_ours(tensor) && tensor.numel())
+      if (is_ours(tensor) && tensor.numel()) {
         note_access(tensor.data_ptr(), stream, time, is_written, name);
+        s.kernel_bytes += static_cast<int64_t>(tensor.nbytes());
+      }
   }
   try {
     const DeviceDraws draws(op, index);
@@ -800,11 +806,14 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     raise_if_broken();
   }
   Lock lock(s.mutex);
+  const bool has_out = schema.is_mutable() && name.find("out") != std::string::npos;
   for (size_t result = stack->size() - schema.returns().size(); result < stack->size(); ++result) {
     const auto& value = (*stack)[result];
     if (value.isTensor() && value.toTensor().defined() && is_ours(value.toTensor()) &&
-        value.toTensor().numel())
+        value.toTensor().numel()) {
       note_access(value.toTensor().data_ptr(), stream, time, true, name);
+      if (!has_out) s.kernel_bytes += static_cast<int64_t>(value.toTensor().nbytes());
+    }
   }
 }
 
@@ -922,6 +931,10 @@ c10::Dict<std::string, int64_t> take_counts() {
 TORCH_LIBRARY(standin, m) {
   m.def("take_reports() -> str[]", take_reports);
   m.def("take_counts() -> Dict(str, int)", take_counts);
+  m.def("take_kernel_bytes() -> int", []() {
+    Lock lock(state().mutex);
+    return std::exchange(state().kernel_bytes, 0);
+  });
   m.def("take_touched() -> str[]", []() {
     Lock lock(state().mutex);
     std::vector<std::string> found;

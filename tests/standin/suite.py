@@ -9,7 +9,8 @@ import copy
 import gc
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,12 @@ import transformers
 from backends.base import vocabulary_loss
 from backends.base.inner_steps import InnerState, SchedulePosition
 from backends.base.interface import Batch, BlockGradient, Loss, LossRaised, Trainable
+from backends.base.quantize import quantize
 from backends.eager import device_sums, torch_devices
 from backends.eager.eager import EagerBackend, EagerProgram
+from backends.eager.narrow_linear import Bench, NarrowWeight
 from backends.registry import choose, devices, trial_device
-from protocol.base.errors import DeviceError, SamestepError
+from protocol.base.errors import BackendUnavailable, DeviceError, SamestepError
 from protocol.datasets.capture_check import vocabulary_digest
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.manifest import CaptureLayout
@@ -398,6 +401,74 @@ def test_the_estimate_is_within_five_percent_of_what_is_taken(kind, tmp_path, mo
     gc.collect()
     assert before == pytest.approx(expected.weights, rel=0.03)
     assert peak == pytest.approx(expected.total, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("storage", "in_float32", "in_bfloat16"),
+    [("bf16", 6, 0), ("int8", 5, 3), ("q8_0", 5, 3), ("int4", 16.5, 14.5), ("nf4", 16.5, 14.5)],
+)
+def test_what_a_conversion_moves(storage, in_float32, in_bfloat16):
+    """Bytes of an element, with scales; a weight in the type of the product is the operand."""
+    values = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
+    device = torch.device("standin", 0)
+    narrow, bench = NarrowWeight(quantize(values, storage), device), Bench(values.size, device)
+    for kind, expected in ((torch.float32, in_float32), (torch.bfloat16, in_bfloat16)):
+        bench.operand(narrow, kind)
+        standin.take_kernel_bytes()
+        operand = bench.operand(narrow, kind)
+        moved_bytes = standin.take_kernel_bytes()
+        assert moved_bytes / values.size == pytest.approx(expected, abs=0.13)
+        host = NarrowWeight(quantize(values, storage), torch.device("cpu"))
+        on_host = Bench(values.size, torch.device("cpu")).operand(host, kind)
+        assert torch.equal(operand.cpu(), on_host), "the bits of the host"
+
+
+def old_card(architectures: Sequence[str]) -> Any:
+    """The stand-in under the name of an NVIDIA card, whose torch has these kernels."""
+    of_cuda = {
+        "is_available": lambda: True,
+        "get_device_capability": torch.get_device_module("standin").get_device_capability,
+        "get_arch_list": lambda: architectures,
+    }  # fmt: skip
+    patches = ExitStack()
+    patches.enter_context(mock.patch.multiple(torch.cuda, **of_cuda))
+    patches.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+    device = torch.device("standin", 0)
+    patches.enter_context(mock.patch.object(torch_devices, "torch_device", return_value=device))
+    return patches
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "is_usable"),
+    [
+        ((6, 1), ["sm_75", "sm_90", "compute_90"], False),
+        ((7, 5), ["sm_75", "sm_90"], True),
+        ((8, 9), ["sm_80", "sm_90"], True),
+        ((8, 0), ["sm_86", "sm_90"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),
+        ((12, 0), ["sm_90"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((6, 1), [], True),
+    ],
+)
+def test_a_card_for_which_torch_has_no_kernels_is_not_taken(
+    monkeypatch, capability, architectures, is_usable
+):
+    monkeypatch.setattr(
+        torch.get_device_module("standin"), "get_device_capability", lambda _=None: capability
+    )
+    with old_card(architectures):
+        row, _ = torch_devices.devices_of("cuda")
+        assert row.usable == is_usable
+        if is_usable:
+            return
+        assert f"no kernels for compute capability {capability[0]}.{capability[1]}" in row.reason
+        assert "use --backend vulkan" in row.reason
+        taken = choose("auto")
+        assert taken.backend.info.backend != "cuda"
+        assert "no kernels for compute" in taken.reason
+        with pytest.raises(BackendUnavailable, match="no kernels for compute capability"):
+            choose("cuda")
 
 
 def without_draws(model: Path) -> None:

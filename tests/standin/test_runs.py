@@ -104,7 +104,7 @@ def test_a_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, envir
         result(cluster, expected)
         assert card.stderr is not None
         error_text = card.stderr.read()
-    assert "device 'accelerator 0' failed: expected an answer within 20 s" in error_text
+    assert "device 'accelerator 0' failed: expected an answer within 45 s" in error_text
     assert "while it compiles the task" in error_text
 
 
