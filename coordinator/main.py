@@ -46,14 +46,13 @@ from protocol.exact.kernels.library import why_not_native
 from protocol.exact.subnormals import check_subnormals
 from protocol.machine.allocator import keep_freed_memory
 from protocol.machine.event_loop import new_event_loop
+from protocol.spec.files.before_a_run import BEFORE_A_RUN
 from protocol.wire.address_file import PublishedAddress
 
 if TYPE_CHECKING:
     from coordinator.members.announcement import Announcement
 
 DEFAULT_OUT = Path("runs")
-_BEFORE_A_RUN = ("lock", "term.json", "epoch.json", "lost+found")
-"""Files that may be in a run's directory before a run: of one that was not accepted."""
 
 
 def main(options: CoordinatorOptions, events: EventPipe | None = None) -> int:
@@ -239,7 +238,7 @@ def _check_free(directory: Path) -> None:
         return
     others = [
         path.name for path in sorted(directory.iterdir())
-        if path.name not in _BEFORE_A_RUN
+        if path.name not in BEFORE_A_RUN
         and not path.name.startswith(".")
         and not path.name.endswith(TEMPORARY_SUFFIX)
     ]  # fmt: skip

@@ -19,6 +19,8 @@ from samestep.schedulers import Interval
 from samestep.srun import SrunStep
 from worker.scripts.checks import check_precision
 
+EDITED: Final = "edited"
+"""The `resume` of a script that was edited since its run began."""
 _WORKERS: Final = "SAMESTEP_EXPECT_WORKERS"
 _BACKEND: Final = "SAMESTEP_BACKEND"
 
@@ -44,6 +46,12 @@ def _function(value: Any) -> Any:
     if value is None or callable(value):
         return value
     raise ValueError("expected a function")
+
+
+def _resume(value: Any) -> Any:
+    if isinstance(value, bool) or value == EDITED:
+        return value
+    raise ValueError(f'expected True, False or "{EDITED}"')
 
 
 def _device(value: str) -> str:
@@ -78,7 +86,7 @@ class Arguments(BaseModel):
     workers: Count | None
     device: Annotated[Named, AfterValidator(_device)] | None
     directory: Annotated[Any, AfterValidator(_directory)]
-    resume: bool
+    resume: Annotated[Any, AfterValidator(_resume)]
     control: Named | None
     name: Named | None
     settings: Keys

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
+
+from blake3 import blake3
 
 from protocol.base.errors import MessageError, Mismatch
 from protocol.base.regular_file import read_json
 from protocol.exact.schedule import learning_rate
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.spec.spec_changes import changes_between, refused_change
+from samestep.arguments import EDITED
+from samestep.script import MODULES, Script
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,42 @@ class ExistingRun:
         """The number of its `fit` within the script, counted from 1."""
         number = (self.spec.options.get("script") or {}).get("call")
         return number if isinstance(number, int) else None
+
+    @property
+    def script_file(self) -> str:
+        """The script of its `fit`, which is in its directory; empty without one."""
+        return "" if self.spec.data is None else self.spec.data.train
+
+    def script_for(self, script: Script, *, may_be_edited: bool) -> Script | None:
+        """Return the script of the run, which an edited one stands for; None if it was not edited.
+
+        Args:
+            script: The script that resumes the run.
+            may_be_edited: Whether the user says that the edit changes nothing that is trained.
+
+        Raises:
+            Mismatch: It does something else; shows the first line that differs.
+        """
+        identity = self.spec.options.get("script") or {}
+        first = str(identity.get("digest") or "")
+        if not first or script.path is None or identity.get("name") != script.name:
+            return None
+        if may_be_edited:
+            modules = _manifest_digests(self.directory).get(MODULES, "")
+            return replace(script, digest=first, first_modules=modules)
+        if script.digest == first:
+            return None
+        before, now = _text_of(Path(self.script_file)), _text_of(script.path)
+        is_known = blake3(before.encode()).hexdigest() == first
+        if is_known and _is_same_code(before, now):
+            return replace(script, digest=first)
+        what = _first_difference(before, now) if is_known else "its content differs"
+        restored = f"restore it with cp {self.script_file} {script.path}, " if is_known else ""
+        raise Mismatch(
+            f"resume: expected the script of the run in {str(self.directory)!r}, got one that was "
+            f'edited: {what}; {restored}write resume="{EDITED}" if nothing that is trained '
+            "changes, or use another directory"
+        )
 
     def check(self, spec: RunSpec) -> tuple[str, ...]:
         """Check that a run spec is this run's, or one that a resumed run may change to.
@@ -81,6 +123,35 @@ class ExistingRun:
             if learning_rate(before, step, steps) != learning_rate(after, step, now):
                 return step + 1
         return 0
+
+
+def _manifest_digests(directory: Path) -> dict[str, str]:
+    try:
+        return dict(read_json(directory / "manifest.json")["digests"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, ValueError):
+        return ""
+
+
+def _is_same_code(one: str, other: str) -> bool:
+    """Whether two scripts differ in comments and layout alone."""
+    try:
+        return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
+    except SyntaxError:
+        return False
+
+
+def _first_difference(before: str, now: str) -> str:
+    """The first line that differs, such as `line 3 was 'lr = 1', is 'lr = 2'`."""
+    lines = itertools.zip_longest(before.splitlines(), now.splitlines(), fillvalue="")
+    number, (old, new) = next((n, each) for n, each in enumerate(lines, 1) if each[0] != each[1])
+    return f"line {number} was {old.strip()[:80]!r}, is {new.strip()[:80]!r}"
 
 
 def _outcome(directory: Path) -> object:

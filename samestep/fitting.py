@@ -47,9 +47,10 @@ from protocol.cli.output import open_standard_streams
 from protocol.exact.digest import weights_digest
 from protocol.machine.allocator import keep_freed_memory, keep_freed_memory_no_more
 from protocol.machine.secret_file import join_token_file, state_home
+from protocol.spec.files.before_a_run import BEFORE_A_RUN, SCRIPT_DIRECTORY
 from protocol.spec.run_spec import SECTIONS, RunSpec, parse_run_spec
 from samestep import script
-from samestep.arguments import Arguments
+from samestep.arguments import EDITED, Arguments
 from samestep.coordinator_subprocess import (
     CoordinatorEnded,
     CoordinatorSubprocess,
@@ -112,7 +113,7 @@ def fit(
     workers: int | None = None,
     device: str | None = None,
     directory: Path | str | None = None,
-    resume: bool = False,
+    resume: bool | Literal["edited"] = False,
     control: str | None = None,
     name: str | None = None,
     settings: Mapping[str, object] | None = None,
@@ -138,7 +139,7 @@ def fit(
         workers: Start when this many workers are ready. Default: $SAMESTEP_EXPECT_WORKERS, or 1.
         device: Of this worker; `cuda0-3` are several. Default: $SAMESTEP_BACKEND, or auto.
         directory: Directory of the run. Default: a new one in `runs/`.
-        resume: Resume the run in `directory`, if there is one.
+        resume: Resume the run in `directory`; "edited": also if the script was edited since.
         control: Control port of a running coordinator. Default: $SAMESTEP_CONTROL; without it a
             coordinator is started, which listens at $SAMESTEP_BIND.
         name: Name of the run. Default: the script's name.
@@ -188,7 +189,8 @@ def _serve(call: script.Call, served: ServedDevice) -> FitResult:
     """
     start = served.start
     if call.position == start.position:
-        call.number, call.backend = start.number, (served.backend, served.device)
+        start.apply(call)
+        call.backend = served.backend, served.device
         served.serve()
     directory = Path(start.directories[call.position - 1])
     existing = ExistingRun.find(directory)
@@ -231,6 +233,7 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
         existing = ExistingRun.find(Path(arguments.directory)) if arguments.resume else None
         if existing is not None:
             call.number = existing.call or call.number
+            _take_edited_script(call, existing, may_be_edited=arguments.resume == EDITED)
         spec, task = _build(call, arguments, existing)
         call.ready = (spec, task)
         if arguments.several_devices:
@@ -253,6 +256,20 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
         if call.script.path is None:
             raise  # the notebook goes on
         raise SystemExit(ExitCode.INTERRUPTED) from None
+
+
+def _take_edited_script(call: script.Call, existing: ExistingRun, *, may_be_edited: bool) -> None:
+    """Have an edited script stand for that of the run, if it may.
+
+    Raises:
+        Mismatch: It may not.
+    """
+    call.stands_for = existing.script_for(call.script, may_be_edited=may_be_edited)
+    if call.stands_for is not None:
+        show(Line(
+            f"the run in {str(existing.directory)!r} continues with the edited script; workers "
+            f"that join need the run's own, {existing.script_file!r}"
+        ))  # fmt: skip
 
 
 def _check_combination(call: script.Call, arguments: Arguments) -> None:
@@ -319,8 +336,37 @@ def _document(
             **_digest_parts(existing),
         },
         **({"model": _FLOAT16_MODEL} if arguments.precision == "float16" else {}),
-        **({} if user_script.path is None else {"data": {"train": str(user_script.path)}}),
+        **_script_file(user_script, existing),
     }
+
+
+def _script_file(user_script: script.Script, existing: ExistingRun | None) -> dict[str, Any]:
+    """The section that has the coordinator send the script to workers that accept it."""
+    if user_script.path is None:
+        return {}
+    if existing is not None and Path(existing.script_file).is_file():
+        return {"data": {"train": existing.script_file}}
+    return {"data": {"train": str(user_script.path)}}
+
+
+def _with_script_copy(spec: RunSpec, own: script.Script, directory: Path) -> RunSpec:
+    """Copy the script into a new run's directory, and return the run spec that names the copy.
+
+    The user may edit the script, and resume the run or have workers join it all the same.
+    """
+    if own.path is None or spec.data is None:
+        return spec
+    copy = directory.resolve() / SCRIPT_DIRECTORY / own.path.name
+    try:
+        if not directory.is_dir() or {each.name for each in directory.iterdir()} <= BEFORE_A_RUN:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(own.path.read_bytes())
+        if script.Script.at(copy).digest != own.digest:
+            return spec
+    except (OSError, DataError):
+        return spec  # the directory is no new run's: the coordinator says why
+    data = spec.data.model_copy(update={"train": str(copy)})
+    return spec.model_copy(update={"data": data})
 
 
 def _digest_parts(existing: ExistingRun | None) -> dict[str, Any]:
@@ -390,10 +436,10 @@ def _build(
     call: script.Call, arguments: Arguments, existing: ExistingRun | None
 ) -> tuple[RunSpec, ScriptTask]:
     """Build the task, before anything starts, and complete the run spec."""
-    document = _document(arguments, call.script, call.number, existing)
+    document = _document(arguments, call.run_script, call.number, existing)
     steps = arguments.steps
     first = parse_run_spec({**document, "steps": 1 if steps is None else steps})
-    task = script.build_task(call.build, first, call.script, call.backend)
+    task = script.build_task(call.build, first, call.run_script, call.backend)
     if task.user.unit != "sample":
         document["batch"]["unit"] = task.user.unit
     samples = task.manifest.epoch_samples
@@ -426,21 +472,23 @@ def _build(
 def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
     alone = arguments.expected_workers <= max(1, len(arguments.several_devices))
     request = {
-        "run": json.loads(spec.to_bytes()),
         "script": "" if call.script.path is None else call.script.name,
         "expect_workers": arguments.expected_workers,
-        "resume": arguments.resume,
-        "may_change": arguments.resume,
+        "resume": bool(arguments.resume),
+        "may_change": bool(arguments.resume),
         "records": arguments.on_log is not None,
     }
     with (
         _run_directory(arguments.directory, spec.name) as directory,
         contextlib.ExitStack() as stack,
     ):
+        if not arguments.resume:
+            spec = _with_script_copy(spec, call.script, directory)
 
         def start(bind: str) -> tuple[CoordinatorSubprocess, tuple[str, int], EventQueue]:
             event_queue: EventQueue = queue.SimpleQueue()
-            asked = {**request, "bind": bind, "directory": str(directory)}
+            run = json.loads(spec.to_bytes())
+            asked = {**request, "run": run, "bind": bind, "directory": str(directory)}
             coordinator = CoordinatorSubprocess(asked, event_queue)
             address = stack.enter_context(coordinator).listening()
             if step := call.step:
@@ -450,7 +498,7 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
 
         coordinator, address, event_queue = _start_where_free(start)
         credentials = WorkerCredentials(join_token_file(state_home()))
-        resumed = arguments.resume
+        resumed = bool(arguments.resume)
         worker = _worker(call, arguments, address, credentials, event_queue)
         try:
             with queue_interrupts(event_queue):

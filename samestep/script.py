@@ -46,6 +46,9 @@ from worker.scripts.script_task import ScriptTask
 TASK: Final = "samestep.script:FitTask"
 """The task that a run spec of `fit` names."""
 
+MODULES: Final = "modules beside the script"
+"""What the manifest calls their digest."""
+
 Build = Callable[..., object]
 _CPU: Final = ("cpu", None)
 
@@ -57,10 +60,13 @@ class Script:
     Attributes:
         path: Its path on this machine; None for a notebook or a prompt.
         digest: BLAKE3 of its bytes, 64 hex digits; empty without a file.
+        first_modules: For an edited script that stands for that of a run: the digest of the modules
+            beside it when the run began.
     """
 
     path: Path | None
     digest: str
+    first_modules: str | None = None
 
     @property
     def name(self) -> str:
@@ -88,6 +94,8 @@ class Script:
 
     def modules_digest(self) -> str:
         """Digest of the modules that the script imported from its own folder; empty if none."""
+        if self.first_modules is not None:
+            return self.first_modules
         if self.path is None:
             return ""
         home, modules = self.path.parent, {}
@@ -128,6 +136,7 @@ class Call:
         ready: A task built in advance, for a run spec with the same options; used once.
         step: The Slurm step whose tasks make this call together; None for a process alone.
         directories: The run's directory of each earlier call that has one, by position.
+        stands_for: The script of the run that is resumed, if this one was edited since.
     """
 
     script: Script
@@ -139,6 +148,12 @@ class Call:
     ready: tuple[RunSpec, ScriptTask] | None = None
     step: SrunStep | None = None
     directories: dict[int, Path] = field(default_factory=dict)
+    stands_for: Script | None = None
+
+    @property
+    def run_script(self) -> Script:
+        """The script as the run knows it."""
+        return self.stands_for or self.script
 
     def note_directory(self, result: FitResult) -> FitResult:
         """Remember where this call's run is, for the device processes of a later call."""
@@ -155,7 +170,7 @@ class Call:
         if self.ready is not None and self.ready[0].options == spec.options:
             self.built, self.ready = self.ready[1], None
         else:
-            self.built = build_task(self.build, spec, self.script, self.backend)
+            self.built = build_task(self.build, spec, self.run_script, self.backend)
         return self.built
 
 
@@ -230,7 +245,7 @@ def build_task(
         raise DataError(f"build raised {type(error).__name__}: {error}") from error
     digests = {"script": script.digest} if script.digest else {}
     if modules := script.modules_digest():
-        digests["modules beside the script"] = modules
+        digests[MODULES] = modules
     with trial_device(*backend) as device:
         return ScriptTask(check_task(built), spec, digests, device)
 
@@ -254,10 +269,11 @@ class FitTask:
         call = _STATE.call
         if call is None:
             return _task_of_sent_script(spec, name, digest)
-        if digest != call.script.digest:
+        script = call.run_script
+        if digest != script.digest:
             raise ScriptDiffers(
                 f"expected the script {name!r} of the run ({digest[:12] or 'a notebook'}), got "
-                f"{call.script.name!r} ({call.script.digest[:12]}): copy the run's script here"
+                f"{script.name!r} ({script.digest[:12]}): copy the run's script here"
             )
         if identity.get("call") != call.number:
             raise ScriptDiffers(

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from protocol.base.errors import UsageError
@@ -38,6 +38,9 @@ class ScriptStart:
         number: Its number in the run spec; a resumed run has that of its first start.
         directories: The run's directory of each call before it.
         generators: What the global generators begin with.
+        digest: Of the script.
+        stands_for: Digests of the script of the run, and of the modules beside it, if this one was
+            edited since the run began; else none.
     """
 
     file: str
@@ -48,6 +51,8 @@ class ScriptStart:
     number: int
     directories: list[str]
     generators: GeneratorStates
+    digest: str
+    stands_for: list[str | None]
 
     @staticmethod
     def of(call: Call) -> ScriptStart:
@@ -69,13 +74,22 @@ class ScriptStart:
                 "fit of the script, as the processes of several devices read its result, got none "
                 f"from call {missing[0]}: move this fit to a script of its own, or name one device"
             )
+        first = call.stands_for
+        stands_for = [] if first is None else [first.digest, first.first_modules]
         started_as = getattr(sys.modules["__main__"], "__spec__", None)
         name = "" if started_as is None else started_as.name
         return ScriptStart(
             str(call.script.path), "" if name == "__main__" else name, sys.argv, sys.path,
             call.position, call.number, [str(call.directories[number]) for number in earlier],
-            AT_IMPORT,
+            AT_IMPORT, call.script.digest, stands_for,
         )  # fmt: skip
+
+    def apply(self, call: Call) -> None:
+        """Make a call the one that the devices compute."""
+        call.number = self.number
+        if self.stands_for and call.script.digest == self.digest:
+            digest, modules = self.stands_for
+            call.stands_for = replace(call.script, digest=str(digest), first_modules=modules)
 
     @staticmethod
     def take() -> ScriptStart:

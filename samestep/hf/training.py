@@ -166,7 +166,8 @@ class SamestepMixin:
         if not keeps_the_run(given.get("control")):
             return given
         if resume:
-            return {**given, "directory": _run_to_resume(arguments, resume), "resume": True}
+            how = self._fit_arguments.get("resume") or True  # "edited"
+            return {**given, "directory": _run_to_resume(arguments, resume), "resume": how}
         if "directory" not in given:
             given["directory"] = new_directory(
                 Path(arguments.output_dir), "run", "set another output_dir"

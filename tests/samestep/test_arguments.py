@@ -87,7 +87,7 @@ def task(**other):
         ({"device": "cuda99"}, "backend 'cuda' is not usable here"),
         ({"directory": ""}, "directory: expected a path, got ''"),
         ({"directory": 3}, "directory: expected a path, got 3"),
-        ({"resume": "yes"}, "resume: expected true or false, got 'yes'"),
+        ({"resume": "yes"}, "resume: expected True, False or \"edited\", got 'yes'"),
         ({"control": ""}, "control: .* got ''"),
         ({"name": ""}, "name: .* got ''"),
         ({"settings": [1]}, r"settings: expected keys and values, got \[1\]"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, ended
 from tests.samestep.scripts import HEAD, RunningScript, close
 from tests.samestep.scripts import said as said_by
 
@@ -121,3 +123,63 @@ def test_the_second_interrupt_ends_at_once_and_says_how_to_continue(tmp_path):
     last = said_by(running.process).splitlines()[-1]
     assert last.startswith("samestep: interrupted; ended at once; resume from the checkpoint: fit(")
     close(running.process)
+
+
+EDITABLE = """
+from pathlib import Path
+sys.path.insert(0, str(Path.cwd()))
+import part
+held = dict(directory="run", resume=Path("run").exists() and how)
+def stop(row):
+    if row["step"] == 6 and not held["resume"]:
+        raise KeyError("stop")
+r = samestep.fit(task, steps=12, batch=8, on_log=stop, **held)
+print("loss", 0, "digest", r.digest)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_was_edited_resumes_its_run_where_the_user_says_that_it_may(tmp_path):
+    (tmp_path / "part.py").write_text("value = 1\n")
+
+    def run(head: str, directory: str = "run") -> subprocess.CompletedProcess[str]:
+        text = head + HEAD + EDITABLE.replace('"run"', repr(directory))
+        return ended("tests.plain_script", str(written(tmp_path, text)), cwd=tmp_path)
+
+    whole = run("how = True\n", "whole").stderr
+    assert "KeyError: 'stop'" in whole
+    expected = digests(run("how = True\n", "whole").stdout)
+    assert len(expected) == 1
+
+    assert "KeyError: 'stop'" in run("how = True\n").stderr
+    copy = tmp_path / "run" / "script" / "train.py"
+    refused = run("how = True\nprint('more')\n")
+    line = refused.stderr.splitlines()[-1]
+    assert "got one that was edited: line 2 was '', is \"print('more')\"; restore it with" in line
+    assert f'cp {copy} {tmp_path / "train.py"}, write resume="edited" if nothing' in line
+    commented = run("how = True  # a comment changes no code\n")
+    assert digests(commented.stdout) == expected, commented.stderr
+    assert "the run in 'run' continues with the edited script" in commented.stdout
+
+
+@pytest.mark.slow
+def test_an_edit_that_changes_gradients_makes_the_run_mixed(
+    tmp_path,
+):
+    (tmp_path / "part.py").write_text("value = 1\n")
+
+    def run(head: str, *, loss: str = "** 2") -> subprocess.CompletedProcess[str]:
+        text = head + HEAD.replace("** 2", loss) + EDITABLE
+        return ended("tests.plain_script", str(written(tmp_path, text)), cwd=tmp_path)
+
+    assert "KeyError: 'stop'" in run("how = True\n").stderr
+    shutil.copytree(tmp_path / "run", tmp_path / "run-before")
+    (tmp_path / "part.py").write_text("value = 2\n")
+    same = run("how = 'edited'\nprint('more')\n")
+    assert "the run in 'run' continues with the edited script" in same.stdout, same.stderr
+    assert "(exact: " in same.stdout
+
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run-before").rename(tmp_path / "run")
+    changed = run("how = 'edited'\n", loss="** 4")
+    assert "(mixed: " in changed.stdout, changed.stderr
