@@ -390,13 +390,13 @@ def _report_ending(
     end: _Ending,
     service: Service,
     console: Console,
-    again: Callable[..., str],
+    resume_command_for: Callable[..., str],
     events: EventPipe | None,
 ) -> None:
     execution = service.current or service.finished
     command = ""
     if execution is not None and events is None:
-        command = again(service.address, execution.directory)
+        command = resume_command_for(service.address, execution.directory)
     if not end.reason and execution is not None and execution.outcome and service.settings.once:
         print_outcome(execution, console, command)
     if events is not None:

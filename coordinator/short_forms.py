@@ -53,32 +53,35 @@ class ShortForms:
         )
 
 
-def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> RunSpec | None:
+def run_spec_from(
+    run: Path | None, short_forms: ShortForms, overrides: list[str]
+) -> RunSpec | None:
     """Return the run spec of the command line; None without one.
 
     Raises:
         UsageError: A short form without a task or a run spec.
         RunSpecError: The run spec is not valid.
     """
-    every = [*short.overrides(), *overrides]
-    if run is not None and short.task is not None:
+    every = [*short_forms.overrides(), *overrides]
+    if run is not None and short_forms.task is not None:
         raise UsageError(
-            f"expected --run {run} or --task {short.task}, got both: the run spec says the task"
+            f"expected --run {run} or --task {short_forms.task}, got both: the run spec says the "
+            "task"
         )
     if run is not None:
         return load_run_spec(run, every)
-    if short.task is None:
+    if short_forms.task is None:
         if every:
             raise UsageError("expected --run RUN.yaml or --task with the options of a run")
         return None
-    document: dict[str, object] = {"name": _name_of(short.task)}
+    document: dict[str, object] = {"name": _name_of(short_forms.task)}
     if not any(each.startswith(("steps=", "epochs=")) for each in every):
         document["steps"] = DEFAULT_STEPS
     return parse_run_spec(document, every, "the command line", _LOG.warning)
 
 
 def run_spec_or_changes(
-    run: Path | None, short: ShortForms, overrides: list[str], *, resume: bool
+    run: Path | None, short_forms: ShortForms, overrides: list[str], *, resume: bool
 ) -> tuple[RunSpec | None, tuple[str, ...]]:
     """Return the run spec of the command line, or the pairs that change that of the resumed run.
 
@@ -86,9 +89,9 @@ def run_spec_or_changes(
         UsageError: A short form without a task or a run spec.
         RunSpecError: The run spec is not valid.
     """
-    if resume and run is None and short.task is None:
-        return None, (*short.overrides(), *overrides)
-    return run_spec_from(run, short, overrides), ()
+    if resume and run is None and short_forms.task is None:
+        return None, (*short_forms.overrides(), *overrides)
+    return run_spec_from(run, short_forms, overrides), ()
 
 
 def _name_of(task: str) -> str:

@@ -54,7 +54,7 @@ def capture_of(
         captured = CapturedFiles(directory, manifest, spec, 0, lambda: None)
         for step in range(steps):
             captured.keep(step, [_rows(layout, step)])
-        captured.finish(whole=True)
+        captured.finish(is_complete=True)
         captured.close()
     return directory / "logits"
 

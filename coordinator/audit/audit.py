@@ -188,26 +188,28 @@ def _check_head(evidence: _Evidence) -> None:
 
 def _check_files(evidence: _Evidence) -> None:
     """Check the small files that a restart reads, the term, and list other files."""
-    directory, recorded = evidence.directory, evidence.history.files
-    if recorded is None and evidence.verified.bad_line is not None:
+    directory, recorded_digests = evidence.directory, evidence.history.files
+    if recorded_digests is None and evidence.verified.bad_line is not None:
         return  # the journal's record of them is lost
     try:
-        changes = changed_files(directory, recorded)
+        changes = changed_files(directory, recorded_digests)
     except StorageFailed as error:
         changes = [(Path(error.path), f"it cannot be read: {error.reason}")]
     list_file = directory.files_file
-    was_there = recorded is not None and None not in recorded.digests.get(list_file.name, (None,))
+    was_there = recorded_digests is not None and None not in recorded_digests.digests.get(
+        list_file.name, (None,)
+    )
     if was_there and not list_file.exists():
         changes.append((list_file, "it is missing; a resumed run hashes the files again"))
     for path, reason in changes:
         evidence.note("files", ok=False, text=f"{str(path)!r}: {reason}")
     if not changes:
         file_names = (
-            ", ".join(sorted(recorded.digests))
-            if recorded is not None
+            ", ".join(sorted(recorded_digests.digests))
+            if recorded_digests is not None
             else "run.json, manifest.json"
         )
-        older = "" if recorded is not None else " (an older release recorded no others)"
+        older = "" if recorded_digests is not None else " (an older release recorded no others)"
         evidence.note("files", ok=True, text=f"{file_names} are as recorded in the journal{older}")
     try:
         term, newest_term = stored_term(directory.path), known_term(directory)
@@ -261,8 +263,12 @@ def _check_changes(evidence: _Evidence) -> None:
 
 def _check_inputs(evidence: _Evidence) -> None:
     history, run, manifest = evidence.history, evidence.run, evidence.manifest
-    recorded = history.run
-    same = recorded is not None and history.spec == run.document and recorded.run_id == run.run_id
+    recorded_run = history.run
+    same = (
+        recorded_run is not None
+        and history.spec == run.document
+        and recorded_run.run_id == run.run_id
+    )
     text = "run.json is as recorded in the journal" if same else "run.json differs from the journal"
     evidence.note("inputs", ok=same, text=text)
     _check_changes(evidence)
@@ -435,10 +441,10 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
             text = f"result.json says {name} {claimed!r:.80}, the journal {journal_digest!r:.80}"
             evidence.note("result", ok=False, text=text)
     if proof.replica is not None and proof.reached_end:
-        reached = proof.replica.weights_digest()
-        same = reached == digest
+        replayed_digest = proof.replica.weights_digest()
+        same = replayed_digest == digest
         source = "reached by replay" if proof.since else "are those of the last checkpoint"
-        text = f"weights {reached} {source}"
+        text = f"weights {replayed_digest} {source}"
         if not same:
             text += f", but result.json says {digest}"
         evidence.note("result", ok=same, text=text)

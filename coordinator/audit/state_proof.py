@@ -121,9 +121,9 @@ class StateProof:
             self.since += 1
             self._progress(logged_step.step + 1, len(self.history.commits))
 
-    def _compare_log_and_journal(self, replica: Replica, logged: LoggedStep) -> Iterator[str]:
-        record, commit = logged.record, logged.record.commit
-        journal_commit = self.history.commit_of(logged.step)
+    def _compare_log_and_journal(self, replica: Replica, logged_step: LoggedStep) -> Iterator[str]:
+        record, commit = logged_step.record, logged_step.record.commit
+        journal_commit = self.history.commit_of(logged_step.step)
         assert journal_commit is not None
         older = journal_commit.rate is None  # or a skipped step
         rate = None if older or commit.scalars is None else commit.scalars.learning_rate
@@ -141,7 +141,7 @@ class StateProof:
         ):
             if logged_value != recorded_value:
                 yield f"the log has {name} {logged_value}, the journal {recorded_value}"
-        figures = self.history.figures.get(logged.step)
+        figures = self.history.figures.get(logged_step.step)
         for name, digest in (
             ("log says", record.state_before),
             ("journal says", journal_commit.state_before),
@@ -154,19 +154,22 @@ class StateProof:
                 )
 
     def _compare_gradients_and_commit(
-        self, logged: LoggedStep, averages: Sequence[Array] | None
+        self, logged_step: LoggedStep, averages: Sequence[Array] | None
     ) -> Iterator[str]:
-        commit = logged.record.commit
+        commit = logged_step.record.commit
         if averages is None or commit.scalars is None:
             return
-        _, spec, plateau = next(each for each in reversed(self._specs) if each[0] <= logged.step)
+        _, spec, plateau = next(
+            each for each in reversed(self._specs) if each[0] <= logged_step.step
+        )
         blocks = list(zip(self._manifest.blocks, averages, strict=True))
         if averages_digest(block_digest(*block) for block in blocks) != commit.averages_digest:
             yield "the digest of the averaged gradients differs from the commit's"
         norms = ClippedGroups(spec.update).norms_of(self._manifest.blocks, averages)
-        updates = logged.record.optimizer_step
-        if logged.record.norm not in {None, norms.whole}:
-            yield f"the commit has norm {logged.record.norm}, the averaged gradients {norms.whole}"
+        updates = logged_step.record.optimizer_step
+        if logged_step.record.norm not in {None, norms.whole}:
+            norm = logged_step.record.norm
+            yield f"the commit has norm {norm}, the averaged gradients {norms.whole}"
         steps = spec.steps_with(self._manifest.epoch_samples)
         expected = step_scalars(
             spec.update, updates, commit.step, steps, norms, loss_scale=commit.scalars.loss_scale,
@@ -175,10 +178,10 @@ class StateProof:
         if commit.scalars != expected:
             yield "the scalars of the update do not follow from run spec and gradients"
 
-    def _compare_lengths(self, index: LogIndex, saved: int) -> None:
+    def _compare_lengths(self, index: LogIndex, newest_checkpoint: int) -> None:
         """Check that log and checkpoints reach as far as the journal, which is written last."""
         journal_steps, last = len(self.history.commits), -1 if index.last is None else index.last
-        present = max(saved, last + 1)
+        present = max(newest_checkpoint, last + 1)
         if journal_steps > present + 1:  # the newest step's records may be a torn tail
             self.faults.append(
                 f"the journal has {journal_steps} steps, {str(self._log)!r} and the checkpoints "
@@ -189,13 +192,14 @@ class StateProof:
             # One may be missing: a crash between the log's sync and the journal's.
             self.faults.append(f"the log has {extra} commits that the journal lacks")
 
-    def _find_gap(self, index: LogIndex, saved: int) -> None:
+    def _find_gap(self, index: LogIndex, newest_checkpoint: int) -> None:
         """Check that the newest checkpoint leads to the log's last step."""
-        last_step = saved + sum(1 for _ in index.following(saved))
+        last_step = newest_checkpoint + sum(1 for _ in index.following(newest_checkpoint))
         if index.last is not None and index.last >= last_step:
             self.faults.append(
                 f"the log has steps up to {index.last}, but no checkpoint before them: the newest, "
-                f"of step {saved}, leads only to step {last_step}; restore a later one from a copy"
+                f"of step {newest_checkpoint}, leads only to step {last_step}; restore a later one "
+                "from a copy"
             )
 
     def _read_others(self, index: LogIndex) -> None:

@@ -93,11 +93,11 @@ class CapturedFiles:
         self._spool_of(number).append(step, content)
         self._committed = step + 1
 
-    def finish(self, *, whole: bool) -> dict[str, str]:
+    def finish(self, *, is_complete: bool) -> dict[str, str]:
         """Write the files that can be written: all steps are committed, or the run ends early.
 
         Args:
-            whole: Whether no more steps follow.
+            is_complete: Whether no more steps follow.
 
         Returns:
             BLAKE3 of each file, by its path below the run's directory.
@@ -107,12 +107,14 @@ class CapturedFiles:
             StorageFailed: A write failed.
         """
         self._guard()
-        count = -(-self._committed // self._steps) if whole else self._committed // self._steps
+        count = (
+            -(-self._committed // self._steps) if is_complete else self._committed // self._steps
+        )
         self._finish_before(count)
         descriptions = map(self._describe_file, range(count))
         files = tuple(file for file in descriptions if file is not None)
         digests = {file.name: file.digest for file in files}
-        if whole and files:
+        if is_complete and files:
             for name, text in self._export.files.items():
                 digests[name] = replace_file(self._directory / name, text.encode())
             index = CaptureIndex(facts=self._facts, files=files)

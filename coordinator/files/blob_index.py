@@ -57,17 +57,17 @@ class BlobIndex:
     blobs: Mapping[str, Blob]
 
 
-async def find_blobs(spec: RunSpec, permitted: PermittedFiles) -> BlobIndex | None:
+async def find_blobs(spec: RunSpec, permitted_files: PermittedFiles) -> BlobIndex | None:
     """Call `index_blobs` in a thread: large models take seconds to hash."""
-    return await asyncio.to_thread(index_blobs, spec, permitted)
+    return await asyncio.to_thread(index_blobs, spec, permitted_files)
 
 
-def index_blobs(spec: RunSpec, permitted: PermittedFiles | None = None) -> BlobIndex | None:
+def index_blobs(spec: RunSpec, permitted_files: PermittedFiles | None = None) -> BlobIndex | None:
     """Find and hash every file that the run spec names; None if it names none.
 
     Args:
         spec: The run spec.
-        permitted: Which files it may name; None for all, as on the operator's own command line.
+        permitted_files: Which files it may name; None for all, as on the operator's command line.
 
     Raises:
         DataError: A file is missing, cannot be read or sent to workers, holds no usable data, or
@@ -75,21 +75,21 @@ def index_blobs(spec: RunSpec, permitted: PermittedFiles | None = None) -> BlobI
     """
     blobs: dict[str, Blob] = {}
     for named_source in filter(None, (source_of(spec, role) for role in ROLES)):
-        if permitted is not None:
-            permitted.check_source(named_source)
+        if permitted_files is not None:
+            permitted_files.check_source(named_source)
     file_lists = [files for role in ROLES if (files := source_files(spec, role)) is not None]
     for files in file_lists:
         refuse_links_out(files)
-        _check_permitted(files, permitted)
+        _check_permitted(files, permitted_files)
     try:
         check_data(spec)
     except DataError:
         for files in file_lists:  # the error may quote a file that appeared meanwhile
-            _check_permitted(files, permitted)
+            _check_permitted(files, permitted_files)
         raise
     if not file_lists:
         return None
-    blob_sources = tuple(_hash(files, blobs, permitted) for files in file_lists)
+    blob_sources = tuple(_hash(files, blobs, permitted_files) for files in file_lists)
     if spec.task == "distil":
         for source in blob_sources:
             if source.role in {"data", "validation"}:
@@ -105,22 +105,22 @@ def index_blobs(spec: RunSpec, permitted: PermittedFiles | None = None) -> BlobI
     return BlobIndex(digest, listing, blobs)
 
 
-def _check_permitted(files: SourceFiles, permitted: PermittedFiles | None) -> None:
-    if permitted is not None:
+def _check_permitted(files: SourceFiles, permitted_files: PermittedFiles | None) -> None:
+    if permitted_files is not None:
         for _, path in files.files:
-            permitted.check(path, files.source)
+            permitted_files.check(path, files.source)
 
 
 def _hash(
-    files: SourceFiles, blobs: dict[str, Blob], permitted: PermittedFiles | None
+    files: SourceFiles, blobs: dict[str, Blob], permitted_files: PermittedFiles | None
 ) -> BlobSource:
     blob_files = []
     for name, path in files.files:
         try:
             real_path = path.resolve()
             with open_plain(real_path) as file:
-                if permitted is not None:
-                    permitted.check_open(file.fileno(), real_path, files.source)
+                if permitted_files is not None:
+                    permitted_files.check_open(file.fileno(), real_path, files.source)
                 identity = lasting_identity(os.fstat(file.fileno()), time.time_ns())
                 size, digest = open_file_digest(file)
         except OSError as error:
@@ -146,14 +146,14 @@ def write_index(path: Path, index: BlobIndex) -> None:
 
 
 def read_or_build_index(
-    path: Path, spec: RunSpec, permitted: PermittedFiles | None = None
+    path: Path, spec: RunSpec, permitted_files: PermittedFiles | None = None
 ) -> BlobIndex | None:
     """Read the list; if it is missing, find the files as for a new run and write it.
 
     Args:
         path: Path of the list.
         spec: The run spec.
-        permitted: See `index_blobs`.
+        permitted_files: See `index_blobs`.
 
     Raises:
         StorageDamaged: The list is damaged.
@@ -163,16 +163,18 @@ def read_or_build_index(
     with storing("read", path):
         content = read_regular(path) if path.exists() else None
     if content is None:
-        index = index_blobs(spec, permitted)
+        index = index_blobs(spec, permitted_files)
         if index is not None:
             write_index(path, index)
         return index
     try:
-        parsed = parse_json(content)
-        document = str(parsed["list"]).encode()
+        parsed_document = parse_json(content)
+        document = str(parsed_document["list"]).encode()
         listing = BlobList.from_bytes(document)
         blob_files = [file for source in listing.sources for file in source.files]
-        blobs = {f.digest: Blob(f.size, Path(parsed["files"][f.digest])) for f in blob_files}
+        blobs = {
+            f.digest: Blob(f.size, Path(parsed_document["files"][f.digest])) for f in blob_files
+        }
     except (ValueError, KeyError, TypeError, MessageError) as error:
         reason = f"expected the list of the run's files, got {error}"
         raise StorageDamaged(str(path), "", reason) from None

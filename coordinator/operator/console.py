@@ -351,7 +351,7 @@ def _share(worker: Mapping[str, Any]) -> str:
     return str(worker.get("microbatches_of_step", ""))
 
 
-def print_outcome(execution: Execution, console: Console, again: str) -> None:
+def print_outcome(execution: Execution, console: Console, resume_command: str) -> None:
     """Print the last lines: metrics, digest, the path of the trained tensors, and how to resume."""
     outcome = execution.outcome
     assert outcome is not None
@@ -376,7 +376,9 @@ def print_outcome(execution: Execution, console: Console, again: str) -> None:
         _digest_line(execution),
     ]
     if outcome.outcome == "drained":
-        lines.append(f"{outcome.reason}; to resume: {again}" if again else outcome.reason)
+        lines.append(
+            f"{outcome.reason}; to resume: {resume_command}" if resume_command else outcome.reason
+        )
     if execution.model_directory is not None:
         lines.append(f"{execution.model_directory.name}: {execution.model_directory}")
         if run.spec.task in {"classify", "tag"}:

@@ -217,7 +217,7 @@ class RunHistory:
         absent_names = [worker.name for worker in self._workers.values() if not worker.here]
         for surplus in absent_names[: max(0, len(self._workers) - _WORKERS)]:
             del self._workers[surplus]
-        reason, computing = record["reason"], f"{len(members)} compute from here on"
+        reason, computing = record["reason"], f"workers from now on: {len(members)}"
         text = f"{reason}; {computing}" if reason else computing
         self._add_event(time, record, record["change"], text, name)
 

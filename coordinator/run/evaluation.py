@@ -110,7 +110,7 @@ class Evaluations:
         actions = self._progress.tick(now_ms)
         passed_names = earlier_names.difference(self._members.names(MemberState.ACTIVE))
         for worker in passed_names:
-            self._evaluating.lose(worker, proven=False)
+            self._evaluating.lose(worker, is_proven=False)
         self._evaluating.tick(now_ms)
         if self._evaluating.disown_late() or passed_names:
             actions += self.plan()
@@ -196,10 +196,10 @@ class Evaluations:
         actions = self.evaluators.lose(worker, self._progress.step, missing)
         return [*actions, *refuse(worker, reason)]
 
-    def lose(self, worker: str, *, proven: bool) -> list[Action]:
-        """A worker has left; `proven` says whether its state was known to be the run's."""
+    def lose(self, worker: str, *, is_proven: bool) -> list[Action]:
+        """A worker has left; `is_proven` says whether its state was known to be the run's."""
         if self.current is not None:
-            self.current.lose(worker, proven=proven)
+            self.current.lose(worker, is_proven=is_proven)
         missing = f"worker {worker!r} left before it was measured"
         actions = self.evaluators.lose(worker, self._progress.step, missing)
         return actions + self.begin_pending()
@@ -259,14 +259,14 @@ class Evaluation:
             self._sums.setdefault(message.part, message.sums)
             self._sender.setdefault(message.part, worker)
 
-    def lose(self, worker: str, *, proven: bool) -> None:
+    def lose(self, worker: str, *, is_proven: bool) -> None:
         """Unassign the unfinished parts of a worker that has left.
 
-        Its results are dropped too, unless its weights are known to be the run's (`proven`).
+        Its results are dropped too, unless its weights are known to be the run's (`is_proven`).
         """
         self._assigned.pop(worker, None)
         self._workers.discard(worker)
-        if not proven:
+        if not is_proven:
             for part in [part for part, sender in self._sender.items() if sender == worker]:
                 del self._sender[part], self._sums[part]
 

@@ -396,7 +396,7 @@ class Progress:
         self._stragglers.lose(worker)
         self._sent_again.pop(worker, None)
         if self.round is not None:
-            self.round.lose(worker, proven=is_proven)
+            self.round.lose(worker, is_proven=is_proven)
         return is_proven
 
     def reassign(self) -> list[Action]:
@@ -579,7 +579,7 @@ class Progress:
             self.agreement.lose(member.name)
             self._members.deactivate(member)
             if self.round is not None:
-                self.round.disown(member.name, proven=False)
+                self.round.disown(member.name, is_proven=False)
         names = ", ".join(member.name for member in late_members)
         actions += self._members.view_begins(self.step, "late", reason=f"no answer of {names}")
         return actions + self.reassign()

@@ -599,7 +599,7 @@ class Run:
         change: Change = "drained" if member.released else "lost"
         actions += self.members.view_begins(self.steps_committed, change, worker, departure.reason)
         is_proven = progress.lose(worker)
-        actions += self._parts.evaluations.lose(worker, proven=is_proven)
+        actions += self._parts.evaluations.lose(worker, is_proven=is_proven)
         if pattern:
             self._halts.failures.clear()
             actions += self._halt(

@@ -516,13 +516,13 @@ class Execution:
         for target in self.run.spec.checkpoint.copies:
             self._copying = self._spawn(self._copy(step, target, self._copying))
 
-    async def _copy(self, step: int, target: str, before: asyncio.Task[None] | None) -> None:
+    async def _copy(self, step: int, target: str, previous_copy: asyncio.Task[None] | None) -> None:
         """Copy the newest checkpoint after the copy before it.
 
         An error stops nothing; its beginning and its end are reported.
         """
-        if before is not None:
-            await before
+        if previous_copy is not None:
+            await previous_copy
         keep = self.run.spec.checkpoint.keep_last
         directory = self._storage.directory
         try:
@@ -630,17 +630,21 @@ class Execution:
             self._emit(LogUnreadable(problem))
         return reached_step
 
-    async def _checkpoint_near(self, tried: Checkpoint | None) -> Checkpoint:
+    async def _checkpoint_near(self, checkpoint_tried: Checkpoint | None) -> Checkpoint:
         """Return the newest checkpoint, or make one if the log since is longer than the state.
 
         Args:
-            tried: A checkpoint that could not be used.
+            checkpoint_tried: A checkpoint that could not be used.
         """
         averages_from = await self._storage.averages_from()
         requested_at = None
         while True:
             newest = self._storage.newest
-            if newest is not None and newest is not tried and newest.info.step >= averages_from:
+            if (
+                newest is not None
+                and newest is not checkpoint_tried
+                and newest.info.step >= averages_from
+            ):
                 is_near = not self._is_far(newest.info.step)
                 if is_near or self._checkpoint_failed:
                     return newest

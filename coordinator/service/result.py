@@ -56,7 +56,7 @@ async def write_result(
     path = storage.directory.path
     await storage.check()
     if storage.captures:
-        exported = await storage.end_capture(whole=end.outcome == "finished")
+        exported = await storage.end_capture(is_complete=end.outcome == "finished")
     else:
         exported = await asyncio.to_thread(write_model, path, run.manifest, replica)
         exported |= await _write_best(run, storage)

@@ -103,7 +103,7 @@ def load_run(
     lock: DirectoryLock,
     spec: RunSpec | None = None,
     from_step: int | None = None,
-    permitted: PermittedFiles | None = None,
+    permitted_files: PermittedFiles | None = None,
     changes: Sequence[str] | RunSpec = (),
 ) -> RunInstance | None:
     """Load the run in a locked directory to continue it.
@@ -112,7 +112,7 @@ def load_run(
         lock: Locks the directory.
         spec: The expected run spec; None for any.
         from_step: Roll back to the checkpoint after this many steps, even in a finished run.
-        permitted: Which files the run may read that it has not read before; None for all.
+        permitted_files: Which files the run may read that it has not read before; None for all.
         changes: As in `SpecChange.of`, made first, even of a finished run.
 
     Returns:
@@ -139,7 +139,7 @@ def load_run(
     change = SpecChange.of(directory, stored_run, changes, from_step)
     if from_step is None and change is None and not is_unfinished(lock.directory):
         return None
-    blobs = read_or_build_index(directory.files_file, stored_run.spec, permitted)
+    blobs = read_or_build_index(directory.files_file, stored_run.spec, permitted_files)
     admission = directory.read_admission_record()
     rollback_notes = () if from_step is None else (roll_back(directory, from_step, lock.term),)
     stored_run, change_notes = (stored_run, ()) if change is None else change.write(lock)

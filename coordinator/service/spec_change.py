@@ -47,7 +47,7 @@ class SpecChange:
     def of(
         cls,
         directory: RunDirectory,
-        stored: StoredRun,
+        stored_run: StoredRun,
         changes: Sequence[str] | RunSpec,
         from_step: int | None,
     ) -> SpecChange | None:
@@ -55,7 +55,7 @@ class SpecChange:
 
         Args:
             directory: Directory of the run.
-            stored: The run as it is.
+            stored_run: The run before the change.
             changes: `key=value` pairs, or the whole new spec.
             from_step: Steps that a rollback will leave; None without one.
 
@@ -67,7 +67,7 @@ class SpecChange:
         """
         if not changes:
             return None
-        spec, changes_text = changed_spec(stored.spec, changes)
+        spec, changes_text = changed_spec(stored_run.spec, changes)
         if not changes_text:
             return None
         recovery = recover(directory)
@@ -85,7 +85,7 @@ class SpecChange:
                 "(coordinator --resume --from-step N)"
             )
         document = spec.model_dump(mode="json")
-        changed_run = StoredRun(stored.run_id, spec, document)
+        changed_run = StoredRun(stored_run.run_id, spec, document)
         return cls(directory, changed_run, directory.run_file_with(spec))
 
     def write(self, lock: DirectoryLock) -> tuple[StoredRun, tuple[str, ...]]:
@@ -114,20 +114,20 @@ class SpecChange:
 
 
 def spec_change(
-    directory: RunDirectory, stored: StoredRun, term: int, step: int
+    directory: RunDirectory, stored_run: StoredRun, term: int, step: int
 ) -> tuple[SpecChanged, ...]:
     """Return the line that the journal lacks if `run.json` has another spec than its newest one."""
     earlier_spec = spec_in_journal(directory.journal)
-    if earlier_spec is None or earlier_spec == stored.document:
+    if earlier_spec is None or earlier_spec == stored_run.document:
         return ()
     earlier = parse_run_spec_bytes(json.dumps(earlier_spec).encode())
     line = SpecChanged(
         term=term,
         step=step,
-        changes=tuple(changes_between(earlier, stored.spec)),
+        changes=tuple(changes_between(earlier, stored_run.spec)),
         before=json_digest(earlier_spec),
-        spec=stored.document,
-        spec_digest=json_digest(stored.document),
+        spec=stored_run.document,
+        spec_digest=json_digest(stored_run.document),
     )
     return (line,)
 

@@ -68,23 +68,23 @@ class Subscribers:
         self, message: Message, body: Array | None, had_by: frozenset[str] = frozenset()
     ) -> None:
         """Send to all subscribers but those that get it from others, and keep it for joiners."""
-        encoded = encode(message, None if body is None else packed(body, self._codec))
+        frame = encode(message, None if body is None else packed(body, self._codec))
         for name in sorted(self._names - had_by):
             session = self._sessions.get(name)
             if session is not None:
-                session.channel.send(encoded)
+                session.channel.send(frame)
         if isinstance(message, _FOR_JOINERS):
-            self._tail.append((message.step, encoded))
+            self._tail.append((message.step, frame))
 
     def send_again(self, session: MemberSession, step: int) -> bool:
         """Send the averages of a step again; return whether they are still kept."""
         remaining = [
-            encoded
-            for broadcast_step, encoded in self._tail
-            if broadcast_step == step and not isinstance(encoded.message, Commit)
+            frame
+            for broadcast_step, frame in self._tail
+            if broadcast_step == step and not isinstance(frame.message, Commit)
         ]
-        for encoded in remaining:
-            session.channel.send(encoded)
+        for frame in remaining:
+            session.channel.send(frame)
         return bool(remaining)
 
     def forget_before(self, step: int) -> None:
@@ -97,9 +97,9 @@ class Subscribers:
         """Subscribe a worker that has taken `step` steps, `since` or more: first send what it
         missed."""
         assert step >= self.since
-        for broadcast_step, encoded in self._tail:
+        for broadcast_step, frame in self._tail:
             if broadcast_step >= step:
-                session.channel.send(encoded)
+                session.channel.send(frame)
         self._names.add(session.name)
 
     def behind(self, step: int) -> list[str]:
@@ -128,21 +128,21 @@ class Subscribers:
         return (now - step) * manifest.elements * 4 > replay_bytes(manifest)
 
     async def send_state(
-        self, channel: Channel, run_id: str, storage: RunStorage, saved: CheckpointState
+        self, channel: Channel, run_id: str, storage: RunStorage, checkpoint_state: CheckpointState
     ) -> None:
         """Send a worker a whole state, as fast as it reads.
 
         Raises:
             SamestepError: The state cannot be read.
         """
-        *_, last = saved.pieces()
-        async for piece, values in storage.pieces(saved):
+        *_, last = checkpoint_state.pieces()
+        async for piece, values in storage.pieces(checkpoint_state):
             await channel.room()
             if channel.closed or self.over:
                 return
             message = StateChunk(
                 run_id=run_id, kind=piece.kind, block=piece.block, chunk=piece.chunk,
-                step=saved.step, optimizer_step=saved.optimizer_step,
+                step=checkpoint_state.step, optimizer_step=checkpoint_state.optimizer_step,
                 last=piece == last,
             )  # fmt: skip
             channel.send(encode(message, values))

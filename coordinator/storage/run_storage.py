@@ -323,13 +323,13 @@ class RunStorage:
 
         return await self._do("log", work)
 
-    async def chunks(self, logged: LoggedStep) -> AsyncIterator[tuple[int, int, Array]]:
+    async def chunks(self, logged_step: LoggedStep) -> AsyncIterator[tuple[int, int, Array]]:
         """Yield block, chunk and values of a logged step's averages; a few are in memory at once.
 
         Raises:
             SamestepError: The log cannot be read, or was truncated meanwhile.
         """
-        reading = read_chunks(logged, self._begun.manifest.blocks)
+        reading = read_chunks(logged_step, self._begun.manifest.blocks)
 
         def some() -> list[tuple[int, int, Array]]:
             return list(_batch_of(reading, lambda chunk: chunk[2].nbytes))
@@ -399,11 +399,11 @@ class RunStorage:
         """Whether the result is captured logits instead of a model."""
         return self._captured is not None
 
-    async def end_capture(self, *, whole: bool) -> dict[str, str]:
+    async def end_capture(self, *, is_complete: bool) -> dict[str, str]:
         """Write the files of logits; see `CapturedFiles.finish`."""
         captured = self._captured
         assert captured is not None
-        return await self._do("capture", lambda: captured.finish(whole=whole))
+        return await self._do("capture", lambda: captured.finish(is_complete=is_complete))
 
     # Checkpoints.
 
@@ -510,10 +510,12 @@ class RunStorage:
         )
         return await self._loop.run_in_executor(None, open_checkpoint)
 
-    async def pieces(self, saved: CheckpointState) -> AsyncIterator[tuple[StatePiece, Array]]:
+    async def pieces(
+        self, checkpoint_state: CheckpointState
+    ) -> AsyncIterator[tuple[StatePiece, Array]]:
         """Yield the pieces of an open state, a few in memory at once; raises as
         `CheckpointState.read`."""
-        reading = ((piece, saved.read(piece)) for piece in saved.pieces())
+        reading = ((piece, checkpoint_state.read(piece)) for piece in checkpoint_state.pieces())
 
         def some() -> list[tuple[StatePiece, Array]]:
             return list(_batch_of(reading, lambda piece: piece[1].nbytes))

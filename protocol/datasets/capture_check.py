@@ -95,17 +95,17 @@ def _read_complete_index(source: str) -> CaptureIndex:
     return index
 
 
-def check_digests(source: str, found: tuple[BlobFile, ...]) -> None:
+def check_digests(source: str, files: tuple[BlobFile, ...]) -> None:
     """Check that the files are those that the capture wrote.
 
     Args:
         source: The capture, as a run spec names it.
-        found: What its files are here.
+        files: The capture's files on this machine.
 
     Raises:
         DataError: One is not.
     """
-    digests = {file.name: file.digest for file in found}
+    digests = {file.name: file.digest for file in files}
     for file in read_index(_expanded(source)).files:
         if digests.get(file.name) != file.digest:
             raise changed(file.name, source)

@@ -171,18 +171,18 @@ class _Columns:
     """The columns that rows have to have.
 
     Args:
-        wanted: By the key of the section `data` that names each.
+        columns_wanted: By the key of the section `data` that names each.
         optional: Columns that are read where they exist.
         look: Called before any column is missed.
     """
 
     def __init__(
         self,
-        wanted: Mapping[str, str],
+        columns_wanted: Mapping[str, str],
         optional: Collection[str],
         look: Callable[[Location, Sequence[str]], None],
     ) -> None:
-        self._wanted, self._optional, self._look = wanted, optional, look
+        self._wanted, self._optional, self._look = columns_wanted, optional, look
         self._has_complete_rows = False
 
     def check(self, path: Path, number: int, columns: Sequence[str]) -> None:

@@ -118,9 +118,13 @@ def _has_rows(path: Path) -> bool:
 
 
 def _column(paths: Sequence[Path], column: str, bad_rows: BadRows) -> Iterator[str]:
-    def notice_conversations(location: Location, there: Sequence[str]) -> None:
+    def notice_conversations(location: Location, columns_found: Sequence[str]) -> None:
         for form, columns in COLUMNS_OF_FORMAT.items():
-            if column not in there and columns and {*columns} - OPTIONAL_COLUMNS <= {*there}:
+            if (
+                column not in columns_found
+                and columns
+                and {*columns} - OPTIONAL_COLUMNS <= {*columns_found}
+            ):
                 raise DataError(
                     f"{location}: expected running text, got a conversation; say how "
                     f"it is written: --set data.format={form}"

@@ -108,9 +108,9 @@ def part_slices(kind: PartKind, block: Block) -> list[slice]:
     return [slice(lo, min(lo + size, elements)) for lo in range(0, max(1, elements), size)]
 
 
-def are_counts(values: Array, most: int) -> bool:
+def are_counts(values: Array, limit: int) -> bool:
     """Whether the values can be counts of missed updates: whole numbers from 0 to `most`."""
-    return bool(((values >= 0) & (values <= most) & (values == np.rint(values))).all())
+    return bool(((values >= 0) & (values <= limit) & (values == np.rint(values))).all())
 
 
 class Replica:
@@ -343,9 +343,9 @@ class Replica:
         kinds = {kind: self._by_name(arrays, kind) for kind, arrays in self._kinds().items()}
         return state_digest_1(self.step, self.optimizer_step, kinds.items())
 
-    def has_state(self, recorded: str) -> bool:
+    def has_state(self, recorded_digest: str) -> bool:
         """Whether the state has the recorded digest, which an older release may have written."""
-        return self.state_digest() == recorded or self.initial_digest() == recorded
+        return self.state_digest() == recorded_digest or self.initial_digest() == recorded_digest
 
     def location_not_finite(self) -> str:
         """Return the location of a value that is not finite; empty if all are finite."""

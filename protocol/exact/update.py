@@ -232,10 +232,10 @@ def _entry(values: tuple[float, ...], step: int) -> float:
 
 
 def _if_used(spec: OptimizerSpec, optimizer_step: int) -> dict[str, float]:
-    used = {} if spec.clip_value is None else {"clip_value": spec.clip_value}
+    clip_values = {} if spec.clip_value is None else {"clip_value": spec.clip_value}
     if spec.average is not None:
-        used["average_keep"] = average_keep(spec.average, optimizer_step)
-    return used
+        clip_values["average_keep"] = average_keep(spec.average, optimizer_step)
+    return clip_values
 
 
 def _of_squares(spec: OptimizerSpec, optimizer_step: int) -> tuple[float, float]:

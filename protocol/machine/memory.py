@@ -95,9 +95,9 @@ def killed_for_memory(proc: Path = PROC, groups: Path = GROUPS) -> dict[str, int
     return {scope: count for scope, count in counts.items() if count is not None}
 
 
-def killed_more(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
+def killed_more(earlier: Mapping[str, int], now: Mapping[str, int]) -> bool:
     """Whether the OOM killer has struck between two results of `killed_for_memory`."""
-    return any(now.get(where, 0) > count for where, count in before.items())
+    return any(now.get(scope, 0) > count for scope, count in earlier.items())
 
 
 def _event_files(proc: Path, groups: Path) -> Iterator[Path]:

@@ -159,13 +159,13 @@ class Channel(asyncio.BufferedProtocol):
     @property
     def waiting(self) -> Iterator[Message]:
         """The messages that wait to be sent, in order, without urgent ones."""
-        return (encoded.message for encoded in self._queue)
+        return (frame.message for frame in self._queue)
 
     def withdraw(self, kinds: tuple[type[Message], ...]) -> None:
         """Drop waiting messages of these kinds."""
-        for encoded in self._queue:
-            if isinstance(encoded.message, kinds):
-                self._count(encoded, -1)
+        for frame in self._queue:
+            if isinstance(frame.message, kinds):
+                self._count(frame, -1)
         self._queue = deque(e for e in self._queue if not isinstance(e.message, kinds))
         self._wake()
 
@@ -183,10 +183,10 @@ class Channel(asyncio.BufferedProtocol):
                 if not awaited.done():
                     awaited.set_result(None)
 
-    def _count(self, encoded: Encoded, sign: int) -> None:
-        self._waiting_bytes += sign * encoded.nbytes
-        if encoded.message.body != "values" and not isinstance(encoded.message, _COMPUTED):
-            self._queued_bytes += sign * encoded.nbytes
+    def _count(self, frame: Encoded, sign: int) -> None:
+        self._waiting_bytes += sign * frame.nbytes
+        if frame.message.body != "values" and not isinstance(frame.message, _COMPUTED):
+            self._queued_bytes += sign * frame.nbytes
 
     def send(self, message: Message | Encoded) -> None:
         """Queue a message; does nothing once the channel is closing.
@@ -196,10 +196,10 @@ class Channel(asyncio.BufferedProtocol):
         """
         if self._closing or self.connection.phase is Phase.CLOSED:
             return
-        encoded = self.connection.send(encode(message) if isinstance(message, Message) else message)
-        urgent = isinstance(encoded.message, self._priority)
-        (self._urgent if urgent else self._queue).append(encoded)
-        self._count(encoded, 1)
+        frame = self.connection.send(encode(message) if isinstance(message, Message) else message)
+        urgent = isinstance(frame.message, self._priority)
+        (self._urgent if urgent else self._queue).append(frame)
+        self._count(frame, 1)
         if self._queued_bytes > limits.SEND_QUEUE_BYTES:
             self.abort(f"too slow: {self._queued_bytes} bytes wait to be read")
         else:
@@ -387,18 +387,18 @@ class Channel(asyncio.BufferedProtocol):
             queue = self._urgent or self._queue
             if not queue:
                 return
-            encoded = queue.popleft()
-            self._count(encoded, -1)
+            frame = queue.popleft()
+            self._count(frame, -1)
             self._wake()
-            self.bytes_sent += encoded.nbytes
+            self.bytes_sent += frame.nbytes
             try:
-                buffers = self._buffers(encoded)
+                buffers = self._buffers(frame)
             except SharedMemoryFull as error:
                 self.abort(str(error))
                 return
             transport.writelines(buffers)
 
-    def _buffers(self, encoded: Encoded) -> Sequence[frames.Buffer]:
+    def _buffers(self, frame: Encoded) -> Sequence[frames.Buffer]:
         """Return the buffers of a message; with shared memory, the body's offset instead of the
         body.
 
@@ -407,9 +407,9 @@ class Channel(asyncio.BufferedProtocol):
         """
         memory = self.connection.memory
         if memory is None:
-            return encoded.buffers
-        shared = encoded.shared(memory)
-        buffers = encoded.buffers if shared is None else (shared,)
+            return frame.buffers
+        shared = frame.shared(memory)
+        buffers = frame.buffers if shared is None else (shared,)
         if offsets := memory.unneeded():
             return (*encode(MemoryReturned(places=offsets)).buffers, *buffers)
         return buffers

@@ -227,7 +227,7 @@ class Job:
                 for step, skipped in enumerate(skips):
                     samples = [] if skipped else self.order.microbatches(step)
                     captured_files.keep(step, [self.rows(part).reshape(-1) for part in samples])
-                self._files[skips] = captured_files.finish(whole=True)
+                self._files[skips] = captured_files.finish(is_complete=True)
                 captured_files.close()
         return self._files[skips]
 

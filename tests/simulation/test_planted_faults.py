@@ -152,15 +152,15 @@ def takes_what_is_there(self, now):
     return [AveragesReady(StepId(now.id["step"], now.id["attempt"]), arrays)]
 
 
-def assumes_proven(self, worker, *, proven):
+def assumes_proven(self, worker, *, is_proven):
     """What a lost worker delivered counts, whatever its weights were."""
-    del proven
+    del is_proven
     self.shares.pop(worker, None)
 
 
-def forgets_nothing(self, worker, *, proven):
+def forgets_nothing(self, worker, *, is_proven):
     """A lost worker's parts stay its own."""
-    del self, worker, proven
+    del self, worker, is_proven
 
 
 def reached_by_all_or_none(left, right):

@@ -288,7 +288,7 @@ class Mesh:
     ) -> str:  # fmt: skip
         """Return why the exchange is a star; empty if it is sharded."""
         if len(active) < 2:
-            return "a star: there is one worker, and sharded takes two"
+            return "a star: there is one worker, and sharded needs two"
         if len(members) < 2:
             return "a star: no two members reach each other"
         if self._way == "sharded":

@@ -494,14 +494,14 @@ class Round:
         delivered = frozenset(self._delivered)
         return JoinedEmbeddings.of(self.side_outputs.content, origin, profiles, delivered)
 
-    def non_finite(self, sender: str, found: NonFinite) -> NonFinite:
+    def non_finite(self, sender: str, fault: NonFinite) -> NonFinite:
         """Check a worker's report about its own subtree, or about a sum that it owns.
 
         Raises:
             OutOfOrder: The subtree is not the worker's, it owns nothing, or no such block exists.
         """
-        if found.worker == sender:
-            share, subtree = self.shares.get(sender), found.subtree
+        if fault.worker == sender:
+            share, subtree = self.shares.get(sender), fault.subtree
             subtrees = () if share is None else share.subtrees
             if not is_subtree(subtree, self.microbatches) or not any(
                 subtree_share.covers(subtree) for subtree_share in subtrees
@@ -511,9 +511,9 @@ class Round:
                 )
         elif sender not in self.peers.bits:
             raise OutOfOrder(f"NonFiniteSum of {sender!r}, which owns nothing")
-        if found.block is not None and found.block >= len(self._blocks):
-            raise OutOfOrder(f"NonFiniteSum: there is no block {found.block}")
-        return found
+        if fault.block is not None and fault.block >= len(self._blocks):
+            raise OutOfOrder(f"NonFiniteSum: there is no block {fault.block}")
+        return fault
 
     @property
     def complete(self) -> bool:
@@ -585,27 +585,27 @@ class Round:
         missing = {leaf for leaf in self._missing_leaves(everything) if leaf not in assigned_leaves}
         return cover(sorted(missing), self.microbatches)
 
-    def lose(self, worker: str, *, proven: bool) -> None:
+    def lose(self, worker: str, *, is_proven: bool) -> None:
         """Remove a worker that has left; what it delivered stays in the sums.
 
         Args:
             worker: Its name.
-            proven: Whether its weights are known to be the run's.
+            is_proven: Whether its weights are known to be the run's.
         """
         # If its weights were not the run's, its sums may be wrong and cannot be subtracted again:
         # then the step restarts. It may also have sent sums directly to other workers.
         may_have_sent = self.peers.table.has_peers and worker in self.shares
         has_sent = worker in self._delivered or may_have_sent
         self.shares.pop(worker, None)
-        self.tainted = self.tainted or (not proven and has_sent)
+        self.tainted = self.tainted or (not is_proven and has_sent)
 
-    def disown(self, worker: str, *, proven: bool) -> None:
+    def disown(self, worker: str, *, is_proven: bool) -> None:
         """Release what a late worker owes, so that others can compute it; it may still arrive."""
         share = self.shares.get(worker)
         if share is not None:
             share.owed.clear()
             share.dropped.update(share.subtrees)
-        self.tainted = self.tainted or (not proven and worker in self._delivered)
+        self.tainted = self.tainted or (not is_proven and worker in self._delivered)
 
     def surplus(self) -> dict[str, tuple[Subtree, ...]]:
         """Remove and return pending subtrees that other workers have completed, by worker."""

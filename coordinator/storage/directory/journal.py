@@ -425,11 +425,11 @@ def is_abandoned(path: Path) -> bool:
     return False
 
 
-def newest_scale(path: Path, before: int) -> tuple[int, float] | None:
+def newest_scale(path: Path, before_step: int) -> tuple[int, float] | None:
     """Return step and loss scale of the newest commit before a step that has a loss scale."""
     for line in _lines_backwards(path):
         record = _intact_record(line + b"\n") if b'"loss_scale":' in line else None
-        if not isinstance(record, Committed) or record.step >= before:
+        if not isinstance(record, Committed) or record.step >= before_step:
             continue
         if record.loss_scale is not None:
             return record.step, record.loss_scale

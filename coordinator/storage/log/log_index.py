@@ -204,7 +204,7 @@ class LogIndex:
                 step += 1
 
 
-def read_averages(logged: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] | None:
+def read_averages(logged_step: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] | None:
     """Read the averaged gradients of a step, one flat float32 array per block.
 
     Returns:
@@ -214,15 +214,17 @@ def read_averages(logged: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] 
         StorageDamaged: A record is damaged or missing.
         StorageFailed: It cannot be read.
     """
-    if logged.record.commit.scalars is None or not logged.has_averages:
+    if logged_step.record.commit.scalars is None or not logged_step.has_averages:
         return None
     averages = [np.empty(block.elements, np.float32) for block in blocks]
-    for block, chunk, values in read_chunks(logged, blocks):
+    for block, chunk, values in read_chunks(logged_step, blocks):
         averages[block][blocks[block].chunk_slice(chunk)] = values
     return averages
 
 
-def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple[int, int, Array]]:
+def read_chunks(
+    logged_step: LoggedStep, blocks: tuple[Block, ...]
+) -> Iterator[tuple[int, int, Array]]:
     """Read the averaged gradients of a step chunk by chunk.
 
     An earlier build may have cut a block into other chunks: such a block comes once it is whole.
@@ -234,33 +236,33 @@ def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple
         StorageDamaged: A record is damaged, or at the end: one is missing.
         StorageFailed: It cannot be read.
     """
-    commit = logged.record.commit
-    with storing("read", logged.path):
-        file = open_regular(logged.path)
+    commit = logged_step.record.commit
+    with storing("read", logged_step.path):
+        file = open_regular(logged_step.path)
     with file:
-        lengths = _chunk_lengths(file.fileno(), logged, blocks)
+        lengths = _chunk_lengths(file.fileno(), logged_step, blocks)
         missing = {
             (number, chunk)
             for number, (block, length) in enumerate(zip(blocks, lengths, strict=True))
             for chunk in range(max(1, -(-block.elements // length)))
         }
         recut: dict[int, Array] = {}
-        for head in logged.chunks:
-            with storing("read", logged.path):
+        for head in logged_step.chunks:
+            with storing("read", logged_step.path):
                 payload = read_payload(file.fileno(), head)
             record = split_chunk(payload) if payload is not None else None
             if record is None:
-                raise damaged(logged.path, head.offset, "a chunk does not match its checksum")
+                raise damaged(logged_step.path, head.offset, "a chunk does not match its checksum")
             key, values = record
             if (key.term, key.attempt) != (commit.term, commit.attempt):
                 continue
             number, chunk = key.block, key.chunk
             if key.step != commit.step or (number, chunk) not in missing:
-                raise damaged(logged.path, head.offset, "a chunk does not fit the manifest")
+                raise damaged(logged_step.path, head.offset, "a chunk does not fit the manifest")
             block, length = blocks[number], lengths[number]
             start = chunk * length
             if values.size != min(length, block.elements - start):
-                raise damaged(logged.path, head.offset, "a chunk does not fit the manifest")
+                raise damaged(logged_step.path, head.offset, "a chunk does not fit the manifest")
             missing.discard((number, chunk))
             if length == block.chunk_elements:
                 yield number, chunk, values
@@ -273,7 +275,7 @@ def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple
                 del recut[number], block_values
     if missing:
         reason = f"step {commit.step} is committed without {len(missing)} of its chunks"
-        raise damaged(logged.path, None, reason)
+        raise damaged(logged_step.path, None, reason)
 
 
 def _chunk_lengths(fd: int, logged_step: LoggedStep, blocks: tuple[Block, ...]) -> list[int]:

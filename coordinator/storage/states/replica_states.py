@@ -281,14 +281,14 @@ def read_state_digests(path: Path, own_bytes: int) -> list[bytes] | None:
 
 
 def matching_digests(
-    path: Path, lengths: Sequence[int], recorded: str | None
+    path: Path, lengths: Sequence[int], recorded_digest: str | None
 ) -> tuple[int, list[bytes]] | None:
     """Return the size of each replica's state in a file, and the digest before each.
 
     Args:
         path: The file.
         lengths: The possible sizes (`replica_state_sizes`).
-        recorded: The digest in the commit of its round.
+        recorded_digest: The digest in the commit of its round.
 
     Returns:
         None if the file does not have this digest.
@@ -298,12 +298,12 @@ def matching_digests(
     """
     for own_bytes in lengths:
         digests = read_state_digests(path, own_bytes)
-        if digests is not None and own_digest(digests) == recorded:
+        if digests is not None and own_digest(digests) == recorded_digest:
             return own_bytes, digests
     return None
 
 
-def state_fault(path: Path, lengths: Sequence[int], recorded: str | None) -> str:
+def state_fault(path: Path, lengths: Sequence[int], recorded_digest: str | None) -> str:
     """Say why a round's per-replica state differs from its commit's digest; empty if it does not.
 
     All bytes are read. Args as for `matching_digests`.
@@ -313,9 +313,9 @@ def state_fault(path: Path, lengths: Sequence[int], recorded: str | None) -> str
     """
     if not path.exists():
         return "it is missing"
-    if recorded is None:
+    if recorded_digest is None:
         return "no commit has its digest"
-    found_digests = matching_digests(path, lengths, recorded)
+    found_digests = matching_digests(path, lengths, recorded_digest)
     if found_digests is None:
         return "it differs from the digest in the commit of its round"
     own_bytes, digests = found_digests
@@ -329,7 +329,11 @@ def state_fault(path: Path, lengths: Sequence[int], recorded: str | None) -> str
 
 
 def check_replica_states(
-    directory: RunDirectory, run: StoredRun, manifest: Manifest, step: int, recorded: str | None
+    directory: RunDirectory,
+    run: StoredRun,
+    manifest: Manifest,
+    step: int,
+    recorded_digest: str | None,
 ) -> None:
     """Check the per-replica state of the round to continue with, if there is any.
 
@@ -338,7 +342,7 @@ def check_replica_states(
         run: The run.
         manifest: The run's manifest.
         step: The round.
-        recorded: The digest in the commit before it.
+        recorded_digest: The digest in the commit before it.
 
     Raises:
         StorageDamaged: It is damaged; says which checkpoints can be rolled back to.
@@ -348,7 +352,7 @@ def check_replica_states(
     if not lengths or not step:
         return
     path = directory.own_file(step)
-    if reason := state_fault(path, lengths, recorded):
+    if reason := state_fault(path, lengths, recorded_digest):
         remedy = "restore it from a copy"
         if usable_steps := _usable_checkpoints(directory, lengths, step):
             steps = ", ".join(map(str, usable_steps))

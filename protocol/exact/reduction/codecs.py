@@ -119,8 +119,8 @@ def _quantized(values: Array, codec: Codec) -> Bytes:
     exponent = np.maximum(exponent, _LEAST)
     inverse = np.ldexp(np.float32(1), -exponent).astype(np.float32)
     with np.errstate(all="ignore"):
-        whole = np.rint(np.where(finite[:, None], grouped, np.float32(0)) * inverse[:, None])
-    flat = whole.astype(np.int8).reshape(-1)[: len(values)]
+        integers = np.rint(np.where(finite[:, None], grouped, np.float32(0)) * inverse[:, None])
+    flat = integers.astype(np.int8).reshape(-1)[: len(values)]
     head = np.where(finite, exponent, _NOT_FINITE).astype(np.int8).view(np.uint8)
     if codec == "int8":
         return np.concatenate([head, flat.view(np.uint8)])
@@ -132,16 +132,16 @@ def _quantized(values: Array, codec: Codec) -> Bytes:
 def _dequantize(raw: Bytes, codec: Codec, elements: int) -> Array:
     size, groups = _GROUP[codec], _groups(codec, elements)
     head, body = raw[:groups].view(np.int8), raw[groups:]
-    whole = np.zeros(groups * size, np.float32)
+    integers = np.zeros(groups * size, np.float32)
     if codec == "int8":
-        whole[:elements] = body.view(np.int8)
+        integers[:elements] = body.view(np.int8)
     else:
         pairs = np.stack([body & np.uint8(15), body >> np.uint8(4)], axis=1).reshape(-1)
-        whole[:elements] = pairs[:elements].astype(np.int8) - np.int8(8)
+        integers[:elements] = pairs[:elements].astype(np.int8) - np.int8(8)
     scales = np.ldexp(np.float32(1), np.maximum(head, _LEAST).astype(np.int32))
     scales = np.where(head == _NOT_FINITE, np.float32(np.nan), scales).astype(np.float32)
     with np.errstate(all="ignore"):
-        return (whole.reshape(groups, size) * scales[:, None]).reshape(-1)[:elements]
+        return (integers.reshape(groups, size) * scales[:, None]).reshape(-1)[:elements]
 
 
 def _regions(elements: int) -> list[tuple[slice, int]]:

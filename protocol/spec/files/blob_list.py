@@ -24,10 +24,10 @@ Form = Literal["file", "directory"]
 def name_fault(name: str) -> str:
     """Return why a name is not a valid path inside a directory on every machine; empty if it is."""
     try:
-        encoded = name.encode()
+        name_bytes = name.encode()
     except UnicodeEncodeError:
         return "it is not UTF-8"
-    if not name or len(encoded) > limits.BLOB_NAME_BYTES:
+    if not name or len(name_bytes) > limits.BLOB_NAME_BYTES:
         return f"expected 1 to {limits.BLOB_NAME_BYTES} bytes"
     if "\\" in name or not all(map(_is_plain, name)):
         return "it has a backslash or an unprintable character"

@@ -69,7 +69,7 @@ def undisturbed(tmp_path, spec) -> dict[str, str]:
     captured = files(tmp_path / "undisturbed", spec)
     for step in range(STEPS):
         captured.keep(step, rows(step))
-    return captured.finish(whole=True)
+    return captured.finish(is_complete=True)
 
 
 def test_all_rows_are_there_in_order(tmp_path, spec, undisturbed):
@@ -103,7 +103,7 @@ def test_a_crash_anywhere_leaves_the_same_files(tmp_path, spec, undisturbed, cra
     again = files(tmp_path, spec, committed=crash_at)
     for step in range(crash_at, STEPS):
         again.keep(step, rows(step))
-    assert again.finish(whole=True) == undisturbed
+    assert again.finish(is_complete=True) == undisturbed
 
 
 def test_a_crash_while_a_file_is_written_leaves_the_same_files(tmp_path, spec, undisturbed):
@@ -123,7 +123,7 @@ def test_a_crash_while_a_file_is_written_leaves_the_same_files(tmp_path, spec, u
     again = files(tmp_path, spec, committed=4)
     for step in range(4, STEPS):
         again.keep(step, rows(step))
-    assert again.finish(whole=True) == undisturbed
+    assert again.finish(is_complete=True) == undisturbed
 
 
 def test_a_step_that_is_done_again_is_kept_once(tmp_path, spec, undisturbed):
@@ -131,19 +131,19 @@ def test_a_step_that_is_done_again_is_kept_once(tmp_path, spec, undisturbed):
     for step in range(STEPS):
         captured.keep(step, rows((step + 1) % STEPS))
         captured.keep(step, rows(step))
-    assert captured.finish(whole=True) == undisturbed
+    assert captured.finish(is_complete=True) == undisturbed
 
 
 def test_a_capture_that_ends_early_continues(tmp_path, spec, undisturbed):
     captured = files(tmp_path, spec)
     for step in range(5):
         captured.keep(step, rows(step))
-    assert list(captured.finish(whole=False)) == ["logits/00000.parquet"]
+    assert list(captured.finish(is_complete=False)) == ["logits/00000.parquet"]
     captured.close()
     again = files(tmp_path, spec, committed=5)
     for step in range(5, STEPS):
         again.keep(step, rows(step))
-    assert again.finish(whole=True) == undisturbed
+    assert again.finish(is_complete=True) == undisturbed
 
 
 def test_a_file_whose_steps_were_all_skipped_is_not_in_the_index(tmp_path, spec):
@@ -151,7 +151,7 @@ def test_a_file_whose_steps_were_all_skipped_is_not_in_the_index(tmp_path, spec)
     captured = files(tmp_path / "run", spec)
     for step in range(3 * each):
         captured.keep(step, [] if each <= step < 2 * each else rows(step))
-    captured.finish(whole=True)
+    captured.finish(is_complete=True)
     names = [file.name for file in read_index(tmp_path / "run" / "logits").files]
     assert names == ["00000.parquet", "00002.parquet"]
 
@@ -160,7 +160,7 @@ def test_a_skipped_step_leaves_its_rows_out(tmp_path, spec):
     captured = files(tmp_path, spec)
     for step in range(STEPS):
         captured.keep(step, rows(step) if step != 4 else [])
-    captured.finish(whole=True)
+    captured.finish(is_complete=True)
     assert read_index(tmp_path / "logits").samples == 38
 
 
@@ -183,7 +183,7 @@ def test_it_goes_back_where_no_finished_file_has_to_grow(tmp_path, spec, undistu
     for each in range(committed):
         captured.keep(each, rows(each))
     whole = committed == STEPS
-    captured.finish(whole=whole)
+    captured.finish(is_complete=whole)
     captured.close()
     assert first_lost_step(tmp_path, MANIFEST, spec, committed) == committed
     if aside is None:
@@ -198,7 +198,7 @@ def test_it_goes_back_where_no_finished_file_has_to_grow(tmp_path, spec, undistu
     again = files(tmp_path, spec, committed=step)
     for each in range(step, STEPS):
         again.keep(each, rows(each))
-    assert again.finish(whole=True) == undisturbed
+    assert again.finish(is_complete=True) == undisturbed
 
 
 def test_rows_that_are_in_no_file_show(tmp_path, spec):

@@ -35,7 +35,7 @@ def test_any_history_of_losses_gives_the_same_metrics(parts, data):
             break
         worker = data.draw(st.sampled_from(sorted(workers)))
         if life < 30 and data.draw(st.integers(0, 3)) == 0:
-            evaluation.lose(worker, proven=data.draw(st.booleans()))
+            evaluation.lose(worker, is_proven=data.draw(st.booleans()))
             workers.discard(worker)
             workers.add(f"w{life}")
             owed[f"w{life}"] = set()
@@ -85,9 +85,9 @@ def test_answers_of_unproven_weights_go_with_their_worker():
     evaluation = Evaluation(3, 2)
     evaluation.assign(["a", "b"])
     evaluation.result("a", answer(0, value=7.0))
-    evaluation.lose("a", proven=False)
+    evaluation.lose("a", is_proven=False)
     assert evaluation.assign(["b"]) == {"b": (0, 1)}
     evaluation.result("b", answer(0))
     evaluation.result("b", answer(1))
-    evaluation.lose("b", proven=True)
+    evaluation.lose("b", is_proven=True)
     assert evaluation.metrics([MEAN]) == expected(2)

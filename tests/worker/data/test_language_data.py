@@ -222,7 +222,7 @@ def test_a_student_learns_what_counted_for_its_teacher(tokenizers, tmp_path):
     for step in range(3):
         rows = [program.rows(teacher.batch([n, n + 1])).rows for n in (4 * step, 4 * step + 2)]
         files.keep(step, [each.reshape(-1) for each in rows])
-    files.finish(whole=True)
+    files.finish(is_complete=True)
     files.close()
     program.close()
     data = {"train": str(tmp_path / "capture" / "logits"), "holdout": 0.0}

@@ -93,8 +93,8 @@ def test_workers_of_unlike_numerics_profiles_may_differ():
 @pytest.mark.parametrize(
     "leave",
     [
-        lambda round_: round_.lose("bob", proven=True),
-        lambda round_: round_.disown("bob", proven=True),
+        lambda round_: round_.lose("bob", is_proven=True),
+        lambda round_: round_.disown("bob", is_proven=True),
         lambda round_: round_.forgo_double(["bob"]),
     ],
     ids=["lost", "disowned", "late"],

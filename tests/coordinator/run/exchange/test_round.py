@@ -274,7 +274,7 @@ def test_losses_in_the_step_and_new_subtrees_leave_the_bits(data):
         if last < len(mine):
             upto = data.draw(st.integers(0, len(chunks())))
             deliver(round_, worker, mine[last], upto=upto, exchange=exchange)
-            round_.lose(worker, proven=True)
+            round_.lose(worker, is_proven=True)
     assert_is_the_plain_sum(round_, microbatches, exchange)
     assert not round_.tainted
 
@@ -379,16 +379,16 @@ def test_blocks_come_out_as_they_are_complete():
     assert round_.unfinished("bob") == (Subtree(2, 4),)
     assert round_.unfinished("ann") == ()
     assert round_.unassigned() == ()
-    round_.lose("bob", proven=True)
+    round_.lose("bob", is_proven=True)
     assert round_.unassigned() == (Subtree(2, 4),)
 
 
 def test_it_is_tainted_by_what_an_unproven_worker_delivered():
     round_ = two_workers()
-    round_.lose("bob", proven=False)
+    round_.lose("bob", is_proven=False)
     assert not round_.tainted
     deliver(round_, "ann", Subtree(0, 2), upto=1)
-    round_.lose("ann", proven=False)
+    round_.lose("ann", is_proven=False)
     assert round_.tainted
 
 

@@ -88,7 +88,7 @@ def test_a_lost_worker_s_half_subtree_is_given_again_and_counted_once():
     round_ = begun(ann=(Subtree(0, 2),), bob=(Subtree(2, 4),))
     for message, content in pieces(Subtree(0, 2))[:4]:
         round_.captured("ann", message, content)
-    round_.lose("ann", proven=True)
+    round_.lose("ann", is_proven=True)
     assert round_.unassigned() == (Subtree(0, 2),)
     round_.assign("bob", (Subtree(0, 2),))
     give(round_, "bob", Subtree(0, 2))
