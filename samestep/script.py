@@ -310,6 +310,8 @@ def _task_of_sent_script(spec: RunSpec, name: str, digest: str) -> ScriptTask:
         runpy.run_path(str(spec.data.train), run_name="__main__")
     except _ReachedError as reached:
         return build_task(reached.build, spec, script)
+    except SystemExit:
+        pass  # it would end the device's thread, and nothing else
     finally:
         _SEARCH.call = 0
     raise DataError(

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import parse_run_spec
+from samestep.script import FitTask, Script
 from tests.processes import ROOT, ended
 from tests.samestep.scripts import HEAD, RunningScript, close
 from tests.samestep.scripts import said as said_by
+from tests.samestep.specs import SPEC
 
 EXAMPLE = ROOT / "docs" / "examples" / "sine.py"
 
@@ -183,3 +187,17 @@ def test_an_edit_that_changes_gradients_makes_the_run_mixed(
     (tmp_path / "run-before").rename(tmp_path / "run")
     changed = run("how = 'edited'\n", loss="** 4")
     assert "(mixed: " in changed.stdout, changed.stderr
+
+
+def test_a_sent_script_that_exits_before_its_fit_is_told_and_does_not_end_a_thread(
+    tmp_path, monkeypatch
+):
+    script = Script.at(written(tmp_path, "import sys\nsys.exit(0)\n"))
+    identity = {"name": script.name, "digest": script.digest, "call": 1}
+    document = {
+        **SPEC.model_dump(mode="json", exclude_defaults=True),
+        "options": {"script": identity}, "data": {"train": str(script.path)},
+    }  # fmt: skip
+    monkeypatch.setattr("samestep.script.accepts_scripts", lambda: True)
+    with pytest.raises(DataError, match=r"in the script 'train\.py', which ended without one"):
+        FitTask(parse_run_spec(document))
