@@ -377,10 +377,10 @@ def _digest_parts(existing: ExistingRun | None) -> dict[str, Any]:
 
 def _report_sampled_digests(task: ScriptTask) -> None:
     for name, digest in task.read.items():
-        if digest.read < digest.samples:
+        if digest.samples_read < digest.samples:
             show(Line(
-                f"samestep: workers compare only {digest.read} of {digest.samples} samples of "
-                f"{name}, as reading took {SECONDS:.0f} s; make sure that all machines have the "
+                f"samestep: workers compare only {digest.samples_read} of {digest.samples} samples "
+                f"of {name}, as reading took {SECONDS:.0f} s; make sure that all machines have the "
                 "same data"
             ))  # fmt: skip
 
@@ -763,7 +763,7 @@ def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
     task = call.built
     assert task is not None, "a worker builds the task before it computes"
     task.load(load_file(directory / task.manifest.export.directory / "model.safetensors"))
-    digest = weights_digest(task.trained())
+    digest = weights_digest(task.trained_tensors())
     if digest != document["weights_digest"]:
         raise RunFailed(
             f"expected weights with digest {document['weights_digest']} in {str(directory)!r}, got "
@@ -880,7 +880,7 @@ def _join(call: script.Call, joined_by: JoinOptions, on_log: OnLog | None) -> Fi
         *joined_by.find(), joined_by.name, joined_by.backend, joined_by.retry_for_s, joined_by.duty
     )
     worker = WorkerThread(
-        target, joined_by.device, joined_by.credentials, joined_by.tell, event_queue,
+        target, joined_by.device, joined_by.credentials, joined_by.print_line, event_queue,
         find_again=joined_by.find_again, reports_rows=on_log is not None,
     )  # fmt: skip
     try:
@@ -915,7 +915,7 @@ def _joined_result(call: script.Call, worker: WorkerThread) -> FitResult:
         raise RunFailed("this worker left before the run was over")
     if task is None or ended.outcome == "failed":
         raise RunFailed(ended.reason)
-    tensors = task.trained()
+    tensors = task.trained_tensors()
     digest = weights_digest(tensors)
     if digest != ended.weights:
         raise RunFailed(

@@ -145,7 +145,7 @@ class SrunStep:
             retry_for_s=_RETRY_FOR_S,
             credentials=WorkerCredentials(),
             duty="train",
-            tell=_say_nothing,
+            print_line=_say_nothing,
             find_again=lambda: find_in_file(path, 0.0, _say_nothing),
             failure=self._failure,
         )

@@ -154,7 +154,7 @@ class WorkerThread:
     @property
     def at(self) -> str:
         """The coordinator's address."""
-        return self._target.at
+        return self._target.address
 
     def drain(self) -> None:
         """Finish the work in progress and leave."""

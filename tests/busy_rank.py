@@ -21,7 +21,7 @@ _FIRST = 10
 
 
 def wait_in_a_microbatch(port: int) -> None:
-    compute, numbers = GroupGradients._own_share, itertools.count()
+    compute, numbers = GroupGradients._compute_own_share, itertools.count()
 
     def compute_or_wait(self: GroupGradients, share: RankShare) -> Iterator[GradientItem]:
         number = next(numbers)
@@ -29,7 +29,7 @@ def wait_in_a_microbatch(port: int) -> None:
             wait(number, port)
         yield from compute(self, share)
 
-    GroupGradients._own_share = compute_or_wait  # type: ignore[method-assign]
+    GroupGradients._compute_own_share = compute_or_wait  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ class ExchangingSession(WorkerSession):
                 case act.ForwardToExchange(message) if isinstance(message, ListenForPeers | Peers):
                     played.append(action)
                 case act.ForwardToExchange(message, body):
-                    played += self._decided(self._exchanging.hear(message, body))
+                    exchange_actions = self._exchanging.receive_from_coordinator(message, body)
+                    played += self._decided(exchange_actions)
                 case act.Contribute(subtree, block, weight, values):
                     sums = self._exchanging.contribute(subtree, block, weight, values)
                     played += self._decided(sums)

@@ -187,7 +187,7 @@ class HostileWorker:
             loop.call_soon_threadsafe(built.set_result, event)
 
         device = Engine(Scripted(), emit)
-        device.do(act.Build(self.run_id, spec, keep=False))
+        device.do(act.Build(self.run_id, spec, keep_state=False))
         event = await built
         await loop.run_in_executor(None, device.close)
         assert isinstance(event, Built)

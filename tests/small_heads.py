@@ -114,7 +114,7 @@ def captured(vocabulary: int = VOCABULARY) -> Batch:
 
 def distillation(vocabulary: int = VOCABULARY) -> DistillationLoss:
     """The teacher knows six tokens less than the student."""
-    return DistillationLoss(0.7, 2.0, vocabulary - 6, has_tail=True, drawn=False)
+    return DistillationLoss(0.7, 2.0, vocabulary - 6, has_tail=True, is_drawn=False)
 
 
 OF_TOKENS = partial(token_loss, options={})

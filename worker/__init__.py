@@ -1,1 +1,1 @@
-"""The worker daemon: it owns one device, computes its subtrees, and takes the same step as all."""
+"""The worker daemon: owns one device or several, computes subtrees, and takes every step."""

@@ -1,7 +1,7 @@
-"""`python -m worker`, and the command itself: Ctrl-C is one line from the first import on.
+"""The command `worker`, also as `python -m worker`; Ctrl-C prints one line from the start.
 
-`python -m` looks into the present folder first, and would take a `json.py` or `protocol` of the
-user's for Python's or ours. So that folder is left out, unless it is where this package lies.
+`python -m` searches the current directory first, so that a user's `json.py` or `protocol` would
+shadow Python's or ours. That directory is removed from the path, unless it contains this package.
 """
 
 import sys
@@ -21,7 +21,7 @@ def main() -> None:
     """Entry point."""
     keep_reporting("worker")
     end_when_interrupted("worker")
-    from worker.cli import main as command  # noqa: PLC0415 -- what may be interrupted
+    from worker.cli import main as command  # noqa: PLC0415 -- a slow import, interruptible here
 
     command()
 

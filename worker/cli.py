@@ -49,10 +49,10 @@ def _is_script(words: Sequence[str]) -> bool:
 
 
 class _Commands(TyperGroup):
-    """The subcommands; or a script, with its own arguments behind it."""
+    """The subcommands, or a script followed by its arguments."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See `TyperGroup`; a script stands for the command that runs it."""
+        """Resolve a command; a script resolves to the hidden command that runs it."""
         return super().resolve_command(ctx, ["script", *args] if _is_script(args) else args)
 
 
@@ -89,8 +89,9 @@ def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None
         )
     if started_by_torchrun() and not shard:
         raise UsageError(
-            "expected --shard under torchrun, which is for a frozen base that does not fit on one "
-            "device; add --shard, or use several devices without torchrun: worker --gpus 0,1"
+            "expected --shard under torchrun, got none: torchrun is for a frozen base that does "
+            "not fit on one device; add --shard, or use several devices without torchrun: worker "
+            "--gpus 0,1"
         )
     if scripted and started_by_torchrun():
         raise UsageError(
@@ -103,13 +104,13 @@ def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None
         )
     if scripted and len(options.devices) > 1:
         raise UsageError(
-            "expected one device for a script, which holds the module that is trained, got "
+            "expected one device for a script, which has the module in its own process, got "
             f"{len(options.devices)}: start `worker --accept-scripts` with --gpus, or a worker "
             "for each device"
         )
     if scripted and options.trace is not None:
         raise UsageError(
-            "--trace: expected a worker without SCRIPT, got one with; use --accept-scripts instead"
+            "--trace: expected no SCRIPT with it, got one; use --accept-scripts instead of SCRIPT"
         )
 
 
@@ -225,15 +226,15 @@ def serve(
     if end_with_stdin:
         end_with_standard_input("worker")
     backend, selection = parse_devices(backend, gpus)
-    to_do = _parse_duty(duty)
+    duty_kind = _parse_duty(duty)
     from worker.join.credentials import WorkerCredentials
     from worker.main import WorkerOptions, main
 
-    address, named = _coordinator(coordinator, address_file)
+    address, coordinator_name = _coordinator(coordinator, address_file)
     credentials = WorkerCredentials(token_file, plaintext=plaintext)
     options = WorkerOptions(
-        address, named, name or _host_name(), backend, retry_for,
-        selection, processes, trace, quiet, credentials, to_do, shard, address_file,
+        address, coordinator_name, name or _host_name(), backend, retry_for,
+        selection, processes, trace, quiet, credentials, duty_kind, shard, address_file,
     )  # fmt: skip
     _check_group(shard=shard, scripted=scripted, options=options)
     if not scripted:
@@ -256,31 +257,32 @@ def script(
     from worker.scripts.launch import JoinOptions, run_script
 
     options = context.obj
-    _warn_of_own_options(context, arguments or ())
+    _warn_of_misplaced_options(context, arguments or ())
 
-    def tell(text: str) -> None:
+    def print_line(text: str) -> None:
         if not options.quiet:
             print(f"worker: {text}", flush=True)
 
     join = JoinOptions(
-        find=lambda: find(options, tell),
+        find=lambda: find(options, print_line),
         name=options.name,
         backend=options.backend,
         device=options.devices[0] if options.devices else None,
         retry_for_s=options.retry_for_s,
         credentials=options.credentials,
         duty=options.duty,
-        tell=tell,
+        print_line=print_line,
         find_again=find_again(options),
     )
     run_script(path, arguments or (), join)
 
 
-def _warn_of_own_options(context: typer.Context, arguments: Sequence[str]) -> None:
-    """What stands after SCRIPT is the script's; people write options of the worker there."""
+def _warn_of_misplaced_options(context: typer.Context, arguments: Sequence[str]) -> None:
+    """Warn if options after SCRIPT, which the script receives, look like the worker's."""
     assert context.parent is not None
-    own = {name for each in context.parent.command.params for name in each.opts}
-    option = next((a.partition("=")[0] for a in arguments if a.partition("=")[0] in own), None)
+    worker_options = {name for param in context.parent.command.params for name in param.opts}
+    names = (argument.partition("=")[0] for argument in arguments)
+    option = next((name for name in names if name in worker_options), None)
     if option is not None:
         text = (
             f"worker: {option} comes after the script, so the script receives it; put options of "
@@ -321,11 +323,11 @@ def devices(
 
 @app.command(hidden=True)
 def recompute() -> None:
-    """Compute steps of a run again, for an audit that asks on standard input."""
+    """Recompute steps of a run, for an audit that sends requests on standard input."""
     from worker.recompute import serve as answer
 
     with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # output of libraries must not mix with answers
         answer(sys.stdin.buffer, answers)
 
 
@@ -347,11 +349,11 @@ def doctor(
     from worker.doctor import WorkerPlan, examine
 
     backend, selection = parse_devices(backend, gpus)
-    address, named = _coordinator(coordinator, address_file)
+    address, coordinator_name = _coordinator(coordinator, address_file)
     plan = WorkerPlan(
         coordinator=address,
         address_file=address_file,
-        coordinator_name=named,
+        coordinator_name=coordinator_name,
         name=name or _host_name(),
         backend=backend,
         devices=selection,
@@ -369,14 +371,14 @@ def data(
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Number of samples to show.")] = 5,
 ) -> None:
-    """Show samples of a run's data as the model reads them, and their number."""
+    """Show samples of a run's data as the model reads them, and statistics."""
     from protocol.spec.files.run_spec_file import load_run_spec
     from worker.data.data_view import CLOSE, OPEN
     from worker.tasks.registry import view
 
     colored = False
     for line in view(load_run_spec(run, overrides or ()), samples):
-        # Tokens with loss may go on over several lines.
+        # Tokens with loss may continue over several lines.
         pieces = re.split(f"([{OPEN}{CLOSE}])", line)
         for piece in pieces:
             colored = piece == OPEN or (colored and piece != CLOSE)
@@ -389,8 +391,11 @@ for command in (results_cli.classify, results_cli.generate, results_cli.merge, r
 
 
 def _coordinator(coordinator: str, address_file: Path | None) -> tuple[tuple[str, int] | None, str]:
-    """Address or name in the flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT;
-    neither where an address file has it."""
+    """Return the coordinator's address and its name; one of them or both are empty.
+
+    They come from --coordinator, else from MASTER_ADDR and MASTER_PORT; with an address file,
+    neither is set.
+    """
     if address_file is not None:
         if coordinator:
             raise UsageError(
@@ -404,7 +409,7 @@ def _coordinator(coordinator: str, address_file: Path | None) -> tuple[tuple[str
     if coordinator:
         return parse_address(coordinator, "--coordinator", DEFAULT_PORT), ""
     if started_by_torchrun():
-        return None, ""  # MASTER_ADDR is where its ranks meet
+        return None, ""  # MASTER_ADDR is the meeting point of the ranks
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", str(DEFAULT_PORT))
     if host:
         return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT"), ""
@@ -417,5 +422,5 @@ def _host_name() -> str:
 
 def main() -> None:
     """Entry point."""
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbers are nvidia-smi's
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbered as in nvidia-smi
     run_command(app, "worker")

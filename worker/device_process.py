@@ -1,6 +1,7 @@
-"""The process of one device of several: the engine, and a pipe to the worker.
+"""The process of one device of a multi-device worker: an engine, and a pipe to the worker.
 
-It joins nothing and fetches nothing. It ends when the worker says so, or ends itself.
+It has no connection to the coordinator and fetches no files. It ends when the worker closes the
+pipe or ends.
 """
 
 from __future__ import annotations
@@ -29,49 +30,50 @@ _END_TIMEOUT_S: Final = 5.0
 
 
 class DeviceProcess:
-    """Does what the worker says.
+    """Executes the worker's orders and sends reports.
 
     Args:
-        name: The device's, as the worker calls it.
-        pipe: To the worker.
-        shared: The worker's memory.
-        own: This device's, which the worker reads.
+        pipe: The pipe to the worker.
+        worker_memory: The worker's shared memory.
+        device_memory: This device's shared memory, which the worker reads.
     """
 
-    def __init__(self, name: str, pipe: Pipe, shared: SharedMemory, own: SharedMemory) -> None:
-        self._name, self._pipe = name, pipe
-        self._orders, self._reports = order_codec(shared), report_codec(own)
-        self._own = own
+    def __init__(
+        self, pipe: Pipe, worker_memory: SharedMemory, device_memory: SharedMemory
+    ) -> None:
+        self._pipe = pipe
+        self._orders, self._reports = order_codec(worker_memory), report_codec(device_memory)
+        self._device_memory = device_memory
 
     def serve(self, engine: Engine) -> None:
-        """Until the worker ends, or ends this."""
-        for packed in self._pipe.received():
-            if packed[0] == "free":
-                for place in packed[1]:
-                    self._own.give_back(Extent(*place))
+        """Execute orders until the pipe is closed."""
+        for message in self._pipe.receive():
+            if message[0] == "free":
+                for extent in message[1]:
+                    self._device_memory.give_back(Extent(*extent))
             else:
-                engine.do(self._orders.unpack(packed))
+                engine.do(self._orders.unpack(message))
 
     def emit(self, event: events.GroupReport) -> None:
-        """Any thread of the engine calls it: the worker is told once all of it is in memory.
+        """Send an event to the worker, after writing its arrays to shared memory.
 
-        A device that has failed computes nothing more in this process: the process ends, and the
-        worker starts another.
+        Any thread of the engine may call this. After a device failure that a new process may
+        survive, this process ends, and the worker starts another.
 
         Raises:
-            SharedMemoryFull: There is no room for it.
+            SharedMemoryFull: There is no room for the arrays.
         """
-        if isinstance(event, events.DeviceFailed) and _breaks_the_process(event.error):
+        if isinstance(event, events.DeviceFailed) and _needs_new_process(event.error):
             self._pipe.send(["gone", str(event.error)])
             os._exit(ExitCode.FAILED)
         self._pipe.send(self._reports.pack(without_infinite_sums(event)))
 
-    def prepares(self, text: str) -> None:
-        """Tell the worker how far the preparation of a task is."""
+    def report_progress(self, text: str) -> None:
+        """Report the progress of the preparation of a task to the worker."""
         self._pipe.send(["preparing", text])
 
     def say(self, text: str) -> None:
-        """To a person, through the worker."""
+        """Have the worker print a line for the user."""
         self._pipe.send(["say", text])
 
 
@@ -82,30 +84,32 @@ def main(
     """Entry point of the process.
 
     Args:
-        make: Takes the backend's name, the device that is wanted, and what tells people.
-        arguments: See `worker.shell.device_processes`. Default: those of the command line.
+        make: Creates a backend factory from the backend's name, the device's number or part of its
+            name, and a function that prints a line.
+        arguments: See `worker.shell.device_processes`. Default: the command line's arguments.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     keep_reporting("worker")
     never_wait_for_readers()
-    pipe_fd, shared_fd, own_fd = map(int, arguments[:3])
+    pipe_fd, worker_memory_fd, device_memory_fd = map(int, arguments[:3])
     name, backend, device, trace = arguments[3:7]
-    # The worker ends it: signals of a terminal or a supervisor are for the worker.
+    # Signals from a terminal or supervisor are for the worker, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     keep_freed_memory()
     process = DeviceProcess(
-        name,
         Pipe(socket.socket(fileno=pipe_fd)),
-        SharedMemory(shared_fd, writable=False),
-        SharedMemory(own_fd),
+        SharedMemory(worker_memory_fd, writable=False),
+        SharedMemory(device_memory_fd),
     )
 
     def say(text: str) -> None:
         process.say(f"{name}: {text}")
 
     tracer = Tracer.to_file(Path(trace), name) if trace else None
-    toolbox = make(backend, int(device) if device.isdecimal() else device or None, say)
-    engine = Engine(toolbox, process.emit, tracer, in_group=True, prepares=process.prepares)
+    factory = make(backend, int(device) if device.isdecimal() else device or None, say)
+    engine = Engine(
+        factory, process.emit, tracer, in_group=True, on_progress=process.report_progress
+    )
     process.serve(engine)
     _end_within(_END_TIMEOUT_S, engine.close)
     if tracer is not None:
@@ -113,14 +117,14 @@ def main(
     os._exit(ExitCode.OK)
 
 
-def _breaks_the_process(error: Exception) -> bool:
-    """Whether a new process may use the device again."""
+def _needs_new_process(error: Exception) -> bool:
+    """Return whether a new process may be able to use the device again."""
     is_repeated = isinstance(error, DeviceOutOfMemory | SubnormalsFlushed)
     return isinstance(error, DeviceError) and not is_repeated
 
 
 def _end_within(seconds: float, work: Callable[[], object]) -> None:
-    """A driver may hang; its process goes all the same."""
+    """Run `work` for at most this long: a driver may hang."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)

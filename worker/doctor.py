@@ -1,6 +1,6 @@
-"""`worker doctor`: what usually keeps a worker from computing, or from its coordinator.
+"""`worker doctor`: check for common problems of the machine and of the connection.
 
-It changes nothing, neither here nor at the coordinator.
+It changes nothing on this machine or at the coordinator.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from worker.join.trial_join import trial_join
 
 _LEAST_FREE_BYTES: Final = 5 * 1024 * limits.MIB
 _LEAST_MEMORY_BYTES: Final = 2 * 1024 * limits.MIB
-_FILES_ENOUGH = 256
+_ENOUGH_FILES = 256
 _NOT_FOUND: Final = "networks that drop multicast (many wireless ones) need the address"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """How the worker is, or will be, started.
+    """The options with which the worker is started.
 
     Attributes:
-        coordinator: Host and port; None to look for one.
-        coordinator_name: What it announces itself as, where there is no address; empty for any.
-        name: The worker's.
-        backend: As given to --backend.
-        devices: By number or by part of their names.
-        token_file: As given to --token-file.
-        plaintext: Without TLS.
-        address_file: As given to --address-file; None to look for the coordinator otherwise.
+        coordinator: Host and port; None to search for a coordinator.
+        coordinator_name: The name that the coordinator announces; empty for any.
+        name: The worker's name.
+        backend: Value of --backend.
+        devices: Numbers or parts of names of devices.
+        token_file: Value of --token-file.
+        plaintext: Whether to connect without TLS.
+        address_file: Value of --address-file.
     """
 
     coordinator: tuple[str, int] | None
@@ -56,13 +56,13 @@ class WorkerPlan:
 
 
 def examine(plan: WorkerPlan) -> Iterator[Finding]:
-    """All checks; those that may take seconds come last."""
+    """Yield the findings of all checks; those that may take seconds come last."""
     scripted = plan.backend.startswith("scripted")
     yield machine_checks.release()
     yield from machine_checks.packages(() if scripted else ("worker",), ("hf", "vulkan"))
     yield machine_checks.kernels()
     yield from _directories()
-    yield machine_checks.open_files(limits.WORKER_FILES, _FILES_ENOUGH)
+    yield machine_checks.open_files(limits.WORKER_FILES, _ENOUGH_FILES)
     yield machine_checks.memory(_LEAST_MEMORY_BYTES)
     yield machine_checks.killed()
     yield machine_checks.clock()
@@ -76,9 +76,9 @@ def examine(plan: WorkerPlan) -> Iterator[Finding]:
         return
     address = plan.coordinator
     if plan.address_file is not None:
-        address = yield from _found_in_file(plan.address_file)
+        address = yield from _find_in_file(plan.address_file)
     elif address is None:
-        address = yield from _found(plan, credentials)
+        address = yield from _find_coordinator(plan, credentials)
     if address is not None:
         yield from trial_join(*address, plan.name, credentials)
 
@@ -96,7 +96,7 @@ def _directories() -> Iterator[Finding]:
 
 
 def _keys() -> Iterator[Finding]:
-    """Keys that coordinators have given: private, and whole."""
+    """Check that keys issued by coordinators are private and undamaged."""
     files = sorted((state_home() / "worker").glob("*.key"))
     faults: list[str] = []
     for file in files:
@@ -108,32 +108,32 @@ def _keys() -> Iterator[Finding]:
     if faults:
         yield failure(
             "keys", "; ".join(faults),
-            "restore a damaged one from a backup, or remove it and join with a token: "
-            "coordinator token show, on the coordinator's machine",
+            "restore a damaged key from a backup, or remove it and join with a token: run "
+            "coordinator token show on the coordinator's machine",
         )  # fmt: skip
         return
     yield ok("keys", f"of {len(files)} coordinators and names" if files else "none yet")
 
 
-def _found_in_file(path: Path) -> Generator[Finding, None, tuple[str, int] | None]:
+def _find_in_file(path: Path) -> Generator[Finding, None, tuple[str, int] | None]:
     """Read the coordinator's address file once."""
     try:
         address = asyncio.run(find_in_file(path, 0.0, lambda _: None))
     except Unreachable as error:
         yield failure("coordinator", str(error))
         return None
-    yield ok("coordinator", f"{format_address(*address)}, by {str(path)!r}")
+    yield ok("coordinator", f"{format_address(*address)}, from {str(path)!r}")
     return address
 
 
-def _found(
+def _find_coordinator(
     plan: WorkerPlan, credentials: WorkerCredentials
 ) -> Generator[Finding, None, tuple[str, int] | None]:
-    """Look for the coordinator as a worker does that was given no address; gives where it is."""
+    """Search for the coordinator like a worker without an address; return its address."""
     if not plan.coordinator_name and has_listener(*HERE):
         yield ok("coordinator", "no address was given; one may be on this machine")
         return HERE
-    from worker.join.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
+    from worker.join.discovery import find  # noqa: PLC0415 -- 0.1 s, and rarely needed
 
     def has_credentials(certificate: str) -> bool:
         return credentials.is_for(bytes.fromhex(certificate), plan.name)
@@ -142,9 +142,9 @@ def _found(
     try:
         address = asyncio.run(find(plan.coordinator_name, has_credentials, 0.0, lines.append))
     except Unreachable as error:
-        # Not yet a fault: this machine may be looked at before there is a coordinator.
-        make = failure if plan.coordinator_name else warning
-        yield make("coordinator", str(error), _NOT_FOUND)
+        # A warning if no name was given: the coordinator may not be started yet.
+        finding = failure if plan.coordinator_name else warning
+        yield finding("coordinator", str(error), _NOT_FOUND)
         return None
     except UsageError as error:
         yield failure("coordinator", str(error))

@@ -1,4 +1,4 @@
-"""The device of one process: chosen once, by the words of whoever started it."""
+"""The device of one process, chosen once from the backend and device options."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from worker.tasks.base.task import Task
 
 
 class LocalDevice:
-    """The engine's toolbox: chooses the backend once, and builds tasks for it."""
+    """An `engine.BackendFactory` that chooses the backend once, and builds tasks for it."""
 
     def __init__(
         self,
         name: str,
         device: int | str | None,
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
         shard: bool = False,
     ) -> None:
         self._shard = shard
         self._name = name
         self._device = device
-        self._tell = tell
+        self._print_line = print_line
         self._backend: Backend | None = None
 
     def backend(self) -> Backend:
@@ -35,14 +35,14 @@ class LocalDevice:
 
             choice = choose(self._name, self._device)
             info = choice.backend.info
-            self._tell(f"device: {info.name}: {choice.reason}")
+            self._print_line(f"device: {info.name}: {choice.reason}")
             if info.backend == "vulkan":
-                _end_in_order(info.name)
+                _report_abort(info.name)
             if info.backend == "cuda":
-                from backends.eager import torch_devices  # noqa: PLC0415 -- imported by now
+                from backends.eager import torch_devices  # noqa: PLC0415 -- already imported
 
                 torch_devices.grow_without_holes(torch_devices.torch_device("cuda", info.index))
-            self._backend = _sharded(info) if self._shard else choice.backend
+            self._backend = _sharded_backend(info) if self._shard else choice.backend
         return self._backend
 
     def task(self, spec: RunSpec) -> Task:
@@ -50,24 +50,24 @@ class LocalDevice:
         from worker.tasks.registry import build  # noqa: PLC0415 -- may import torch: seconds
 
         info = self.backend().info
-        is_of_torch = info.backend in ("cuda", "xpu", "accelerator")
-        if is_of_torch and isinstance(spec, ModelRun) and not spec.captures and not self._shard:
-            self._say_what_it_takes(spec, info)
+        is_torch_card = info.backend in ("cuda", "xpu", "accelerator")
+        if is_torch_card and isinstance(spec, ModelRun) and not spec.captures and not self._shard:
+            self._report_memory(spec, info)
         return build(spec)
 
-    def _say_what_it_takes(self, run: ModelRun, info: DeviceInfo) -> None:
-        """Say what a run takes of a card, and which of its settings are slow there.
+    def _report_memory(self, run: ModelRun, info: DeviceInfo) -> None:
+        """Print the memory that a run needs on a card, and settings that are slow there.
 
         Raises:
-            DeviceOutOfMemory: It does not fit.
+            DeviceOutOfMemory: The run does not fit.
         """
         from worker.models.device_memory import check_device_memory  # noqa: PLC0415 -- torch
 
         if info.memory_bytes:
             name = f"{info.backend} {info.index}"
             if line := check_device_memory(run, name, info.memory_bytes):
-                self._tell(line)
-        slow = {
+                self._print_line(line)
+        slow_settings = {
             key: better
             for key, value, default, better in (
                 ("model.precision", run.model.precision, "float32", "bfloat16"),
@@ -75,12 +75,12 @@ class LocalDevice:
             )
             if value == default
         }
-        if slow:
-            faster = " ".join(f"--set {key}={better}" for key, better in slow.items())
-            self._tell(f"a card computes several times as fast, with different bits, with {faster}")
+        if slow_settings:
+            faster = " ".join(f"--set {key}={better}" for key, better in slow_settings.items())
+            self._print_line(f"several times as fast on a card, with different bits: {faster}")
 
 
-def _sharded(info: DeviceInfo) -> Backend:
+def _sharded_backend(info: DeviceInfo) -> Backend:
     if info.backend in ("vulkan", "mps"):
         raise UsageError(
             f"--shard: expected a cuda, xpu or cpu device, got {info.backend}; choose another "
@@ -91,12 +91,12 @@ def _sharded(info: DeviceInfo) -> Backend:
     return ShardedBackend(info.backend, info.index)
 
 
-def _end_in_order(device: str) -> None:
-    """One line and exit code 1 also where wgpu's library ends the process."""
-    from backends.wgpu.device.abort_handler import on_abort  # noqa: PLC0415 -- for Vulkan alone
+def _report_abort(device: str) -> None:
+    """Have an abort of wgpu's library print one line, and exit with code 1."""
+    from backends.wgpu.device.abort_handler import on_abort  # noqa: PLC0415 -- only for Vulkan
 
     reason = (
-        "a library ended the process; wgpu does when the driver loses the device or has no memory "
-        "left for a submission, and its own message is above"
+        "a library aborted the process; wgpu does so if the driver loses the device or lacks "
+        "memory for a submission; its own message is above"
     )
     on_abort(lambda: write_error("worker", DeviceError(device, reason)), ExitCode.FAILED)

@@ -1,4 +1,4 @@
-"""The worker process: client, engine and device put together."""
+"""The worker process: connects client, engine and devices."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _END_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """The command line of one worker process, checked.
+    """The validated command line of one worker process.
 
     Attributes:
-        address: Of the coordinator; None to look for it.
-        coordinator: Its name, if it is one by name that is looked for.
-        address_file: Where the coordinator publishes its address; None to look for it otherwise.
-        name: This worker's.
-        devices: Those that were asked for, by number or part of their names; none: the first.
-        processes: How many share them, if that is more.
-        duty: What it is there for.
-        shard: Of a group of ranks: lay a frozen base across them.
+        address: The coordinator's host and port; None to search for it.
+        coordinator: The coordinator's name for the search; empty for any.
+        address_file: File in which the coordinator publishes its address; None without one.
+        name: This worker's name.
+        devices: Numbers or parts of names of devices; empty for the first device.
+        processes: Number of device processes, if more than devices.
+        duty: Whether to train or only to evaluate.
+        shard: Whether to shard a frozen base over the ranks of torchrun.
     """
 
     address: tuple[str, int] | None
@@ -68,46 +68,46 @@ class WorkerOptions:
 
 
 def main(options: WorkerOptions) -> ExitCode:
-    """Serve until the coordinator says goodbye, or until told to end.
+    """Serve until the coordinator says goodbye or a signal ends the worker.
 
     Raises:
-        SamestepError: No coordinator answers, or it refused.
+        SamestepError: No coordinator answers, or it refuses this worker.
     """
     never_wait_for_readers()
     keep_freed_memory()
     need_open_files(limits.WORKER_FILES)
     if started_by_torchrun():
-        return _main_of_a_rank(options)
+        return _main_of_rank(options)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(options))
 
 
-def _main_of_a_rank(options: WorkerOptions) -> ExitCode:
-    """Rank 0 serves, with all ranks behind it; the others do what it tells."""
+def _main_of_rank(options: WorkerOptions) -> ExitCode:
+    """Run one torchrun rank: rank 0 serves the coordinator, the others follow rank 0."""
     from worker.torchrun.follower import Follower  # noqa: PLC0415 -- imports torch: seconds
     from worker.torchrun.group import RankGroup  # noqa: PLC0415
     from worker.torchrun.leader import GroupBackendFactory  # noqa: PLC0415
 
     group = RankGroup(cards=options.backend != "cpu")
-    chosen = options.devices[0] if options.devices else None
-    device = group.local_rank if group.cards else chosen
-    own = LocalDevice(options.backend, device, lambda _: None, shard=True)
+    selected_device = options.devices[0] if options.devices else None
+    device = group.local_rank if group.cards else selected_device
+    local_device = LocalDevice(options.backend, device, lambda _: None, shard=True)
     try:
         if group.rank:
-            # torchrun tells all ranks to end: rank 0 drains, and these end with it.
+            # torchrun signals all ranks: rank 0 drains, and the others end with it.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
             group.watch_loss(_end_with_lost_rank)
-            Follower(group, own).follow()
+            Follower(group, local_device).follow()
             return ExitCode.OK
         with (
-            GroupBackendFactory(group, own) as leading,
+            GroupBackendFactory(group, local_device) as factory,
             asyncio.Runner(loop_factory=new_event_loop) as runner,
         ):
-            return runner.run(_serve(options, leading))
+            return runner.run(_serve(options, factory))
     finally:
-        if group.loss:
-            _end_whatever_hangs()
+        if group.loss_reason:
+            _end_process_soon()
         else:
             group.close()
 
@@ -115,17 +115,17 @@ def _main_of_a_rank(options: WorkerOptions) -> ExitCode:
 async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = None) -> ExitCode:
     journal = SystemJournal.behind("worker")
 
-    def tell(text: str) -> None:
+    def print_line(text: str) -> None:
         if options.quiet:
             return
         if journal is not None:
-            journal.write(text, client.place() if client else {})
+            journal.write(text, client.log_fields() if client else {})
         else:
             print(f"worker: {text}", flush=True)
 
     def warn(text: str) -> None:
         if journal is not None:
-            journal.write(text, client.place() if client else {})
+            journal.write(text, client.log_fields() if client else {})
         else:
             print(f"worker: {text}", file=sys.stderr, flush=True)
 
@@ -135,17 +135,19 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
         lambda: client.status() if client else "looking for the coordinator",
         is_alive=lambda: client is None or not client.is_device_hanging,
     )
-    address = options.address or await _find(options, tell)
+    address = options.address or await _find(options, print_line)
     target = Target(*address, options.name, options.backend, options.retry_for_s, options.duty)
     tracer = Tracer.to_file(options.trace, options.name) if options.trace else None
-    toolbox = group or _devices(options, tell, warn)
+    devices = group or _devices(options, print_line, warn)
     if reason := why_not_native():
-        tell(reason)
-    again = find_again(options)
-    client = Client(target, toolbox, options.credentials, tell, tracer, find_again=again)
+        print_line(reason)
+    search = find_again(options)
+    client = Client(target, devices, options.credentials, print_line, tracer, find_again=search)
     _end_on_signals(client, supervisor)
-    watch = LoopWatch(lambda held_ms: tell(f"nobody was heard for {held_ms:.0f} ms: network held"))
-    watching = asyncio.create_task(watch.run())
+    watch = LoopWatch(
+        lambda pause_ms: print_line(f"the event loop was blocked for {pause_ms:.0f} ms")
+    )
+    watch_task = asyncio.create_task(watch.run())
     presence = Presence(state_home(), options.name)
     if warning := presence.begin():
         warn(warning)
@@ -153,63 +155,62 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
         return await client.serve()
     finally:
         presence.end()
-        watching.cancel()
+        watch_task.cancel()
         supervisor.close()
         if tracer is not None:
             tracer.close()
         if group is not None:
             group.is_busy = client.is_device_busy
         if client.is_device_hanging:
-            _end_whatever_hangs()
+            _end_process_soon()
 
 
 def _end_with_lost_rank(reason: str) -> None:
-    """End the process of a rank that waits for another in vain."""
-    from worker.torchrun.group import GROUP  # noqa: PLC0415 -- imports torch: imported by now
+    """End this rank's process, which may be waiting for the lost rank forever."""
+    from worker.torchrun.group import GROUP  # noqa: PLC0415 -- torch, already imported
 
     write_error("worker", DeviceError(GROUP, reason))
     os._exit(ExitCode.FAILED)
 
 
-def _end_whatever_hangs() -> None:
+def _end_process_soon() -> None:
     """End the process soon, with exit code 1, even if a driver hangs and holds Python's lock."""
-    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 -- open until the end
-    faulthandler.dump_traceback_later(_END_TIMEOUT_S, exit=True, file=nowhere)
+    devnull = Path(os.devnull).open("w")  # noqa: SIM115 -- open until the end
+    faulthandler.dump_traceback_later(_END_TIMEOUT_S, exit=True, file=devnull)
 
 
-def find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[str, int]:
-    """Where the coordinator is, for whoever runs no event loop of its own."""
-    return options.address or asyncio.run(_find(options, tell))
+def find(options: WorkerOptions, print_line: Callable[[str], None]) -> tuple[str, int]:
+    """Return the coordinator's address; for callers without an event loop."""
+    return options.address or asyncio.run(_find(options, print_line))
 
 
-async def _find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[str, int]:
-    """Where the coordinator is; the network is asked only if none is on this machine."""
+async def _find(options: WorkerOptions, print_line: Callable[[str], None]) -> tuple[str, int]:
+    """Return the coordinator's address; search the network only if none is on this machine."""
     if options.address_file is not None:
-        return await find_in_file(options.address_file, options.retry_for_s, tell)
+        return await find_in_file(options.address_file, options.retry_for_s, print_line)
     if not options.coordinator and has_listener(*HERE):
         return HERE
-    return await _ask_network(options, options.retry_for_s, tell)
+    return await _search_network(options, options.retry_for_s, print_line)
 
 
 def find_again(options: WorkerOptions) -> FindAgain | None:
-    """Looks again for a coordinator that was found in a file or on the network; None for one whose
-    address the user gave."""
+    """Return a function that searches again; None if the user gave the coordinator's address."""
     if (path := options.address_file) is not None:
         return lambda: find_in_file(path, 0.0, lambda _: None)
     if options.address is not None:
         return None
-    return lambda: _ask_network(options, 0.0, lambda _: None)
+    return lambda: _search_network(options, 0.0, lambda _: None)
 
 
-async def _ask_network(
-    options: WorkerOptions, retry_for_s: float, tell: Callable[[str], None]
+async def _search_network(
+    options: WorkerOptions, retry_for_s: float, print_line: Callable[[str], None]
 ) -> tuple[str, int]:
-    from worker.join.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
+    from worker.join.discovery import find  # noqa: PLC0415 -- 0.1 s, and rarely needed
 
     def has_credentials(certificate: str) -> bool:
         return options.credentials.is_for(bytes.fromhex(certificate), options.name)
 
-    return await find(options.coordinator, has_credentials, retry_for_s, tell)
+    return await find(options.coordinator, has_credentials, retry_for_s, print_line)
 
 
 def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
@@ -218,7 +219,7 @@ def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
         client.drain()
 
     def stop() -> None:
-        text = "worker: stopped at once; others compute what it had started"
+        text = "worker: stopped at once; other workers compute its unfinished work"
         print(text, file=sys.stderr, flush=True)
         os._exit(ExitCode.FAILED)  # an orderly end would wait for the device
 
@@ -226,15 +227,19 @@ def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
 
 
 def _devices(
-    options: WorkerOptions, tell: Callable[[str], None], warn: Callable[[str], None]
+    options: WorkerOptions, print_line: Callable[[str], None], warn: Callable[[str], None]
 ) -> LocalDevice | DeviceSet:
-    """One device in this process, or each of several in a process of its own."""
+    """Return one device in this process, or several in separate processes."""
     selection: list[int | str | None] = [*options.devices] or [None]
     kind = "cpu" if options.backend == "cpu" else "gpu"
     names = [f"{kind}{device}".replace(" ", "-") for device in options.devices]
     if options.processes > len(names):
         names = [f"{options.name}-{number}" for number in range(options.processes)]
     if len(names) < 2:
-        return LocalDevice(options.backend, selection[0], tell)
-    dealt = {name: selection[number % len(selection)] for number, name in enumerate(names)}
-    return DeviceSet(names, DeviceProcesses(dealt, options.backend, tell, options.trace), warn)
+        return LocalDevice(options.backend, selection[0], print_line)
+    devices_by_name = {
+        name: selection[number % len(selection)] for number, name in enumerate(names)
+    }
+    return DeviceSet(
+        names, DeviceProcesses(devices_by_name, options.backend, print_line, options.trace), warn
+    )

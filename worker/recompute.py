@@ -1,9 +1,9 @@
-"""Steps of a run computed once more on this CPU, for an audit that compares bits.
+"""Recompute steps of a run on this CPU, for an audit that compares bits.
 
-An audit starts `worker recompute` and talks to it over standard input and output. It sends a line
-of JSON with the run, and gets an empty document once the task is built; then for each step a line
-with its place and the parameters that it starts from, and gets a line with its loss and its
-averages. Parameters and averages are float32, flat, block after block.
+An audit starts `worker recompute` and uses its standard input and output. It sends a line of JSON
+with the run, and receives an empty document once the task is built. Then it sends for each step a
+line with the step's number and the parameters before it, and receives a line with the loss and the
+averages. Parameters and averages are flat float32, block after block.
 """
 
 from __future__ import annotations
@@ -48,49 +48,49 @@ class StepRecomputer:
     """A worker's own engine, which computes every microbatch of a step.
 
     Args:
-        spec: The run's; its arithmetic is canonical.
-        manifest_digest: Of the run's manifest.
+        spec: The run spec, with canonical arithmetic.
+        manifest_digest: Digest of the run's manifest.
 
     Raises:
-        SamestepError: Model or data are not here, or are not the run's.
+        SamestepError: Model or data are missing on this machine, or differ from the run's.
     """
 
     def __init__(self, spec: RunSpec, manifest_digest: str) -> None:
         self._spec = spec
         self._events: SimpleQueue[Event | GroupReport] = SimpleQueue()
         self._engine = Engine(LocalDevice("cpu", None, lambda _: None), self._events.put)
-        self._engine.do(act.Build(_RUN, spec, keep=False))
-        self._manifest: Manifest = self._next(Built).manifest
+        self._engine.do(act.Build(_RUN, spec, keep_state=False))
+        self._manifest: Manifest = self._next_event(Built).manifest
         if self._manifest.digest() != manifest_digest:
             raise Mismatch(
-                "expected the model and data that the run was trained with, found different ones "
-                "here; put them where its run spec names them"
+                "expected the model and data of the run, found others on this machine; put the "
+                "run's files where its run spec names them"
             )
 
     @property
     def elements(self) -> list[int]:
-        """Of each block."""
+        """Number of elements of each block."""
         return [block.elements for block in self._manifest.blocks]
 
     def step(
         self, number: int, loss_scale: float, parameters: list[Array]
     ) -> tuple[float, list[Array]]:
-        """The loss of a step that starts from these parameters, and its averages block by block.
+        """Return the loss of a step from these parameters, and its averages by block.
 
         Raises:
-            SamestepError: It cannot be computed here.
+            SamestepError: The step cannot be computed on this machine.
         """
         for block, values in enumerate(parameters):
             for chunk in range(self._manifest.blocks[block].chunks):
                 part = self._manifest.blocks[block].chunk_slice(chunk)
                 self._engine.do(act.LoadChunk("parameters", block, chunk, values[part]))
         self._engine.do(act.Restore(number, number))
-        self._next(Applied)
+        self._next_event(Applied)
         manifest = self._manifest
         order = order_of_steps(
             self._spec, manifest.train_samples, manifest.row_groups, manifest.sampling
         )
-        assert isinstance(order, SampleOrder), "an audit asks for no other run"
+        assert isinstance(order, SampleOrder), "an audit recomputes only runs without replicas"
         microbatches = order.microbatch_count(number)
         step_id = StepId(number, 0, loss_scale)
         if manifest.embeddings is not None:
@@ -98,8 +98,8 @@ class StepRecomputer:
         self._engine.do(act.Compute(step_id, microbatches, root(microbatches)))
         averages = [np.empty(elements, np.float32) for elements in self.elements]
         for _ in averages:
-            self._average(self._next(BlockSum), microbatches, averages)
-        loss = self._next(SubtreeDone).loss
+            self._average(self._next_event(BlockSum), microbatches, averages)
+        loss = self._next_event(SubtreeDone).loss
         return (loss.loss_sum / loss.weight if loss.weight else 0.0), averages
 
     def close(self) -> None:
@@ -107,31 +107,33 @@ class StepRecomputer:
         self._engine.close()
 
     def _load_embeddings(self, step_id: StepId, microbatches: int) -> None:
-        """Compute the rows that the step's loss reads of all its samples."""
+        """Compute the embeddings of all samples of the step, and load them."""
         embed = replace(step_id, phase="embeddings")
         self._engine.do(act.Compute(embed, microbatches, root(microbatches)))
-        rows = [self._next(MicrobatchRows).rows.reshape(-1) for _ in range(microbatches)]
-        self._next(SubtreeDone)
+        rows = [self._next_event(MicrobatchRows).rows.reshape(-1) for _ in range(microbatches)]
+        self._next_event(SubtreeDone)
         self._engine.do(act.LoadEmbeddings(step_id, np.concatenate(rows)))
 
-    def _average(self, found: BlockSum, microbatches: int, averages: list[Array]) -> None:
-        """As the coordinator takes it, chunk by chunk."""
-        block = self._manifest.blocks[found.block]
+    def _average(self, block_sum: BlockSum, microbatches: int, averages: list[Array]) -> None:
+        """Average a block's sum chunk by chunk, like the coordinator."""
+        block = self._manifest.blocks[block_sum.block]
         chunks = range(block.chunks)
         reducer = Reducer(
             microbatches,
             self._spec.codecs,
             chunks,
-            lambda chunk: averages[found.block][block.chunk_slice(chunk)],
+            lambda chunk: averages[block_sum.block][block.chunk_slice(chunk)],
         )
         for chunk in chunks:
-            values = found.values[block.chunk_slice(chunk)]
-            if isinstance(reducer.put(chunk, _RUN, found.subtree, found.weight, values), NonFinite):
+            values = block_sum.values[block.chunk_slice(chunk)]
+            if isinstance(
+                reducer.put(chunk, _RUN, block_sum.subtree, block_sum.weight, values), NonFinite
+            ):
                 raise RunFailed(
-                    f"step {found.step_id.step}: block {block.name!r} recomputed is not finite"
+                    f"step {block_sum.step_id.step}: block {block.name!r} recomputed is not finite"
                 )
 
-    def _next(self, kind: type[E]) -> E:
+    def _next_event(self, kind: type[E]) -> E:
         event = self._events.get()
         if isinstance(event, BuildFailed):
             raise event.error
@@ -140,36 +142,36 @@ class StepRecomputer:
             raise error if isinstance(error, SamestepError) else RunFailed(str(error))
         if isinstance(event, FilesNeeded):
             raise DataError(
-                f"the step reads files in other places, {event.names[0]} among them: such a run "
-                "cannot be recomputed"
+                f"expected a run whose files are all on this machine, got one that fetches "
+                f"{event.names[0]}; such a run cannot be recomputed"
             )
         assert isinstance(event, kind), event
         return event
 
 
-def serve(questions: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer an audit until it asks no more.
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer the requests of an audit until its input ends.
 
     Raises:
-        SamestepError: As `StepRecomputer`.
+        SamestepError: See `StepRecomputer`.
     """
 
-    def tell(document: dict[str, Any], arrays: list[Array]) -> None:
+    def send(document: dict[str, Any], arrays: list[Array]) -> None:
         answers.write(json.dumps(document).encode() + b"\n")
         for array in arrays:
             answers.write(array.tobytes())
         answers.flush()
 
-    question = json.loads(questions.readline())
-    spec = parse_run_spec_bytes(json.dumps(question["spec"]).encode())
-    steps = StepRecomputer(spec, question["manifest_digest"])
+    run = json.loads(requests.readline())
+    spec = parse_run_spec_bytes(json.dumps(run["spec"]).encode())
+    steps = StepRecomputer(spec, run["manifest_digest"])
     try:
-        tell({}, [])
-        while line := questions.readline():
+        send({}, [])
+        while line := requests.readline():
             step = json.loads(line)
-            read = [questions.read(4 * elements) for elements in steps.elements]
-            parameters = [np.frombuffer(each, np.float32) for each in read]
+            buffers = [requests.read(4 * elements) for elements in steps.elements]
+            parameters = [np.frombuffer(buffer, np.float32) for buffer in buffers]
             loss, averages = steps.step(step["step"], step["loss_scale"], parameters)
-            tell({"loss": loss}, averages)
+            send({"loss": loss}, averages)
     finally:
         steps.close()

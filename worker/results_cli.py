@@ -32,30 +32,30 @@ def merge(
     out: Out,
     base: Base = None,
     dtype: Annotated[
-        str, typer.Option(metavar="float32|bfloat16", help="Type in which the weights are stored.")
+        str, typer.Option(metavar="float32|bfloat16", help="Storage type of the weights.")
     ] = "float32",
 ) -> None:
     """Merge an adapter into its base model, and check that the result computes the same."""
     from worker.results.merge import merge as merge_into
     from worker.results.saved_model import find
 
-    stored = next((each for each in _DTYPES if each == dtype), None)
-    if stored is None:
+    storage = next((name for name in _DTYPES if name == dtype), None)
+    if storage is None:
         raise UsageError(f"--dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
-    made = merge_into(find(directory), base, out, stored)
-    typer.echo(f"model: {made.directory}")
+    report = merge_into(find(directory), base, out, storage)
+    typer.echo(f"model: {report.directory}")
     typer.echo(
-        f"{made.compared} of {made.tokens} tokens: at most {made.difference:.2g} from those of "
-        "base and adapter"
+        f"{report.output_name} of {report.tokens} tokens: at most {report.difference:.2g} from "
+        "those of base and adapter"
     )
-    typer.echo(f"weights: {made.weights_digest}")
+    typer.echo(f"weights: {report.weights_digest}")
 
 
 def export(
     directory: Result,
     out: Out,
     gguf: Annotated[
-        str, typer.Option(metavar="|".join(_STORAGES), help="Type in which matrices are stored.")
+        str, typer.Option(metavar="|".join(_STORAGES), help="Storage type of matrices.")
     ],
     base: Base = None,
 ) -> None:
@@ -63,22 +63,22 @@ def export(
     from worker.results.gguf_export import export_gguf
     from worker.results.saved_model import find
 
-    storage = next((each for each in _STORAGES if each == gguf), None)
+    storage = next((name for name in _STORAGES if name == gguf), None)
     if storage is None:
         raise UsageError(f"--gguf: expected one of {', '.join(_STORAGES)}, got {gguf!r}")
-    made = export_gguf(find(directory), base, storage, out)
-    typer.echo(f"model: {made.file}")
-    typer.echo(f"read back: {made.written.tensors} tensors, all as written")
-    if made.written.stored_as_f16:
+    result = export_gguf(find(directory), base, storage, out)
+    typer.echo(f"model: {result.file}")
+    typer.echo(f"read back: {result.summary.tensors} tensors, all as written")
+    if result.summary.f16_tensors:
         typer.echo(
-            f"stored as f16, as their rows are not a multiple of 32: {made.written.stored_as_f16}"
+            f"stored as f16, as their rows are not a multiple of 32: {result.summary.f16_tensors}"
         )
-    if made.written.left_out:
-        typer.echo(f"left out: {made.written.left_out} tokens that the model has no row for")
-    if made.written.window:
+    if result.summary.left_out:
+        typer.echo(f"left out: {result.summary.left_out} tokens that the model has no row for")
+    if result.summary.window:
         typer.echo(
-            f"context: {made.written.window} tokens, the model's sliding window, which llama.cpp "
-            "ignores; on longer texts it would compute another model"
+            f"context: {result.summary.window} tokens, the model's sliding window, which llama.cpp "
+            "ignores; on longer texts its results would differ"
         )
 
 
@@ -86,7 +86,8 @@ def generate(
     directory: Result,
     prompt: Annotated[str, typer.Argument(help="Text that the model continues or answers.")],
     temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0: always take the likeliest token.")
+        float,
+        typer.Option(min=0, help="Sampling temperature; 0: always choose the likeliest token."),
     ] = 0.0,
     top_p: Annotated[
         float,
@@ -107,31 +108,31 @@ def generate(
     if not 0 < top_p <= 1:
         raise UsageError(f"--top-p: expected a share above 0 and at most 1, got {top_p}")
     if top_p < 1 and temperature == 0:
-        raise UsageError("--top-p: expected --temperature above 0 with it: nothing is drawn at 0")
+        raise UsageError("--top-p: expected --temperature above 0, got 0, which draws no token")
     from worker.results.generate import Sampling, generate, prompt_tokens, source_tokens
     from worker.results.load import is_seq2seq, load
     from worker.results.saved_model import find
 
-    saved = find(directory)
-    saved.refuse_embeddings()
-    loaded = load(saved, base)
-    if loaded.trained is not None:
+    saved_model = find(directory)
+    saved_model.refuse_embeddings()
+    loaded_model = load(saved_model, base)
+    if loaded_model.result_info is not None:
         raise DataError(
-            f"expected a language model in {str(directory)!r}, got a classifier; use it: "
+            f"expected a language model in {str(directory)!r}, got a classifier; run: "
             f"worker classify {directory} TEXT"
         )
-    if not loaded.model.can_generate():
+    if not loaded_model.model.can_generate():
         raise DataError(
-            f"expected a model that writes text in {str(directory)!r}, got one that fills in "
+            f"expected a model that generates text in {str(directory)!r}, got one that fills in "
             "masked tokens; load it with transformers' AutoModelForMaskedLM"
         )
     tokens = (
-        source_tokens(loaded.tokenizer, prompt, system)
-        if is_seq2seq(loaded.model)
-        else prompt_tokens(loaded.tokenizer, prompt, system)
+        source_tokens(loaded_model.tokenizer, prompt, system)
+        if is_seq2seq(loaded_model.model)
+        else prompt_tokens(loaded_model.tokenizer, prompt, system)
     )
     sampling = Sampling(temperature, top_p, seed, max_tokens)
-    for piece in generate(loaded.model, loaded.tokenizer, tokens, sampling):
+    for piece in generate(loaded_model.model, loaded_model.tokenizer, tokens, sampling):
         typer.echo(piece, nl=False)
     typer.echo()
 
@@ -143,7 +144,7 @@ def classify(
     texts: Annotated[
         list[str],
         typer.Argument(
-            metavar="TEXT...|FILE", help="Instead of TEXT: a file of rows, or of one text per line."
+            metavar="TEXT...|FILE", help="Texts, or a file of rows or of one text per line."
         ),
     ],
     column: Annotated[str, typer.Option(help="Column or key of the text.")] = "text",
@@ -163,36 +164,42 @@ def classify(
     columns = [column] if pair_column is None else [column, pair_column]
     rows = read_texts(Path(texts[0]), columns) if is_file(texts) else texts
     path = find(directory).directory if (directory / "run.json").is_file() else directory
-    for found in classify_texts(path, rows, lambda: choose("cpu").backend):
+    for prediction in classify_texts(path, rows, lambda: choose("cpu").backend):
         if as_json:
-            typer.echo(json.dumps(_document(found), ensure_ascii=False))
-        elif found.is_tagged:
-            pairs = zip(found.text, found.labels, strict=True)
+            typer.echo(json.dumps(_document(prediction), ensure_ascii=False))
+        elif prediction.is_tagged:
+            pairs = zip(prediction.text, prediction.labels, strict=True)
             typer.echo(" ".join(word if tag == "O" else f"{word}/{tag}" for word, tag in pairs))
-        elif found.is_value:
-            typer.echo(f"{plain_number(found.value)}  {' | '.join(found.text)}")
+        elif prediction.is_value:
+            typer.echo(f"{plain_number(prediction.value)}  {' | '.join(prediction.text)}")
         else:
-            labels = ", ".join(f"{name} {found.scores[name]:.3f}" for name in found.labels)
-            typer.echo(f"{labels or '-'}  {' | '.join(found.text)}")
+            labels = ", ".join(
+                f"{name} {prediction.scores[name]:.3f}" for name in prediction.labels
+            )
+            typer.echo(f"{labels or '-'}  {' | '.join(prediction.text)}")
 
 
 def plain_number(value: float) -> str:
-    """Write a number with six digits, and without an exponent where people read none."""
-    short = f"{value:.6g}"
+    """Format a number with six digits, without an exponent in a common range."""
+    text = f"{value:.6g}"
     readable = 1e-4 <= abs(value) < 1e12
-    return f"{Decimal(short):f}" if readable else short
+    return f"{Decimal(text):f}" if readable else text
 
 
-def _document(found: Prediction) -> dict[str, Any]:
-    if found.is_tagged:
-        return {"words": list(found.text), "tags": list(found.labels)}
-    text = found.text[0] if len(found.text) == 1 else list(found.text)
-    if found.is_value:
-        return {"value": found.value, "text": text}
-    if found.is_single:
-        (label,) = found.labels
-        return {"label": label, "probability": found.scores[label], "text": text}
-    return {"labels": list(found.labels), "probabilities": dict(found.scores), "text": text}
+def _document(prediction: Prediction) -> dict[str, Any]:
+    if prediction.is_tagged:
+        return {"words": list(prediction.text), "tags": list(prediction.labels)}
+    text = prediction.text[0] if len(prediction.text) == 1 else list(prediction.text)
+    if prediction.is_value:
+        return {"value": prediction.value, "text": text}
+    if prediction.is_single:
+        (label,) = prediction.labels
+        return {"label": label, "probability": prediction.scores[label], "text": text}
+    return {
+        "labels": list(prediction.labels),
+        "probabilities": dict(prediction.scores),
+        "text": text,
+    }
 
 
 logits = typer.Typer(

@@ -116,7 +116,7 @@ def test_of_several_the_token_s_own_is_taken_else_a_name_is_asked_for(
         (line,) = err.splitlines()
         assert line.startswith("worker: found several coordinators: den (192.0.2.1:")
         assert "lab (192.0.2.3:" in line
-        assert line.endswith("say which one: worker --coordinator NAME")
+        assert line.endswith("choose one: worker --coordinator NAME")
         ours = hosts.start("b", *WORKER, environment=elsewhere(tmp_path, homes["lab"]))
         assert lab.result()["workers"].keys() == {"w"}
         assert ended(ours)[0] == 0

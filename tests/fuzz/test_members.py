@@ -59,7 +59,7 @@ async def build() -> Built:
         loop.call_soon_threadsafe(done.set_result, event)
 
     engine = Engine(Scripted(), emit)
-    engine.do(act.Build("r", SPEC, keep=False))
+    engine.do(act.Build("r", SPEC, keep_state=False))
     task = await done
     await loop.run_in_executor(None, engine.close)
     assert isinstance(task, Built)

@@ -169,7 +169,7 @@ def no_number(*_):
     ("metric", "told"),
     [
         (fails, r"the metric 'near' raised IndexError: .* in test_arguments.py, line \d+$"),
-        (no_number, r"the metric 'near' in test_arguments.py, line \d+ to give .* got 'many'"),
+        (no_number, r"the metric 'near' in test_arguments.py, line \d+ to return .* got 'many'"),
         (lambda *_: None, "the metric 'near' in .* got None"),
         (lambda *_: (1, 2, 3), r"the metric 'near' in .* got \(1, 2, 3\)"),
         (lambda _, batch: batch[0], "the metric 'near' in .* got tensor"),
@@ -189,7 +189,7 @@ def test_more_metrics_than_an_evaluation_has_sums_are_refused():
 
 
 def test_a_metric_without_data_and_one_that_fails_later_are_named():
-    with pytest.raises(SamestepError, match="the metric 'near' has nothing to measure"):
+    with pytest.raises(SamestepError, match="expected held_out for the metric 'near', got none"):
         ScriptTask(task(metrics={"near": no_number}), SPEC, {})
     calls = itertools.count()
     later = ScriptTask(

@@ -128,7 +128,9 @@ class Cached(Noisy):
 
 @pytest.mark.parametrize(("first", "samples"), [(0, "0, 1"), (5, "5")])
 def test_draws_that_are_kept_from_the_first_read_are_refused(first, samples):
-    with pytest.raises(DataError, match=f"keeps what it drew when samples {samples} were first"):
+    with pytest.raises(
+        DataError, match=f"keeps its draws from the first read of samples {samples}"
+    ):
         ScriptTask(task(Cached(first)), SPEC, {})
 
 

@@ -206,8 +206,8 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (loss_of(lambda e: e**2), {}, r"one sum, got shape \(2, 1\): add \.sum\(\)"),
         (loss_of(lambda e: e.sum().item()), {}, r"got float: leave out \.item\(\)"),
         (loss_of(lambda _: None), {}, r"as loss, got NoneType: its last line must be `return"),
-        (loss_of(lambda e: (e.sum(), e)), {}, r"as loss, got tuple: return the loss alone"),
-        (loss_of(lambda e: e.detach().sum()), {}, r"no trainable.*: leave out.*inference_mode\(\)"),
+        (loss_of(lambda e: (e.sum(), e)), {}, r"as loss, got tuple: return only the loss"),
+        (loss_of(lambda e: e.detach().sum()), {}, r"on a trainable tensor.*inference_mode\(\)"),
         (task(loss=contrastive), {}, "a loss across samples"),
         (loss_of(lambda e: -(e * 0).log().sum()), {}, "a finite loss of the first.*, got inf"),
         (task(loss=with_penalty), {}, "adds up.*belongs in the optimizer's weight_decay"),
@@ -219,14 +219,14 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
          "should return None.*: let the hook of 'weight' return nothing$"),
         (task(module=of_own(let_go)), {}, "'weight' to remain after its hooks, got none"),
         (task(module=Deeper()), {}, r"raised .*: write use_reentrant=False where checkpoint"),
-        (task(module=Follows()), {}, r"with the same seed.*, as module\.teacher\.weight changes: "),
-        (task(module=Own(np.random.default_rng(0).random)), {}, "same seed.*torch's functions"),
-        (task(module=Own(itertools.count().__next__)), {}, "keep nothing in the model"),
+        (task(module=Follows()), {}, r"samples and seed.*, as module\.teacher\.weight"),
+        (task(module=Own(np.random.default_rng(0).random)), {}, "and seed.*torch's functions"),
+        (task(module=Own(itertools.count().__next__)), {}, "keep no state in the model"),
         (task(weight=lambda _: 0), {}, "weight.* above 0, got 0 for each of 8 samples"),
         (task(weight=lambda _: torch.tensor(0.0)), {}, "weight.* above 0, got 0 for each"),
-        (task(weight=lambda _: -1), {}, "expected weight to give a finite number.*got -1"),
-        (task(weight=lambda _: float("nan")), {}, "expected weight to give a finite.*got nan"),
-        (task(weight=lambda _: "many"), {}, "expected weight to give a finite.*got 'many'"),
+        (task(weight=lambda _: -1), {}, "expected weight to return a finite number.*got -1"),
+        (task(weight=lambda _: float("nan")), {}, "expected weight to return a finite.*got nan"),
+        (task(weight=lambda _: "many"), {}, "expected weight to return a finite.*got 'many'"),
         (task(weight=lambda b: b[9]), {}, r"weight raised IndexError.*in test_mistakes.py, line"),
         (task(loss=None), {}, "got none: write loss=lambda module, batch"),
         (task(module=BATCH_NORM), {}, "running statistics.*use LayerNorm or GroupNorm"),
@@ -235,7 +235,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (task(module=SCRIPTED[1]), {}, r"torch\.jit\.script; pass the nn\.Module"),
         (task(module=nn.Linear(1, 1, device="meta")), {}, r"on the CPU.*leave out \.to"),
         (task(module=nn.Linear(1, 1).bfloat16()), {}, r"float32.*write module\.float\(\)"),
-        (task(module=Frozen()), {}, "no trainable tensor: leave some"),
+        (task(module=Frozen()), {}, "model with trainable tensors, got none"),
         (task(module=nn.DataParallel(nn.Linear(1, 1))), {}, r"give module\.module"),
         (task(train=Endless()), {}, "a length.*read it into a list"),
         (task(train=DataLoader(DATA)), {}, "got a DataLoader: give its dataset"),
@@ -270,7 +270,9 @@ def test_is_reported_in_one_line_what_to_write(build, arguments, told):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_reentrant_checkpoint_without_gradients_is_told_what_to_write():
-    with pytest.raises(samestep.SamestepError, match=r"no trainable tensor.*use_reentrant=False"):
+    with pytest.raises(
+        samestep.SamestepError, match=r"depends on a trainable tensor.*use_reentrant=False"
+    ):
         samestep.fit(task(module=Checkpointed(1, 1)), steps=1, batch=4, microbatch=2)
 
 
@@ -292,7 +294,7 @@ def test_labels_outside_of_their_classes_are_reported_alike_in_training_and_held
 
 def test_a_model_across_devices_or_a_broken_sample_names_its_place():
     samples = [X[0], X[1, :0]]
-    with pytest.raises(samestep.SamestepError, match="samples 0, 1 make no batch"):
+    with pytest.raises(samestep.SamestepError, match="cannot build a batch of samples 0, 1"):
         samestep.fit(task(train=samples), steps=1, batch=4, microbatch=1)
 
 
@@ -319,7 +321,10 @@ def zeros():
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"weight": lambda b: -1 if (b[0] > 5).any() else 1}, "expected weight to give .* got -1"),
+        (
+            {"weight": lambda b: -1 if (b[0] > 5).any() else 1},
+            "expected weight to return .* got -1",
+        ),
         (
             {"loss": late_loss},
             r"ValueError: boom in test_mistakes.py, line \d+, step \d+, samples \d$",

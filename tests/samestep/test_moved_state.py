@@ -122,7 +122,7 @@ def compare_with_queue(module, x, numbers):
         (add_buffer, move_buffer, rf"buffer 'center'|{UNEVEN}"),
         (add_bank, remember_by_sample, rf"module\.bank\[\d+\]|{UNEVEN}"),
         (add_bank, remember_the_first_by_sample, r"module\.bank\[\d+\]"),
-        (add_queue, compare_with_queue, "keep nothing in the model that forward changes"),
+        (add_queue, compare_with_queue, "keep no state in the model that forward changes"),
     ],
 )
 def test_what_training_moves_is_named_and_nothing_is_exact(keep, does, named):

@@ -154,7 +154,7 @@ def with_attribute():
         ({"x": ONE.as_subclass(Marked)}, r"got 'x' of type Marked .*\.as_subclass\(torch\.Tensor"),
         ({"x": np.ma.masked_array([1.0], [True])}, "got 'x' of type MaskedArray"),
         ({"x": np.array([None])}, "got 'x' of type ndarray in object"),
-        (with_attribute(), "as attribute 'labels' of a Labelled: make it an entry"),
+        (with_attribute(), "as attribute 'labels' of a Labelled: make it a separate entry"),
         ({"x": nn.Linear(1, 1)}, "got 'x' of type Linear"),
         ({}, "got dict without any"),
     ],
@@ -195,7 +195,7 @@ def test_views_that_overlap_are_read_and_not_changed():
     with batches.rebuild(tensors_of(arrays)) as rebuilt_batch:
         rebuilt_batch["x"].zero_()
         assert torch.equal(rebuilt_batch["inputs"] + 1, rebuilt_batch["labels"])
-    message = r"'labels' of the batch.* view that shares it with 'inputs'.*\.clone\(\)"
+    message = r"'labels' of the batch.* view that shares memory with 'inputs'.*\.clone\(\)"
     with (
         pytest.raises(DataError, match=message),
         batches.rebuild(tensors_of(arrays)) as rebuilt_batch,

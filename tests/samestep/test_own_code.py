@@ -349,7 +349,7 @@ def digests_of(data, read):
 def test_a_label_of_any_sample_is_in_the_digest_of_the_data():
     data = [(x, 2 * x) for x in torch.linspace(-1, 1, 301)[:, None]]
     task = digests_of(data, {})
-    assert (task.read["data"].read, task.read["data"].parts) == (301, 151)
+    assert (task.read["data"].samples_read, task.read["data"].parts) == (301, 151)
     for number in (1, 150, 300):
         other = [*data]
         other[number] = data[number][0], data[number][1] + 1

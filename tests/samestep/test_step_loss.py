@@ -106,14 +106,14 @@ def centered(module, batch):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"batch_loss": None}, "expected embed and batch_loss, got one of them"),
+        ({"batch_loss": None}, "expected both embed and batch_loss, got only one"),
         ({"loss": batch_loss}, "expected no loss with embed"),
         ({"weight": lambda _: 1.0}, "expected no weight with embed"),
         ({"batch_loss": lambda m, f: batch_loss(m, f).mean()}, "reduction='none'"),
         ({"embed": lambda m, b: embed(m, b)["x"]}, "expected a dict of tensors"),
         ({"embed": lambda m, b: embed(m, b) | {"label": b[2][:1]}}, r"tensors of \[1, 2\] rows"),
         ({"embed": lambda _, b: {"label": b[2]}}, "expected a field of float32"),
-        ({"embed": centered}, "depend on its own sample alone"),
+        ({"embed": centered}, "depend only on its own sample"),
     ],
 )
 def test_what_is_no_loss_over_a_step_is_refused_in_a_scripts_words(change, text):

@@ -140,16 +140,16 @@ def any_share(self, worker, subtree):
     return self.shares.setdefault(worker, Share())
 
 
-def takes_what_is_there(self, now):
+def takes_what_is_there(self, attempt):
     """A commit is enough."""
-    if not now.committed:
+    if not attempt.is_committed:
         return []
-    self._now = None
+    self._attempt = None
     arrays = [
-        now.averages.part(each.start) if len(each) == 1 else now.averages.arrays[block]
+        attempt.averages.part(each.start) if len(each) == 1 else attempt.averages.arrays[block]
         for block, each in enumerate(map(self._grid.of_block, range(len(self._blocks))))
     ]
-    return [AveragesReady(StepId(now.id["step"], now.id["attempt"]), arrays)]
+    return [AveragesReady(StepId(attempt.id["step"], attempt.id["attempt"]), arrays)]
 
 
 def assumes_proven(self, worker, *, is_proven):
@@ -434,7 +434,7 @@ PLANTED = {
     ),
     "a joiner misses what was broadcast since": Planted(
         [(Subscribers, "join", sends_nothing_of_before)],
-        "before all of its averaged blocks",
+        "expected all of its averages first",
         seed=27,
     ),
     "a state is trusted without comparison": Planted(

@@ -78,8 +78,8 @@ def no_moments(self, step, replica):
     return CarriedState([], [])
 
 
-def one_off_after_recovery(self, place, replica, inner, content, *, carried):
-    LOAD(self, place, replica, inner, content, carried=carried)
+def one_off_after_recovery(self, place, replica, inner, content, *, with_carried):
+    LOAD(self, place, replica, inner, content, with_carried=with_carried)
     for key, at in self._checkpoints.items():
         self._checkpoints[key] = replace(at, inner=at.inner + 1) if inner == at.inner else at
 
@@ -107,14 +107,14 @@ def goes_on_from_an_earlier_round(self, place, replica, start):
 
 def forgets_nothing(self, committed=None):
     """What was begun of a round is there in the next."""
-    for replica, (place, own) in self._produced.items():
+    for replica, (place, own) in self._uncommitted_states.items():
         if place == committed:
-            self._carried[replica] = (place.step + 1, own)
+            self._carried_states[replica] = (place.step + 1, own)
 
 
 def forgets_what_was_begun(self):
     """States of the replicas' own stay."""
-    for place in [place for place, _ in self._produced.values()]:
+    for place in [place for place, _ in self._uncommitted_states.values()]:
         self.end_round(place)
 
 
@@ -135,7 +135,7 @@ OWN_OF = ReplicaStates._own_of
 
 PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
     "a wrong sign": ([(InnerPhases, "_differences", wrong_sign)], "", 0),
-    "moments dropped": ([(InnerPhases, "_carried_at", no_moments)], "", 0),
+    "moments dropped": ([(InnerPhases, "_carried_state_at", no_moments)], "", 0),
     "a step count one off after a recovery": (
         [(InnerPhases, "load", one_off_after_recovery)], "kill", 18,
     ),

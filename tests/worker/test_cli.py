@@ -58,7 +58,7 @@ def test_devices_says_of_each_whether_it_is_usable_and_why_not():
     assert any(line.startswith("cpu 0: ") and line.endswith("usable") for line in lines)
     assert all(": usable" in line or ": not usable: " in line for line in lines if line[0] != " ")
     assert re.fullmatch(
-        r"  with lora a base fits of about \S+ billion parameters in float32, "
+        r"  fits with LoRA: a base of about \S+ billion parameters in float32, "
         r"\S+ in bfloat16 or float16, \S+ in int8, \S+ in int4 or nf4, \S+ in q8_0, \S+ in q4_0",
         lines[-1],
     )
@@ -116,7 +116,7 @@ def test_the_address_may_come_from_torchrun_s_variables():
 def test_ranks_of_torchrun_that_shard_nothing_are_told_of_several_devices():
     code, _, err = worker("--retry-for", "0", TORCHELASTIC_RUN_ID="1", RANK="0", WORLD_SIZE="2")
     assert code == 2
-    assert err.startswith("worker: expected --shard under torchrun, which is for a frozen base ")
+    assert err.startswith("worker: expected --shard under torchrun, got none: ")
     assert "use several devices without torchrun: worker --gpus 0,1" in err
 
 

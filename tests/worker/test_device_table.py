@@ -14,7 +14,7 @@ from backends.base.quantize import STORAGE, stored_bytes
 from protocol.machine.memory import Memory
 from worker.cli import app
 from worker.device_table import (
-    TOLD,
+    BASE_DTYPES,
     base_parameters,
     bytes_per_parameter,
     device_document,
@@ -24,7 +24,7 @@ from worker.device_table import (
 
 GIB = 2**30
 FITTING = (
-    "  with lora a base fits of about 28 billion parameters in float32, "
+    "  fits with LoRA: a base of about 28 billion parameters in float32, "
     "53 in bfloat16 or float16, 91 in int8, 146 in int4 or nf4, 87 in q8_0, 136 in q4_0"
 )
 
@@ -42,7 +42,7 @@ def llama() -> torch.nn.Module:
         return LlamaForCausalLM(config).requires_grad_(requires_grad=False)
 
 
-@pytest.mark.parametrize("base_dtype", TOLD)
+@pytest.mark.parametrize("base_dtype", BASE_DTYPES)
 def test_the_rule_is_what_a_model_takes(llama, base_dtype):
     narrow = frozen_base(llama)
     total_bytes = 0
@@ -86,7 +86,7 @@ def test_for_scripts_it_is_one_document(monkeypatch):
     [row] = json.loads(CliRunner().invoke(app, ["devices", "--json"]).stdout)["devices"]
     assert (row["backend"], row["own_memory"]) == ("cpu", False)
     assert row["base_parameters"]["float32"] == row["memory_bytes"] * 3 // 16
-    assert [*row["base_parameters"]] == [*TOLD]
+    assert [*row["base_parameters"]] == [*BASE_DTYPES]
 
 
 def test_with_what_was_tried_it_is_one_document_too(monkeypatch):

@@ -1,4 +1,4 @@
-"""Samples for a task: text and conversations read, split, made into tokens, and shown.
+"""Samples for a task: read text and conversations, split them, tokenize them, and show them.
 
-Imports of the worker only `models`, for tokens. Start with `language_data`.
+Imports only `models` of the worker, for tokens. Start with `language_data`.
 """

@@ -1,12 +1,12 @@
-"""Renders conversations by a tokenizer's chat template, and finds the tokens that are learned.
+"""Render conversations with a tokenizer's chat template, and find the tokens that have loss.
 
-transformers renders the template, in its sandbox. The assistant's answers are found in the
+transformers renders the template, in its sandbox. The assistant's answers are located in the
 rendered text in one of three ways, each of which is checked against the whole text:
 
-1. by the template's own marks, `{% generation %}`, where it has them;
-2. by rendering the conversation up to each answer: each text is the beginning of the next;
-3. where it is not, since the template drops the reasoning of earlier turns: by rendering the
-   conversation with another answer in this one's stead. What differs is the answer.
+1. by the marks `{% generation %}` of a template that has them;
+2. by rendering the conversation up to each answer, if each text is a prefix of the next;
+3. otherwise, for templates that drop the reasoning of earlier turns, by rendering the conversation
+   with another answer in place of this one: the difference is the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from worker.models.tokens import Tokens, where_said, without_spaces
 
 _MARK: Final = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _BEGIN, _END = "\ue000\ue00a", "\ue000\ue00b"
-"""Replace the marks: private characters, which no text should hold."""
+"""Replacements of the marks: private-use characters, which text should not contain."""
 _FIXED_DATE: Final = (
     "{%- macro strftime_now(format) -%}{{- format"
     " | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07')"
@@ -36,21 +36,21 @@ _FIXED_DATE: Final = (
     " | replace('%a', 'Fri') | replace('%H', '12') | replace('%M', '00') | replace('%S', '00')"
     " -}}{%- endmacro %}{{- '' }}"
 )
-"""A template that asks for today would make other tokens tomorrow: it gets the date that those of
-Llama 3 name without a clock."""
-_ENCODED_AT_ONCE: Final = 256
+"""Templates that ask for today's date get this one, so that tokens do not depend on the day; it is
+the default of Llama 3's template."""
+_ENCODING_BATCH: Final = 256
 _REASONING_BEGINS: Final = "<think>"
 _REASONING_ENDS: Final = "</think>"
-_UNLIKELY: Final = "zqxv0"
+_PLACEHOLDER: Final = "zqxv0"
 
-Counted = NDArray[np.bool_]
+LossMask = NDArray[np.bool_]
 Loss = Literal["assistant", "last", "all"]
-"""Which tokens are learned: see `data.loss`."""
+"""Which tokens have loss: see `data.loss`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text, and the spans of it that are learned, in order."""
+    """A conversation as text, and its spans that have loss, in order."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -60,17 +60,17 @@ class ChatTemplate:
     """A tokenizer with its template.
 
     Args:
-        tokenizer: The given template is put into it, so that it is saved with the model.
-        source: The given template; None for the tokenizer's own.
-        loss: Which tokens are learned.
-        else_all: Whether a run that asks for the assistant's tokens could ask for all.
+        tokenizer: The tokenizer; it receives `source`, so that the template is saved with it.
+        source: The template of the run spec; None to use the tokenizer's template.
+        loss: Which tokens have loss.
+        suggest_all: Whether errors suggest data.loss=all.
 
     Raises:
         DataError: The tokenizer has no template.
     """
 
     def __init__(
-        self, tokenizer: Any, source: str | None, *, loss: Loss, else_all: bool = True
+        self, tokenizer: Any, source: str | None, *, loss: Loss, suggest_all: bool = True
     ) -> None:
         if source is not None:
             tokenizer.chat_template = source
@@ -78,236 +78,243 @@ class ChatTemplate:
             text = str(tokenizer.get_chat_template())
         except ValueError:
             raise DataError(
-                "expected a tokenizer with a chat template, found none: take a model made for "
-                "conversations, or give a template: --set data.chat_template=JINJA"
+                "expected a tokenizer with a chat template, found none: use a model made for "
+                "conversations, or set a template: --set data.chat_template=JINJA"
             ) from None
         self._tokenizer = tokenizer
         self._loss = loss
-        self._checked: set[tuple[tuple[str, int], ...]] = set()
-        self._or_all = ", or learn everything: --set data.loss=all" if else_all else ""
-        fixed = _FIXED_DATE if "strftime_now" in text else ""
-        self._plain = fixed + text
+        self._checked_roles: set[tuple[tuple[str, int], ...]] = set()
+        self._all_hint = ", or train on all tokens: --set data.loss=all" if suggest_all else ""
+        date_macro = _FIXED_DATE if "strftime_now" in text else ""
+        self._template = date_macro + text
         self._template_with_marks = (
-            fixed + _MARK.sub(_with_marks, text) if _MARK.search(text) else None
+            date_macro + _MARK.sub(_mark_block, text) if _MARK.search(text) else None
         )
         self._arguments_as_text = False
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return a conversation as the model will read it.
+        """Render a conversation as the model reads it.
 
         Raises:
-            DataError: The template refuses it, drops a part of it, or does not say which words are
-                the assistant's.
+            DataError: The template refuses it, drops a part of it, or the assistant's answers
+                cannot be located.
         """
-        full = self._full_text(conversation)
-        self._refuse_dropped_parts(conversation, full)
-        answers = [n for n, each in enumerate(conversation.messages) if each.role == "assistant"]
-        trained = [conversation.messages[number].trained for number in answers]
+        full_text = self._render_conversation(conversation)
+        self._refuse_dropped_parts(conversation, full_text)
+        answers = [n for n, m in enumerate(conversation.messages) if m.role == "assistant"]
+        has_loss = [conversation.messages[number].trained for number in answers]
         if self._loss == "all":
-            if not all(trained):
+            if not all(has_loss):
                 raise DataError(
-                    f"{conversation.location}: expected every message to be learned with "
+                    f"{conversation.location}: expected every message to have loss with "
                     "data.loss=all, got one with weight 0 or train false; leave out data.loss"
                 )
-            return Rendered(full, ((0, len(full)),))
+            return Rendered(full_text, ((0, len(full_text)),))
         if self._template_with_marks is not None:
-            spans = self._by_marks(conversation, full, len(answers))
+            spans = self._spans_by_marks(conversation, full_text, len(answers))
         else:
-            spans = [*self._by_beginnings(conversation, full, answers)]
+            spans = [*self._spans_by_prefixes(conversation, full_text, answers)]
         if self._loss == "last":
-            trained = [False] * (len(trained) - 1) + trained[-1:]
-        if all(trained):
-            return Rendered(full, tuple(spans))
+            has_loss = [False] * (len(has_loss) - 1) + has_loss[-1:]
+        if all(has_loss):
+            return Rendered(full_text, tuple(spans))
         if len(spans) != len(answers):
             if self._loss == "last":
-                return Rendered(full, tuple(spans[-1:]))
+                return Rendered(full_text, tuple(spans[-1:]))
             raise DataError(
                 f"{conversation.location}: expected one pair of marks {{% generation %}} around "
-                f"each answer where some are not learned, got {len(spans)} pairs for "
+                f"each answer, as some answers have no loss, got {len(spans)} pairs for "
                 f"{len(answers)} answers; correct them: --set data.chat_template=JINJA"
             )
-        kept = zip(spans, trained, strict=True)
-        return Rendered(full, tuple(span for span, is_trained in kept if is_trained))
+        pairs = zip(spans, has_loss, strict=True)
+        return Rendered(full_text, tuple(span for span, is_trained in pairs if is_trained))
 
-    def _full_text(self, conversation: Conversation) -> str:
-        """Render it; where the template wants the arguments of calls as text, give it that."""
+    def _render_conversation(self, conversation: Conversation) -> str:
+        """Render a conversation; if that fails, pass the arguments of tool calls as text."""
         try:
-            return self._text(conversation, conversation.messages)
+            return self._render_messages(conversation, conversation.messages)
         except DataError:
             if self._arguments_as_text or not any(m.tool_calls for m in conversation.messages):
                 raise
         self._arguments_as_text = True
         try:
-            return self._text(conversation, conversation.messages)
+            return self._render_messages(conversation, conversation.messages)
         except DataError:
             self._arguments_as_text = False
-            return self._text(conversation, conversation.messages)  # for its own error
+            return self._render_messages(
+                conversation, conversation.messages
+            )  # raises the first error
 
-    def _refuse_dropped_parts(self, conversation: Conversation, full: str) -> None:
-        """Check that tools and each message are in what the template makes of a conversation.
+    def _refuse_dropped_parts(self, conversation: Conversation, full_text: str) -> None:
+        """Check that the rendered conversation contains the tools and each message.
 
-        Once for each order of roles unlikely words are looked for too: short ones are anywhere.
+        Once for each sequence of roles, this is also checked with unlikely words as messages,
+        because a short message may occur by chance.
 
         Raises:
-            DataError: Something is missing.
+            DataError: A tool or message is missing.
         """
-        _refuse_absent(conversation, full)
-        shape = tuple((each.role, len(each.tool_calls)) for each in conversation.messages)
-        if shape not in self._checked:
-            unlikely = tuple(
-                replace(each, content=each.content and f"zq{number}xv", reasoning="")
-                for number, each in enumerate(conversation.messages)
+        _refuse_absent(conversation, full_text)
+        shape = tuple((m.role, len(m.tool_calls)) for m in conversation.messages)
+        if shape not in self._checked_roles:
+            placeholders = tuple(
+                replace(message, content=message.content and f"zq{number}xv", reasoning="")
+                for number, message in enumerate(conversation.messages)
             )
-            self._checked.add(shape)
-            model = Conversation(unlikely, conversation.location, conversation.tools)
+            self._checked_roles.add(shape)
+            placeholder_conversation = Conversation(
+                placeholders, conversation.location, conversation.tools
+            )
             try:
-                text = self._text(model, unlikely)
+                text = self._render_messages(placeholder_conversation, placeholders)
             except DataError:
-                return  # a template may ask for certain words
-            _refuse_absent(model, text)
+                return  # a template may require certain words
+            _refuse_absent(placeholder_conversation, text)
 
-    def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, Counted]]:
-        """Return the tokens of each, and which of them are learned.
+    def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, LossMask]]:
+        """Yield the tokens of each conversation, and which of them have loss.
 
-        Each text is tokenized as a whole. A token that overlaps the beginning of a span is learned,
-        since the assistant's first character is in it; one that overlaps the end is not.
+        Each text is tokenized as a whole. A token that overlaps the beginning of a span has loss,
+        since it contains the assistant's first character; one that overlaps the end has none.
         """
-        for lo in range(0, len(rendered), _ENCODED_AT_ONCE):
-            some = rendered[lo : lo + _ENCODED_AT_ONCE]
+        for lo in range(0, len(rendered), _ENCODING_BATCH):
+            batch = rendered[lo : lo + _ENCODING_BATCH]
             parts = [
-                [one.text[:cut] for cut in {at: None for span in one.spans for at in span}]
-                for one in some
+                [entry.text[:edge] for edge in {at: None for span in entry.spans for at in span}]
+                for entry in batch
             ]
-            ids = iter(self._ids([one.text for one in some]))
+            ids = iter(self._ids([entry.text for entry in batch]))
             prefixes = iter(self._ids([text for texts in parts for text in texts]))
-            for one, texts in zip(some, parts, strict=True):
+            for entry, texts in zip(batch, parts, strict=True):
                 tokens = next(ids)
                 ends = {
-                    len(text): self._tokens_before(one.text, len(text), tokens, next(prefixes))
+                    len(text): self._tokens_before(entry.text, len(text), tokens, next(prefixes))
                     for text in texts
                 }
                 loss_mask = np.zeros(len(tokens), np.bool_)
-                for start, end in one.spans:
+                for start, end in entry.spans:
                     loss_mask[ends[start] : ends[end]] = True
                 yield tokens, loss_mask
 
-    def _tokens_before(self, text: str, cut: int, tokens: Tokens, beginning: Tokens) -> int:
+    def _tokens_before(self, text: str, position: int, tokens: Tokens, prefix: Tokens) -> int:
         """Return how many tokens of a text end before or at a character.
 
-        Mostly the text up to there has the same tokens by itself; where one overlaps, the tokenizer
-        is asked for the offsets of all.
+        Usually the tokens of the text up to there, `prefix`, are a prefix of all tokens. If a token
+        overlaps the position, the tokenizer's offsets are used.
 
         Raises:
-            DataError: It has no offsets.
+            DataError: The tokenizer has no offsets.
         """
-        if np.array_equal(tokens[: len(beginning)], beginning):
-            return len(beginning)
+        if np.array_equal(tokens[: len(prefix)], prefix):
+            return len(prefix)
         if not self._tokenizer.is_fast:
             raise DataError(
-                f"the tokenizer cannot say which tokens are the assistant's in {text[:80]!r}; use "
-                f"a model with a tokenizer.json{self._or_all}"
+                "expected a tokenizer that reports offsets, to locate the assistant's tokens in "
+                f"{text[:80]!r}, got one without; use a model with a tokenizer.json"
+                f"{self._all_hint}"
             )
         offsets = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )["offset_mapping"]
-        return next((n for n, (_, end) in enumerate(offsets) if end > cut), len(tokens))
+        return next((n for n, (_, end) in enumerate(offsets) if end > position), len(tokens))
 
     def _ids(self, texts: Sequence[str]) -> list[Tokens]:
         if not texts:
             return []
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        return [np.array(ids, np.int64) for ids in encoded["input_ids"]]
+        encodings = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return [np.array(ids, np.int64) for ids in encodings["input_ids"]]
 
-    def _by_marks(
-        self, conversation: Conversation, full: str, answers: int
+    def _spans_by_marks(
+        self, conversation: Conversation, full_text: str, answers: int
     ) -> list[tuple[int, int]]:
         assert self._template_with_marks is not None
-        marked = self._text(conversation, conversation.messages, template=self._template_with_marks)
-        spans, at = [], 0
-        before, *pieces = marked.split(_BEGIN)
-        at = len(before)
+        marked = self._render_messages(
+            conversation, conversation.messages, template=self._template_with_marks
+        )
+        spans, offset = [], 0
+        head, *pieces = marked.split(_BEGIN)
+        offset = len(head)
         for piece in pieces:
-            said, end, after = piece.partition(_END)
-            spans.append((at, at + len(said)))
-            at += len(said) + len(after)
-            if not end or not said or _END in after:
+            answer, end, tail = piece.partition(_END)
+            spans.append((offset, offset + len(answer)))
+            offset += len(answer) + len(tail)
+            if not end or not answer or _END in tail:
                 spans.clear()
                 break
-        if marked.replace(_BEGIN, "").replace(_END, "") != full or len(spans) < answers:
+        if marked.replace(_BEGIN, "").replace(_END, "") != full_text or len(spans) < answers:
             raise DataError(
-                f"{conversation.location}: the template's marks {{% generation %}} do not enclose "
-                "each answer of the assistant; correct them: --set data.chat_template=JINJA"
+                f"{conversation.location}: expected marks {{% generation %}} around each answer of "
+                "the assistant, got others; correct them: --set data.chat_template=JINJA"
             )
         return spans
 
-    def _by_beginnings(
-        self, conversation: Conversation, full: str, answers: Sequence[int]
+    def _spans_by_prefixes(
+        self, conversation: Conversation, full_text: str, answers: Sequence[int]
     ) -> Iterator[tuple[int, int]]:
-        last, end = "", 0
+        previous_text, end = "", 0
         for number in answers:
             messages = conversation.messages
-            prompt = self._text(conversation, messages[:number], prompt=True)
-            answered = self._text(conversation, messages[: number + 1])
+            prompt = self._render_messages(conversation, messages[:number], prompt=True)
+            answered = self._render_messages(conversation, messages[: number + 1])
             if (
-                prompt.startswith(last)
+                prompt.startswith(previous_text)
                 and answered.startswith(prompt)
-                and full.startswith(answered)
+                and full_text.startswith(answered)
                 and len(prompt) < len(answered)
             ):
                 start, end = len(prompt), len(answered)
-                last = answered
+                previous_text = answered
             else:
-                span = self._by_replacement(conversation, full, number)
+                span = self._span_by_replacement(conversation, full_text, number)
                 if span is None or span[0] < end:
                     raise DataError(
-                        f"{conversation.location} message {number + 1}: the template's text of the "
-                        "conversation up to here is not a prefix of its text of the whole "
-                        "conversation, so the assistant's tokens cannot be located; give a "
-                        "template with {% generation %} around them "
-                        "(data.chat_template)" + self._or_all
+                        f"{conversation.location} message {number + 1}: expected the text of the "
+                        "conversation up to here to be a prefix of the whole text, got another, so "
+                        "the assistant's tokens cannot be located; set a template with "
+                        "{% generation %} around them (data.chat_template)" + self._all_hint
                     )
                 start, end = span
             yield start, end
 
-    def _by_replacement(
-        self, conversation: Conversation, full: str, number: int
+    def _span_by_replacement(
+        self, conversation: Conversation, full_text: str, number: int
     ) -> tuple[int, int] | None:
-        """Return the span of an answer: what changes where another answer stands in its stead.
+        """Locate an answer by rendering the conversation with a placeholder in its place.
 
-        It begins behind the prompt that generation would begin with, and ends behind what the
-        template writes after an answer. None if the text does not show that.
+        The span begins after the generation prompt, and ends after the text that the template
+        writes after an answer. Returns None if the span cannot be located.
         """
         messages = conversation.messages
-        other = ChatMessage("assistant", _UNLIKELY)
+        placeholder = ChatMessage("assistant", _PLACEHOLDER)
         try:
-            history = self._text(conversation, messages[:number])
-            prompt = self._text(conversation, messages[:number], prompt=True)
-            rendered_alone = self._text(conversation, [*messages[:number], other])
-            rendered_among = self._text(
-                conversation, [*messages[:number], other, *messages[number + 1 :]]
+            history = self._render_messages(conversation, messages[:number])
+            prompt = self._render_messages(conversation, messages[:number], prompt=True)
+            rendered_alone = self._render_messages(conversation, [*messages[:number], placeholder])
+            rendered_among = self._render_messages(
+                conversation, [*messages[:number], placeholder, *messages[number + 1 :]]
             )
         except DataError:
             return None
-        if rendered_among.count(_UNLIKELY) != 1 or rendered_alone.count(_UNLIKELY) != 1:
+        if rendered_among.count(_PLACEHOLDER) != 1 or rendered_alone.count(_PLACEHOLDER) != 1:
             return None
-        before, after = rendered_among.split(_UNLIKELY)
-        closing = rendered_alone.partition(_UNLIKELY)[2]
+        head, tail = rendered_among.split(_PLACEHOLDER)
+        closing = rendered_alone.partition(_PLACEHOLDER)[2]
         opening = prompt.removeprefix(history) if prompt.startswith(history) else ""
-        if opening not in before:  # some prompts open the reasoning that earlier turns have lost
+        if opening not in head:  # a prompt may open reasoning, which earlier turns lack
             opening = opening.partition(_REASONING_BEGINS)[0]
-        start = before.rfind(opening) + len(opening)
+        start = head.rfind(opening) + len(opening)
         fits = (
             opening
             and closing
-            and opening in before
-            and after.startswith(closing)
-            and full.startswith(before[:start])
-            and full.endswith(after)
+            and opening in head
+            and tail.startswith(closing)
+            and full_text.startswith(head[:start])
+            and full_text.endswith(tail)
         )
-        end = len(full) - len(after) + len(closing)
+        end = len(full_text) - len(tail) + len(closing)
         return (start, end) if fits and start < end else None
 
-    def _text(
+    def _render_messages(
         self,
         conversation: Conversation,
         messages: Sequence[ChatMessage],
@@ -315,13 +322,13 @@ class ChatTemplate:
         prompt: bool = False,
         template: str | None = None,
     ) -> str:
-        """Render these messages, with the beginning of an answer if that is asked for."""
+        """Render messages; with `prompt`, also the beginning of the next answer."""
         as_text = self._arguments_as_text
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [each.for_template(arguments_as_text=as_text) for each in messages],
+                [message.for_template(arguments_as_text=as_text) for message in messages],
                 tools=[*conversation.tools] or None,
-                chat_template=template or self._plain,
+                chat_template=template or self._template,
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
@@ -332,51 +339,52 @@ class ChatTemplate:
         return str(rendered)
 
 
-def _refuse_absent(conversation: Conversation, full: str) -> None:
-    rendered = without_spaces(full)
+def _refuse_absent(conversation: Conversation, text: str) -> None:
+    rendered = without_spaces(text)
     for tool in conversation.tools:
         if where_said(rendered, str(tool["function"]["name"])) < 0:
             raise DataError(
-                f"{conversation.location}: the chat template leaves out the tools, so they would "
-                "not be learned; take a model made for tool calls, or give a template that writes "
-                "them (--set data.chat_template=JINJA)"
+                f"{conversation.location}: expected the tools in the chat template's text, got a "
+                "text without them; use a model made for tool calls, or set a template that "
+                "writes them (--set data.chat_template=JINJA)"
             )
-    rest = rendered
+    remainder = rendered
     for number, message in enumerate(conversation.messages, start=1):
-        # Some templates write the system's words with the last question, others no old reasoning.
-        search_text = rendered if message.role == "system" else rest
+        # Some templates write the system message with the last question.
+        search_text = rendered if message.role == "system" else remainder
         end = _end_of(message, search_text)
         if end < 0:
             raise DataError(
-                f"{conversation.location} message {number}: the chat template leaves out what the "
-                f"{message.role} says, so it would not be learned; give a template that writes "
+                f"{conversation.location} message {number}: expected the {message.role}'s message "
+                "in the chat template's text, got a text without it; set a template that writes "
                 "every message (--set data.chat_template=JINJA), or leave the message out"
             )
         if message.role != "system":
-            rest = rest[end:]
+            remainder = remainder[end:]
 
 
 def _end_of(message: ChatMessage, rendered: str) -> int:
-    """Return where a message ends in a rendered text without spaces; -1 if it is not there."""
+    """Return where a message ends in a rendered text without spaces; -1 if it is missing."""
     end = 0
     if message.content:
         content = message.content.rpartition(_REASONING_ENDS)[2] or message.content
         end = where_said(rendered, content)
     for call in message.tool_calls:
-        for said in (call.name, *map(_value_text, call.arguments.values())):
-            at = where_said(rendered, said)
-            if at < 0:
+        for words in (call.name, *map(_value_text, call.arguments.values())):
+            position = where_said(rendered, words)
+            if position < 0:
                 return -1
-            end = max(end, at)
+            end = max(end, position)
     return end
 
 
 def _value_text(value: object) -> str:
-    """Return a value as a call shows it: a text as it is, anything else as JSON."""
+    """Return a value as text in a tool call: a string unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _with_marks(mark: re.Match[str]) -> str:
-    """Return a block of its own, so that the template's rules for spaces around blocks hold."""
-    left, end, right = mark.groups()
-    return f"{{%{left} if true %}}{{{{ {(_END if end else _BEGIN)!r} }}}}{{% endif {right}%}}"
+def _mark_block(mark: re.Match[str]) -> str:
+    """Return a separate block, so that whitespace rules of the template still apply."""
+    left_dash, end, right_dash = mark.groups()
+    output = repr(_END if end else _BEGIN)
+    return f"{{%{left_dash} if true %}}{{{{ {output} }}}}{{% endif {right_dash}%}}"

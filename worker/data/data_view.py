@@ -1,6 +1,6 @@
 """Show a run's data: some samples as the model reads them, and statistics.
 
-Tokens with loss are between brackets, and green on a terminal that has colors.
+Tokens with loss are in brackets, and green on a terminal with colors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocol.spec.run_spec import (
     TagRun,
 )
 from worker.data import holdout
-from worker.data.chat_template import Counted
+from worker.data.chat_template import LossMask
 from worker.data.embedding_data import read_embedding_data
 from worker.data.labeled_data import LabeledTexts, Scale, read_labeled_texts
 from worker.data.language_data import Samples, read_language_data
@@ -37,17 +37,17 @@ OPEN, CLOSE = (
     ("\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"),
 )
 _CLASSES_SHOWN: Final = 20
-"""The commonest and the rarest."""
+"""Number of the most common classes, and of the rarest, that are shown."""
 _NAME_WIDTH: Final = 40
-_LARGE: Final = 10
-_UNESCAPED: Final = {"\n", "\t"}
+_LARGE_VALUE: Final = 10
+_UNESCAPED_CHARACTERS: Final = {"\n", "\t"}
 
-Sample = tuple[Tokens, Counted]
-"""Tokens, and which of them are predicted with loss."""
+Sample = tuple[Tokens, LossMask]
+"""Tokens, and which of them have loss."""
 
 
 def data_lines(spec: ModelRun, samples: int) -> Iterator[str]:
-    """Yield samples drawn by the seed from the training data, then statistics of all.
+    """Yield samples of the training data, drawn with the seed, then statistics of all samples.
 
     Raises:
         DataError: The data cannot be used.
@@ -70,31 +70,33 @@ def data_lines(spec: ModelRun, samples: int) -> Iterator[str]:
 def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
     data = read_labeled_texts(spec)
     check_samples(len(data.train), spec)
-    encoded = data.samples
+    labeled_samples = data.samples
     for number in _sample_numbers(len(data.train), samples, spec.seed):
         row = int(data.train[number])
-        tokens = encoded.tokens[row]
-        target = encoded.targets[row]
+        tokens = labeled_samples.tokens[row]
+        target = labeled_samples.targets[row]
         if not data.names:
             target = target * data.scale.deviation + data.scale.mean
         label = ", ".join(_labels_of(target, data.names)) or "none"
         yield f"sample {number}: {len(tokens)} tokens, label: {label}"
-        yield from bracketed(data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)).splitlines()
+        yield from with_brackets(
+            data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)
+        ).splitlines()
         yield ""
     for part, rows in (("training", data.train), ("held-out", data.held_out)):
-        yield from _token_counts(f"{part} samples", encoded.tokens.lengths[rows])
+        yield from _token_counts(f"{part} samples", labeled_samples.tokens.lengths[rows])
     if not data.names:
-        values = encoded.targets[data.train] * data.scale.deviation + data.scale.mean
-        if data.scale == Scale() and max(abs(values.mean()), values.std()) > _LARGE:
+        values = labeled_samples.targets[data.train] * data.scale.deviation + data.scale.mean
+        if data.scale == Scale() and max(abs(values.mean()), values.std()) > _LARGE_VALUE:
             yield (
-                "the numbers are large beside what a new model says, about 0: set "
+                "the values are large, but a new model predicts values near 0: set "
                 "data.standardize=true"
             )
         yield (
-            f"training values: least {values.min():.6g}, mean {values.mean():.6g}, most "
+            f"training values: min {values.min():.6g}, mean {values.mean():.6g}, max "
             f"{values.max():.6g}"
         )
-    yield from _class_table(encoded.targets, data)
+    yield from _class_table(labeled_samples.targets, data)
     yield from _note_lines(data.notes)
 
 
@@ -103,15 +105,15 @@ def _sequences(data: SequenceData, spec: ModelRun, samples: int) -> Iterator[str
     for number in _sample_numbers(len(data.train), samples, spec.seed):
         row = int(data.train[number])
         tokens, labels = data.inputs[row], data.labels[row]
-        yield f"sample {number}: {_counts_of(tokens, labels != NOTHING)}"
+        yield f"sample {number}: {_token_summary(tokens, labels != NOTHING)}"
         if not data.names:
-            for each, counted in ((tokens, False), (labels, True)):
-                marks = np.full(len(each), counted)
-                yield from bracketed(data.tokenizer, each, marks).splitlines()
+            for ids, has_loss in ((tokens, False), (labels, True)):
+                loss_mask = np.full(len(ids), has_loss)
+                yield from with_brackets(data.tokenizer, ids, loss_mask).splitlines()
         else:
             for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
-                shown = data.tokenizer.decode([token])
-                yield f"  {shown:{_NAME_WIDTH}}  {'' if label == NOTHING else data.names[label]}"
+                text = data.tokenizer.decode([token])
+                yield f"  {text:{_NAME_WIDTH}}  {'' if label == NOTHING else data.names[label]}"
         yield ""
     if not data.names:
         yield from _legend(samples)
@@ -134,36 +136,36 @@ def _labels_of(target: Any, names: Sequence[str]) -> list[str]:
 
 
 def _class_table(targets: NDArray[Any], data: LabeledTexts) -> Iterator[str]:
-    """Yield the samples per class, most common first; of many classes the first and the last."""
+    """Yield samples per class, most common first; of many classes only the first and the last."""
     if not data.names:
         return
-    each = targets if targets.ndim > 1 else np.eye(len(data.names))[targets]
-    train, held_out = (each[rows].sum(axis=0).astype(int) for rows in (data.train, data.held_out))
+    one_hot = targets if targets.ndim > 1 else np.eye(len(data.names))[targets]
+    train, held_out = (one_hot[rows].sum(0).astype(int) for rows in (data.train, data.held_out))
     ranked = sorted(range(len(data.names)), key=lambda n: (-int(train[n]), n))
     width = max(len("class"), *(min(len(name), _NAME_WIDTH) for name in data.names))
     yield f"{'class':{width}}  {'training':>8}  {'held out':>8}"
-    for place, number in enumerate(ranked):
-        if _CLASSES_SHOWN <= place < len(ranked) - _CLASSES_SHOWN:
-            if place == _CLASSES_SHOWN:
+    for rank, number in enumerate(ranked):
+        if _CLASSES_SHOWN <= rank < len(ranked) - _CLASSES_SHOWN:
+            if rank == _CLASSES_SHOWN:
                 yield f"... {len(ranked) - 2 * _CLASSES_SHOWN} more classes ..."
             continue
-        shown = cut_text(data.names[number], _NAME_WIDTH)
-        yield f"{shown:{width}}  {train[number]:8}  {held_out[number]:8}"
+        class_name = cut_text(data.names[number], _NAME_WIDTH)
+        yield f"{class_name:{width}}  {train[number]:8}  {held_out[number]:8}"
 
 
 def _language(spec: ModelRun, samples: int) -> Iterator[str]:
     data = read_language_data(spec, 0.0 if spec.captures else spec.data.holdout)
     check_samples(len(data.train), spec)
     for number in _sample_numbers(len(data.train), samples, spec.seed):
-        tokens, counted = data.train.sample(number)
-        yield f"sample {number}: {_counts_of(tokens, counted)}"
-        yield from bracketed(data.tokenizer, tokens, counted).splitlines()
+        tokens, loss_mask = data.train.sample(number)
+        yield f"sample {number}: {_token_summary(tokens, loss_mask)}"
+        yield from with_brackets(data.tokenizer, tokens, loss_mask).splitlines()
         yield ""
     if isinstance(spec, MaskedLmRun):
         yield f"of these a share of {spec.data.mask_share:g} is masked again in each step"
     yield from _legend(samples)
-    yield from _lengths("training samples", _all(data.train))
-    yield from _lengths("held-out samples", _all(data.held_out))
+    yield from _lengths("training samples", _all_samples(data.train))
+    yield from _lengths("held-out samples", _all_samples(data.held_out))
     yield from _note_lines(data.notes)
 
 
@@ -173,14 +175,14 @@ def _pairs(spec: DpoRun, samples: int) -> Iterator[str]:
     for number in _sample_numbers(len(data.train), samples, spec.seed):
         pair = data.pairs.pair(int(data.train[number]))
         for answer, sample in zip(("chosen", "rejected"), pair, strict=True):
-            yield f"pair {number}, {answer}: {_counts_of(*sample)}"
-            yield from bracketed(data.tokenizer, *sample).splitlines()
+            yield f"pair {number}, {answer}: {_token_summary(*sample)}"
+            yield from with_brackets(data.tokenizer, *sample).splitlines()
             yield ""
     yield from _legend(samples)
     for part, numbers in (("training", data.train), ("held-out", data.held_out)):
         for side, answer in enumerate(("chosen", "rejected")):
-            those = (data.pairs.pair(number)[side] for number in numbers.tolist())
-            yield from _lengths(f"{part} pairs, {answer}", those)
+            answers = (data.pairs.pair(number)[side] for number in numbers.tolist())
+            yield from _lengths(f"{part} pairs, {answer}", answers)
     yield from _note_lines(data.notes)
 
 
@@ -192,7 +194,7 @@ def _text_groups(spec: EmbedRun, samples: int) -> Iterator[str]:
         for name, text in zip(names, data.rows[data.train[number]].tolist(), strict=True):
             tokens = data.texts[text]
             yield f"sample {number}, {name}: {len(tokens)} tokens"
-            yield from bracketed(
+            yield from with_brackets(
                 data.tokenizer, tokens, np.zeros(len(tokens), np.bool_)
             ).splitlines()
         yield ""
@@ -204,25 +206,27 @@ def _text_groups(spec: EmbedRun, samples: int) -> Iterator[str]:
     yield from _note_lines(data.notes)
 
 
-def bracketed(tokenizer: Any, tokens: Tokens, loss_mask: Counted) -> str:
-    """Return the text of a sample, loss in brackets; control characters are escaped."""
+def with_brackets(tokenizer: Any, tokens: Tokens, loss_mask: LossMask) -> str:
+    """Return the text of a sample, tokens with loss in brackets, control characters escaped."""
     pieces = []
-    for counts, run in groupby(zip(tokens.tolist(), loss_mask.tolist(), strict=True), _counts):
+    for has_loss, run in groupby(zip(tokens.tolist(), loss_mask.tolist(), strict=True), _has_loss):
         text = tokenizer.decode(
             [token for token, _ in run],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
-        shown = "".join(c if c.isprintable() or c in _UNESCAPED else repr(c)[1:-1] for c in text)
-        pieces.append(f"{OPEN}{shown}{CLOSE}" if counts else shown)
+        printable = "".join(
+            c if c.isprintable() or c in _UNESCAPED_CHARACTERS else repr(c)[1:-1] for c in text
+        )
+        pieces.append(f"{OPEN}{printable}{CLOSE}" if has_loss else printable)
     return "".join(pieces)
 
 
-def _counts(one: tuple[int, bool]) -> bool:
-    return one[1]
+def _has_loss(token: tuple[int, bool]) -> bool:
+    return token[1]
 
 
-def _counts_of(tokens: Tokens, loss_mask: Counted) -> str:
+def _token_summary(tokens: Tokens, loss_mask: LossMask) -> str:
     return f"{len(tokens)} tokens, {int(loss_mask.sum())} of them with loss"
 
 
@@ -230,7 +234,7 @@ def _sample_numbers(training_samples: int, samples: int, seed: int) -> list[int]
     return holdout.evaluation_subset(training_samples, samples, seed).tolist() if samples else []
 
 
-def _all(samples: Samples) -> Iterator[Sample]:
+def _all_samples(samples: Samples) -> Iterator[Sample]:
     return (samples.sample(number) for number in range(len(samples)))
 
 
@@ -244,9 +248,9 @@ def _lengths(name: str, samples: Iterable[Sample]) -> Iterator[str]:
     if not counts:
         return
     lengths = np.array([tokens for tokens, _ in counts])
-    total, counted = int(lengths.sum()), sum(with_loss for _, with_loss in counts)
+    total, loss_total = int(lengths.sum()), sum(loss_tokens for _, loss_tokens in counts)
     yield from _token_counts(name, lengths)
-    yield f"{name}: {total} tokens, {counted} with loss ({100 * counted / total:.1f} %)"
+    yield f"{name}: {total} tokens, {loss_total} with loss ({100 * loss_total / total:.1f} %)"
 
 
 def _token_counts(name: str, lengths: NDArray[np.int64]) -> Iterator[str]:
@@ -255,8 +259,8 @@ def _token_counts(name: str, lengths: NDArray[np.int64]) -> Iterator[str]:
     ranked = np.sort(lengths)
     points = [int(ranked[round(share * (len(ranked) - 1))]) for share in (0.0, 0.5, 0.9, 1.0)]
     yield (
-        f"{name}: {len(ranked)}; tokens of each: least {points[0]}, half {points[1]}, nine tenths "
-        f"{points[2]}, most {points[3]}"
+        f"{name}: {len(ranked)}; tokens of each: min {points[0]}, median {points[1]}, 90% at "
+        f"most {points[2]}, max {points[3]}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Arrays in an unnamed temporary file: tokens may be larger than memory."""
+"""Arrays in an unnamed temporary file, because tokens may be larger than memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from protocol.exact.digest import Streamed
 
 
 class DiskArrays(Sequence[NDArray[Any]]):
-    """Flat arrays in the order in which they were appended.
+    """Flat arrays, in the order of `append`.
 
     Args:
-        kept: The dtype on disk, little-endian.
-        given: The dtype that reads return.
+        stored_dtype: The dtype on disk, little-endian.
+        read_dtype: The dtype of the arrays that reads return.
     """
 
     def __init__(self, stored_dtype: DTypeLike, read_dtype: DTypeLike) -> None:
@@ -28,7 +28,7 @@ class DiskArrays(Sequence[NDArray[Any]]):
         self._ends = array("q", [0])
 
     def append(self, values: NDArray[Any]) -> None:
-        """Append an array; the dtype on disk must hold its values."""
+        """Append an array, whose values must be representable in the dtype on disk."""
         self._file.append(values.astype(self._stored_dtype).tobytes())
         self._ends.append(self._ends[-1] + len(values))
 
@@ -53,7 +53,7 @@ class DiskArrays(Sequence[NDArray[Any]]):
 
     @property
     def highest(self) -> int:
-        """Return the largest element; there must be one."""
+        """Return the largest element; there must be at least one."""
         return max(int(piece.max()) for piece in self.pieces())
 
     @property
@@ -80,13 +80,13 @@ class DiskArrays(Sequence[NDArray[Any]]):
     def __getitem__(self, number: slice) -> Sequence[NDArray[Any]]: ...
     def __getitem__(self, number: int | slice) -> NDArray[Any] | Sequence[NDArray[Any]]:
         if isinstance(number, slice):
-            return [self[each] for each in range(len(self))[number]]
-        at = range(len(self))[number]
-        return self.read(self._ends[at], self._ends[at + 1])
+            return [self[index] for index in range(len(self))[number]]
+        index = range(len(self))[number]
+        return self.read(self._ends[index], self._ends[index + 1])
 
 
-def joined(arrays: Sequence[DiskArrays]) -> Streamed:
-    """Return the concatenation of several, as a stream for a digest."""
-    elements = sum(each.elements for each in arrays)
-    pieces = (piece.astype(np.int64) for each in arrays for piece in each.pieces())
+def concatenated(stores: Sequence[DiskArrays]) -> Streamed:
+    """Return the concatenation of several stores, as an int64 stream for a digest."""
+    elements = sum(store.elements for store in stores)
+    pieces = (piece.astype(np.int64) for store in stores for piece in store.pieces())
     return Streamed(np.dtype(np.int64), (elements,), pieces)

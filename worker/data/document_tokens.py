@@ -1,17 +1,17 @@
 """Tokenize whole documents of running text, in bounded memory.
 
-A token may depend on what is around it: tokenizers mark the beginning of a text, and group line
-ends or digits. So a document is not encoded in independent parts. One that is longer than a window
-is encoded in overlapping windows, and two windows are joined only where they agree:
+A token may depend on the text around it: tokenizers mark the beginning of a text, and group line
+ends or digits. So a document is not encoded in independent parts. A document that is longer than a
+window is encoded in overlapping windows, and two windows are joined only where they agree:
 
-- over the middle half of the overlap they have the same tokens at the same places, so what a
-  window's own beginning and end change lies outside;
-- there, where a word begins: models encode each word of the pre-tokenizer by itself, and it finds
-  the next word from where the last one ended;
-- with BPE between any two tokens: tokens are the encoding of their text if each two neighbors are
-  that of theirs (a first merge over a boundary would be made in the text of two neighbors, too).
+- Over the middle half of the overlap they have the same tokens at the same offsets, so that effects
+  of a window's beginning and end lie outside.
+- They are joined where a word begins: models encode each word of the pre-tokenizer separately, and
+  the pre-tokenizer finds the next word from the end of the last one.
+- With BPE they may be joined between any two tokens: a sequence of tokens is the encoding of its
+  text if each pair of neighbors is the encoding of theirs.
 
-Where two windows differ, the first one is doubled, in the end up to the whole document.
+If two windows differ, the size of the first one is doubled, up to the whole document.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from protocol.datasets.text_corpus import TextCorpus
 from worker.models.tokens import Tokens, encode_each
 
 WINDOW_CHARACTERS: Final = 1 << 20
-"""A document of at most so many is encoded in one call, which takes a few hundred MiB."""
-_OVERLAP_SHARE: Final = 16
-"""Of a window one in so many characters is in the next one, too. A quarter of those, 16,384, is
-farther than tokenizers look for anything that does not repeat itself (BERT: a word of 100)."""
+"""A document of at most this size is encoded in one call, which takes a few hundred MiB."""
+_OVERLAP_DIVISOR: Final = 16
+"""A window overlaps the next one by this fraction of its characters. A quarter of the overlap,
+16,384 characters, is farther than tokenizers look ahead except in repetitive text (BERT: a word of
+100 characters)."""
 
 
 class _Window(NamedTuple):
@@ -41,9 +42,9 @@ class _Window(NamedTuple):
 
     Attributes:
         ids: Token ids.
-        starts: The first character of each token in the document, rising.
+        starts: The first character of each token in the document, in ascending order.
         ends: The character after each token.
-        begins_word: Whether a word of the pre-tokenizer begins with it.
+        begins_word: Whether each token begins a word of the pre-tokenizer.
     """
 
     ids: Tokens
@@ -51,31 +52,31 @@ class _Window(NamedTuple):
     ends: NDArray[np.int64]
     begins_word: NDArray[np.bool_]
 
-    def cut(self, lo: int, hi: int | None = None) -> _Window:
+    def part(self, lo: int, hi: int | None = None) -> _Window:
         """Return the tokens [lo, hi)."""
-        at = slice(lo, hi)
-        return _Window(self.ids[at], self.starts[at], self.ends[at], self.begins_word[at])
+        rows = slice(lo, hi)
+        return _Window(self.ids[rows], self.starts[rows], self.ends[rows], self.begins_word[rows])
 
-    def equals(self, other: _Window) -> bool:
+    def equals(self, window: _Window) -> bool:
         """Return whether both have the same tokens at the same offsets."""
-        return all(np.array_equal(own, others) for own, others in zip(self, other, strict=True))
+        return all(np.array_equal(a, b) for a, b in zip(self, window, strict=True))
 
 
 def encode_documents(
     tokenizer: Any, corpus: TextCorpus, selected: NDArray[np.bool_]
 ) -> Iterator[tuple[int, Tokens]]:
-    """Yield the number of each document, or part of one, and its tokens without special tokens.
+    """Yield the number of each document or part, and its tokens without special tokens.
 
-    A part has the tokens of the whole document that begin in it: concatenated, the tokens of all
-    parts are those of the document.
+    The tokens of a part are those of the whole document that begin in it, so that the tokens of
+    all parts together are those of the document.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         corpus: Documents, or parts of them.
-        selected: Which of them to yield; a document without any is not encoded.
+        selected: Mask of the documents or parts to yield; other documents are not encoded.
 
     Raises:
-        DataError: Tokens depend on text that is thousands of characters away.
+        DataError: A token depends on text that is thousands of characters away.
     """
     characters = corpus.documents.characters
 
@@ -84,8 +85,8 @@ def encode_documents(
         return hi - lo == 1 and characters[lo] <= WINDOW_CHARACTERS
 
     ends = (np.flatnonzero(corpus.ends) + 1).tolist()
-    for short, documents in groupby(pairwise([0, *ends]), is_short):
-        if short:
+    for are_short, documents in groupby(pairwise([0, *ends]), is_short):
+        if are_short:
             numbers = [lo for lo, _ in documents if selected[lo]]
             texts = Chosen(corpus.documents, numbers)
             yield from zip(numbers, encode_each(tokenizer, texts), strict=True)
@@ -104,38 +105,38 @@ class _Document:
     def __init__(self, texts: DiskTexts, lo: int, hi: int) -> None:
         self.bounds = np.cumsum([0, *texts.characters[lo:hi]])
         self._texts, self._lo = texts, lo
-        self._last = -1, ""
+        self._cached_part = -1, ""
 
     def read(self, lo: int, hi: int) -> str:
         """Return the characters [lo, hi)."""
-        first = int(np.searchsorted(self.bounds, lo, "right")) - 1
-        parts = range(first, int(np.searchsorted(self.bounds, hi)))
+        first_part = int(np.searchsorted(self.bounds, lo, "right")) - 1
+        parts = range(first_part, int(np.searchsorted(self.bounds, hi)))
         return "".join(
             self._part(part)[max(lo - int(self.bounds[part]), 0) : hi - int(self.bounds[part])]
             for part in parts
         )
 
     def _part(self, part: int) -> str:
-        if self._last[0] != part:
-            self._last = part, self._texts[self._lo + part]
-        return self._last[1]
+        if self._cached_part[0] != part:
+            self._cached_part = part, self._texts[self._lo + part]
+        return self._cached_part[1]
 
 
 def _parts(tokenizer: Any, document: _Document) -> Iterator[Tokens]:
     """Yield the tokens that begin in each part of a document."""
     bounds = document.bounds[1:-1].tolist()
-    pending: list[Tokens] = []
-    boundary = 0
+    pieces: list[Tokens] = []
+    index = 0
     for ids, starts in encode_text(tokenizer, int(document.bounds[-1]), document.read):
-        at = 0
-        while boundary < len(bounds) and len(starts) and bounds[boundary] <= starts[-1]:
-            split = int(np.searchsorted(starts, bounds[boundary]))
-            yield np.concatenate([*pending, ids[at:split]])
-            pending, at, boundary = [], split, boundary + 1
-        pending.append(ids[at:])
-    for _ in range(len(bounds) + 1 - boundary):
-        yield np.concatenate([*pending, np.zeros(0, np.int64)])
-        pending = []
+        offset = 0
+        while index < len(bounds) and len(starts) and bounds[index] <= starts[-1]:
+            split = int(np.searchsorted(starts, bounds[index]))
+            yield np.concatenate([*pieces, ids[offset:split]])
+            pieces, offset, index = [], split, index + 1
+        pieces.append(ids[offset:])
+    for _ in range(len(bounds) + 1 - index):
+        yield np.concatenate([*pieces, np.zeros(0, np.int64)])
+        pieces = []
 
 
 def encode_text(
@@ -144,18 +145,19 @@ def encode_text(
     read: Callable[[int, int], str],
     window: int = WINDOW_CHARACTERS,
 ) -> Iterator[tuple[Tokens, NDArray[np.int64]]]:
-    """Yield the tokens of a text in pieces, as one call would give them without special tokens, and
-    the character at which each begins.
+    """Yield the tokens of a text in pieces, each with the characters at which its tokens begin.
+
+    The tokens are those of one call without special tokens.
 
     Args:
-        tokenizer: The model's. Without offsets, the text is encoded in one call, and its tokens
-            count as evenly spread.
-        characters: The length of the text.
-        read: Returns its characters [lo, hi).
-        window: How many characters are encoded at once.
+        tokenizer: The model's tokenizer. Without offsets, the text is encoded in one call, and its
+            tokens are assumed to be evenly spread.
+        characters: Length of the text.
+        read: Returns the characters [lo, hi).
+        window: Number of characters that are encoded at once.
 
     Raises:
-        DataError: Tokens depend on text that is thousands of characters away.
+        DataError: A token depends on text that is thousands of characters away.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not getattr(tokenizer, "is_fast", False):
@@ -163,39 +165,39 @@ def encode_text(
         yield ids, np.arange(len(ids)) * characters // max(len(ids), 1)
         return
 
-    def encoded(lo: int, hi: int) -> _Window:
+    def encode(lo: int, hi: int) -> _Window:
         return _encode(tokenizer, read(lo, hi), lo)
 
-    anywhere = isinstance(getattr(backend, "model", None), models.BPE)
-    lo, hi, first = 0, min(window, characters), 0
-    current = encoded(lo, hi)
+    is_bpe = isinstance(getattr(backend, "model", None), models.BPE)
+    lo, hi, first_token = 0, min(window, characters), 0
+    left = encode(lo, hi)
     while hi < characters:
-        overlap = (hi - lo) // _OVERLAP_SHARE
+        overlap = (hi - lo) // _OVERLAP_DIVISOR
         next_start = hi - overlap
         end = min(next_start + max(window, 2 * overlap), characters)
-        following = encoded(next_start, end)
+        right = encode(next_start, end)
         zone = next_start + overlap // 4, hi - overlap // 4
-        joint = _joint(current, following, *zone, anywhere=anywhere)
-        if joint is None:
-            verified, hi = current.cut(0, first + 1), min(2 * hi - lo, characters)
-            current = encoded(lo, hi)
-            if first and not current.cut(0, first + 1).equals(verified):
+        join = _find_join(left, right, *zone, inside_words=is_bpe)
+        if join is None:
+            checked_tokens, hi = left.part(0, first_token + 1), min(2 * hi - lo, characters)
+            left = encode(lo, hi)
+            if first_token and not left.part(0, first_token + 1).equals(checked_tokens):
                 raise DataError(
                     "expected tokens that depend only on nearby text, got tokens at character "
-                    f"{verified.starts[-1]} of a document that change with text thousands of "
-                    f"characters later; divide the document into several of at most {window} "
+                    f"{checked_tokens.starts[-1]} of a document that change with text thousands of "
+                    f"characters later; split the document into several of at most {window} "
                     "characters"
                 )
             continue
-        yield current.ids[first : joint[0]], current.starts[first : joint[0]]
-        lo, hi, current, first = next_start, end, following, joint[1]
-    yield current.ids[first:], current.starts[first:]
+        yield left.ids[first_token : join[0]], left.starts[first_token : join[0]]
+        lo, hi, left, first_token = next_start, end, right, join[1]
+    yield left.ids[first_token:], left.starts[first_token:]
 
 
-def _encode(tokenizer: Any, text: str, at: int) -> _Window:
-    """Encode a text that begins at a character of the document."""
+def _encode(tokenizer: Any, text: str, offset: int) -> _Window:
+    """Encode a text that begins at character `offset` of the document."""
     encoding = tokenizer([text], add_special_tokens=False, verbose=False).encodings[0]
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + at
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + offset
     word_numbers = np.array(
         [-1 if number is None else number for number in encoding.word_ids], np.int64
     )
@@ -207,30 +209,30 @@ def _encode(tokenizer: Any, text: str, at: int) -> _Window:
     )
 
 
-def _joint(
-    first: _Window, second: _Window, lo: int, hi: int, *, anywhere: bool
+def _find_join(
+    first: _Window, second: _Window, lo: int, hi: int, *, inside_words: bool
 ) -> tuple[int, int] | None:
-    """Find the token at which the second of two windows can continue the first.
+    """Find a token at which the second of two overlapping windows can continue the first.
 
     Args:
         first: The first window.
-        second: The second, which begins in it.
-        lo: The first character that the ends of neither window affect.
-        hi: The character after the last such.
-        anywhere: Whether the token may be inside a word.
+        second: The second window, which begins in the first.
+        lo: First character of the range that neither window's ends affect.
+        hi: Character after this range.
+        inside_words: Whether the token may be inside a word.
 
     Returns:
-        Its number in each window; None if the windows differ between `lo` and `hi`.
+        The token's number in each window; None if the windows differ between `lo` and `hi`.
     """
-    (at, our_end), (second_start, their_end) = (
-        np.searchsorted(each.starts, (lo, hi)).tolist() for each in (first, second)
+    (first_lo, first_hi), (second_lo, second_hi) = (
+        np.searchsorted(window.starts, (lo, hi)).tolist() for window in (first, second)
     )
-    common = first.cut(at, our_end)
-    if not common.equals(second.cut(second_start, their_end)):
+    common = first.part(first_lo, first_hi)
+    if not common.equals(second.part(second_lo, second_hi)):
         return None
-    is_boundary = (common.starts[1:] > common.starts[:-1]) & (common.starts[1:] >= common.ends[:-1])
-    candidates = np.flatnonzero(is_boundary & (common.begins_word[1:] | anywhere)) + 1
+    is_separate = (common.starts[1:] > common.starts[:-1]) & (common.starts[1:] >= common.ends[:-1])
+    candidates = np.flatnonzero(is_separate & (common.begins_word[1:] | inside_words)) + 1
     if not len(candidates):
         return None
     middle = int(candidates[len(candidates) // 2])
-    return at + middle, second_start + middle
+    return first_lo + middle, second_lo + middle

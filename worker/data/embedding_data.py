@@ -1,4 +1,4 @@
-"""Pairs and triplets of texts as tokens, for task embed."""
+"""Pairs and triplets of texts as tokens, for the task embed."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from worker.data.language_data import bad_rows_note, digest_stored, documents_di
 from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampled_every, unknown_in
 
 PADDING_TOKENS: Final = 16
-"""Batches are padded to a multiple of this: few shapes, little waste."""
+"""Batch widths are a multiple of this, as a compromise between shapes and padding."""
 Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingData:
-    """All that a run makes of its data.
+    """A run's data, tokenized and split.
 
     Attributes:
-        tokenizer: The model's own.
+        tokenizer: The model's tokenizer.
         texts: Tokens of each text.
         rows: Numbers of the texts of each row, (rows, 2 + negatives): anchor, positive, negatives.
-        train: Numbers of the rows that are trained on.
-        held_out: Numbers of the rows for evaluation.
+        train: Numbers of the training rows.
+        held_out: Numbers of the evaluation rows.
         padding: The padding token.
-        max_tokens: The width of the widest batch.
-        digests: For the manifest.
-        notes: Counts, for the manifest.
+        max_tokens: Maximum width of a batch.
+        digests: Digests for the manifest.
+        notes: Counts for the manifest.
     """
 
     tokenizer: Any
@@ -54,11 +54,12 @@ class EmbeddingData:
     notes: Mapping[str, int]
 
     def batch(self, numbers: Rows) -> Batch:
-        """Make a batch of these rows; its weight is their number.
+        """Build a batch of these rows; its weight is their number.
 
-        `anchor_ids` and `anchor_mask`, (samples, tokens), `passage_ids` and `passage_mask`,
-        (samples, 1 + negatives, tokens), `anchor_number`, (samples,), and `passage_numbers`,
-        (samples, 1 + negatives): the numbers of texts, equal for equal texts. All int64.
+        All arrays are int64: `anchor_ids` and `anchor_mask`, (samples, tokens), `passage_ids` and
+        `passage_mask`, (samples, 1 + negatives, tokens), and the numbers of texts, which are equal
+        for equal texts: `anchor_number`, (samples,), and `passage_numbers`,
+        (samples, 1 + negatives).
         """
         rows = self.rows[numbers]
         anchors, anchor_mask = self._pad(rows[:, 0])
@@ -75,9 +76,9 @@ class EmbeddingData:
         return Batch(arrays, float(len(rows)))
 
     def _pad(self, numbers: Rows) -> tuple[Rows, Rows]:
-        """Return tokens of texts, padded on the right, and their mask; (texts, tokens)."""
+        """Return the tokens of texts, padded on the right, and their mask; both (texts, tokens)."""
         texts: list[Tokens] = [self.texts[number] for number in numbers.tolist()]
-        longest = max((len(each) for each in texts), default=1)
+        longest = max((len(tokens) for tokens in texts), default=1)
         width = min(-(-longest // PADDING_TOKENS) * PADDING_TOKENS, self.max_tokens)
         ids = np.full((len(texts), width), self.padding, np.int64)
         mask = np.zeros_like(ids)
@@ -88,33 +89,34 @@ class EmbeddingData:
 
 
 def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
-    """Read, encode and divide what the run spec names.
+    """Read, tokenize and split the data of a run spec.
 
     Raises:
-        DataError: Data or tokenizer cannot be used.
+        DataError: The data or the tokenizer cannot be used.
     """
     data = spec.data
-    found = read_text_groups(data)
-    valid = None if data.validation is None else read_text_groups(validation_data(data), found[0])
+    groups = read_text_groups(data)
+    validation = (
+        None if data.validation is None else read_text_groups(validation_data(data), groups[0])
+    )
     tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
     table = _TextTable()
-    groups = chain(found, valid or ())
-    rows = np.array([table.numbers(row) for row in groups], np.int64)
+    rows = np.array([table.numbers(row) for row in chain(groups, validation or ())], np.int64)
     texts, truncated = DiskArrays("<u4", np.int64), 0
     for ids, is_cut in encode_cut(tokenizer, table.texts, data.max_tokens):
         if not len(ids):
-            raise _without_tokens(
-                table.texts[len(texts)], len(texts), rows, chain(found, valid or ())
+            raise _no_tokens(
+                table.texts[len(texts)], len(texts), rows, chain(groups, validation or ())
             )
         texts.append(ids)
         truncated += is_cut
     rows = _first_with_tokens(texts)[rows]
-    if valid is None:
-        train, held_out = holdout.split(found.documents, spec.seed, data.holdout)
+    if validation is None:
+        train, held_out = holdout.split(groups.documents, spec.seed, data.holdout)
     else:
-        train, held_out = [*range(len(found))], [*range(len(found), len(rows))]
+        train, held_out = [*range(len(groups))], [*range(len(groups), len(rows))]
     padding = int(tokenizer.pad_token_id)
-    every = sampled_every(len(table.texts))
+    sampling_interval = sampled_every(len(table.texts))
     return EmbeddingData(
         tokenizer,
         texts,
@@ -125,45 +127,49 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
         data.max_tokens,
         digests={
             "tokenizer": digest_stored([texts], texts.lengths.tolist(), padding),
-            "data": documents_digest(found.documents),
-            **({} if valid is None else {"validation": documents_digest(valid.documents)}),
+            "data": documents_digest(groups.documents),
+            **(
+                {} if validation is None else {"validation": documents_digest(validation.documents)}
+            ),
         },
         notes={
             "distinct_texts": len(np.unique(rows)),
             "hard_negatives_per_pair": rows.shape[1] - 2,
-            "duplicates_removed": found.duplicates,
-            **bad_rows_note(found, valid),
+            "duplicates_removed": groups.duplicates,
+            **bad_rows_note(groups, validation),
             "texts_truncated": truncated,
-            "unknown_tokens_per_thousand": unknown_in(tokenizer, table.texts[::every]),
-            **({} if valid is None else overlap(found.documents, valid.documents)),
+            "unknown_tokens_per_thousand": unknown_in(tokenizer, table.texts[::sampling_interval]),
+            **({} if validation is None else overlap(groups.documents, validation.documents)),
         },
     )
 
 
-def _without_tokens(text: str, number: int, rows: Rows, groups: Iterator[TextGroup]) -> DataError:
-    """Make the error for a text of which the model would read nothing."""
+def _no_tokens(text: str, number: int, rows: Rows, groups: Iterator[TextGroup]) -> DataError:
+    """Return the error for a text without tokens."""
     row = int(np.nonzero((rows == number).any(axis=1))[0][0])
     location = next(islice(groups, row, None)).location
     return DataError(
-        f"{location}: expected text, got {cut_text(text, 40)!r}, of which the model's tokenizer "
-        "makes no token; leave the row out"
+        f"{location}: expected text, got {cut_text(text, 40)!r}, for which the model's tokenizer "
+        "returns no tokens; leave the row out"
     )
 
 
 def _first_with_tokens(texts: DiskArrays) -> Rows:
-    """Return for each text the number of the first one with the same tokens, (texts,).
+    """Return for each text the number of the first text with the same tokens, (texts,).
 
-    Texts that differ beyond `max_tokens`, or in a way that the tokenizer leaves out, are one text
-    to the model: none of them can be a negative of another.
+    Texts that differ only beyond `max_tokens`, or only in characters that the tokenizer drops, are
+    the same to the model, so that they cannot be negatives of each other.
     """
-    first: dict[bytes, int] = {}
+    numbers_by_digest: dict[bytes, int] = {}
     digests = (blake3(texts[number].tobytes()).digest() for number in range(len(texts)))
-    numbers = [first.setdefault(digest, number) for number, digest in enumerate(digests)]
+    numbers = [
+        numbers_by_digest.setdefault(digest, number) for number, digest in enumerate(digests)
+    ]
     return np.array(numbers, np.int64)
 
 
 class _TextTable:
-    """Distinct texts, numbered in the order in which they come."""
+    """Distinct texts, numbered in the order of their first occurrence."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

@@ -1,4 +1,4 @@
-"""Split samples into training and held-out ones: the same on every machine and in any order."""
+"""Split samples into training and evaluation, independent of machine and order of samples."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from protocol.exact.samples import permutation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedData:
-    """What a task makes of its data.
+    """A task's data, tokenized and split.
 
     Attributes:
-        tokenizer: The model's own.
-        train: Numbers of the training samples, rising, (samples,).
-        held_out: Numbers of the samples for evaluation, likewise.
-        digests: Of what was read and of its tokens, for the manifest.
-        notes: Counts, for the manifest.
+        tokenizer: The model's tokenizer.
+        train: Numbers of the training samples in ascending order, (samples,).
+        held_out: Numbers of the evaluation samples in ascending order, (samples,).
+        digests: Digests of the data and of its tokens, for the manifest.
+        notes: Counts for the manifest.
     """
 
     tokenizer: Any
@@ -35,15 +35,15 @@ class DividedData:
 
 
 def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], list[int]]:
-    """Return the numbers of the training and of the held-out samples, each rising.
+    """Return the numbers of the training and of the held-out samples, both in ascending order.
 
-    The samples with the smallest keyed hashes are held out, whatever their order. At least one
-    sample stays for training.
+    The samples with the smallest keyed hashes are held out, regardless of their order. At least one
+    sample remains for training.
 
     Args:
-        keys: What identifies each sample; like ones are beside each other in that order.
+        keys: The key of each sample; samples with equal keys are ranked by number.
         seed: The run's seed.
-        fraction: How much is held out, in [0, 1).
+        fraction: Share of the samples to hold out, in [0, 1).
     """
     count = held_out(len(keys), fraction)
     ranked = sorted(range(len(keys)), key=lambda i: (draws.key_of(seed, "holdout", keys[i]), i))
@@ -53,22 +53,22 @@ def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], l
 def split_by_class(
     keys: Sequence[str], classes: Sequence[Hashable], seed: int, fraction: float
 ) -> tuple[list[int], list[int]]:
-    """Split each class as `split` does, so that all have the same share held out.
+    """Split each class with `split`, so that the same share of each class is held out.
 
     Args:
-        keys: What identifies each sample.
-        classes: Of each sample.
+        keys: The key of each sample.
+        classes: The class of each sample.
         seed: The run's seed.
-        fraction: How much of each class is held out; at least one sample of each stays.
+        fraction: Share of each class to hold out; at least one sample of each class remains.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for number, name in enumerate(classes):
         members[name].append(number)
     train, held_out = list[int](), list[int]()
     for numbers in members.values():
-        kept, measured_on = split([keys[number] for number in numbers], seed, fraction)
-        train += (numbers[each] for each in kept)
-        held_out += (numbers[each] for each in measured_on)
+        train_indices, held_out_indices = split([keys[n] for n in numbers], seed, fraction)
+        train += (numbers[index] for index in train_indices)
+        held_out += (numbers[index] for index in held_out_indices)
     return sorted(train), sorted(held_out)
 
 
@@ -77,7 +77,7 @@ def evaluation_subset(samples: int, limit: int | None, seed: int) -> NDArray[np.
 
     Args:
         samples: Number of held-out samples.
-        limit: Most samples to evaluate; None for all.
+        limit: Maximum number of samples to evaluate; None for all.
         seed: The run's seed.
     """
     return np.sort(permutation(seed, 0, samples)[:limit])

@@ -29,27 +29,29 @@ from worker.data.language_data import bad_rows_note, digest_stored, overlap
 from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampled_every, unknown_in
 
 PADDING_TOKENS: Final = 16
-"""Texts are padded to a multiple of this: few shapes, little waste."""
-_PAIRS_AT_ONCE: Final = 256
+"""Batch widths are a multiple of this, as a compromise between shapes and padding."""
+_PAIRS_PER_CALL: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class LabeledSamples:
-    """Encoded texts with their targets.
+    """Tokenized texts with their targets.
 
-    A batch holds input_ids and attention_mask (samples, tokens), int64; of pairs token_type_ids,
-    too, where the tokenizer has them; labels, (samples,) int64 (single-label), (samples, classes)
-    float32 (multi-label) or (samples,) float32 (regression); and with class weights weights,
-    (samples,) float32. It is padded on the right to a multiple of `PADDING_TOKENS` of its longest
-    text. Its weight is the number of samples, or the sum of their weights.
+    A batch has input_ids and attention_mask, (samples, tokens) int64; for pairs also
+    token_type_ids, if the tokenizer has them; labels, (samples,) int64 (single-label), (samples,
+    classes) float32 (multi-label) or (samples,) float32 (regression); and with class weights also
+    weights, (samples,) float32. It is padded on the right to the length of its longest text,
+    rounded up to a multiple of `PADDING_TOKENS`. Its weight is the number of samples, or the sum of
+    their weights.
 
     Attributes:
-        tokens: Of each text.
-        types: Of each token, which text of a pair it is of; None where the model is not told.
-        targets: Of each text, as in a batch.
-        weights: Of each class, float32; None without class weights.
+        tokens: Tokens of each text.
+        types: For each token, the text of the pair to which it belongs; None if the model does not
+            use it.
+        targets: Target of each text, in the format of a batch.
+        weights: Weight of each class, float32; None without class weights.
         padding: The padding token.
-        max_tokens: The width of the widest batch.
+        max_tokens: Maximum width of a batch.
     """
 
     tokens: DiskArrays
@@ -60,11 +62,11 @@ class LabeledSamples:
     max_tokens: int
 
     def batch(self, rows: NDArray[np.int64]) -> Batch:
-        """Make a batch of these texts."""
+        """Build a batch of these texts."""
         texts = [self.tokens[row] for row in rows]
-        arrays = padded(texts, self.padding, self.max_tokens)
+        arrays = pad(texts, self.padding, self.max_tokens)
         if self.types is not None:
-            types = padded([self.types[row] for row in rows], 0, self.max_tokens)
+            types = pad([self.types[row] for row in rows], 0, self.max_tokens)
             arrays["token_type_ids"] = types["input_ids"]
         targets = self.targets[rows]
         arrays["labels"] = targets
@@ -76,22 +78,22 @@ class LabeledSamples:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Mean and deviation of numbers that a model learns."""
+    """Mean and standard deviation of regression targets."""
 
     mean: float = 0.0
     deviation: float = 1.0
 
     @staticmethod
     def of(numbers: NDArray[np.float64]) -> Scale:
-        """Measure numbers, (samples,).
+        """Measure the scale of numbers, (samples,).
 
         Raises:
-            DataError: All are equal.
+            DataError: All numbers are equal.
         """
         deviation = float(numbers.std())
         if not deviation > 0:
             raise DataError(
-                f"expected labels that differ, got {numbers[0]:g} alone in the training data; "
+                f"expected labels that differ, got only {numbers[0]:g} in the training data; "
                 "check data.label"
             )
         return Scale(float(numbers.mean()), deviation)
@@ -99,13 +101,13 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabeledTexts(holdout.DividedData):
-    """All that a run makes of its data.
+    """A run's data, tokenized and split.
 
     Attributes:
-        samples: Of training and evaluation data.
-        names: Of the classes, in the order of their numbers; of regression none.
-        sampling: How an epoch's training samples are drawn, by their class.
-        scale: Of numbers: a target times its deviation, plus its mean, is the number.
+        samples: Training and evaluation samples.
+        names: Names of the classes, by number; empty for regression.
+        sampling: How an epoch draws training samples by class; None for each sample once.
+        scale: Scale of regression targets: value = target * deviation + mean.
     """
 
     samples: LabeledSamples
@@ -115,38 +117,34 @@ class LabeledTexts(holdout.DividedData):
 
 
 def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
-    """Read, divide and encode what the run spec names.
+    """Read, split and tokenize the data of a run spec.
 
     Raises:
-        DataError: Data or tokenizer cannot be used.
+        DataError: The data or the tokenizer cannot be used.
     """
     section = spec.data
-    data, valid = _read(section)
-    train, held_out = (np.array(rows, np.int64) for rows in _divided(spec, data, valid))
+    data, validation = _read_data(section)
+    train, held_out = (np.array(rows, np.int64) for rows in _split(spec, data, validation))
     tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
     padding = int(tokenizer.pad_token_id)
-    texts = itertools.chain(data.texts, valid.texts)
-    where = partial(_location, data, valid)
+    texts = itertools.chain(data.texts, validation.texts)
+    location_of = partial(_location, data, validation)
     types = None
     if section.text_pair is None:
-        tokens, truncated = encoded(tokenizer, texts, section.max_tokens, where)
-        looked_at: Iterable[str] = data.texts[:: sampled_every(len(data.texts))]
+        tokens, truncated = encode_texts(tokenizer, texts, section.max_tokens, location_of)
+        sampled_texts: Iterable[str] = data.texts[:: sampled_every(len(data.texts))]
     else:
         pairs = [split_pair(text) for text in texts]
-        tokens, types, truncated = encode_pairs(tokenizer, pairs, section.max_tokens, where)
-        looked_at = itertools.chain(*pairs[:: sampled_every(len(pairs))])
-    targets = _targets(section.problem, [*data.labels, *valid.labels], len(data.names))
+        tokens, types, truncated = encode_pairs(tokenizer, pairs, section.max_tokens, location_of)
+        sampled_texts = itertools.chain(*pairs[:: sampled_every(len(pairs))])
+    targets = _targets(section.problem, [*data.labels, *validation.labels], len(data.names))
     scale = Scale.of(targets[train]) if section.standardize else Scale()
     if section.problem == "regression":
         targets = ((targets - scale.mean) / scale.deviation).astype(np.float32)
     weights = sampling = None
     notes: dict[str, int] = {}
     if section.problem == "single-label":
-        if len(np.unique(targets[train])) < 2:
-            raise DataError(
-                f"only {data.names[int(targets[train[0]])]!r} is left to train on, all other "
-                "labels are held out: give more samples of them, or lower data.holdout"
-            )
+        _check_labels(targets[train], data.names)
         weights = class_weights(section.class_weights, targets[train], data.names)
         chances = class_weights(section.sampling, targets[train], data.names)
         if chances is not None:
@@ -163,17 +161,26 @@ def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
         digests={
             "tokenizer": digest_stored([tokens], tokens.lengths.tolist(), padding),
             "data": data_digest(data),
-            **({"validation": data_digest(valid)} if valid.texts else {}),
+            **({"validation": data_digest(validation)} if validation.texts else {}),
         },
         notes={
             "duplicates_removed": data.duplicates,
-            **bad_rows_note(data, valid),
+            **bad_rows_note(data, validation),
             "texts_truncated": truncated,
-            "unknown_tokens_per_thousand": unknown_in(tokenizer, looked_at),
-            **(overlap(data.texts, valid.texts) if valid.texts else {}),
+            "unknown_tokens_per_thousand": unknown_in(tokenizer, sampled_texts),
+            **(overlap(data.texts, validation.texts) if validation.texts else {}),
             **notes,
         },
     )
+
+
+def _check_labels(labels: NDArray[np.int64], names: Sequence[str]) -> None:
+    if len(np.unique(labels)) < 2:
+        raise DataError(
+            "expected at least two labels in the training data, got only "
+            f"{names[int(labels[0])]!r}, as all samples of the others are held out; add samples of "
+            "them, or lower data.holdout"
+        )
 
 
 def _targets(problem: Problem, labels: Sequence[Any], classes: int) -> NDArray[Any]:
@@ -191,32 +198,36 @@ def encode_pairs(
     tokenizer: Any,
     pairs: Sequence[tuple[str, str]],
     max_tokens: int,
-    where: Callable[[int], str] = "pair {}".format,
+    location_of: Callable[[int], str] = "pair {}".format,
 ) -> tuple[DiskArrays, DiskArrays | None, int]:
-    """Encode pairs of texts with the model's own marks.
+    """Tokenize pairs of texts with the model's special tokens.
 
     Args:
-        tokenizer: Of the model.
-        pairs: Any number.
-        max_tokens: The longer text of a pair is cut until both have so many.
-        where: Where a pair stands, in words, by its number.
+        tokenizer: The model's tokenizer.
+        pairs: The pairs.
+        max_tokens: The longer text of a pair is truncated until both together have this length.
+        location_of: Returns the location of a pair, given its number.
 
     Returns:
-        The tokens; which text each is of, where the tokenizer says; how many pairs were cut.
+        The tokens; for each token the text to which it belongs, if the tokenizer reports it; and
+        the number of truncated pairs.
 
     Raises:
         DataError: A text of a pair is empty.
     """
     tokens, types = DiskArrays("<u4", np.int64), DiskArrays(np.uint8, np.int64)
     truncated, has_types = 0, False
-    for lo in range(0, len(pairs), _PAIRS_AT_ONCE):
-        some = pairs[lo : lo + _PAIRS_AT_ONCE]
-        for number, (first, second) in enumerate(some, start=lo):
-            if not first or not second:
-                raise DataError(f"{where(number)}: expected two texts, got an empty one")
+    for lo in range(0, len(pairs), _PAIRS_PER_CALL):
+        batch = pairs[lo : lo + _PAIRS_PER_CALL]
+        for number, texts in enumerate(batch, start=lo):
+            if not all(texts):
+                raise DataError(
+                    f"{location_of(number)}: expected two texts, got an empty one; leave the row "
+                    "out"
+                )
         encodings_of_pairs = tokenizer(
-            [first for first, _ in some],
-            [second for _, second in some],
+            [first for first, _ in batch],
+            [second for _, second in batch],
             truncation="longest_first",
             max_length=max_tokens,
         )
@@ -230,28 +241,28 @@ def encode_pairs(
     return tokens, types if has_types else None, truncated
 
 
-def _read(data: DataSpec) -> tuple[LabeledText, LabeledText]:
-    """Read the training data and the evaluation data, which is empty if there is none."""
-    found = read_labeled_text(data)
+def _read_data(data: DataSpec) -> tuple[LabeledText, LabeledText]:
+    """Read the training data and the validation data, which is empty if there is none."""
+    training = read_labeled_text(data)
     if data.validation is None:
-        return found, LabeledText((), (), found.names)
-    return found, read_labeled_text(validation_data(data), found.names)
+        return training, LabeledText((), (), training.names)
+    return training, read_labeled_text(validation_data(data), training.names)
 
 
-def _divided(
-    spec: ClassifyRun, data: LabeledText, valid: LabeledText
+def _split(
+    spec: ClassifyRun, data: LabeledText, validation: LabeledText
 ) -> tuple[list[int], list[int]]:
-    """Return the numbers of the training samples and of those for evaluation."""
+    """Return the numbers of the training samples and of the evaluation samples."""
     if spec.data.stratify:
         return holdout.split_by_class(data.texts, data.labels, spec.seed, spec.data.holdout)
     if spec.data.validation is None:
         return holdout.split(data.texts, spec.seed, spec.data.holdout)
-    trained = len(data.texts)
-    return [*range(trained)], [*range(trained, trained + len(valid.texts))]
+    count = len(data.texts)
+    return [*range(count)], [*range(count, count + len(validation.texts))]
 
 
-def padded(texts: Sequence[Tokens], padding: int, max_tokens: int) -> dict[str, NDArray[Any]]:
-    """Return input_ids and attention_mask, as wide as the longest text needs."""
+def pad(texts: Sequence[Tokens], padding: int, max_tokens: int) -> dict[str, NDArray[Any]]:
+    """Return input_ids and attention_mask, padded to the longest text."""
     longest = max((len(text) for text in texts), default=1)
     width = min(-(-longest // PADDING_TOKENS) * PADDING_TOKENS, max_tokens)
     ids = np.full((len(texts), width), padding, np.int64)
@@ -263,22 +274,22 @@ def padded(texts: Sequence[Tokens], padding: int, max_tokens: int) -> dict[str, 
 
 
 def class_weights(
-    asked: ClassWeights | None, labels: NDArray[np.int64], names: Sequence[str]
+    setting: ClassWeights | None, labels: NDArray[np.int64], names: Sequence[str]
 ) -> Array | None:
     """Return the weight of each class, float32.
 
     Args:
-        asked: `balanced`: samples / (classes * samples of the class), so that every class has
+        setting: `balanced`: samples / (classes * samples of the class), so that every class has
             the same total weight; or weights by name, 1 for the others.
-        labels: Of the training samples.
-        names: Of the classes, in the order of their numbers.
+        labels: Labels of the training samples.
+        names: Names of the classes, by number.
 
     Raises:
-        DataError: A class has no training sample to balance.
+        DataError: A class has no training sample.
     """
-    if asked is None:
+    if setting is None:
         return None
-    if asked == "balanced":
+    if setting == "balanced":
         counts = np.bincount(labels, minlength=len(names))
         if not counts.all():
             raise DataError(
@@ -286,16 +297,16 @@ def class_weights(
                 f"{names[int(counts.argmin())]!r}; add some, or lower data.holdout"
             )
         return (len(labels) / (len(names) * counts)).astype(np.float32)
-    return np.array([asked.get(name, 1.0) for name in names], np.float32)
+    return np.array([setting.get(name, 1.0) for name in names], np.float32)
 
 
-def _location(data: LabeledText, valid: LabeledText, number: int) -> str:
-    """Return file and row of a text."""
+def _location(data: LabeledText, validation: LabeledText, number: int) -> str:
+    """Return the file and row of a text."""
     training_samples = len(data.texts)
     return (
         data.locations[number]
         if number < training_samples
-        else valid.locations[number - training_samples]
+        else validation.locations[number - training_samples]
     )
 
 
@@ -317,10 +328,10 @@ def _label_notes(
     return notes
 
 
-def encoded(
+def encode_texts(
     tokenizer: Any, texts: Iterable[str], max_tokens: int, location_of: Callable[[int], str]
 ) -> tuple[DiskArrays, int]:
-    """Return the tokens of each text, on disk, and how many texts were truncated."""
+    """Return the tokens of each text, on disk, and the number of truncated texts."""
     tokens, truncated = DiskArrays("<u4", np.int64), 0
     for ids, was_cut in encode_cut(tokenizer, texts, max_tokens, location_of):
         tokens.append(ids)
@@ -329,14 +340,14 @@ def encoded(
 
 
 def data_digest(data: LabeledText) -> str:
-    """Return the digest of texts, labels and names: of their JSON, streamed."""
+    """Return the digest of texts, labels and names, computed from their JSON as a stream."""
     parts = (np.frombuffer(part.encode(), np.uint8) for part in _document(data))
     size = sum(map(len, _document(data)))
     return digest_arrays({"document": Streamed(np.dtype(np.uint8), (size,), parts)})
 
 
 def _document(data: LabeledText) -> Iterator[str]:
-    """Yield the JSON as `json.dumps` writes it, in ASCII."""
+    """Yield the JSON in pieces, as `json.dumps` writes it in ASCII."""
     yield "[["
     for number, text in enumerate(data.texts):
         yield ", " * (number > 0) + json.dumps(text)

@@ -1,7 +1,7 @@
-"""Pack several pieces of text into samples of fixed length, so that almost nothing is padding.
+"""Pack several pieces of text into each sample of fixed length, with little padding.
 
 A piece is a conversation, or a document of running text, which is cut if it is longer than a
-sample. Pieces of one sample do not attend to each other, and the positions of each start at zero:
+sample. The pieces of a sample do not attend to each other, and the positions of each start at zero:
 see `check_packing`.
 """
 
@@ -20,12 +20,12 @@ from torch import nn
 from backends.base.interface import Batch
 from protocol.base.errors import DataError
 from protocol.exact.samples import permutation
-from worker.data.chat_template import Counted
+from worker.data.chat_template import LossMask
 from worker.models.tokens import NOTHING, Tokens
 
-_PROBED: Final = 8
-"""Tokens of each of two documents that show whether a model keeps them apart."""
-_ALIKE_WITHIN: Final = 1e-4
+_PROBE_TOKENS: Final = 8
+"""Tokens of each of two documents that are used to test a model's isolation of documents."""
+_TOLERANCE: Final = 1e-4
 
 
 class Pieces(Protocol):
@@ -38,43 +38,44 @@ class Pieces(Protocol):
     def piece(self, number: int) -> tuple[Tokens, Tokens]:
         """Return input tokens and labels of a piece, both (lengths[number],)."""
 
-    def sample(self, number: int) -> tuple[Tokens, Counted]:
+    def sample(self, number: int) -> tuple[Tokens, LossMask]:
         """Return the tokens of a piece, and which of them have loss."""
 
 
-def packed(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
-    """Assign pieces to samples: each to the sample with the least room that still holds it.
+def pack_pieces(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
+    """Assign each piece to the sample with the least remaining room that it fits.
 
-    Best-fit decreasing, pieces of one length in an order drawn by the seed: at most 11/9 of the
-    smallest possible number of samples (Johnson 1974, doi:10.1137/0203025).
+    This is best-fit decreasing; pieces of equal length are in an order drawn with the seed. It
+    needs at most about 11/9 of the smallest possible number of samples (Johnson 1974,
+    doi:10.1137/0203025).
 
     Args:
-        lengths: Of the pieces, each at most `capacity`.
-        capacity: Tokens of a sample.
-        seed: The run's.
+        lengths: Lengths of the pieces, each at most `capacity`.
+        capacity: Number of tokens of a sample.
+        seed: The run's seed.
     """
     order = permutation(seed, 0, len(lengths))
     ranked = order[np.argsort(-lengths[order], kind="stable")]
     packs: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms: list[int] = []  # rising; those that some pack has left
+    rooms: list[int] = []  # remaining rooms of all packs, distinct and ascending
     for number in ranked.tolist():
         length = int(lengths[number])
-        at = bisect_left(rooms, length)
-        if at == len(rooms):
+        index = bisect_left(rooms, length)
+        if index == len(rooms):
             room, pack = capacity, len(packs)
             packs.append([])
         else:
-            room = rooms[at]
+            room = rooms[index]
             pack = with_room[room].pop()
             if not with_room[room]:
-                del rooms[at]
+                del rooms[index]
         packs[pack].append(number)
-        free = room - length
-        if free:
-            if not with_room[free]:
-                insort(rooms, free)
-            with_room[free].append(pack)
+        room_left = room - length
+        if room_left:
+            if not with_room[room_left]:
+                insort(rooms, room_left)
+            with_room[room_left].append(pack)
     return packs
 
 
@@ -83,8 +84,8 @@ class PackedSamples:
     """Samples of several pieces, padded at the end.
 
     Attributes:
-        pieces: All of them.
-        packs: The pieces of each sample.
+        pieces: All pieces.
+        packs: Numbers of the pieces of each sample.
         length: `data.max_tokens`.
     """
 
@@ -95,55 +96,61 @@ class PackedSamples:
     @staticmethod
     def of(pieces: Pieces, length: int, seed: int) -> PackedSamples:
         """Pack all pieces."""
-        return PackedSamples(pieces, packed(pieces.lengths, length, seed), length)
+        return PackedSamples(pieces, pack_pieces(pieces.lengths, length, seed), length)
 
     def __len__(self) -> int:
         return len(self.packs)
 
     def batch(self, rows: NDArray[np.int64] | slice) -> Batch:
-        """Make a batch of input_ids, labels and position_ids, (samples, tokens): see `Samples`."""
+        """Build a batch of input_ids, labels and position_ids, (samples, tokens); see `Samples`."""
         numbers = np.arange(len(self))[rows].tolist()
         inputs = np.zeros((len(numbers), self.length), np.int64)
         labels = np.full((len(numbers), self.length), NOTHING, np.int64)
         positions = np.zeros((len(numbers), self.length), np.int64)
         for row, number in enumerate(numbers):
-            at = 0
-            for each in self.packs[number]:
-                read, predicted = self.pieces.piece(each)
-                span = slice(at, at + len(read))
-                inputs[row, span], labels[row, span] = read, predicted
-                positions[row, span] = np.arange(len(read))
-                at += len(read)
+            offset = 0
+            for piece in self.packs[number]:
+                piece_inputs, piece_labels = self.pieces.piece(piece)
+                span = slice(offset, offset + len(piece_inputs))
+                inputs[row, span], labels[row, span] = piece_inputs, piece_labels
+                positions[row, span] = np.arange(len(piece_inputs))
+                offset += len(piece_inputs)
         weight = float(np.count_nonzero(labels != NOTHING))
         arrays = {"input_ids": inputs, "labels": labels, "position_ids": positions}
         return Batch(arrays, weight)
 
-    def sample(self, number: int) -> tuple[Tokens, Counted]:
-        """See `Samples`: the pieces are concatenated."""
-        parts = [self.pieces.sample(each) for each in self.packs[number]]
+    def sample(self, number: int) -> tuple[Tokens, LossMask]:
+        """Return the concatenated pieces of a sample; see `Samples`."""
+        parts = [self.pieces.sample(piece) for piece in self.packs[number]]
         return np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts])
 
 
 def check_packing(module: nn.Module, vocabulary: int, options: Mapping[str, Any]) -> None:
-    """Check that a model computes packed documents as it computes each alone.
+    """Check that a model gives packed documents the same logits as separate ones.
 
     Raises:
-        DataError: It takes no position_ids, or lets documents attend to each other.
+        DataError: The model takes no position_ids, or lets documents attend to each other.
     """
-    documents = torch.arange(2 * _PROBED).reshape(2, _PROBED) * 7919 % vocabulary
-    positions = torch.arange(_PROBED).repeat(2)
+    documents = torch.arange(2 * _PROBE_TOKENS).reshape(2, _PROBE_TOKENS) * 7919 % vocabulary
+    positions = torch.arange(_PROBE_TOKENS).repeat(2)
     try:
         with torch.no_grad():
             module.eval()
-            alone = module(input_ids=documents, **options).logits
-            together = module(
+            separate_logits = module(input_ids=documents, **options).logits
+            packed_logits = module(
                 input_ids=documents.reshape(1, -1), position_ids=positions[None], **options
             ).logits
     except (TypeError, ValueError) as error:
-        raise DataError(f"this model takes no positions, so {_REMEDY} ({error})") from None
-    difference = float((alone.reshape(together.shape) - together).abs().max())
-    if not difference <= _ALIKE_WITHIN * float(alone.abs().max()):
-        raise DataError(f"this model lets documents of one sample see one another, so {_REMEDY}")
+        raise DataError(
+            f"expected a model that takes position_ids for packing, got one that does not: "
+            f"{_REMEDY} ({error})"
+        ) from None
+    difference = float((separate_logits.reshape(packed_logits.shape) - packed_logits).abs().max())
+    if not difference <= _TOLERANCE * float(separate_logits.abs().max()):
+        raise DataError(
+            "expected a model that keeps the documents of a sample apart for packing, got one that "
+            f"lets them attend to each other: {_REMEDY}"
+        )
 
 
-_REMEDY: Final = "they cannot be packed: --set data.packing=false"
+_REMEDY: Final = "--set data.packing=false"

@@ -1,4 +1,4 @@
-"""Samples whose labels are sequences of tokens: tags of words, or the text to be made of a text."""
+"""Samples whose labels are sequences: tags of words, or the target text of a source text."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from worker.data.language_data import bad_rows_note, digest_stored, documents_di
 from worker.models.tokens import NOTHING, Tokens, load_tokenizer, sampled_every, unknown_in
 
 _PADDING_TOKENS: Final = 16
-"""Batches are padded to a multiple of this: few shapes, little waste."""
+"""Batch widths are a multiple of this, as a compromise between shapes and padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceData(holdout.DividedData):
-    """All that a run makes of its data.
+    """A run's data, tokenized and split.
 
     Attributes:
-        inputs: Tokens that the model reads, of each row.
-        labels: Of tags: the label of each token that begins a word, else `NOTHING`. Of pairs: the
-            tokens of the target, with the end token.
+        inputs: Input tokens of each row.
+        labels: For tags, the label of each token that begins a word, and `NOTHING` for others. For
+            pairs, the tokens of the target with the end token.
         padding: The padding token.
-        max_tokens: The width of the widest batch.
-        names: Of the tags, by number; of pairs none.
+        max_tokens: Maximum width of a batch.
+        names: Names of the tags, by number; empty for pairs.
     """
 
     inputs: DiskArrays
@@ -50,7 +50,7 @@ class SequenceData(holdout.DividedData):
     names: tuple[str, ...]
 
     def batch(self, rows: NDArray[np.int64]) -> Batch:
-        """input_ids, attention_mask and labels, int64, each padded on the right.
+        """Build a batch of input_ids, attention_mask and labels, int64, padded on the right.
 
         labels are as wide as input_ids for tags, and as wide as the longest target for pairs. The
         weight is the number of labels.
@@ -59,81 +59,87 @@ class SequenceData(holdout.DividedData):
         labels = [self.labels[row] for row in rows]
         width = self._width(inputs)
         arrays = {
-            "input_ids": _padded(inputs, width, self.padding),
-            "attention_mask": _padded([np.ones_like(each) for each in inputs], width, 0),
-            "labels": _padded(labels, width if self.names else self._width(labels), NOTHING),
+            "input_ids": _pad(inputs, width, self.padding),
+            "attention_mask": _pad([np.ones_like(tokens) for tokens in inputs], width, 0),
+            "labels": _pad(labels, width if self.names else self._width(labels), NOTHING),
         }
         return Batch(arrays, float(np.count_nonzero(arrays["labels"] != NOTHING)))
 
     def _width(self, arrays: Sequence[Tokens]) -> int:
-        longest = max((len(each) for each in arrays), default=1)
+        longest = max((len(tokens) for tokens in arrays), default=1)
         return min(-(-longest // _PADDING_TOKENS) * _PADDING_TOKENS, self.max_tokens)
 
     @property
     def highest(self) -> int:
-        """Of all tokens that are read."""
+        """The largest input token or padding token."""
         return max(self.padding, self.inputs.highest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairData(SequenceData):
-    """Texts with the texts they become.
+    """Source and target texts.
 
     Attributes:
-        pairs: As they were read, by number.
+        pairs: Returns the pair of a row as it was read.
     """
 
     pairs: Callable[[int], TextPair]
 
     def target(self, row: int) -> str:
-        """Return the text of a target, whole."""
+        """Return the target text of a row, not truncated."""
         return self.pairs(row).target
 
 
-def _padded(arrays: Sequence[Tokens], width: int, filler: int) -> NDArray[np.int64]:
-    made = np.full((len(arrays), width), filler, np.int64)
+def _pad(arrays: Sequence[Tokens], width: int, filler: int) -> NDArray[np.int64]:
+    matrix = np.full((len(arrays), width), filler, np.int64)
     for row, values in enumerate(arrays):
-        made[row, : len(values)] = values
-    return made
+        matrix[row, : len(values)] = values
+    return matrix
 
 
 def read_tagged_data(spec: TagRun) -> SequenceData:
-    """Read, encode and divide words with tags.
+    """Read, tokenize and split words with tags.
 
     Raises:
         DataError: Data or tokenizer cannot be used.
     """
-    found = read_tagged_words(spec.data)
-    valid = None if spec.data.validation is None else read_tagged_words(validation_data(spec.data))
-    names = tuple(sorted({tag for row in found for tag in row.tags}))
+    rows = read_tagged_words(spec.data)
+    validation_rows = (
+        None if spec.data.validation is None else read_tagged_words(validation_data(spec.data))
+    )
+    names = tuple(sorted({tag for row in rows for tag in row.tags}))
     number = {name: index for index, name in enumerate(names)}
     tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
 
-    def encoded(row: TaggedWords) -> tuple[Tokens, Tokens, bool]:
-        unknown = {*row.tags} - number.keys()
-        if unknown:
+    def encode_row(row: TaggedWords) -> tuple[Tokens, Tokens, bool]:
+        unknown_tags = {*row.tags} - number.keys()
+        if unknown_tags:
             raise DataError(
-                f"{row.location}: expected a tag of the training data, got {min(unknown)!r}; there "
-                f"are {', '.join(names[:10])}"
+                f"{row.location}: expected a tag of the training data "
+                f"({', '.join(names[:10])}), got {min(unknown_tags)!r}; correct it, or add "
+                "training rows with it"
             )
         ids, words, is_cut = encode_words(tokenizer, row.words, spec.data.max_tokens)
         tags = np.array([number[tag] for tag in row.tags], np.int64)
         return ids, np.where(words >= 0, tags[np.maximum(words, 0)], NOTHING), is_cut
 
-    texts = (" ".join(row.words) for row in found)
-    return _divided(spec, tokenizer, found, valid, encoded, texts=texts, names=names)
+    texts = (" ".join(row.words) for row in rows)
+    return _encode_and_split(
+        spec, tokenizer, rows, validation_rows, encode_row, texts=texts, names=names
+    )
 
 
 def encode_words(
     tokenizer: Any, words: Sequence[str], max_tokens: int
 ) -> tuple[Tokens, NDArray[np.int64], bool]:
-    """Encode words with spaces between them.
+    """Tokenize words, joined by spaces.
 
     Returns:
-        The tokens; for each the number of the word that it begins, or -1; whether they were cut.
+        The tokens; for each token the number of the word that it begins, or -1; and whether words
+        were truncated.
 
     Raises:
-        DataError: The tokenizer does not say where its tokens stand in a text.
+        DataError: The tokenizer does not report offsets.
     """
     if not tokenizer.is_fast:
         raise DataError(
@@ -141,75 +147,81 @@ def encode_words(
             "model with a tokenizer.json"
         )
     text = " ".join(words)
-    made = tokenizer(
+    encoding = tokenizer(
         text, truncation=True, max_length=max_tokens, return_offsets_mapping=True, verbose=False
     )
     starts = np.cumsum([0, *(len(word) + 1 for word in words)])
-    numbers = np.full(len(made["input_ids"]), -1, np.int64)
-    last = -1
-    for at, (begin, end) in enumerate(made["offset_mapping"]):
+    numbers = np.full(len(encoding["input_ids"]), -1, np.int64)
+    last_word = -1
+    for position, (begin, end) in enumerate(encoding["offset_mapping"]):
         if not text[begin:end].strip():
-            continue  # a mark, or a space alone
+            continue  # a special token, or only a space
         word = int(np.searchsorted(starts, end - 1, "right")) - 1
-        if word > last:
-            numbers[at] = last = word
-    is_cut = last + 1 < len(words)
-    return np.array(made["input_ids"], np.int64), numbers, is_cut
+        if word > last_word:
+            numbers[position] = last_word = word
+    is_cut = last_word + 1 < len(words)
+    return np.array(encoding["input_ids"], np.int64), numbers, is_cut
 
 
 def read_pair_data(spec: Seq2SeqRun) -> PairData:
-    """Read, encode and divide texts with the texts they become.
+    """Read, tokenize and split source and target texts.
 
     Raises:
         DataError: Data or tokenizer cannot be used.
     """
-    found = read_text_pairs(spec.data)
-    valid = None if spec.data.validation is None else read_text_pairs(validation_data(spec.data))
+    rows = read_text_pairs(spec.data)
+    validation_rows = (
+        None if spec.data.validation is None else read_text_pairs(validation_data(spec.data))
+    )
     tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
-    how: dict[str, Any] = {"truncation": True, "max_length": spec.data.max_tokens, "verbose": False}
+    options: dict[str, Any] = {
+        "truncation": True,
+        "max_length": spec.data.max_tokens,
+        "verbose": False,
+    }
 
-    def encoded(row: TextPair) -> tuple[Tokens, Tokens, bool]:
-        source = tokenizer(row.source, **how)
-        target = tokenizer(text_target=row.target, **how)
-        is_cut = any(each.encodings and each.encodings[0].overflowing for each in (source, target))
-        ids = (np.array(each["input_ids"], np.int64) for each in (source, target))
+    def encode_row(row: TextPair) -> tuple[Tokens, Tokens, bool]:
+        source = tokenizer(row.source, **options)
+        target = tokenizer(text_target=row.target, **options)
+        is_cut = any(e.encodings and e.encodings[0].overflowing for e in (source, target))
+        ids = (np.array(encoding["input_ids"], np.int64) for encoding in (source, target))
         return next(ids), next(ids), is_cut
 
-    texts = (text for row in found for text in (row.source, row.target))
-    data = _divided(spec, tokenizer, found, valid, encoded, texts=texts)
+    texts = (text for row in rows for text in (row.source, row.target))
+    data = _encode_and_split(spec, tokenizer, rows, validation_rows, encode_row, texts=texts)
 
     def pair(row: int) -> TextPair:
-        if valid is None or row < len(found):
-            return found[row]
-        return valid[row - len(found)]
+        if validation_rows is None or row < len(rows):
+            return rows[row]
+        return validation_rows[row - len(rows)]
 
-    fields = {each.name: getattr(data, each.name) for each in dataclasses.fields(data)}
+    fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
     return PairData(**fields, pairs=pair)
 
 
-def _divided(
+def _encode_and_split(
     spec: ModelRun,
     tokenizer: Any,
-    found: DistinctRows[Any],
-    valid: DistinctRows[Any] | None,
-    encoded: Callable[[Any], tuple[Tokens, Tokens, bool]],
+    rows: DistinctRows[Any],
+    validation: DistinctRows[Any] | None,
+    encode: Callable[[Any], tuple[Tokens, Tokens, bool]],
     *,
     texts: Iterator[str],
     names: tuple[str, ...] = (),
 ) -> SequenceData:
     inputs, labels = DiskArrays("<u4", np.int64), DiskArrays("<i4", np.int64)
     truncated = 0
-    for rows in (found, *([] if valid is None else [valid])):
-        for row in rows:
-            ids, targets, is_cut = encoded(row)
+    for source in (rows, *([] if validation is None else [validation])):
+        for row in source:
+            ids, targets, is_cut = encode(row)
             inputs.append(ids)
             labels.append(targets)
             truncated += is_cut
-    if valid is None:
-        train, held_out = holdout.split(found.documents, spec.seed, spec.data.holdout)
+    if validation is None:
+        train, held_out = holdout.split(rows.documents, spec.seed, spec.data.holdout)
     else:
-        train, held_out = [*range(len(found))], [*range(len(found), len(found) + len(valid))]
-    every = sampled_every(len(found))
+        train, held_out = [*range(len(rows))], [*range(len(rows), len(rows) + len(validation))]
+    sampling_interval = sampled_every(len(rows))
     padding = int(tokenizer.pad_token_id)
     return SequenceData(
         tokenizer=tokenizer,
@@ -223,16 +235,18 @@ def _divided(
         digests={
             "tokenizer": digest_stored([inputs], inputs.lengths.tolist(), padding),
             "labels": digest_stored([labels], labels.lengths.tolist(), len(names)),
-            "data": documents_digest(found.documents),
-            **({} if valid is None else {"validation": documents_digest(valid.documents)}),
+            "data": documents_digest(rows.documents),
+            **(
+                {} if validation is None else {"validation": documents_digest(validation.documents)}
+            ),
         },
         notes={
-            "duplicates_removed": found.duplicates,
-            **bad_rows_note(found, valid),
+            "duplicates_removed": rows.duplicates,
+            **bad_rows_note(rows, validation),
             "texts_truncated": truncated,
             "unknown_tokens_per_thousand": unknown_in(
-                tokenizer, (text for n, text in enumerate(texts) if n % every == 0)
+                tokenizer, (text for n, text in enumerate(texts) if n % sampling_interval == 0)
             ),
-            **({} if valid is None else overlap(found.documents, valid.documents)),
+            **({} if validation is None else overlap(rows.documents, validation.documents)),
         },
     )

@@ -1,4 +1,4 @@
-"""What a teacher said of each token: read where a capture or another tool left it, shown, learned.
+"""A teacher's captured logits: read, shown, and used in the distillation loss.
 
 Imports nothing else of the worker. Start with `captured_samples`, then `distillation_loss`.
 """

@@ -1,4 +1,4 @@
-"""Find a coordinator's address: in the file it publishes, or on this machine."""
+"""Find a coordinator's address in the file that it publishes, or on this machine."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from protocol.wire.address_file import read_address_file
 
 HERE: Final = ("127.0.0.1", 9000)
 """The default address of a coordinator on this machine."""
-_LOOK_EVERY_S: Final = 0.5
-_TELL_EVERY_S: Final = 10.0
+_POLL_INTERVAL_S: Final = 0.5
+_REPORT_INTERVAL_S: Final = 10.0
 
 
 async def find_in_file(
-    path: Path, retry_for_s: float, tell: Callable[[str], None]
+    path: Path, retry_for_s: float, print_line: Callable[[str], None]
 ) -> tuple[str, int]:
     """Wait until the file names a coordinator; return host and port of its nearest address.
 
     Args:
         path: The coordinator's `--address-file`.
-        retry_for_s: How long to wait for it.
-        tell: Prints a line.
+        retry_for_s: How long to wait for the file.
+        print_line: Prints a line.
 
     Raises:
         Unreachable: The file did not appear in time, or cannot be read.
     """
     since_s = time.monotonic()
-    told_s = since_s
+    next_report_s = since_s
     while True:
         problem = "there is no such file"
         try:
@@ -53,41 +53,41 @@ async def find_in_file(
                 f"{problem}; start one with the same --address-file, on a file system that both "
                 "machines share"
             )
-        if time.monotonic() >= told_s:
-            told_s = time.monotonic() + _TELL_EVERY_S
-            tell(
+        if time.monotonic() >= next_report_s:
+            next_report_s = time.monotonic() + _REPORT_INTERVAL_S
+            print_line(
                 f"waiting for a coordinator's address in {str(path)!r}: {problem}; giving up in "
                 f"{retry_for_s - waited_s:.0f} s"
             )
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 def nearest(hosts: Iterable[str]) -> str:
-    """Return the host whose address has the longest common prefix with the local source address.
+    """Return the host whose address has the longest common prefix with this machine's address.
 
-    Addresses of this machine and host names rank last: bridges have the same address on every
-    machine.
+    Addresses of this machine rank last, because bridges have the same address on every machine.
+    Host names rank last, too.
     """
     return max(hosts, key=_closeness)
 
 
 def _closeness(address: str) -> int:
     try:
-        there = ipaddress.ip_address(address)
+        remote = ipaddress.ip_address(address)
     except ValueError:
         return -1
-    family = socket.AF_INET6 if there.version == 6 else socket.AF_INET
+    family = socket.AF_INET6 if remote.version == 6 else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends no packet; only selects the route
-        here = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
-        if here == there:
+        local = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+        if local == remote:
             return 0
-        return there.max_prefixlen - (int(here) ^ int(there)).bit_length()
+        return remote.max_prefixlen - (int(local) ^ int(remote)).bit_length()
     return -1
 
 
 def has_listener(host: str, port: int) -> bool:
-    """Return whether a local server listens on this address, without connecting to it."""
+    """Return whether a server on this machine listens at this address, without connecting."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

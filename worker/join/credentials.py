@@ -1,9 +1,9 @@
-"""A worker's credentials: its own key, else the join token.
+"""A worker's credentials: its key, or else the join token.
 
 The token comes from `--token-file` (or `$SAMESTEP_TOKEN_FILE`), `$SAMESTEP_TOKEN`, systemd's
 `$CREDENTIALS_DIRECTORY/join.token`, or the file of a coordinator of the same user on this machine;
 never from an argument, which every user of a machine can read. Files are reread at each attempt, so
-a changed token applies at once; while a file is missing or damaged, the token read last is used.
+a changed token applies at once; while a file is missing or damaged, the last token is used.
 After the first join the coordinator issues a key, which is stored in `worker/` below `state_home()`
 by the fingerprint of the coordinator's certificate.
 """
@@ -25,7 +25,7 @@ from protocol.wire.authentication import NO_CERTIFICATE
 from protocol.wire.join_token import JoinToken
 
 _CREDENTIAL: Final = "join.token"
-_HOW: Final = (
+_ADVICE: Final = (
     "print the current token on its machine with `coordinator token show`, and give it to the "
     "worker as --token-file FILE or SAMESTEP_TOKEN"
 )
@@ -35,8 +35,8 @@ class WorkerCredentials:
     """Selects the secret for the coordinator that answers at an address.
 
     Args:
-        token_file: The user's `--token-file`; None to search the other places listed above.
-        plaintext: Connect without TLS; then keys are not used, only a token.
+        token_file: The user's `--token-file`; None to search the other sources listed above.
+        plaintext: Whether to connect without TLS; only a token is used then, no key.
         environment: `SAMESTEP_TOKEN` is removed from it, so that child processes do not inherit it.
 
     Raises:
@@ -74,12 +74,12 @@ class WorkerCredentials:
                 neither token nor key.
             UsageError: A file cannot be used.
         """
-        token = self._present_token()
+        token = self._current_token()
         self._last_key_file = None
         if certificate is None:
             if token is None:
                 self._raise_token_problem()
-                raise NotAuthorized(f"this worker has no join token; {_HOW}")
+                raise NotAuthorized(f"this worker has no join token; {_ADVICE}")
             return token.secret, False
         if token is not None and token.fingerprint == certificate:
             return self._key(certificate, name) or (token.secret, False)
@@ -91,18 +91,18 @@ class WorkerCredentials:
             if fault := key_fault(path := self._key_file(certificate, name)):
                 raise NotAuthorized(
                     f"this worker has no join token, and its key in {str(path)!r} {fault}; restore "
-                    f"that file from a backup, or join with a token, which replaces it: {_HOW}"
+                    f"that file from a backup, or join with a token, which replaces it: {_ADVICE}"
                 )
             raise NotAuthorized(
-                f"this worker has no join token, and under the name {name!r} no key; keys are "
-                "stored by name: use the name under which it joined before (--name), or a token: "
-                f"{_HOW}"
+                f"this worker has no join token, and no key for the name {name!r}; keys are stored "
+                "by name: use the name with which it joined before (--name), or a token: "
+                f"{_ADVICE}"
             )
         raise NotAuthorized(
-            f"expected the certificate {_short(token.fingerprint)} that the join token names, got "
-            f"{_short(certificate)}: the token is outdated (the coordinator has a new "
+            f"expected the certificate {_short_hex(token.fingerprint)} that the join token names, "
+            f"got {_short_hex(certificate)}: the token is outdated (the coordinator has a new "
             "certificate), belongs to another coordinator, or someone intercepts the connection; "
-            f"{_HOW}"
+            f"{_ADVICE}"
         )
 
     def is_for(self, certificate: bytes, name: str) -> bool:
@@ -117,7 +117,7 @@ class WorkerCredentials:
         """
         if not certificate or self.plaintext:
             return False
-        token = self._present_token()
+        token = self._current_token()
         is_in_token = token is not None and token.fingerprint == certificate
         return is_in_token or self._key(certificate, name) is not None
 
@@ -131,12 +131,12 @@ class WorkerCredentials:
         try:
             write_secret(path, key.hex() + "\n")
         except UsageError as error:
-            return f"the key for the next start could not be stored; the token will do: {error}"
+            return f"the key could not be stored, so the next start needs the token: {error}"
         return ""
 
     def try_token_next(self) -> bool:
         """Drop a refused key; return whether there is a token to try instead."""
-        if self._last_key_file is None or self._present_token() is None:
+        if self._last_key_file is None or self._current_token() is None:
             return False
         self._refused_keys.add(self._last_key_file)
         return True
@@ -158,7 +158,7 @@ class WorkerCredentials:
                 return True, lambda: _from_systemd(credential)
         return False, lambda: _from_file(join_token_file(home), must_exist=False)
 
-    def _present_token(self) -> JoinToken | None:
+    def _current_token(self) -> JoinToken | None:
         """Reread and return the token; the last one while its file is missing or damaged.
 
         Raises:
@@ -239,5 +239,5 @@ def _from_systemd(path: Path) -> JoinToken:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
-def _short(fingerprint: bytes) -> str:
+def _short_hex(fingerprint: bytes) -> str:
     return f"{fingerprint.hex()[:16]}..."

@@ -1,8 +1,8 @@
-"""A handshake that stops one message short, to test whether this worker could join.
+"""Test whether this worker could join, with a handshake that stops before the last message.
 
-The coordinator proves itself first, with the secret that the worker would use. So its Challenge
-shows that both have the same secret, without a join: no name is assigned, no key is issued, and no
-run is affected.
+The coordinator authenticates itself first, with the secret that the worker would use. Its Challenge
+thus proves that both have the same secret, before the worker joins: no name is assigned, no key is
+issued, and no run is affected.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PATIENCE_S: Final = limits.HANDSHAKE_TIMEOUT_MS / 1000
 _LARGE_BYTES: Final = 4_096
 """More than two packets of Ethernet, which has an MTU of 1,500 bytes."""
 _LARGE_PATIENCE_S: Final = 2.0
-"""Enough for three retransmissions, and less than the coordinator's handshake timeout, whose end
-would look like an answer."""
-_LOOK_EVERY_S: Final = 0.2
-_LISTENS: Final = (
+"""Enough for three retransmissions, and less than the coordinator's handshake timeout, after which
+it closes the connection as if it had read the message."""
+_POLL_INTERVAL_S: Final = 0.2
+_REFUSED_ADVICE: Final = (
     "start the coordinator, with --bind 0.0.0.0:PORT if it is on another machine: by default it "
-    "listens to its own machine alone"
+    "listens only on its own machine"
 )
-_SILENCE: Final = (
+_SILENCE_ADVICE: Final = (
     "wrong address, the machine is off, or a firewall drops packets: run `coordinator doctor` there"
 )
 
@@ -64,7 +64,7 @@ def trial_join(
             f"use the coordinator's IP address; see also: getent hosts {host}",
         )  # fmt: skip
         return
-    yield _meaning(host, [address.host for address in addresses])
+    yield _address_finding(host, [address.host for address in addresses])
     findings = list(_attempt(addresses, name, credentials))
     # Like the worker itself: if the key was refused, try the token.
     if findings[-1].outcome == "failure" and credentials.try_token_next():
@@ -72,13 +72,15 @@ def trial_join(
     yield from findings
 
 
-def _meaning(host: str, addresses: list[str]) -> Finding:
+def _address_finding(host: str, addresses: list[str]) -> Finding:
     """Report what the host resolves to: on a machine, its own name is often 127.0.1.1."""
     listing = ", ".join(addresses)
-    local = all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
-    if local and host not in {"localhost", *addresses}:
+    is_local = all(
+        ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses
+    )
+    if is_local and host not in {"localhost", *addresses}:
         return warning(
-            "address", f"{host} resolves to {listing} here, which is this machine",
+            "address", f"{host} resolves to {listing}, which is this machine",
             "use the address that the coordinator prints; see also /etc/hosts",
         )  # fmt: skip
     return ok("address", listing if host in addresses else f"{host} is {listing}")
@@ -87,15 +89,17 @@ def _meaning(host: str, addresses: list[str]) -> Finding:
 def _attempt(
     addresses: list[Address], name: str, credentials: WorkerCredentials
 ) -> Iterator[Finding]:
-    """Try one connection: TCP, TLS, the coordinator's proof."""
-    began_s = time.perf_counter()
+    """Try one connection: TCP, TLS, authentication of the coordinator."""
+    start_s = time.perf_counter()
     try:
         connected, address = asyncio.run(dial.connect_first(addresses, _PATIENCE_S))
     except DialError as error:
-        advice = {"refused": _LISTENS, "no answer": _SILENCE}.get(error.cause, error.advice)
+        advice = {"refused": _REFUSED_ADVICE, "no answer": _SILENCE_ADVICE}.get(
+            error.cause, error.advice
+        )
         yield failure("connection", error.observation, advice)
         return
-    at, took_ms = str(address), (time.perf_counter() - began_s) * 1000
+    at, took_ms = str(address), (time.perf_counter() - start_s) * 1000
     yield ok("connection", f"{at} answers after {took_ms:.1f} ms")
     with connected:
         connected.settimeout(_PATIENCE_S)
@@ -111,15 +115,17 @@ def _attempt(
         except ssl.SSLError as error:
             yield _no_tls(at, error)
         except TimeoutError:
-            yield failure("connection", f"{at} is silent for {_PATIENCE_S:.0f} s", _QUIET)
+            yield failure("connection", f"{at} is silent for {_PATIENCE_S:.0f} s", _TIMEOUT_ADVICE)
         except OSError as error:
-            yield failure("connection", f"{at} closed it ({error.strerror or error})", _CLOSED)
+            yield failure(
+                "connection", f"{at} closed it ({error.strerror or error})", _CLOSED_ADVICE
+            )
 
 
-_CLOSED: Final = (
+_CLOSED_ADVICE: Final = (
     "another service has this port, or many connections wait there: try again in some seconds"
 )
-_QUIET: Final = (
+_TIMEOUT_ADVICE: Final = (
     "another service has this port, that machine is overloaded, or the path drops large packets: "
     "try with a smaller MTU (ip link set dev INTERFACE mtu 1280)"
 )
@@ -129,10 +135,10 @@ def _no_tls(at: str, error: ssl.SSLError) -> Finding:
     if error.reason in tls.ERROR_MEANS_NO_TLS:
         return failure(
             "encryption", f"expected TLS at {at}, got something else",
-            "another service has this port, or the coordinator was started with --plaintext; then "
-            "give that here too",
+            "another service has this port, or the coordinator was started with --plaintext; in "
+            "that case use --plaintext here too",
         )  # fmt: skip
-    return failure("encryption", f"no TLS 1.3 with {at}: {error.reason or error}", _CLOSED)
+    return failure("encryption", f"no TLS 1.3 with {at}: {error.reason or error}", _CLOSED_ADVICE)
 
 
 def _greet(
@@ -166,46 +172,48 @@ def _greet(
         if isinstance(message, Challenge):
             answer(hello, message, fingerprint or NO_CERTIFICATE, secret)
             yield _large_message(connected, at)
-            what = "the key of its own" if enrolled else "the join token"
-            note = f"{what} fits, and both speak protocol version {PROTOCOL_VERSION}"
+            secret_kind = "its key" if enrolled else "the join token"
+            note = f"{secret_kind} fits, and both have protocol version {PROTOCOL_VERSION}"
             yield ok("token", note)
             return
     except VersionMismatch as error:
         yield failure("version", str(error))
     except ProtocolError as error:
-        yield failure("connection", f"what answers is not a coordinator: {error}", _CLOSED)
+        yield failure("connection", f"the server is not a coordinator: {error}", _CLOSED_ADVICE)
     except SamestepError as error:
         yield failure("token", str(error))
     else:
-        reason = message.reason if isinstance(message, Goodbye) else "it ended the connection"
-        yield failure("token", f"the coordinator refused: {reason}", "" if message else _CLOSED)
+        reason = message.reason if isinstance(message, Goodbye) else "it closed the connection"
+        yield failure(
+            "token", f"the coordinator refused: {reason}", "" if message else _CLOSED_ADVICE
+        )
 
 
 def _large_message(connected: socket.socket, at: str) -> Finding:
     """Send a goodbye of several full packets, and check that it arrives.
 
-    A path that drops packets above its MTU, and the ICMP errors about them, lets a handshake
-    through and then nothing of a state or gradient. The goodbye is repeated to fill the message:
-    the coordinator reads the first and closes the connection.
+    A path that drops packets above its MTU, and the ICMP errors about them, passes a handshake but
+    no state or gradient. The goodbye is repeated to fill the packets: the coordinator reads the
+    first one and closes the connection.
     """
     goodbye = b"".join(encode(Goodbye(reason="doctor", retry=False, exit_code=0)).buffers)
     count = _LARGE_BYTES // len(goodbye) + 1
     message = goodbye * count
-    until_s = time.monotonic() + _LARGE_PATIENCE_S
+    deadline_s = time.monotonic() + _LARGE_PATIENCE_S
     try:
         connected.sendall(message)
-        connected.settimeout(_LOOK_EVERY_S)
-        while time.monotonic() < until_s:
+        connected.settimeout(_POLL_INTERVAL_S)
+        while time.monotonic() < deadline_s:
             with contextlib.suppress(TimeoutError):
                 if not connected.recv(4096):
                     break
     except OSError:
-        pass  # closed at once: so the message was read
-    if time.monotonic() < until_s:
-        return ok("large messages", f"one of {len(message)} bytes arrives")
+        pass  # closed at once, so the message was read
+    if time.monotonic() < deadline_s:
+        return ok("large messages", f"a message of {len(message)} bytes arrives")
     return failure(
         "large messages",
-        f"small messages reach {at}, one of {len(message)} bytes does not within "
+        f"small messages reach {at}, but one of {len(message)} bytes does not within "
         f"{_LARGE_PATIENCE_S:.0f} s: the path silently drops packets above its MTU",
         "lower the MTU on both machines (ip link set dev INTERFACE mtu 1280), have the kernel find "
         "it (sysctl -w net.ipv4.tcp_mtu_probing=1), or let ICMP through the firewalls in between",
@@ -218,17 +226,17 @@ def _send(connected: socket.socket, connection: Connection, message: Message) ->
 
 
 def _next_message(connected: socket.socket, connection: Connection) -> Message | None:
-    """What comes first; None if the connection ends before.
+    """Return the next message; None if the connection is closed first.
 
     Raises:
-        OSError: Nothing comes in time.
-        ProtocolError: It is no message.
+        OSError: No message arrives in time.
+        ProtocolError: The received bytes are not a message.
     """
     deadline_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline_s:
         data = connected.recv(4096)
         if not data:
             return None
-        for received in connection.receive_data(data):
-            return received.message
+        for delivery in connection.receive_data(data):
+            return delivery.message
     raise TimeoutError("no answer to the handshake")

@@ -1,4 +1,4 @@
-"""A worker's decisions, pure: messages and results in, actions out.
+"""The pure core of a worker: messages and results in, actions out.
 
-No clock, socket, file, thread or randomness, and no device. Start with `session`.
+It uses no clock, socket, file, thread, random source or device. Start with `session`.
 """

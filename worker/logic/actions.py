@@ -38,13 +38,13 @@ class Build:
     """Build a run's task.
 
     Attributes:
-        keep: Keep the replica's state, if it belongs to this run.
+        keep_state: Whether to keep the replica's state if it belongs to this run.
         inputs: Digest of the list of files that the task reads; None without such a list.
     """
 
     run_id: str
     spec: RunSpec
-    keep: bool
+    keep_state: bool
     inputs: str | None = None
 
 
@@ -58,7 +58,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class ForwardToExchange:
-    """Give the exchange of gradients what the coordinator says about it."""
+    """Pass a message of the coordinator to the gradient exchange."""
 
     message: Message
     body: Body | None = None
@@ -66,12 +66,12 @@ class ForwardToExchange:
 
 @dataclass(frozen=True, slots=True)
 class AbandonAttempt:
-    """Nothing of the present attempt is to be exchanged any more."""
+    """Stop exchanging gradients of the current attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """A block's sum over a subtree: its chunks go to their owners; `values` stay as they are."""
+    """Send a block's sum over a subtree to the owners of its chunks; nobody changes `values`."""
 
     subtree: Subtree
     block: int
@@ -94,20 +94,20 @@ class LoadInnerState:
 
     Attributes:
         replica: Number of the logical replica.
-        inner: Inner steps already taken at the checkpoint; 0 if there is none.
-        content: Carried state if `carried`, then the checkpoint's; see `InnerPhases.load`.
+        inner: Inner steps that the checkpoint contains; 0 without a checkpoint.
+        content: The carried state if `with_carried`, then the checkpoint; see `InnerPhases.load`.
     """
 
     step_id: StepId
     replica: int
     inner: int
     content: Body
-    carried: bool
+    with_carried: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEmbeddings:
-    """Load what the loss reads of all samples of the step, before gradients are computed.
+    """Load the embeddings of all samples of the step, which the loss reads.
 
     `rows` are flat uint8, in the order of microbatches (`protocol.exact.embedding_rows`).
     """
@@ -158,7 +158,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Evaluate one part of the held-out data."""
+    """Evaluate one part of the evaluation data."""
 
     step: int
     part: int
@@ -181,13 +181,13 @@ class Leave:
     """End the connection.
 
     Attributes:
-        failed: Whether this worker failed: then the reason is reported as an error.
+        is_failure: Whether this worker failed, so that the reason is an error.
     """
 
     reason: str
     retry: bool
     exit_code: int
-    failed: bool = False
+    is_failure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Locate:
     list_digest: str
     spec: RunSpec
     listing: BlobList
-    later: frozenset[str] = frozenset()
+    deferred_digests: frozenset[str] = frozenset()
     """Digests of files that are fetched only when a step needs them."""
 
 
@@ -219,12 +219,12 @@ class StoreChunk:
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """Link the files where the task reads them: all but the `later` ones are here."""
+    """Link the files where the task reads them; all but the deferred ones are on this machine."""
 
     list_digest: str
     spec: RunSpec
     listing: BlobList
-    later: frozenset[str] = frozenset()
+    deferred_digests: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +243,14 @@ class AttachReplica:
 
     Attributes:
         arrays: The replica's arrays by kind and block, in shared memory.
-        step: The replica's.
-        reset: Whether the replica was reset, so that leftovers of an earlier state are dropped.
+        step: Steps that the replica has taken.
+        was_reset: Whether the replica was reset, so that the device drops state of an earlier run.
     """
 
     arrays: dict[str, list[Array]]
     step: int
     optimizer_step: int
-    reset: bool
+    was_reset: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,13 +258,13 @@ class TakeWeights:
     """Have a device load the parameters of the group's replica, which is at this step.
 
     Attributes:
-        committed: The attempt that was committed; -1: the step was skipped; None: the state was
-            loaded.
+        committed_attempt: -1 if the step was skipped; None if the state was loaded from another
+            replica.
     """
 
     step: int
     optimizer_step: int
-    committed: int | None
+    committed_attempt: int | None
 
 
 @dataclass(frozen=True, slots=True)

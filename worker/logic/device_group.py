@@ -34,8 +34,8 @@ from worker.logic import events
 from worker.logic.events import StepId
 
 MOST_RESTARTS: Final = 3
-"""Restarts of one device's process before it is left out."""
-_MEASUREMENTS_KEPT: Final = 9
+"""After this many restarts of its process, a device is left out."""
+_RECENT_MEASUREMENTS: Final = 9
 _NAME_CHARACTERS: Final = 64
 _WORK: Final = (act.Compute, act.LoadInnerState, act.LoadEmbeddings, act.Evaluate)
 
@@ -50,10 +50,10 @@ class ToDevice:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Have a device read the group's replica from now on; `reset` as in `act.AttachReplica`."""
+    """Have a device read the group's replica from now on; see `act.AttachReplica`."""
 
     device: str
-    reset: bool
+    was_reset: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class ResetReplica:
 class ChangeReplica:
     """Change the group's replica, which no device is reading.
 
-    After a step and after a restored state, pass its digest to `DeviceGroup.digested`.
+    After a step and after a restored state, pass its digest to `DeviceGroup.replica_digest`.
     """
 
     action: act.ReplicaAction
@@ -130,16 +130,16 @@ class DeviceState(Enum):
     GONE = "gone"
 
 
-class Reading(Enum):
-    """A device's use of the group's replica, which may change only while all are at NOTHING.
+class ReplicaUse(Enum):
+    """A device's use of the group's replica, which may change only while no device uses it.
 
-    LOADING copies its parameters to the device. READS may read it at any time. RELEASING was told
-    to stop reading.
+    LOADING copies its parameters to the device. READING may read it at any time. RELEASING has
+    been ordered to stop reading.
     """
 
-    NOTHING = "nothing"
+    NONE = "none"
     LOADING = "loading"
-    READS = "reads"
+    READING = "reading"
     RELEASING = "releasing"
 
 
@@ -149,12 +149,12 @@ class _Device:
 
     Attributes:
         builds: Unanswered `Build` orders.
-        built: The answer to the newest `Build`, if it succeeded.
-        failed: The answer to the newest `Build`, if it failed.
-        parts: The subtrees that it owes, in order.
-        waiting: Those of them that wait for files or for state.
-        evaluations: Step and part of the evaluations that it owes.
-        reading: Its use of the group's replica.
+        build: The answer to the newest `Build`, if it succeeded.
+        build_failure: The answer to the newest `Build`, if it failed.
+        parts: Assigned subtrees that are not finished, in order.
+        blocked_parts: Those that wait for files or for state.
+        evaluations: Step and part of assigned evaluations that are not finished.
+        replica_use: Its use of the group's replica.
         reason: Why it is left out.
     """
 
@@ -163,14 +163,14 @@ class _Device:
     state: DeviceState = DeviceState.PREPARING
     restarts: int = 0
     builds: int = 0
-    built: events.Built | None = None
-    failed: events.BuildFailed | None = None
+    build: events.Built | None = None
+    build_failure: events.BuildFailed | None = None
     parts: list[tuple[StepId, Subtree]] = field(default_factory=list)
-    waiting: set[tuple[StepId, Subtree]] = field(default_factory=set)
+    blocked_parts: set[tuple[StepId, Subtree]] = field(default_factory=set)
     evaluations: set[tuple[int, int]] = field(default_factory=set)
-    reading: Reading = Reading.NOTHING
+    replica_use: ReplicaUse = ReplicaUse.NONE
     reason: str = ""
-    measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
+    measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_MEASUREMENTS))
 
     @property
     def is_present(self) -> bool:
@@ -178,20 +178,20 @@ class _Device:
 
     @property
     def backlog(self) -> int:
-        """Microbatches and evaluations that it owes."""
+        """Number of assigned microbatches and evaluations that are not finished."""
         return sum(subtree.leaves for _, subtree in self.parts) + len(self.evaluations)
 
     def forget(self) -> None:
         """Drop its work and its task, for a new process or another run."""
-        self.parts, self.waiting, self.evaluations = [], set(), set()
-        self.built = self.failed = None
+        self.parts, self.blocked_parts, self.evaluations = [], set(), set()
+        self.build = self.build_failure = None
 
 
 @dataclass(slots=True)
 class _Answer:
     """The group's answer to a change of the replica: its digest, once all devices follow it."""
 
-    waiting: set[str]
+    pending_devices: set[str]
     digest: str | None = None
 
 
@@ -209,15 +209,15 @@ class _Work:
         self._weights, self._losses = TreeSum[float](leaves, add), TreeSum[float](leaves, add)
         self.rows: set[int] = set()
         self.slowest_ms = 0.0
-        self.unlike: set[int] = set()
+        self.unlike_microbatches: set[int] = set()
 
-    def _clipped(self, part: Subtree) -> Subtree:
-        """Shift a part to the subtree's origin: it has the shape of a tree over its own leaves."""
+    def _shift(self, part: Subtree) -> Subtree:
+        """Shift a part to the subtree's origin, where it is a subtree of a tree over its leaves."""
         return Subtree(part.lo - self.subtree.lo, part.hi - self.subtree.lo)
 
     def add_block(self, event: events.BlockSum) -> events.BlockSum | None:
         """Merge a part's sum of a block; returns the subtree's sum when it is complete."""
-        part = self._clipped(event.subtree)
+        part = self._shift(event.subtree)
         total = self._reducer.put(event.block, "", part, event.weight, event.values)
         if total is None:
             return None
@@ -226,17 +226,17 @@ class _Work:
 
     def add_loss(self, event: events.SubtreeDone) -> Loss | None:
         """Merge a part's loss; returns the subtree's loss when it is complete."""
-        part = self._clipped(event.subtree)
+        part = self._shift(event.subtree)
         self._weights.put(part, event.loss.weight)
         self._losses.put(part, event.loss.loss_sum)
         self.slowest_ms = max(self.slowest_ms, event.elapsed_ms)
-        self.unlike.update(event.unlike)
+        self.unlike_microbatches.update(event.unlike_microbatches)
         loss, weight = self._losses.total, self._weights.total
         return None if loss is None or weight is None else Loss(loss, weight)
 
 
 def without_infinite_sums(event: events.GroupReport) -> events.GroupReport:
-    """Replace a sum that is not finite by a report of it."""
+    """Replace a non-finite sum by a report of it."""
     if isinstance(event, events.BlockSum) and not is_finite(event.values):
         return events.NonFiniteSum(event.step_id, NonFinite(event.subtree, block=event.block))
     return event
@@ -275,21 +275,21 @@ class DeviceGroup:
         match action:
             case act.OpenDevice():
                 self._open = True
-                return self._to_all(action)
+                return self._order_all(action)
             case act.Build():
                 return self._begin_build(action)
             case act.CancelWork():
-                self._queue = deque(each for each in self._queue if not isinstance(each, _WORK))
+                self._queue = deque(item for item in self._queue if not isinstance(item, _WORK))
                 return self._cancel_all()
             case act.CancelSubtree():
-                self._queue = deque(each for each in self._queue if not _computes(each, action))
+                self._queue = deque(item for item in self._queue if not _computes(item, action))
                 return self._cancel(action)
             case _:
                 self._queue.append(action)
                 return self._advance()
 
     def _advance(self) -> list[Output]:
-        """Work off the queue; a change of the replica waits until no device reads it."""
+        """Process the queue; a change of the replica waits until no device reads it."""
         outputs: list[Output] = []
         while self._queue:
             if isinstance(self._queue[0], act.ReplicaAction) and self._is_replica_in_use():
@@ -302,7 +302,7 @@ class DeviceGroup:
                     outputs += self._load_inner_state(action)
                 case act.LoadEmbeddings():
                     self._embeddings = action
-                    outputs += [ToDevice(device.name, action) for device in self._active()]
+                    outputs += [ToDevice(device.name, action) for device in self._active_devices()]
                 case act.Evaluate():
                     outputs += self._evaluate(action)
                 case act.CopyState():
@@ -318,18 +318,18 @@ class DeviceGroup:
         return outputs
 
     def _is_replica_in_use(self) -> bool:
-        return any(d.reading is not Reading.NOTHING for d in self._devices.values())
+        return any(d.replica_use is not ReplicaUse.NONE for d in self._devices.values())
 
     def _request_release(self) -> list[Output]:
         outputs: list[Output] = []
         for device in self._devices.values():
-            if device.reading is Reading.READS:
-                device.reading = Reading.RELEASING
+            if device.replica_use is ReplicaUse.READING:
+                device.replica_use = ReplicaUse.RELEASING
                 outputs.append(ToDevice(device.name, act.ReleaseReplica()))
         return outputs
 
     def _attach(self, device: _Device) -> list[Output]:
-        device.state, device.reading = DeviceState.ACTIVE, Reading.LOADING
+        device.state, device.replica_use = DeviceState.ACTIVE, ReplicaUse.LOADING
         rows = [] if self._embeddings is None else [ToDevice(device.name, self._embeddings)]
         return [Attach(device.name, self._was_reset), *rows]
 
@@ -338,7 +338,7 @@ class DeviceGroup:
     def _change(self, action: act.ReplicaAction) -> list[Output]:
         self._embeddings = None
         outputs: list[Output] = [ChangeReplica(action)]
-        committed: int | None = None
+        committed_attempt: int | None = None
         match action:
             case act.LoadChunk():
                 self._loading = True
@@ -349,67 +349,69 @@ class DeviceGroup:
             case act.Apply():
                 self._step += 1
                 self._optimizer_step += action.scalars is not None
-                committed = -1 if action.scalars is None else action.attempt
-        order = act.TakeWeights(self._step, self._optimizer_step, committed)
-        active = self._active()
+                committed_attempt = -1 if action.scalars is None else action.attempt
+        order = act.TakeWeights(self._step, self._optimizer_step, committed_attempt)
+        active = self._active_devices()
         for device in active:
-            device.reading = Reading.LOADING
+            device.replica_use = ReplicaUse.LOADING
         self._answers[self._step] = _Answer({device.name for device in active})
         return outputs + [ToDevice(device.name, order) for device in active]
 
-    def digested(self, step: int, digest: str) -> list[Output]:
-        """Take the digest of the group's replica after this step."""
+    def replica_digest(self, step: int, digest: str) -> list[Output]:
+        """Handle the digest of the group's replica after this step."""
         if step in self._answers:
             self._answers[step].digest = digest
         return self._answer_if_complete(step)
 
-    def _taken(self, device: _Device, event: events.WeightsTaken) -> list[Output]:
-        device.reading = Reading.READS if event.reads_on else Reading.NOTHING
+    def _weights_taken(self, device: _Device, event: events.WeightsTaken) -> list[Output]:
+        device.replica_use = ReplicaUse.READING if event.reads_on else ReplicaUse.NONE
         if event.step in self._answers:
-            self._answers[event.step].waiting.discard(device.name)
+            self._answers[event.step].pending_devices.discard(device.name)
         return self._answer_if_complete(event.step) + self._advance()
 
-    def _released(self, device: _Device) -> list[Output]:
-        device.reading = Reading.NOTHING
+    def _replica_released(self, device: _Device) -> list[Output]:
+        device.replica_use = ReplicaUse.NONE
         return self._advance()
 
     def _answer_if_complete(self, step: int) -> list[Output]:
         answer = self._answers.get(step)
-        if answer is None or answer.waiting or answer.digest is None:
+        if answer is None or answer.pending_devices or answer.digest is None:
             return []
         del self._answers[step]
         return [Emit(events.Applied(step, answer.digest))]
 
-    def _present(self) -> list[_Device]:
+    def _present_devices(self) -> list[_Device]:
         return [device for device in self._devices.values() if device.is_present]
 
-    def _active(self) -> list[_Device]:
+    def _active_devices(self) -> list[_Device]:
         return [d for d in self._devices.values() if d.state is DeviceState.ACTIVE]
 
-    def _to_all(self, order: act.GroupOrder) -> list[Output]:
-        return [ToDevice(device.name, order) for device in self._present()]
+    def _order_all(self, order: act.GroupOrder) -> list[Output]:
+        return [ToDevice(device.name, order) for device in self._present_devices()]
 
     # A run's task.
 
     def _begin_build(self, action: act.Build) -> list[Output]:
         self._build, self._reference, self._works = action, None, []
         self._initial_from = ""
-        for device in self._present():
+        for device in self._present_devices():
             device.forget()
             device.state = DeviceState.PREPARING
             device.builds += 1
-        return self._to_all(action)
+        return self._order_all(action)
 
-    def _built(self, device: _Device, event: events.Built | events.BuildFailed) -> list[Output]:
+    def _build_answered(
+        self, device: _Device, event: events.Built | events.BuildFailed
+    ) -> list[Output]:
         device.builds -= 1
-        # A connection lost during a build leads to a second `Build`: only the newest answer counts.
+        # A lost connection during a build leads to a second `Build`: only the newest answer counts.
         if device.builds or self._build is None or event.run_id != self._build.run_id:
             return []
         if isinstance(event, events.BuildFailed):
-            device.failed = event
+            device.build_failure = event
         else:
-            device.built = event
-        device.reading = Reading.NOTHING  # building detached it; it will be attached again
+            device.build = event
+        device.replica_use = ReplicaUse.NONE  # the build detached it; `_attach` follows
         return self._advance() + self._settle()
 
     def _settle(self) -> list[Output]:
@@ -417,24 +419,24 @@ class DeviceGroup:
         if self._build is None or self._initial_from:
             return []
         if self._reference is not None:
-            late = [d for d in self._preparing() if d.built or d.failed]
-            return [output for device in late for output in self._admit(device)]
-        if any(not (device.built or device.failed) for device in self._preparing()):
+            latecomers = [d for d in self._preparing_devices() if d.build or d.build_failure]
+            return [output for device in latecomers for output in self._admit(device)]
+        if any(not (device.build or device.build_failure) for device in self._preparing_devices()):
             return []
-        candidates = [(d.name, d.built) for d in self._preparing() if d.built is not None]
+        candidates = [(d.name, d.build) for d in self._preparing_devices() if d.build is not None]
         if not candidates:
             return self._cannot_build()
-        if fault := _unlike_tasks([built for _, built in candidates]):
+        if fault := _task_mismatch([build for _, build in candidates]):
             return [Emit(events.BuildFailed(self._build.run_id, DataError(fault)))]
-        kinds = [_kind(built) for _, built in candidates]
-        name, self._reference = max(candidates, key=lambda each: kinds.count(_kind(each[1])))
-        whole = self._replica_of == self._build.run_id and not self._loading
-        if self._build.keep and whole:
+        kinds = [_kind(build) for _, build in candidates]
+        name, self._reference = max(candidates, key=lambda item: kinds.count(_kind(item[1])))
+        has_state = self._replica_of == self._build.run_id and not self._loading
+        if self._build.keep_state and has_state:
             return self._admit_all()
         self._initial_from = name
         return [ToDevice(name, act.ReadInitial())]
 
-    def _initial(self, device: _Device, event: events.InitialParameters) -> list[Output]:
+    def _initial_parameters(self, device: _Device, event: events.InitialParameters) -> list[Output]:
         if device.name != self._initial_from:
             return []
         assert self._build is not None
@@ -448,61 +450,63 @@ class DeviceGroup:
 
     def _admit_all(self) -> list[Output]:
         assert self._reference is not None
-        outputs = [output for d in self._preparing() for output in self._admit(d)]
-        self._was_reset = False  # a device attached later has no leftovers to drop
+        outputs = [output for d in self._preparing_devices() for output in self._admit(d)]
+        self._was_reset = False  # a device that is attached later has no old state
         self._answers = {}
         return [*outputs, Emit(self._group_built(self._reference))]
 
-    def _preparing(self) -> list[_Device]:
+    def _preparing_devices(self) -> list[_Device]:
         return [d for d in self._devices.values() if d.state is DeviceState.PREPARING]
 
     def _cannot_build(self) -> list[Output]:
-        failed = [device.failed for device in self._preparing() if device.failed is not None]
+        failures = [
+            d.build_failure for d in self._preparing_devices() if d.build_failure is not None
+        ]
         # A reason that holds on every device is more useful than a local one.
-        return [Emit(min(failed, key=lambda event: event.is_local))] if failed else []
+        return [Emit(min(failures, key=lambda event: event.is_local))] if failures else []
 
     def _admit(self, device: _Device) -> list[Output]:
         """Admit a device that has answered `Build`, or leave it out."""
         assert self._reference is not None
-        if device.built is None:
-            if device.failed is None:
+        if device.build is None:
+            if device.build_failure is None:
                 return []
-            return self._leave_out(device, str(device.failed.error))
-        if _kind(device.built) != _kind(self._reference):
+            return self._leave_out(device, str(device.build_failure.error))
+        if _kind(device.build) != _kind(self._reference):
             return self._leave_out(
                 device,
                 "expected the numerics profile of its siblings, got another "
-                f"({device.built.numerics_text}); start a separate worker for it",
+                f"({device.build.numerics_text}); start a separate worker for it",
             )
         device.state = DeviceState.WAITING
         text = f"device {device.name!r} takes part from step {self._step} on"
-        late = [LogLine(device.name, text, is_warning=False)] if device.restarts else []
-        return [*late, *self._advance()]
+        lines = [LogLine(device.name, text, is_warning=False)] if device.restarts else []
+        return [*lines, *self._advance()]
 
     def _leave_out(self, device: _Device, reason: str) -> list[Output]:
         device.state, device.reason = DeviceState.LEFT_OUT, reason
         return [LogLine(device.name, f"device {device.name!r} is left out of the run: {reason}")]
 
-    def _group_built(self, built: events.Built) -> events.Built:
-        count = len(self._active()) + sum(
+    def _group_built(self, build: events.Built) -> events.Built:
+        count = len(self._active_devices()) + sum(
             d.state is DeviceState.WAITING for d in self._devices.values()
         )
-        name = cut_text(f"{count} x {built.device}", _NAME_CHARACTERS)
+        name = cut_text(f"{count} x {build.device}", _NAME_CHARACTERS)
         left_out = "; ".join(
             f"device {device.name!r} is left out: {device.reason}"
             for device in self._devices.values()
             if device.state is DeviceState.LEFT_OUT
         )
-        device = name if count > 1 else built.device
-        return replace(built, device=device, devices=count, left_out=left_out)
+        device = name if count > 1 else build.device
+        return replace(build, device=device, devices=count, left_out=left_out)
 
     # Subtrees.
 
     def _compute(self, action: act.Compute) -> list[Output]:
-        known = self._work_of(action.step_id, action.subtree)
-        if known is not None:  # the files or state that its parts waited for have arrived
-            return self._compute_waiting(known)
-        assert self._reference is not None, "the session plans after Built alone"
+        existing_work = self._work_of(action.step_id, action.subtree)
+        if existing_work is not None:  # the files or state that its parts waited for have arrived
+            return self._compute_blocked(existing_work)
+        assert self._reference is not None, "the session requests work only after Built"
         manifest = self._reference.manifest
         work = _Work(action, len(manifest.blocks), self._exchange)
         self._works.append(work)
@@ -517,19 +521,19 @@ class DeviceGroup:
         works = (w for w in self._works if w.step_id == step_id and w.subtree.covers(part))
         return next(works, None)
 
-    def _compute_waiting(self, work: _Work) -> list[Output]:
+    def _compute_blocked(self, work: _Work) -> list[Output]:
         outputs: list[Output] = []
-        for device in self._active():
-            for step_id, part in sorted(device.waiting, key=lambda key: key[1]):
+        for device in self._active_devices():
+            for step_id, part in sorted(device.blocked_parts, key=lambda key: key[1]):
                 if self._work_of(step_id, part) is work:
-                    device.waiting.discard((step_id, part))
+                    device.blocked_parts.discard((step_id, part))
                     compute = act.Compute(step_id, work.microbatches, part)
                     outputs.append(ToDevice(device.name, compute))
         return outputs
 
     def _divide(self, work: _Work, leaves: range) -> list[Output]:
         """Divide a subtree's microbatches so that the last device finishes as early as possible."""
-        devices = self._active()
+        devices = self._active_devices()
         times_ms = [median(d.measured_ms) for d in devices if d.measured_ms]
         typical = median(times_ms) if times_ms else 1.0
         pace = {d.name: median(d.measured_ms) if d.measured_ms else typical for d in devices}
@@ -542,7 +546,7 @@ class DeviceGroup:
             heapq.heapreplace(heap, (done_ms + max(pace[name], 1e-3), number, name))
         outputs: list[Output] = []
         offset = 0
-        # The largest share first: the tree's largest subtrees lie there, so it has few parts.
+        # The largest share first: it then starts at a large subtree and has few parts.
         for device in sorted(devices, key=lambda d: (-counts[d.name], d.number)):
             share = leaves[offset : offset + counts[device.name]]
             offset += len(share)
@@ -553,20 +557,20 @@ class DeviceGroup:
         return outputs
 
     def _load_inner_state(self, action: act.LoadInnerState) -> list[Output]:
-        """Pass the state to the device that waits for it: a replica is a leaf, so only one does."""
+        """Pass the state to the device that waits for it: one device computes a replica."""
         return [
             ToDevice(device.name, action)
-            for device in self._active()
-            for step_id, part in device.waiting
+            for device in self._active_devices()
+            for step_id, part in device.blocked_parts
             if step_id == action.step_id and part.lo == action.replica
         ]
 
     def _cancel_all(self) -> list[Output]:
         self._works = []
         self._embeddings = None
-        for device in self._present():
-            device.parts, device.waiting, device.evaluations = [], set(), set()
-        return self._to_all(act.CancelWork())
+        for device in self._present_devices():
+            device.parts, device.blocked_parts, device.evaluations = [], set(), set()
+        return self._order_all(act.CancelWork())
 
     def _cancel(self, action: act.CancelSubtree) -> list[Output]:
         self._works = [
@@ -575,13 +579,13 @@ class DeviceGroup:
             if (work.step_id, work.subtree) != (action.step_id, action.subtree)
         ]
         outputs: list[Output] = []
-        for device in self._active():
+        for device in self._active_devices():
             cancelled = [
                 key for key in device.parts
                 if key[0] == action.step_id and action.subtree.covers(key[1])
             ]  # fmt: skip
             device.parts = [key for key in device.parts if key not in cancelled]
-            device.waiting.difference_update(cancelled)
+            device.blocked_parts.difference_update(cancelled)
             outputs += [ToDevice(device.name, act.CancelSubtree(*key)) for key in cancelled]
         return outputs
 
@@ -589,7 +593,9 @@ class DeviceGroup:
         key = (action.step, action.part)
         for device in self._devices.values():
             device.evaluations.discard(key)
-        idle = min(self._active(), key=lambda device: (device.backlog, device.number), default=None)
+        idle = min(
+            self._active_devices(), key=lambda device: (device.backlog, device.number), default=None
+        )
         if idle is None:
             return []
         idle.evaluations.add(key)
@@ -604,7 +610,7 @@ class DeviceGroup:
             return []
         match event:
             case events.Built() | events.BuildFailed():
-                return self._built(device, event)
+                return self._build_answered(device, event)
             case events.TaskRefused():
                 return [Emit(event)]
             case events.BlockSum():
@@ -612,48 +618,48 @@ class DeviceGroup:
             case events.SubtreeDone():
                 return self._subtree_done(device, event)
             case events.MicrobatchRows():
-                return self._rows(device, event)
+                return self._microbatch_rows(device, event)
             case events.NonFiniteSum():
-                return self._non_finite(device, event.step_id, event.found)
+                return self._non_finite(device, event.step_id, event.location)
             case events.InnerPhaseStep() | events.InnerCheckpoint():
                 return [Emit(event)] if (event.step_id, event.subtree) in device.parts else []
             case events.InnerStateNeeded():
                 if (event.step_id, event.subtree) not in device.parts:
                     return []
-                device.waiting.add((event.step_id, event.subtree))
+                device.blocked_parts.add((event.step_id, event.subtree))
                 return [Emit(event)]
             case events.FilesNeeded():
-                return self._files_wanted(device, event)
+                return self._files_needed(device, event)
             case events.WeightsTaken():
-                return self._taken(device, event)
+                return self._weights_taken(device, event)
             case events.ReplicaReleased():
-                return self._released(device)
+                return self._replica_released(device)
             case events.InitialParameters():
-                return self._initial(device, event)
+                return self._initial_parameters(device, event)
             case events.PartEvaluated():
-                return self._evaluated(device, event)
+                return self._part_evaluated(device, event)
             case events.DeviceFailed():
-                return self._failed(device, event)
+                return self._device_failed(device, event)
 
-    def _work_owed(
+    def _work_for(
         self,
         device: _Device,
         event: events.BlockSum | events.SubtreeDone | events.NonFiniteSum | events.MicrobatchRows,
     ) -> _Work | None:
-        """The work that a result belongs to; None if this device no longer owes it."""
-        is_owed = any(
+        """Return the work that a result belongs to; None if it is no longer this device's."""
+        is_assigned = any(
             step_id == event.step_id and part.covers(event.subtree)
             for step_id, part in device.parts
         )
-        return self._work_of(event.step_id, event.subtree) if is_owed else None
+        return self._work_of(event.step_id, event.subtree) if is_assigned else None
 
     def _block_sum(self, device: _Device, event: events.BlockSum) -> list[Output]:
-        work = self._work_owed(device, event)
-        whole = work.add_block(event) if work is not None else None
-        return [] if whole is None else [Emit(whole)]
+        work = self._work_for(device, event)
+        total = work.add_block(event) if work is not None else None
+        return [] if total is None else [Emit(total)]
 
     def _subtree_done(self, device: _Device, event: events.SubtreeDone) -> list[Output]:
-        work = self._work_owed(device, event)
+        work = self._work_for(device, event)
         device.measured_ms.append(event.elapsed_ms / event.subtree.leaves)
         if work is None:
             return []
@@ -664,38 +670,49 @@ class DeviceGroup:
         if loss is None:
             return []
         self._works.remove(work)
-        elapsed_ms, unlike = self._elapsed_ms(work), tuple(sorted(work.unlike))
-        return [Emit(events.SubtreeDone(work.step_id, work.subtree, loss, elapsed_ms, unlike))]
+        elapsed_ms, unlike_microbatches = (
+            self._elapsed_ms(work),
+            tuple(sorted(work.unlike_microbatches)),
+        )
+        return [
+            Emit(
+                events.SubtreeDone(
+                    work.step_id, work.subtree, loss, elapsed_ms, unlike_microbatches
+                )
+            )
+        ]
 
     def _non_finite(
-        self, device: _Device, step_id: events.StepId, found: NonFinite
+        self, device: _Device, step_id: events.StepId, location: NonFinite
     ) -> list[Output]:
-        report = events.NonFiniteSum(step_id, replace(found, device=device.name))
-        return [Emit(report)] if self._work_owed(device, report) else []
+        report = events.NonFiniteSum(step_id, replace(location, device=device.name))
+        return [Emit(report)] if self._work_for(device, report) else []
 
     def _elapsed_ms(self, work: _Work) -> float:
-        """How long the subtree would have taken with all devices evenly busy."""
-        rates = [1 / max(median(d.measured_ms), 1e-3) for d in self._active() if d.measured_ms]
+        """Return the time that the subtree takes when all devices are equally busy."""
+        rates = [
+            1 / max(median(d.measured_ms), 1e-3) for d in self._active_devices() if d.measured_ms
+        ]
         return work.subtree.leaves / sum(rates) if rates else work.slowest_ms
 
-    def _rows(self, device: _Device, event: events.MicrobatchRows) -> list[Output]:
-        work = self._work_owed(device, event)
+    def _microbatch_rows(self, device: _Device, event: events.MicrobatchRows) -> list[Output]:
+        work = self._work_for(device, event)
         if work is None or event.microbatch in work.rows:
             return []
         work.rows.add(event.microbatch)
         return [Emit(replace(event, subtree=work.subtree))]
 
-    def _files_wanted(self, device: _Device, event: events.FilesNeeded) -> list[Output]:
+    def _files_needed(self, device: _Device, event: events.FilesNeeded) -> list[Output]:
         if event.for_subtree is None:
             return [Emit(event)]
         step_id, microbatches, part = event.for_subtree
         work = self._work_of(step_id, part)
         if work is None or (step_id, part) not in device.parts:
             return []
-        device.waiting.add((step_id, part))
+        device.blocked_parts.add((step_id, part))
         return [Emit(replace(event, for_subtree=(step_id, microbatches, work.subtree)))]
 
-    def _evaluated(self, device: _Device, event: events.PartEvaluated) -> list[Output]:
+    def _part_evaluated(self, device: _Device, event: events.PartEvaluated) -> list[Output]:
         if (event.step, event.part) not in device.evaluations:
             return []
         device.evaluations.discard((event.step, event.part))
@@ -703,13 +720,13 @@ class DeviceGroup:
 
     # Loss of devices.
 
-    def _failed(self, device: _Device, event: events.DeviceFailed) -> list[Output]:
+    def _device_failed(self, device: _Device, event: events.DeviceFailed) -> list[Output]:
         """Remove a device that reported a failure: a new process would fail as well."""
         if isinstance(event.error, BackendUnavailable):
-            return [Emit(event)]  # the user asked for this very device
+            return [Emit(event)]  # the user chose this device
         error = " ".join(str(event.error).split())
         outputs: list[Output] = [Stop(device.name)]
-        if len(self._present()) > 1:
+        if len(self._present_devices()) > 1:
             outputs.append(LogLine(device.name, f"device {device.name!r} is left out: {error}"))
         return [*outputs, *self._remove(device, event.error)]
 
@@ -734,7 +751,7 @@ class DeviceGroup:
             outputs.append(ToDevice(name, act.OpenDevice()))
         if self._build is not None:
             device.builds = 1
-            outputs.append(ToDevice(name, replace(self._build, keep=False)))
+            outputs.append(ToDevice(name, replace(self._build, keep_state=False)))
         return [*outputs, *self._reassign(orphans, f"{description}", was_active=was_active)]
 
     def _remove(self, device: _Device, error: Exception) -> list[Output]:
@@ -743,13 +760,13 @@ class DeviceGroup:
         device.state = DeviceState.GONE
         if device.name == self._initial_from:
             self._initial_from, self._reference = "", None
-        if not self._present():
+        if not self._present_devices():
             return [Emit(events.DeviceFailed(error))]
-        after = self._reassign(orphans, str(error), was_active=was_active)
-        return [*after, *self._settle()]
+        outputs = self._reassign(orphans, str(error), was_active=was_active)
+        return [*outputs, *self._settle()]
 
     def _take_back_work(self, device: _Device) -> list[act.Compute | act.Evaluate]:
-        """Take back everything that a device owed."""
+        """Take back all work that a device has not finished."""
         computes: list[act.Compute | act.Evaluate] = [
             act.Compute(step_id, work.microbatches, part)
             for step_id, part in device.parts
@@ -757,7 +774,7 @@ class DeviceGroup:
         ]
         evaluations = [act.Evaluate(step, part) for step, part in sorted(device.evaluations)]
         device.forget()
-        device.reading = Reading.NOTHING
+        device.replica_use = ReplicaUse.NONE
         return [*computes, *evaluations]
 
     def _reassign(
@@ -766,7 +783,7 @@ class DeviceGroup:
         """Give a lost device's work to the others, and stop waiting for its answers."""
         if self._reference is None or not was_active:
             return self._advance()
-        if not self._active():
+        if not self._active_devices():
             self._build = None
             return [Emit(events.DevicesLost(reason)), *self._advance()]
         outputs: list[Output] = []
@@ -777,46 +794,47 @@ class DeviceGroup:
                 outputs += self._divide(work, range(order.subtree.lo, order.subtree.hi))
             else:
                 outputs += self._evaluate(order)
-        names = {device.name for device in self._active()}
+        names = {device.name for device in self._active_devices()}
         for step in list(self._answers):
-            self._answers[step].waiting &= names
+            self._answers[step].pending_devices &= names
             outputs += self._answer_if_complete(step)
         return outputs + self._advance()
 
 
 def is_finite_loss(loss: Loss) -> bool:
-    """Whether a loss is finite: only then may it be added to others."""
+    """Return whether a loss is finite, so that it may be added to others."""
     return abs(loss.loss_sum) < float("inf")
 
 
-def _unlike_tasks(built: Sequence[events.Built]) -> str:
-    """Why the devices built different tasks from one run spec; empty if all are the same."""
-    first = built[0]
-    for second in built[1:]:
-        first_digests, second_digests = first.manifest.digests, second.manifest.digests
-        unlike = [
+def _task_mismatch(builds: Sequence[events.Built]) -> str:
+    """Describe how the devices' tasks for one run spec differ; empty if they are the same."""
+    first_build = builds[0]
+    for second_build in builds[1:]:
+        first_digests, second_digests = first_build.manifest.digests, second_build.manifest.digests
+        differences = [
             key
             for key in sorted(first_digests.keys() | second_digests)
             if first_digests.get(key) != second_digests.get(key)
         ]
-        if not unlike and first.manifest.digest() != second.manifest.digest():
-            unlike = ["model shape, sample counts or metrics"]
-        if first.initial_digest != second.initial_digest:
-            unlike.append("initial weights")
-        if unlike:
+        if not differences and first_build.manifest.digest() != second_build.manifest.digest():
+            differences = ["model shape, sample counts or metrics"]
+        if first_build.initial_digest != second_build.initial_digest:
+            differences.append("initial weights")
+        if differences:
             return (
-                f"expected the task to build the same {', '.join(unlike)} on every device of this "
-                "machine, got different ones: draw from a generator seeded with the run spec's seed"
+                f"expected the task to build the same {', '.join(differences)} on every device of "
+                "this machine, got different ones: draw from a generator seeded with the run "
+                "spec's seed"
             )
     return ""
 
 
-def _kind(built: events.Built) -> tuple[str, str]:
-    """A key that is equal for devices that give the same bits."""
-    return built.manifest.digest(), built.numerics_profile
+def _kind(build: events.Built) -> tuple[str, str]:
+    """Return a key that is equal for devices that give the same bits."""
+    return build.manifest.digest(), build.numerics_profile
 
 
-def _computes(action: act.DeviceAction, cancelled: act.CancelSubtree) -> bool:
+def _computes(action: act.DeviceAction, cancellation: act.CancelSubtree) -> bool:
     if not isinstance(action, act.Compute):
         return False
-    return (action.step_id, action.subtree) == (cancelled.step_id, cancelled.subtree)
+    return (action.step_id, action.subtree) == (cancellation.step_id, cancellation.subtree)

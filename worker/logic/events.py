@@ -1,4 +1,4 @@
-"""Results of the device's work: the inputs of the pure session, and of the device group."""
+"""Results of the device's work: the inputs of the session and of the device group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocol.spec.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class StepId:
-    """One attempt at a step. `loss_scale` (float16) and `phase` follow from the other two."""
+    """One attempt at a step. Step and attempt determine `loss_scale` (float16) and `phase`."""
 
     step: int
     attempt: int
@@ -49,7 +49,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """The task cannot be built here; `is_local` if another device or machine may manage."""
+    """The task cannot be built here; `is_local` if it may work on another device or machine."""
 
     run_id: str
     error: SamestepError
@@ -69,7 +69,7 @@ class TaskRefused:
 
 @dataclass(frozen=True, slots=True)
 class BlockSum:
-    """A block's final gradient sum over a subtree: flat float32, owned by the receiver."""
+    """A block's gradient sum over a subtree: flat float32; the receiver owns the array."""
 
     step_id: StepId
     subtree: Subtree
@@ -80,14 +80,14 @@ class BlockSum:
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteSum:
-    """A device computed NaN or infinity. It is not summed: the sum would not show whose it is."""
+    """A device computed NaN or infinity, which is not summed: a sum would hide its origin."""
 
     step_id: StepId
-    found: NonFinite
+    location: NonFinite
 
     @property
     def subtree(self) -> Subtree:
-        return self.found.subtree
+        return self.location.subtree
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,29 +122,29 @@ class InnerCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class InnerStateNeeded:
-    """An inner phase waits for the coordinator's state; `carried`: also the carried state."""
+    """An inner phase waits for a state from the coordinator; `with_carried`: with carried state."""
 
     step_id: StepId
     microbatches: int
     subtree: Subtree
-    carried: bool
+    with_carried: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SubtreeDone:
-    """A subtree is computed."""
+    """All microbatches of a subtree are computed."""
 
     step_id: StepId
     subtree: Subtree
     loss: Loss
     elapsed_ms: float
-    unlike: tuple[int, ...] = ()
-    """Microbatches whose embeddings have other bits here than among the step's."""
+    unlike_microbatches: tuple[int, ...] = ()
+    """Microbatches whose embeddings, computed again here, differ from those of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class AveragesReady:
-    """All averages of a committed step are here."""
+    """All averages of a committed step have arrived."""
 
     step_id: StepId
     averages: list[Array]
@@ -152,7 +152,7 @@ class AveragesReady:
 
 @dataclass(frozen=True, slots=True)
 class FilesNeeded:
-    """Files that a subtree or evaluation part waits for, or that upcoming steps will read."""
+    """Files that a subtree or evaluation part waits for, or that the next steps read."""
 
     names: tuple[str, ...]
     for_subtree: tuple[StepId, int, Subtree] | None = None
@@ -195,7 +195,7 @@ class ReplicaReleased:
 
 @dataclass(frozen=True, slots=True)
 class PartEvaluated:
-    """Evaluation sums over one part of the held-out data."""
+    """Evaluation sums over one part of the evaluation data."""
 
     step: int
     part: int
@@ -220,7 +220,7 @@ class DeviceFailed:
 
 @dataclass(frozen=True, slots=True)
 class DevicesLost:
-    """No device of the group has the run's state any more: the worker must join again."""
+    """Every device of the group has lost the run's state, so the worker must join again."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Decides which of a run's files to fetch and in which order, and handles the answers.
+"""Decide which of a run's files to fetch and in which order, and handle the answers.
 
 Pure: actions come out, their results come in. Files that fit one chunk are requested whole; larger
 ones are fetched one at a time, continuing where an earlier attempt ended. The number of chunks that
@@ -35,50 +35,50 @@ from worker.logic.actions import (
 )
 
 PROGRESS_BYTES: Final = 16 * limits.MIB
-"""Progress of larger downloads is printed at every quarter."""
+"""Larger downloads print their progress at every quarter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Files that are neither on this machine nor in the cache; each digest once."""
+    """The files that are neither on this machine nor in the cache; each digest once."""
 
-    missing: tuple[BlobFile, ...]
+    missing_files: tuple[BlobFile, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PartOpened:
-    """A large file's partial download is open for writing and has `have` bytes already."""
+    """A large file's partial download is open for writing; `size` bytes are in it already."""
 
     digest: str
-    have: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlobPresent:
-    """The file is in the cache: another worker on this machine has fetched it meanwhile."""
+    """The file is in the cache now: another worker on this machine fetched it."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkStored:
-    """A chunk is written; `complete` if the whole file is here and its digest is right."""
+    """A chunk is written; `is_complete` if it completed a file whose digest is right."""
 
     digest: str
-    complete: bool
+    is_complete: bool
 
 
 @dataclass(frozen=True, slots=True)
 class BlobDamaged:
-    """The whole file had a wrong digest and was deleted; `resumed`: an older attempt began it."""
+    """A complete file had a wrong digest and was deleted; `was_resumed`: from an older attempt."""
 
     digest: str
-    resumed: bool
+    was_resumed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """All files are linked. `spec` names the local paths, `sources` gives the source of each."""
+    """All files are linked. `spec` names local paths; `sources` maps each to its source."""
 
     spec: RunSpec
     sources: Mapping[str, str]
@@ -86,7 +86,7 @@ class Assembled:
 
 @dataclass(frozen=True, slots=True)
 class FilesFailed:
-    """The files cannot be provided on this machine."""
+    """This machine cannot provide the files."""
 
     error: SamestepError
 
@@ -112,14 +112,14 @@ class RunFiles:
 
     def begin(self, message: StartRun, spec: RunSpec) -> list[Action]:
         """Begin or resume a run: fetch its files, then build its task."""
-        dropped = self.drop()
+        drop_actions = self.drop()
         self._run_id = message.run_id
-        keep = message.step > 0
+        keep_state = message.step > 0
         if message.blobs is None:
             line = Tell(f"run {message.run_id}: building the task {spec.task!r}")
-            return [*dropped, line, Build(message.run_id, spec, keep=keep)]
-        self._fetch = FileFetch(message.run_id, spec, message.blobs, keep=keep)
-        return [*dropped, *self._fetch.start()]
+            return [*drop_actions, line, Build(message.run_id, spec, keep_state=keep_state)]
+        self._fetch = FileFetch(message.run_id, spec, message.blobs, keep_state=keep_state)
+        return [*drop_actions, *self._fetch.start()]
 
     def drop(self) -> list[Action]:
         """End the run."""
@@ -131,10 +131,10 @@ class RunFiles:
         """Handle a chunk from the coordinator.
 
         Raises:
-            RemoteProtocolError: It was not requested, or is not the one that was.
+            RemoteProtocolError: It does not answer a request.
         """
         if message.run_id != self._run_id:
-            return []  # of the run before, which ended while the request was on its way
+            return []  # of an earlier run, which ended while the request was in flight
         if self._fetch is None:
             raise OutOfOrder("expected no BlobChunk, got one that was not requested")
         return self._fetch.chunk(message, body)
@@ -143,11 +143,11 @@ class RunFiles:
         """Handle the result of a file action."""
         return self._fetch.event(event) if self._fetch is not None else []
 
-    def want(self, names: tuple[str, ...], waiting: Compute | Evaluate | None) -> list[Action]:
-        """Fetch files that are needed now; `waiting` continues once they are here."""
+    def request(self, names: tuple[str, ...], work: Compute | Evaluate | None) -> list[Action]:
+        """Fetch deferred files; `work` continues once they are on this machine."""
         if self._fetch is None:
             return give_up(f"expected the run's files {', '.join(names)}, found none of them")
-        return self._fetch.want(names, waiting)
+        return self._fetch.request(names, work)
 
     def with_source_names(self, text: str) -> str:
         """Replace local paths in a text by the sources that the run spec names."""
@@ -157,29 +157,31 @@ class RunFiles:
 class FileFetch:
     """Fetches one run's files over one connection."""
 
-    def __init__(self, run_id: str, spec: RunSpec, list_digest: str, *, keep: bool = False) -> None:
-        self._keep = keep
+    def __init__(
+        self, run_id: str, spec: RunSpec, list_digest: str, *, keep_state: bool = False
+    ) -> None:
+        self._keep_state = keep_state
         self._run_id = run_id
         self._spec = spec
         self._list_digest = list_digest
         self._listing: BlobList | None = None
         self._requested: deque[_Request] = deque()
         self._unwritten: deque[_Request] = deque()
-        self._small: deque[BlobFile] = deque()
-        self._large: deque[BlobFile] = deque()
-        self._open: BlobFile | None = None
-        self._next = 0
-        self._missing: dict[str, BlobFile] = {}
+        self._small_files: deque[BlobFile] = deque()
+        self._large_files: deque[BlobFile] = deque()
+        self._open_file: BlobFile | None = None
+        self._next_offset = 0
+        self._missing_files: dict[str, BlobFile] = {}
         self._total = 0
         self._received_bytes = 0
         self._quarters = 0
         self._is_over = False
         self._is_built = False
         self._is_idle = False
-        self._later: frozenset[str] = frozenset()
-        self._waiting: list[tuple[frozenset[str], Compute | Evaluate | None]] = []
+        self._deferred_digests: frozenset[str] = frozenset()
+        self._pending: list[tuple[frozenset[str], Compute | Evaluate | None]] = []
         self._sources: Mapping[str, str] = {}
-        self._released: Compute | Evaluate | None = None
+        self._retried_work: Compute | Evaluate | None = None
 
     @property
     def _file_list(self) -> BlobList:
@@ -205,7 +207,7 @@ class FileFetch:
         request = self._requested.popleft()
         file, offset = request
         if (message.digest, message.offset) != (file.digest, offset):
-            raise OutOfOrder("expected each BlobChunk in the order of the requests, got another")
+            raise OutOfOrder("expected BlobChunks in the order of the requests, got another order")
         if len(body) != request.nbytes:
             return self._fail(self._changed_file(file))
         self._unwritten.append(request)
@@ -218,27 +220,29 @@ class FileFetch:
             return []
         match event:
             case Located():
-                return self._located(event.missing)
+                return self._files_located(event.missing_files)
             case PartOpened():
-                assert self._open is not None
-                self._next = event.have
-                self._received_bytes += event.have
+                assert self._open_file is not None
+                self._next_offset = event.size
+                self._received_bytes += event.size
             case BlobPresent():
-                self._received_bytes += self._missing[event.digest].size
+                self._received_bytes += self._missing_files[event.digest].size
                 return self._file_complete(event.digest)
             case ChunkStored():
                 self._unwritten.popleft()
-                if event.complete:
+                if event.is_complete:
                     return self._file_complete(event.digest)
             case BlobDamaged():
-                return self._damaged(event)
+                return self._blob_damaged(event)
             case Assembled():
                 self._is_idle = True
                 if self._is_built:
                     return self._next_round()
                 self._sources, self._is_built = event.sources, True
                 task = f"run {self._run_id}: building the task {self._spec.task!r}"
-                build = Build(self._run_id, event.spec, keep=self._keep, inputs=self._list_digest)
+                build = Build(
+                    self._run_id, event.spec, keep_state=self._keep_state, inputs=self._list_digest
+                )
                 return [Tell(task), build]
             case FilesFailed():
                 return self._fail(event.error, is_local=True)
@@ -261,74 +265,79 @@ class FileFetch:
                     f"expected a list of files of this run, got one with a {source.role}, which "
                     "the run spec does not have"
                 )
-        self._later = frozenset(
+        self._deferred_digests = frozenset(
             file.digest
             for source in self._listing.sources
             for file in source.files
             if is_fetched_later(self._spec, source.role, file.name)
         )
-        return [Locate(self._list_digest, self._spec, self._listing, self._later)]
+        return [Locate(self._list_digest, self._spec, self._listing, self._deferred_digests)]
 
-    def want(self, names: tuple[str, ...], waiting: Compute | Evaluate | None) -> list[Action]:
-        """See `RunFiles.want`."""
+    def request(self, names: tuple[str, ...], work: Compute | Evaluate | None) -> list[Action]:
+        """See `RunFiles.request`."""
         if self._is_over:
             return []
         # Files of other roles may have the same name; they were fetched at the start.
-        later_files = {
+        deferred_files = {
             file.name: file.digest
             for source in self._file_list.sources
             for file in source.files
             if is_fetched_later(self._spec, source.role, file.name)
         }
-        unknown = [name for name in names if name not in later_files]
-        if unknown:
+        unknown_names = [name for name in names if name not in deferred_files]
+        if unknown_names:
             return self._fail(
                 DataError(
-                    f"expected the file {unknown[0]!r} of the capture's index, got a list of files "
-                    "without it; restore it on the coordinator's machine"
+                    f"expected the file {unknown_names[0]!r} of the capture's index in the list of "
+                    "files, got a list without it; restore it on the coordinator's machine"
                 )
             )
-        needed = frozenset(later_files[name] for name in names)
-        if waiting is not None and not needed & self._later:
-            if waiting == self._released:  # it would be fetched again and again
+        digests = frozenset(deferred_files[name] for name in names)
+        if work is not None and not digests & self._deferred_digests:
+            if work == self._retried_work:  # it would be fetched forever
                 return self._fail(
                     DataError(
                         f"the file {names[0]!r} was fetched, but the task does not find it; make "
                         "sure that nothing empties the cache or the temporary directory meanwhile"
                     )
                 )
-            self._released = waiting
-        self._waiting.append((needed, waiting))
+            self._retried_work = work
+        self._pending.append((digests, work))
         return self._next_round()
 
     def _next_round(self) -> list[Action]:
-        """Continue work whose files are here; fetch the next files.
+        """Continue work whose files have arrived; fetch the next files.
 
-        Files that work is waiting for come first, then those of upcoming steps.
+        Files that block work come first, then those of upcoming steps.
         """
         if not self._is_idle:
             return []
-        ready = [entry for entry in self._waiting if not entry[0] & self._later]
-        self._waiting = [entry for entry in self._waiting if entry[0] & self._later]
-        actions: list[Action] = [waiting for _, waiting in ready if waiting is not None]
-        if not self._waiting:
+        ready_work = [entry for entry in self._pending if not entry[0] & self._deferred_digests]
+        self._pending = [entry for entry in self._pending if entry[0] & self._deferred_digests]
+        actions: list[Action] = [work for _, work in ready_work if work is not None]
+        if not self._pending:
             return actions
         self._is_idle, self._received_bytes, self._quarters = False, 0, 0
-        urgent = [digests for digests, waiting in self._waiting if waiting is not None]
-        self._later -= (urgent or [self._waiting[0][0]])[0]
-        return [*actions, Locate(self._list_digest, self._spec, self._file_list, self._later)]
+        urgent = [digests for digests, work in self._pending if work is not None]
+        self._deferred_digests -= (urgent or [self._pending[0][0]])[0]
+        return [
+            *actions,
+            Locate(self._list_digest, self._spec, self._file_list, self._deferred_digests),
+        ]
 
-    def _located(self, missing: tuple[BlobFile, ...]) -> list[Action]:
-        self._missing = {file.digest: file for file in missing}
-        for file in missing:
-            (self._small if file.size <= limits.BODY_BYTES else self._large).append(file)
-        self._total = sum(file.size for file in missing)
-        if not missing:
+    def _files_located(self, missing_files: tuple[BlobFile, ...]) -> list[Action]:
+        self._missing_files = {file.digest: file for file in missing_files}
+        for file in missing_files:
+            (self._small_files if file.size <= limits.BODY_BYTES else self._large_files).append(
+                file
+            )
+        self._total = sum(file.size for file in missing_files)
+        if not missing_files:
             return self._assemble()
         roles = [
             source.role
             for source in self._file_list.sources
-            if any(file.digest in self._missing for file in source.files)
+            if any(file.digest in self._missing_files for file in source.files)
         ]
         role_names = " and ".join(roles)
         size = _size(self._total)
@@ -338,15 +347,15 @@ class FileFetch:
     def _request_more(self) -> list[Action]:
         """Open the next large file and request as many chunks as the limits allow."""
         actions: list[Action] = []
-        if self._open is None and self._large:
-            self._open = self._large.popleft()
-            self._next = -1  # `PartOpened` will say where to continue
-            actions.append(OpenPart(self._open))
+        if self._open_file is None and self._large_files:
+            self._open_file = self._large_files.popleft()
+            self._next_offset = -1  # `PartOpened` sets it
+            actions.append(OpenPart(self._open_file))
         while (request := self._next_chunk()) is not None and self._has_room(request):
-            if request.file is self._open:
-                self._next += request.nbytes
+            if request.file is self._open_file:
+                self._next_offset += request.nbytes
             else:
-                self._small.popleft()
+                self._small_files.popleft()
             self._requested.append(request)
             message = BlobRequest(
                 run_id=self._run_id, digest=request.file.digest, offset=request.offset
@@ -355,34 +364,34 @@ class FileFetch:
         return actions
 
     def _next_chunk(self) -> _Request | None:
-        if self._open is not None and 0 <= self._next < self._open.size:
-            return _Request(self._open, self._next)
-        return _Request(self._small[0], 0) if self._small else None
+        if self._open_file is not None and 0 <= self._next_offset < self._open_file.size:
+            return _Request(self._open_file, self._next_offset)
+        return _Request(self._small_files[0], 0) if self._small_files else None
 
-    def _has_room(self, another: _Request) -> bool:
-        pending = (*self._requested, *self._unwritten)
-        count = len(pending) + 1
-        nbytes = sum(each.nbytes for each in pending) + another.nbytes
+    def _has_room(self, next_request: _Request) -> bool:
+        requests = (*self._requested, *self._unwritten)
+        count = len(requests) + 1
+        nbytes = sum(request.nbytes for request in requests) + next_request.nbytes
         return count <= limits.UNANSWERED_BLOB_CHUNKS and nbytes <= limits.UNANSWERED_BLOB_BYTES
 
     def _file_complete(self, digest: str) -> list[Action]:
-        del self._missing[digest]
-        if self._open is not None and self._open.digest == digest:
-            self._open = None
-        return self._request_more() if self._missing else self._assemble()
+        del self._missing_files[digest]
+        if self._open_file is not None and self._open_file.digest == digest:
+            self._open_file = None
+        return self._request_more() if self._missing_files else self._assemble()
 
-    def _damaged(self, event: BlobDamaged) -> list[Action]:
-        file = self._missing[event.digest]
+    def _blob_damaged(self, event: BlobDamaged) -> list[Action]:
+        file = self._missing_files[event.digest]
         self._unwritten.popleft()
-        if not event.resumed:
+        if not event.was_resumed:
             return self._fail(self._changed_file(file))
-        self._open = None
+        self._open_file = None
         self._received_bytes -= file.size
-        self._large.appendleft(file)
+        self._large_files.appendleft(file)
         return self._request_more()
 
     def _assemble(self) -> list[Action]:
-        return [Assemble(self._list_digest, self._spec, self._file_list, self._later)]
+        return [Assemble(self._list_digest, self._spec, self._file_list, self._deferred_digests)]
 
     def _progress(self) -> list[Action]:
         quarters = 4 * self._received_bytes // max(self._total, 1)
@@ -392,7 +401,7 @@ class FileFetch:
         return [Tell(f"fetched {_size(self._received_bytes)} of {_size(self._total)}")]
 
     def _changed_file(self, file: BlobFile) -> DataError:
-        """The error that the coordinator's file is no longer the one that it listed."""
+        """Return the error for a file that changed after the coordinator listed it."""
         for source in self._file_list.sources:
             if file in source.files:
                 source_name = source_of(self._spec, source.role)
@@ -421,9 +430,9 @@ class FileFetch:
 
 
 def give_up(reason: str, exit_code: int = ExitCode.FAILED) -> list[Action]:
-    """Leave a run whose file or device is unusable here; the other workers continue."""
+    """Leave a run because a file or device cannot be used here; the other workers continue."""
     goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
-    return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
+    return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, is_failure=True)]
 
 
 def _size(count: int) -> str:

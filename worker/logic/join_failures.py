@@ -1,4 +1,4 @@
-"""Counts joins that led to no step, so that a worker does not reconnect forever in vain. Pure."""
+"""Count joins without a step, so that a worker does not reconnect forever. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from worker.logic.session import SessionPhase, WorkerSession
 
-TOO_OFTEN: Final = 3
+FRUITLESS_JOINS: Final = 3
 """After this many fruitless joins in a row, joining no longer restarts the `--retry-for` time."""
 _PHASES: Final = {
     SessionPhase.PREPARING: "while the run's files were fetched or its task was built",
@@ -18,7 +18,7 @@ class JoinFailures:
     """Counts connections that were lost after a join and before any step.
 
     Attributes:
-        count: How many in a row.
+        count: Consecutive joins without a step.
     """
 
     def __init__(self) -> None:
@@ -26,24 +26,24 @@ class JoinFailures:
         self._steps: dict[str, int] = {}
 
     def connection_lost(self, session: WorkerSession, *, asked_to_return: bool) -> bool:
-        """Count a lost connection; whether the `--retry-for` time restarts.
+        """Count a lost connection; return whether the `--retry-for` time restarts.
 
         Args:
-            session: The session of the connection, which had joined.
+            session: The session of the lost connection, after its handshake.
             asked_to_return: Whether the coordinator asked the worker to come back.
         """
         run_id = session.run_id
         has_stepped = session.step > self._steps.get(run_id, 0)
-        if has_stepped or asked_to_return or not session.owes:
+        if has_stepped or asked_to_return or not session.is_busy:
             self.count = 0
             self._steps = {run_id: session.step}
             return True
         self.count += 1
-        return self.count < TOO_OFTEN
+        return self.count < FRUITLESS_JOINS
 
     def warning(self, session: WorkerSession, reason: str) -> str:
-        """A line for the operator after every third fruitless join; otherwise empty."""
-        if self.count < TOO_OFTEN or self.count % TOO_OFTEN:
+        """Return a warning for the operator after every third fruitless join; otherwise empty."""
+        if self.count < FRUITLESS_JOINS or self.count % FRUITLESS_JOINS:
             return ""
         return (
             f"joined and lost the connection {self.count} times in a row "

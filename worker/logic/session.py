@@ -1,8 +1,8 @@
 """A worker's side of one connection: messages and results in, actions out.
 
-Pure: no clock, socket, file, thread or randomness. It decides what the engine does next and what
-is sent; it never waits. The two tables at the end say for each message and each result of the
-engine what handles it in which phase; all state that exists only in a run is in one object.
+Pure: no clock, socket, file, thread or randomness. It decides what the engine does next and which
+messages are sent; it never waits. Two tables at the end list the handler of each message and of
+each engine result in each phase. State that exists only during a run is in `_Run` and `_Task`.
 """
 
 from __future__ import annotations
@@ -100,19 +100,20 @@ from worker.logic.actions import (
 from worker.logic.events import StepId
 from worker.logic.file_fetch import FileEvent, RunFiles, give_up
 
-_OF_THE_TERM: Final = (
+_CARRY_TERM: Final = (
     StepPlan, Assign, Cancel, Credit, AveragedBlockGradient, AveragedNonBlockGradient, Commit,
     EvalPlan, InnerStateChunk, Owners, AverageDigests, StepEmbeddings,
 )  # fmt: skip
-_AFTER_A_COMMIT: Final = (
+"""Messages with the coordinator's term; a coordinator of another term must not continue the run."""
+_DEFERRED: Final = (
     StepPlan, Assign, Cancel, Credit, Commit, EvalPlan, StateChunk, StateRequest, AverageDigests,
     Owners, StepEmbeddings,
 )  # fmt: skip
-"""A coordinator's of another term must not go on with the run."""
+"""Messages that follow a commit, and wait until all of its averages have arrived."""
 
 
 class SessionPhase(Enum):
-    """Where a session is: without a run, getting one's files and task ready, taking part."""
+    """A session's phase: no run, preparing a run's files and task, or computing."""
 
     IDLE = "idle"
     PREPARING = "preparing"
@@ -121,35 +122,36 @@ class SessionPhase(Enum):
 
 @dataclass(slots=True)
 class _StepRows:
-    """The embeddings of a step, as far as they have come.
+    """The embeddings of a step that have arrived so far.
 
     Attributes:
         step_id: The attempt of the plan that follows.
-        pieces: In order.
-        is_whole: Whether the last piece is there.
+        pieces: Chunks in order, flat uint8.
+        is_complete: Whether the last chunk has arrived.
     """
 
     step_id: StepId
     pieces: list[Body] = field(default_factory=list)
-    is_whole: bool = False
+    is_complete: bool = False
 
 
 @dataclass(slots=True)
 class _Task:
-    """What there is of a run once its task is built.
+    """State of a run whose task is built.
 
     Attributes:
-        blocks: The manifest's.
-        parts: Held-out parts.
-        step: Steps this replica has taken, or is about to have taken.
-        sharded: Whether workers average in the attempt in progress.
-        checksums: Of what was sent of a subtree then; None: not all of it is finite.
-        committed: A commit whose averages are not all here.
-        waiting: What the coordinator has said since.
-        step_id: The attempt in progress; None between a commit and the next plan.
-        microbatches: Of its step.
-        subtrees: What this worker is to compute of it.
-        asked: By replica, what has come of the state of a stretch that waits for it.
+        blocks: The manifest's blocks.
+        parts: Number of evaluation parts.
+        step: Steps that this replica has taken, including one that the engine is applying.
+        is_sharded: Whether workers average in the current attempt.
+        checksums: By subtree, the checksum of the sums sent in a sharded attempt; None if a sum is
+            not finite.
+        commit: A commit whose averages have not all arrived.
+        deferred_messages: Messages that arrived after that commit.
+        step_id: The current attempt; None between a commit and the next plan.
+        microbatches: Number of microbatches of its step.
+        subtrees: Its subtrees that this worker must compute.
+        inner_state_chunks: By replica, chunks of a requested inner state that have arrived.
         is_coupled: Whether the loss couples all samples of a step.
         rows: The step's embeddings, until the plan for its gradients.
     """
@@ -157,30 +159,30 @@ class _Task:
     blocks: tuple[Block, ...]
     parts: int
     step: int
-    sharded: bool = False
+    is_sharded: bool = False
     checksums: dict[Subtree, xxh3_128 | None] = field(default_factory=dict)
-    committed: Commit | None = None
-    waiting: list[tuple[Message, Body | None]] = field(default_factory=list)
+    commit: Commit | None = None
+    deferred_messages: list[tuple[Message, Body | None]] = field(default_factory=list)
     step_id: StepId | None = None
     microbatches: int = 0
     subtrees: set[Subtree] = field(default_factory=set)
-    asked: dict[int, list[Body]] = field(default_factory=dict)
+    inner_state_chunks: dict[int, list[Body]] = field(default_factory=dict)
     is_coupled: bool = False
     rows: _StepRows | None = None
 
     def drop_subtrees(self) -> None:
-        """Nothing that was to be computed is wanted any more."""
+        """Forget all assigned subtrees."""
         self.subtrees.clear()
-        self.asked.clear()
+        self.inner_state_chunks.clear()
 
-    def has(self, step_id: StepId, subtree: Subtree) -> bool:
-        """Whether a result is wanted: of the present attempt, and of a subtree that is ours."""
+    def is_assigned(self, step_id: StepId, subtree: Subtree) -> bool:
+        """Return whether this subtree is assigned to this worker in the current attempt."""
         return step_id == self.step_id and subtree in self.subtrees
 
 
 @dataclass(slots=True)
 class _Run:
-    """The run that a session is in; `task`, and the number of steps, once it is built."""
+    """The session's current run; `task` and the number of steps are set once the task is built."""
 
     run_id: str
     spec: RunSpec
@@ -194,20 +196,20 @@ _Handler = Callable[..., list[Action]]
 def _rows(
     *table: tuple[Any, _Handler, _Handler, _Handler],
 ) -> dict[Any, dict[SessionPhase, _Handler]]:
-    """Handlers in the order of the phases, by kind and phase."""
+    """Return handlers by message or result class and phase; a row lists them in phase order."""
     return {kind: dict(zip(SessionPhase, handlers, strict=True)) for kind, *handlers in table}
 
 
 class WorkerSession:
-    """See the module's text.
+    """State and decisions of one connection; see the module's docstring.
 
     Attributes:
-        name: The name the coordinator gave.
+        name: The name that the coordinator assigned.
         term: The coordinator's term.
-        files: Of the run.
+        files: The run's files.
 
     Args:
-        terms: The newest term seen of each run, kept from one connection to the next.
+        terms: The newest term of each run that this worker has joined, shared by all connections.
     """
 
     def __init__(self, terms: dict[str, int] | None = None) -> None:
@@ -216,7 +218,7 @@ class WorkerSession:
         self.files = RunFiles()
         self._terms = {} if terms is None else terms
         self._run: _Run | None = None
-        self._draining = False
+        self._is_draining = False
 
     @property
     def phase(self) -> SessionPhase:
@@ -226,17 +228,17 @@ class WorkerSession:
 
     @property
     def run_id(self) -> str:
-        """The run's; empty without one."""
+        """ID of the current run; empty without one."""
         return "" if self._run is None else self._run.run_id
 
     @property
     def step(self) -> int:
-        """Steps this replica has taken, or is about to have taken."""
+        """Steps that this replica has taken, including one that the engine is applying."""
         return 0 if self._run is None or self._run.task is None else self._run.task.step
 
     @property
-    def owes(self) -> bool:
-        """Whether it is getting ready for a run, or has a part of a step to do."""
+    def is_busy(self) -> bool:
+        """Whether this worker is preparing a run or takes part in an attempt."""
         if self._run is None:
             return False
         return self._run.task is None or self._run.task.step_id is not None
@@ -244,91 +246,91 @@ class WorkerSession:
     @property
     def _task(self) -> _Task:
         assert self._run is not None
-        assert self._run.task is not None, "handled in phase READY alone"
+        assert self._run.task is not None, "handled only in phase READY"
         return self._run.task
 
     def welcome(self, message: Welcome) -> list[Action]:
-        """The handshake is done."""
+        """Handle the end of the handshake."""
         self.name, self.term = message.worker, message.term
         return [Tell(f"joined as {self.name!r}; waiting for a run"), OpenDevice()]
 
     def receive(self, message: Message, body: Body | None) -> list[Action]:
-        """A message from the coordinator.
+        """Handle a message from the coordinator.
 
         Raises:
-            RemoteProtocolError: It does not fit; the connection is to end.
+            RemoteProtocolError: The message does not fit; the connection must be closed.
         """
         row = self._MESSAGES.get(type(message))
         if row is None:
-            raise OutOfOrder(f"{type(message).__name__} is not for a worker")
-        if isinstance(message, _OF_THE_TERM) and message.term != self.term:
+            raise OutOfOrder(f"expected a message for a worker, got {type(message).__name__}")
+        if isinstance(message, _CARRY_TERM) and message.term != self.term:
             raise OutOfOrder(f"expected term {self.term}, got {message.term}")
-        if self._must_wait(message):
-            self._task.waiting.append((message, body))
+        if self._must_defer(message):
+            self._task.deferred_messages.append((message, body))
             return []
         return row[self.phase](self, message, body)
 
-    def _must_wait(self, message: Message) -> bool:
-        """What follows a commit waits until all averages of it have come."""
-        if self._run is None or self._run.task is None or self._run.task.committed is None:
+    def _must_defer(self, message: Message) -> bool:
+        """Return whether a message must wait for averages of the committed step."""
+        if self._run is None or self._run.task is None or self._run.task.commit is None:
             return False
-        return isinstance(message, _AFTER_A_COMMIT)
+        return isinstance(message, _DEFERRED)
 
     def result(self, event: events.Event) -> list[Action]:
-        """A result of the engine.
+        """Handle a result of the engine.
 
-        What an earlier run or connection left to do comes out before the present run's `Built`,
-        and is dropped.
+        Results of an earlier run or connection arrive before the current run's `Built`, and are
+        dropped.
         """
         return self._RESULTS[type(event)][self.phase](self, event)
 
     def drain(self) -> list[Action]:
-        """An operator wants this worker to leave: finish what it has, take no more."""
-        if self._draining:
+        """Take no new work, and leave once assigned work is finished."""
+        if self._is_draining:
             return []
-        self._draining = True
+        self._is_draining = True
         return [Transmit(Drain()), Tell("draining")]
 
     def status(self) -> str:
-        """What this worker is doing, in one line."""
+        """Describe in one line what this worker is doing."""
         if self._run is None:
-            now = "waiting for a run"
+            activity = "waiting for a run"
         elif self._run.task is None:
-            now = f"run {self.run_id}: not ready yet"
+            activity = f"run {self.run_id}: not ready yet"
         else:
-            now = f"run {self.run_id}: step {self.step} of {self._run.steps}"
-        return f"{self.name}: {now}{', draining' if self._draining else ''}"
+            activity = f"run {self.run_id}: step {self.step} of {self._run.steps}"
+        return f"{self.name}: {activity}{', draining' if self._is_draining else ''}"
 
     # In any phase.
 
-    def _ignore(self, *unused: object) -> list[Action]:
-        del unused
+    def _ignore(self, *arguments: object) -> list[Action]:
+        del arguments
         return []
 
     def _refuse(self, message: Message, body: Body | None) -> list[Action]:
         del body
-        raise OutOfOrder(f"{type(message).__name__} for a run that is not built here")
+        raise OutOfOrder(f"expected no {type(message).__name__} before the task is built, got one")
 
     def _goodbye(self, message: Goodbye, body: None) -> list[Action]:
         del body
         return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
 
     def _devices_lost(self, event: events.DevicesLost) -> list[Action]:
-        """What there was of the run's state is gone: come back, and get it from the coordinator."""
+        """Join again, and get the run's state from the coordinator: no device has it any more."""
         goodbye = Goodbye(reason=cut_text(event.reason), retry=True, exit_code=ExitCode.OK)
-        leave = Leave(event.reason, retry=True, exit_code=ExitCode.OK, failed=True)
+        leave = Leave(event.reason, retry=True, exit_code=ExitCode.OK, is_failure=True)
         return [CancelWork(), Transmit(goodbye), leave]
 
-    def _device_noted(self, event: events.DeviceWarning) -> list[Action]:
+    def _device_warning(self, event: events.DeviceWarning) -> list[Action]:
         if not self.name:
             return []
         return [Transmit(DeviceNote(device=event.device, text=cut_text(event.text)))]
 
     def _device_failed(self, event: events.DeviceFailed) -> list[Action]:
-        words = " ".join(str(event.error).split())
+        description = " ".join(str(event.error).split())
         if isinstance(event.error, BackendUnavailable | DeviceError | DataError):
-            return give_up(words, event.error.exit_code)
-        return give_up(f"the device failed: {words}", ExitCode.FAILED)
+            return give_up(description, event.error.exit_code)
+        return give_up(f"the device failed: {description}", ExitCode.FAILED)
 
     # A run's start and end.
 
@@ -353,10 +355,10 @@ class WorkerSession:
             return []
         manifest = event.manifest
         self._run.steps = self._run.spec.steps_with(manifest.epoch_samples)
-        coupled = manifest.embeddings is not None
+        is_coupled = manifest.embeddings is not None
         parts = manifest.evaluation_parts
-        self._run.task = _Task(manifest.blocks, parts, event.step, is_coupled=coupled)
-        ready = Ready(
+        self._run.task = _Task(manifest.blocks, parts, event.step, is_coupled=is_coupled)
+        ready_message = Ready(
             run_id=self.run_id,
             backend=event.backend,
             device=event.device,
@@ -374,7 +376,7 @@ class WorkerSession:
         unit = f"; unit: {unit_text(batch, manifest)}" if batch.unit != "sample" else ""
         return [
             Expect(manifest.blocks, self._run.spec.codecs),
-            Transmit(ready, manifest.to_bytes()),
+            Transmit(ready_message, manifest.to_bytes()),
             Tell(f"run {self.run_id}: ready on {event.device}{memory}{parity}{unit}"),
         ]
 
@@ -384,7 +386,7 @@ class WorkerSession:
         reason = self.files.with_source_names(str(event.error))
         exit_code = event.error.exit_code
         if isinstance(event.error, BackendUnavailable | DeviceError | ScriptDiffers):
-            # This machine's matter, not the run's: leave, and let the run wait for another.
+            # A fault of this machine, not of the run: leave, so that the run waits for another.
             return give_up(reason, exit_code)
         unready = Unready(
             run_id=self.run_id, reason=cut_text(reason), own=event.is_local, exit_code=exit_code
@@ -392,7 +394,7 @@ class WorkerSession:
         return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
 
     def _task_refused(self, event: events.TaskRefused) -> list[Action]:
-        """The run cannot be right any more, whoever goes on with it: the coordinator ends it."""
+        """Report that the run's result would be wrong, so that the coordinator ends the run."""
         if event.run_id != self.run_id:
             return []
         reason = self.files.with_source_names(str(event.error))
@@ -410,7 +412,7 @@ class WorkerSession:
         line = Tell(f"run {message.run_id} is over: {message.reason}")
         return [CancelWork(), *self.files.drop(), line]
 
-    # A state that comes or goes.
+    # Transfer of a replica's state.
 
     def _check_run(self, message: StateChunk | StateRequest) -> None:
         if message.run_id != self.run_id:
@@ -421,7 +423,7 @@ class WorkerSession:
         self._check_run(message)
         return [CopyState()]
 
-    def _upload(self, event: events.StateCopied) -> list[Action]:
+    def _state_copied(self, event: events.StateCopied) -> list[Action]:
         if event.step:
             return []
         # Moments are zeros at step 0: the parameters are the whole state.
@@ -447,12 +449,16 @@ class WorkerSession:
     def _state_chunk(self, message: StateChunk, body: Body) -> list[Action]:
         self._check_run(message)
         if message.optimizer_step > message.step:
-            raise OutOfOrder("StateChunk: more updates than steps")
+            raise OutOfOrder(
+                f"StateChunk: expected at most {message.step} updates after as many steps, got "
+                f"{message.optimizer_step}"
+            )
         task = self._task
         values = body.view("<f4")
         if message.kind == MISSED and not are_counts(values, message.optimizer_step):
             raise OutOfOrder(
-                f"StateChunk: expected missed updates, whole numbers up to {message.optimizer_step}"
+                "StateChunk: expected counts of missed updates, whole numbers up to "
+                f"{message.optimizer_step}, got others"
             )
         actions: list[Action] = [LoadChunk(message.kind, message.block, message.chunk, values)]
         if message.last:
@@ -465,29 +471,31 @@ class WorkerSession:
     def _step_embeddings(self, message: StepEmbeddings, body: Body) -> list[Action]:
         task, step_id = self._task, StepId(message.step, message.attempt)
         if message.step != task.step or not task.is_coupled:
-            raise OutOfOrder(f"StepEmbeddings: expected none of step {message.step}")
+            raise OutOfOrder(f"StepEmbeddings: expected none for step {message.step}, got some")
         if not message.chunk:
             task.rows = _StepRows(step_id)
         rows = task.rows
         if rows is None or (rows.step_id, len(rows.pieces)) != (step_id, message.chunk):
-            raise OutOfOrder(f"StepEmbeddings: chunk {message.chunk} does not follow what has come")
+            raise OutOfOrder(f"StepEmbeddings: expected the next chunk, got chunk {message.chunk}")
         rows.pieces.append(body)
-        rows.is_whole = message.last
+        rows.is_complete = message.last
         if sum(map(len, rows.pieces)) > limits.STEP_EMBEDDINGS_BYTES:
-            raise OutOfOrder(f"StepEmbeddings: more than {limits.STEP_EMBEDDINGS_BYTES} bytes")
+            raise OutOfOrder(
+                f"StepEmbeddings: expected at most {limits.STEP_EMBEDDINGS_BYTES} bytes, got more"
+            )
         return []
 
     def _load_rows(self, task: _Task, step_id: StepId) -> list[LoadEmbeddings]:
-        """Give the engine the step's embeddings, if gradients rest on them."""
+        """Return the action that loads the step's embeddings, if its gradients need them."""
         rows, task.rows = task.rows, None
         if step_id.phase == "embeddings":
             if not task.is_coupled:
-                raise OutOfOrder("StepPlan for embeddings in a run without them")
+                raise OutOfOrder("StepPlan: expected a plan for gradients, got one for embeddings")
             return []
         if not task.is_coupled:
             return []
-        if rows is None or rows.step_id != step_id or not rows.is_whole:
-            raise OutOfOrder("StepPlan for gradients before all embeddings of the step")
+        if rows is None or rows.step_id != step_id or not rows.is_complete:
+            raise OutOfOrder("StepPlan: expected all embeddings of the step first, got only some")
         return [LoadEmbeddings(step_id, np.concatenate(rows.pieces))]
 
     def _step_plan(self, message: StepPlan, body: None) -> list[Action]:
@@ -496,17 +504,17 @@ class WorkerSession:
         if message.step != task.step:
             raise OutOfOrder(f"StepPlan: expected step {task.step}, got {message.step}")
         step_id = StepId(message.step, message.attempt, message.loss_scale, message.phase)
-        loaded = self._load_rows(task, step_id)
+        load_rows = self._load_rows(task, step_id)
         task.step_id = step_id
         task.microbatches = message.microbatches
-        task.sharded = message.owners > 0
+        task.is_sharded = message.owners > 0
         task.subtrees.clear()
-        task.asked.clear()
+        task.inner_state_chunks.clear()
         task.checksums.clear()
-        actions = self._take(task, task.step_id, message.subtrees)
-        return [CancelWork(), ForwardToExchange(message), *loaded, *actions]
+        actions = self._assign_subtrees(task, task.step_id, message.subtrees)
+        return [CancelWork(), ForwardToExchange(message), *load_rows, *actions]
 
-    def _exchange(self, message: Message, body: Body | None) -> list[Action]:
+    def _forward(self, message: Message, body: Body | None) -> list[Action]:
         return [ForwardToExchange(message, body)]
 
     def _assign(self, message: Assign, body: None) -> list[Action]:
@@ -514,19 +522,19 @@ class WorkerSession:
         step_id = StepId(message.step, message.attempt)
         if step_id != self._task.step_id:
             return []
-        return self._take(self._task, self._task.step_id, message.subtrees)
+        return self._assign_subtrees(self._task, self._task.step_id, message.subtrees)
 
     def _cancel(self, message: Cancel, body: None) -> list[Action]:
         del body
         step_id = StepId(message.step, message.attempt)
-        if step_id != self._task.step_id:  # it has overtaken the plan, or comes after the commit
+        if step_id != self._task.step_id:  # it overtook the plan, or arrives after the commit
             return []
         subtrees = {Subtree(lo, hi) for lo, hi in message.subtrees} & self._task.subtrees
         self._task.subtrees -= subtrees
         cancelled = [CancelSubtree(step_id, subtree) for subtree in sorted(subtrees)]
         return [ForwardToExchange(message), *cancelled]
 
-    def _take(
+    def _assign_subtrees(
         self, task: _Task, step_id: StepId, subtrees: tuple[tuple[int, int], ...]
     ) -> list[Action]:
         actions: list[Action] = []
@@ -540,28 +548,30 @@ class WorkerSession:
         return actions
 
     def _block_sum(self, event: events.BlockSum) -> list[Action]:
-        if not self._task.has(event.step_id, event.subtree):
+        if not self._task.is_assigned(event.step_id, event.subtree):
             return []
-        if self._task.sharded:
+        if self._task.is_sharded:
             checksum = self._task.checksums.setdefault(event.subtree, xxh3_128())
-            if not is_finite(event.values):  # its owner says so, and unlike sums would hide it
+            if not is_finite(
+                event.values
+            ):  # the chunk's owner reports it; NaN has many bit patterns
                 self._task.checksums[event.subtree] = None
             elif checksum is not None:
                 checksum.update(event.values.data)
         return [Contribute(event.subtree, event.block, event.weight, event.values)]
 
-    def _non_finite(self, event: events.NonFiniteSum) -> list[Action]:
+    def _non_finite_sum(self, event: events.NonFiniteSum) -> list[Action]:
         if event.step_id != self._task.step_id:
             return []
         message = NonFiniteSum(
             term=self.term, step=event.step_id.step, attempt=event.step_id.attempt,
-            lo=event.subtree.lo, hi=event.subtree.hi, worker=self.name, block=event.found.block,
-            device=event.found.device,
+            lo=event.subtree.lo, hi=event.subtree.hi, worker=self.name, block=event.location.block,
+            device=event.location.device,
         )  # fmt: skip
         return [Transmit(message)]
 
-    def _captured(self, event: events.MicrobatchRows) -> list[Action]:
-        if not self._task.has(event.step_id, event.subtree):
+    def _microbatch_rows(self, event: events.MicrobatchRows) -> list[Action]:
+        if not self._task.is_assigned(event.step_id, event.subtree):
             return []
         content = event.rows.reshape(-1)
         chunks = range(max(1, -(-len(content) // limits.BODY_BYTES)))
@@ -578,29 +588,29 @@ class WorkerSession:
         ]  # fmt: skip
 
     def _subtree_done(self, event: events.SubtreeDone) -> list[Action]:
-        if not self._task.has(event.step_id, event.subtree):
+        if not self._task.is_assigned(event.step_id, event.subtree):
             return []
         message = SubtreeLoss(
             term=self.term, step=event.step_id.step, attempt=event.step_id.attempt,
             lo=event.subtree.lo, hi=event.subtree.hi, loss_sum=event.loss.loss_sum,
             weight=event.loss.weight, elapsed_ms=event.elapsed_ms, sums=self._checksum(event),
-            unlike=event.unlike[: limits.UNLIKE_MICROBATCHES],
+            unlike=event.unlike_microbatches[: limits.UNLIKE_MICROBATCHES],
         )  # fmt: skip
         return [Transmit(message)]
 
-    # Stretches.
+    # Inner phases.
 
-    def _stretch_step(self, event: events.InnerPhaseStep) -> list[Action]:
-        if not self._task.has(event.step_id, event.subtree):
+    def _inner_phase_step(self, event: events.InnerPhaseStep) -> list[Action]:
+        if not self._task.is_assigned(event.step_id, event.subtree):
             return []
-        ids = self._of_replica(event.step_id, event.subtree)
+        ids = self._replica_fields(event.step_id, event.subtree)
         return [Transmit(InnerPhaseProgress(**ids, inner=event.inner))]
 
-    def _boundary(self, event: events.InnerCheckpoint) -> list[Action]:
-        if not self._task.has(event.step_id, event.subtree):
+    def _inner_checkpoint(self, event: events.InnerCheckpoint) -> list[Action]:
+        if not self._task.is_assigned(event.step_id, event.subtree):
             return []
         ids, count = (
-            self._of_replica(event.step_id, event.subtree),
+            self._replica_fields(event.step_id, event.subtree),
             -(-len(event.content) // limits.BODY_BYTES),
         )
         return [
@@ -613,43 +623,43 @@ class WorkerSession:
             for chunk in range(count)
         ]
 
-    def _stretch_wanted(self, event: events.InnerStateNeeded) -> list[Action]:
-        if not self._task.has(event.step_id, event.subtree):
+    def _inner_state_needed(self, event: events.InnerStateNeeded) -> list[Action]:
+        if not self._task.is_assigned(event.step_id, event.subtree):
             return []
-        if event.subtree.lo in self._task.asked:  # the answer to it is on its way
+        if event.subtree.lo in self._task.inner_state_chunks:  # already requested
             return []
-        self._task.asked[event.subtree.lo] = []
-        ids = self._of_replica(event.step_id, event.subtree)
-        return [Transmit(InnerStateRequest(**ids, own=event.carried))]
+        self._task.inner_state_chunks[event.subtree.lo] = []
+        ids = self._replica_fields(event.step_id, event.subtree)
+        return [Transmit(InnerStateRequest(**ids, own=event.with_carried))]
 
-    def _stretch_state(self, message: InnerStateChunk, body: Body) -> list[Action]:
+    def _inner_state_chunk(self, message: InnerStateChunk, body: Body) -> list[Action]:
         task, step_id = self._task, StepId(message.step, message.attempt)
         subtree = Subtree(message.replica, message.replica + 1)
-        pieces = task.asked.get(message.replica)
-        if pieces is None or step_id != task.step_id:  # of an attempt that was given up
+        chunks = task.inner_state_chunks.get(message.replica)
+        if chunks is None or step_id != task.step_id:  # of an abandoned attempt
             return []
-        pieces.append(body)
+        chunks.append(body)
         if not message.last:
             return []
-        del task.asked[message.replica]
-        if subtree not in task.subtrees:  # it is not wanted any more
+        del task.inner_state_chunks[message.replica]
+        if subtree not in task.subtrees:  # it was cancelled
             return []
-        content = np.concatenate(pieces)
-        give = LoadInnerState(step_id, message.replica, message.inner, content, message.own)
-        return [give, Compute(step_id, task.microbatches, subtree)]
+        content = np.concatenate(chunks)
+        load = LoadInnerState(step_id, message.replica, message.inner, content, message.own)
+        return [load, Compute(step_id, task.microbatches, subtree)]
 
-    def _of_replica(self, step_id: StepId, subtree: Subtree) -> dict[str, int]:
+    def _replica_fields(self, step_id: StepId, subtree: Subtree) -> dict[str, int]:
         return {
             "term": self.term, "step": step_id.step, "attempt": step_id.attempt,
             "replica": subtree.lo,
         }  # fmt: skip
 
     def _checksum(self, event: events.SubtreeDone) -> bytes:
-        """Of the sums that went to owners: the coordinator compares those of two workers."""
+        """Return the checksum of a subtree's sums; the coordinator compares two workers' sums."""
         checksum = self._task.checksums.pop(event.subtree, None)
         return b"" if checksum is None else checksum.digest()
 
-    def _averaged(self, message: AveragedGradient, body: Body) -> list[Action]:
+    def _averaged_gradient(self, message: AveragedGradient, body: Body) -> list[Action]:
         return [] if message.step < self._task.step else [ForwardToExchange(message, body)]
 
     def _commit(self, message: Commit, body: None) -> list[Action]:
@@ -659,37 +669,37 @@ class WorkerSession:
             return []
         if message.step > task.step:
             raise OutOfOrder(f"Commit: expected step {task.step}, got {message.step}")
-        task.committed = message
+        task.commit = message
         task.drop_subtrees()
-        skipped = self._take_step(task, message, []) if message.scalars is None else []
-        return [CancelWork(), ForwardToExchange(message), *skipped]
+        skip = self._take_step(task, message, []) if message.scalars is None else []
+        return [CancelWork(), ForwardToExchange(message), *skip]
 
     def _averages_ready(self, event: events.AveragesReady) -> list[Action]:
-        commit = self._task.committed
+        commit = self._task.commit
         if commit is None or event.step_id != StepId(commit.step, commit.attempt):
             return []
         return self._take_step(self._task, commit, event.averages)
 
     def _take_step(self, task: _Task, commit: Commit, averages: list[Array]) -> list[Action]:
-        """Take the committed step, then handle what has waited for it.
+        """Take the committed step, then handle the messages that were deferred until then.
 
         Raises:
-            RemoteProtocolError: What has waited does not fit.
+            RemoteProtocolError: A deferred message does not fit.
         """
-        # Counted at once: what comes next is about the step after, while the engine takes this.
+        # Counted now: the messages that follow are about the next step, while the engine works.
         task.step += 1
-        task.step_id = task.committed = None
+        task.step_id = task.commit = None
         actions: list[Action] = [Apply(averages, commit.scalars, commit.attempt)]
-        waiting, task.waiting = task.waiting, []
-        for message, body in waiting:
+        deferred_messages, task.deferred_messages = task.deferred_messages, []
+        for message, body in deferred_messages:
             actions += self.receive(message, body)
         return actions
 
-    def _applied(self, event: events.Applied) -> list[Action]:
+    def _step_applied(self, event: events.Applied) -> list[Action]:
         step, digest = event.step, event.state_digest
         return [Transmit(StepApplied(term=self.term, step=step, state_digest=digest))]
 
-    def _halted(self, message: Halt, body: None) -> list[Action]:
+    def _halt(self, message: Halt, body: None) -> list[Action]:
         del body
         if self._run is not None and self._run.task is not None:
             self._run.task.drop_subtrees()
@@ -706,85 +716,85 @@ class WorkerSession:
             raise OutOfOrder(f"EvalPlan: expected parts below {task.parts}, got {message.hi}")
         return [Evaluate(message.step, part) for part in range(message.lo, message.hi)]
 
-    def _evaluated(self, event: events.PartEvaluated) -> list[Action]:
+    def _part_evaluated(self, event: events.PartEvaluated) -> list[Action]:
         step, part, sums = event.step, event.part, dict(event.sums)
         return [Transmit(EvalResult(term=self.term, step=step, part=part, sums=sums))]
 
     # Files that are fetched when they are needed.
 
-    def obtained(self, event: FileEvent) -> list[Action]:
-        """What came of a file action; what has waited for a file goes on, if it is wanted still."""
-        return self._still_wanted(self.files.event(event))
+    def file_result(self, event: FileEvent) -> list[Action]:
+        """Handle the result of a file action; work that waited for the file continues."""
+        return self._drop_stale(self.files.event(event))
 
-    def _files_wanted(self, event: events.FilesNeeded) -> list[Action]:
-        waiting: Compute | Evaluate | None = None
+    def _files_needed(self, event: events.FilesNeeded) -> list[Action]:
+        work: Compute | Evaluate | None = None
         if event.for_subtree is not None:
-            waiting = Compute(*event.for_subtree)
+            work = Compute(*event.for_subtree)
         elif event.for_part is not None:
-            waiting = Evaluate(*event.for_part)
-        return self._still_wanted(self.files.want(event.names, waiting))
+            work = Evaluate(*event.for_part)
+        return self._drop_stale(self.files.request(event.names, work))
 
-    def _still_wanted(self, actions: list[Action]) -> list[Action]:
-        def wanted(action: Action) -> bool:
+    def _drop_stale(self, actions: list[Action]) -> list[Action]:
+        def is_current(action: Action) -> bool:
             match action:
                 case Compute():
-                    return self._task.has(action.step_id, action.subtree)
+                    return self._task.is_assigned(action.step_id, action.subtree)
                 case Evaluate():
                     return action.step == self._task.step
                 case _:
                     return True
 
-        return [action for action in actions if wanted(action)]
+        return [action for action in actions if is_current(action)]
 
-    # What follows what.
+    # The handler of each message and engine result, by phase.
 
     _MESSAGES: Final = _rows(
-        # message                  IDLE         PREPARING    READY
-        (StartRun,                 _start_run,  _start_run,  _start_run),
-        (BlobChunk,                _blob_chunk, _blob_chunk, _blob_chunk),
-        (StateRequest,             _refuse,     _refuse,     _state_request),
-        (StateChunk,               _refuse,     _refuse,     _state_chunk),
-        (StepEmbeddings,           _refuse,     _refuse,     _step_embeddings),
-        (StepPlan,                 _refuse,     _refuse,     _step_plan),
-        (Assign,                   _ignore,     _ignore,     _assign),
-        (Cancel,                   _ignore,     _ignore,     _cancel),
-        (Credit,                   _ignore,     _ignore,     _exchange),
-        (InnerStateChunk,             _ignore,     _ignore,     _stretch_state),
-        (ListenForPeers,                 _refuse,     _refuse,     _exchange),
-        (Peers,                    _refuse,     _refuse,     _exchange),
-        (Owners,                   _refuse,     _refuse,     _exchange),
-        (BlockGradientPayload,     _refuse,     _refuse,     _exchange),
-        (NonBlockGradientPayload,  _refuse,     _refuse,     _exchange),
-        (AverageDigests,             _refuse,     _refuse,     _exchange),
-        (AveragedBlockGradient,    _ignore,     _ignore,     _averaged),
-        (AveragedNonBlockGradient, _ignore,     _ignore,     _averaged),
-        (Commit,                   _refuse,     _refuse,     _commit),
-        (EvalPlan,                 _refuse,     _refuse,     _eval_plan),
-        (Halt,                     _halted,     _halted,     _halted),
-        (Continue,                 _ignore,     _ignore,     _ignore),
-        (Heartbeat,                _ignore,     _ignore,     _ignore),
-        (EndRun,                   _end_run,    _end_run,    _end_run),
-        (Goodbye,                  _goodbye,    _goodbye,    _goodbye),
+        # message                   IDLE            PREPARING       READY
+        (StartRun,                  _start_run,     _start_run,     _start_run),
+        (BlobChunk,                 _blob_chunk,    _blob_chunk,    _blob_chunk),
+        (StateRequest,              _refuse,        _refuse,        _state_request),
+        (StateChunk,                _refuse,        _refuse,        _state_chunk),
+        (StepEmbeddings,            _refuse,        _refuse,        _step_embeddings),
+        (StepPlan,                  _refuse,        _refuse,        _step_plan),
+        (Assign,                    _ignore,        _ignore,        _assign),
+        (Cancel,                    _ignore,        _ignore,        _cancel),
+        (Credit,                    _ignore,        _ignore,        _forward),
+        (InnerStateChunk,           _ignore,        _ignore,        _inner_state_chunk),
+        (ListenForPeers,            _refuse,        _refuse,        _forward),
+        (Peers,                     _refuse,        _refuse,        _forward),
+        (Owners,                    _refuse,        _refuse,        _forward),
+        (BlockGradientPayload,      _refuse,        _refuse,        _forward),
+        (NonBlockGradientPayload,   _refuse,        _refuse,        _forward),
+        (AverageDigests,            _refuse,        _refuse,        _forward),
+        (AveragedBlockGradient,     _ignore,        _ignore,        _averaged_gradient),
+        (AveragedNonBlockGradient,  _ignore,        _ignore,        _averaged_gradient),
+        (Commit,                    _refuse,        _refuse,        _commit),
+        (EvalPlan,                  _refuse,        _refuse,        _eval_plan),
+        (Halt,                      _halt,          _halt,          _halt),
+        (Continue,                  _ignore,        _ignore,        _ignore),
+        (Heartbeat,                 _ignore,        _ignore,        _ignore),
+        (EndRun,                    _end_run,       _end_run,       _end_run),
+        (Goodbye,                   _goodbye,       _goodbye,       _goodbye),
     )  # fmt: skip
     _RESULTS: Final = _rows(
-        # result of the engine     IDLE            PREPARING       READY
-        # A second Built comes where a connection was lost while its task was being built.
-        (events.Built,             _ignore,        _task_built,    _ignore),
-        (events.BuildFailed,       _ignore,        _build_failed,  _build_failed),
+        # engine result             IDLE            PREPARING       READY
+        # A second Built arrives if a connection was lost while the task was being built.
+        (events.Built,              _ignore,        _task_built,    _ignore),
+        (events.BuildFailed,        _ignore,        _build_failed,  _build_failed),
         (events.TaskRefused,        _ignore,        _ignore,        _task_refused),
-        (events.BlockSum,          _ignore,        _ignore,        _block_sum),
-        (events.NonFiniteSum,      _ignore,        _ignore,        _non_finite),
-        (events.MicrobatchRows,    _ignore,        _ignore,        _captured),
-        (events.SubtreeDone,          _ignore,        _ignore,        _subtree_done),
-        (events.InnerPhaseStep,       _ignore,        _ignore,        _stretch_step),
-        (events.InnerCheckpoint,   _ignore,        _ignore,        _boundary),
-        (events.InnerStateNeeded, _ignore,       _ignore,        _stretch_wanted),
-        (events.AveragesReady, _ignore,       _ignore,        _averages_ready),
-        (events.Applied,           _ignore,        _ignore,        _applied),
-        (events.FilesNeeded,       _ignore,        _ignore,        _files_wanted),
-        (events.PartEvaluated,         _ignore,        _ignore,        _evaluated),
-        (events.StateCopied,       _ignore,        _ignore,        _upload),
-        (events.DeviceFailed,      _device_failed, _device_failed, _device_failed),
-        (events.DeviceWarning,       _ignore,        _device_noted,  _device_noted),
-        (events.DevicesLost,       _ignore,        _devices_lost,  _devices_lost),
+        (events.BlockSum,           _ignore,        _ignore,        _block_sum),
+        (events.NonFiniteSum,       _ignore,        _ignore,        _non_finite_sum),
+        (events.MicrobatchRows,     _ignore,        _ignore,        _microbatch_rows),
+        (events.SubtreeDone,        _ignore,        _ignore,        _subtree_done),
+        (events.InnerPhaseStep,     _ignore,        _ignore,        _inner_phase_step),
+        (events.InnerCheckpoint,    _ignore,        _ignore,        _inner_checkpoint),
+        (events.InnerStateNeeded,   _ignore,        _ignore,        _inner_state_needed),
+        (events.AveragesReady,      _ignore,        _ignore,        _averages_ready),
+        (events.Applied,            _ignore,        _ignore,        _step_applied),
+        (events.FilesNeeded,        _ignore,        _ignore,        _files_needed),
+        (events.PartEvaluated,      _ignore,        _ignore,        _part_evaluated),
+        (events.StateCopied,        _ignore,        _ignore,        _state_copied),
+        (events.DeviceFailed,       _device_failed, _device_failed, _device_failed),
+        (events.DeviceWarning,      _ignore,        _device_warning,_device_warning),
+        (events.DevicesLost,        _ignore,        _devices_lost,  _devices_lost),
     )  # fmt: skip

@@ -1,15 +1,16 @@
 """Links between the workers of a run: one connection for each pair.
 
-A link is a `Channel`, with the transport, TLS, acceptor, proofs and limit on pending connections
-that the coordinator uses. All of it runs in the worker's event loop; the transport encrypts and
-decrypts large bodies in threads of its own.
+A link is a `Channel`, with the same transport, TLS, acceptor, authentication and limit on pending
+connections as at the coordinator. Links run in the worker's event loop; the transport encrypts and
+decrypts large bodies in separate threads.
 
-Of two workers the one whose name sorts first dials. The other dials too if no connection has come
-within `_SECOND_DIALER_S`, so one reachable port is enough. A link that breaks is dialed again for
-as long as the coordinator lists the peer.
+The worker whose name sorts first dials. The other one dials too if it has no connection after
+`_SECOND_DIALER_S`, so one reachable port is enough. A broken link is dialed again for as long as
+the coordinator lists the peer.
 
-If both dial at once, the first of the two decides: it continues with the connection on which the
-peer proved itself first, and ends the other before that can become a link. So both keep the same.
+If both dial at once, the worker whose name sorts first decides: it keeps the connection on which
+the peer was authenticated first, and closes the other before it becomes a link. So both workers
+keep the same connection.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from protocol.wire.transport import URGENT, Channel, reason_of
 _RETRY_S: Final = (0.2, 1.0, 5.0)
 _SECOND_DIALER_S: Final = 2.0
 _PROBES: Final = 2
-"""The faster one counts: the other may have waited for a processor."""
+"""The fastest probe counts, because another may have waited for a processor."""
 _CROSSED: Final = "both workers dialed; the other connection is used"
 _QUEUE_BYTES: Final = 2 * limits.PEER_EARLY_BYTES
 _PRIORITY: Final[tuple[type[Message], ...]] = (
@@ -67,23 +68,23 @@ _PRIORITY: Final[tuple[type[Message], ...]] = (
     AveragedBlockGradient,
     AveragedNonBlockGradient,
 )
-"""Averages overtake sums that wait: other workers need them to finish the step."""
+"""Averages overtake queued sums, because other workers need them to finish the step."""
 
 
 class LinksOwner(Protocol):
     """Receives what happens on links, in the event loop."""
 
-    def on_gradient(self, peer: str, received: Received) -> None:
-        """Take a payload or an average from a peer, maybe in a thread that reads from it.
+    def on_gradient(self, peer: str, delivery: Received) -> None:
+        """Handle a payload or an average from a peer, possibly in the thread that reads it.
 
         A ProtocolError raised here ends the link.
         """
 
     def on_linked(self, peer: str, mbit: float) -> None:
-        """Note that a link to this peer is up, and its speed in Mbit/s."""
+        """Handle a new link to this peer; `mbit` is its speed in Mbit/s."""
 
     def on_unlinked(self, peer: str, reason: str) -> None:
-        """Note that there is no link to this peer, and why."""
+        """Handle the loss of the link to this peer, or a failure to connect."""
 
 
 class Links(Protocol):
@@ -96,11 +97,11 @@ class Links(Protocol):
             OSError: No port can be opened.
         """
 
-    def know(self, listing: PeerList) -> None:
+    def set_peers(self, listing: PeerList) -> None:
         """Link to the listed peers, and end all other links."""
 
-    def send(self, peer: str, encoded: Encoded) -> None:
-        """Queue a message; it is dropped where there is no link."""
+    def send(self, peer: str, message: Encoded) -> None:
+        """Queue a message; it is dropped if there is no link."""
 
     def traffic(self) -> dict[str, tuple[int, int]]:
         """Return the bytes sent and received so far, by peer."""
@@ -123,13 +124,13 @@ class PeerSockets(Protocol):
         """Leave new connections in the kernel's queue."""
 
     def resume(self) -> None:
-        """Accept again."""
+        """Accept connections again."""
 
     async def connect(self, peer: Peer, channel: Channel) -> None:
         """Connect a channel to a peer's port.
 
         Raises:
-            OSError: It cannot be reached.
+            OSError: The peer cannot be reached.
         """
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class PeerSockets(Protocol):
 
 
 class _Link:
-    """One peer, and the connection to it while there is one."""
+    """One peer, and the connection to it if there is one."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -153,9 +154,9 @@ class PeerLinks:
 
     Args:
         me: This worker's name.
-        blocks: Those of the manifest.
+        blocks: The manifest's blocks.
         exchange: Codecs of sums and averages.
-        owner: Receives gradients, and which links are up.
+        owner: Receives gradients, and changes of links.
         sockets: Opens connections.
     """
 
@@ -174,13 +175,13 @@ class PeerLinks:
         self.fingerprint = NO_CERTIFICATE
         self._sockets = sockets
         self._loop = asyncio.get_running_loop()
-        self._pending = PendingConnections[_PeerConnection](
+        self._pending_connections = PendingConnections[_PeerConnection](
             limits.PENDING_PEER_CONNECTIONS, limits.PENDING_PEER_CONNECTIONS, sockets.resume
         )
         self._listens = False
         self._links: dict[str, _Link] = {}
         self._rejected: set[str] = set()
-        """Names that have dialed before the coordinator listed them."""
+        """Names of workers that dialed before the coordinator listed them."""
         self._traffic: dict[str, tuple[int, int]] = {}
         self._connections: set[_PeerConnection] = set()
         self._is_closed = False
@@ -191,7 +192,7 @@ class PeerLinks:
         port, self.fingerprint = self._sockets.listen(self._greet)
         return port, self.fingerprint
 
-    def know(self, listing: PeerList) -> None:
+    def set_peers(self, listing: PeerList) -> None:
         self._listens = listing.listens
         peers = {peer.name: peer for peer in listing.peers}
         for name, link in list(self._links.items()):
@@ -207,12 +208,12 @@ class PeerLinks:
                     link.dialing = self._loop.create_task(self._keep_dialed(link))
         self._rejected.clear()
 
-    def send(self, peer: str, encoded: Encoded) -> None:
+    def send(self, peer: str, message: Encoded) -> None:
         link = self._links.get(peer)
         if link is None or link.connection is None:
             return
         channel = link.connection.channel
-        channel.send(encoded)
+        channel.send(message)
         if channel.waiting_bytes > _QUEUE_BYTES:
             channel.abort(f"too slow: {channel.waiting_bytes} bytes wait to be read")
 
@@ -220,7 +221,9 @@ class PeerLinks:
         total = dict(self._traffic)
         for connection in self._connections:
             if connection.name:
-                total[connection.name] = _plus(total.get(connection.name), connection.channel)
+                total[connection.name] = _add_traffic(
+                    total.get(connection.name), connection.channel
+                )
         return total
 
     def close(self) -> None:
@@ -257,9 +260,9 @@ class PeerLinks:
             try:
                 await self._dial(link)
             except (OSError, SamestepError) as error:
-                # The advice of a DialError is for who connects to a coordinator.
+                # The advice of a DialError is about coordinators, so only its observation is used.
                 reason = error.observation if isinstance(error, DialError) else reason_of(error)
-                if link.is_down.is_set() and not self._crossing(link.peer):
+                if link.is_down.is_set() and not self._crossing_connections(link.peer):
                     self.owner.on_unlinked(link.peer.name, reason)
                 delay_s = next(delays)
             else:
@@ -267,11 +270,11 @@ class PeerLinks:
                 delay_s = next(delays) if is_first else _SECOND_DIALER_S
 
     async def _dial(self, link: _Link) -> None:
-        """Make a link.
+        """Open a link to a peer.
 
         Raises:
-            OSError: The peer is not reached.
-            SamestepError: Another process answers, or the peer refuses.
+            OSError: The peer cannot be reached.
+            SamestepError: Another process answers, or the peer refuses the connection.
         """
         connection = _PeerConnection(self, "dialler", link.peer.host, link.peer)
         self._connections.add(connection)
@@ -287,27 +290,27 @@ class PeerLinks:
     # Accepting.
 
     def _greet(self, address: tuple[str, int]) -> Channel | None:
-        if not self._pending.has_room(address[0]):
+        if not self._pending_connections.has_room(address[0]):
             return None
         connection = _PeerConnection(self, "listener", address[0], None)
-        self._pending.add(connection)
+        self._pending_connections.add(connection)
         self._connections.add(connection)
-        if not self._pending.has_room(address[0]):
+        if not self._pending_connections.has_room(address[0]):
             self._sockets.pause()
         return connection.channel
 
     def peer_of(self, hello: PeerHello) -> Peer:
-        """Return the peer that says hello.
+        """Return the peer that sent this hello.
 
         Raises:
-            NotAuthorized: The coordinator has not listed it, or it looks for another worker.
+            NotAuthorized: The coordinator has not listed it, or it expects another worker.
         """
         link = self._links.get(hello.name)
         if link is None or hello.to != self.me:
             if len(self._rejected) < limits.WORKERS:
                 self._rejected.add(hello.name)
             raise NotAuthorized(
-                f"{hello.name!r} is not a peer of {self.me!r}, or looks for {hello.to!r}"
+                f"{hello.name!r} is not a peer of {self.me!r}, or expects {hello.to!r}"
             )
         return link.peer
 
@@ -317,55 +320,56 @@ class PeerLinks:
         return link is not None and link.connection is not None
 
     def refuse_crossing(self, connection: _PeerConnection) -> None:
-        """Let only one of two connections go on, if both workers dialed; called by either side.
+        """Refuse this connection if both workers dialed and another connection is kept.
 
         Raises:
-            Unreachable: Another one leads to the peer, and this worker is the one that decides.
+            Unreachable: This worker decides, and it keeps another connection to the peer.
         """
         peer = connection.peer
         assert peer is not None
         if self.me < peer.name and any(
-            other.is_dialed != connection.is_dialed for other in self._crossing(peer)
+            crossing.is_dialed != connection.is_dialed
+            for crossing in self._crossing_connections(peer)
         ):
             raise Unreachable(_CROSSED)
 
-    def _crossing(self, peer: Peer) -> list[_PeerConnection]:
-        """List the connections on which the peer proved itself within the time of a handshake.
+    def _crossing_connections(self, peer: Peer) -> list[_PeerConnection]:
+        """Return connections on which the peer was authenticated within the handshake timeout.
 
-        An older one is no crossing: the peer would not dial if it still had that.
+        An older connection is not a crossing: while a peer has one, it does not dial.
         """
         since_s = self._loop.time() - limits.HANDSHAKE_TIMEOUT_MS / 1000
-        return [each for each in self._connections if each.peer == peer and each.proven_s > since_s]
+        return [c for c in self._connections if c.peer == peer and c.authenticated_s > since_s]
 
-    def authenticated(self, connection: _PeerConnection) -> None:
-        """Count a connection as pending no more."""
-        self._pending.remove(connection)
+    def remove_pending(self, connection: _PeerConnection) -> None:
+        """Stop counting a connection as pending: its peer is authenticated."""
+        self._pending_connections.remove(connection)
 
     # Connections.
 
-    def linked(self, connection: _PeerConnection, mbit: float) -> None:
-        """Use a connection whose speed is known."""
+    def use(self, connection: _PeerConnection, mbit: float) -> None:
+        """Use a connection as the link to its peer, at this measured speed."""
         link = self._links.get(connection.name)
         if link is None or link.peer != connection.peer:
             connection.channel.abort("the coordinator no longer lists this peer")
             return
-        before, link.connection = link.connection, connection
+        replaced, link.connection = link.connection, connection
         link.is_down.clear()
-        if before is not None:
-            # What waited there is lost: the owner must know before it sends more.
-            before.channel.abort("replaced by a new connection")
+        if replaced is not None:
+            # Queued messages are lost: the owner must learn of it before it sends more.
+            replaced.channel.abort("replaced by a new connection")
             self.owner.on_unlinked(connection.name, "replaced by a new connection")
         self.owner.on_linked(connection.name, mbit)
 
-    def lost(self, connection: _PeerConnection, reason: str) -> None:
-        """Forget a connection that is over."""
-        self._pending.remove(connection)
+    def forget(self, connection: _PeerConnection, reason: str) -> None:
+        """Forget a connection that has ended."""
+        self._pending_connections.remove(connection)
         self._connections.discard(connection)
         if self._is_closed:
             return
         name = connection.name
         if name:
-            self._traffic[name] = _plus(self._traffic.get(name), connection.channel)
+            self._traffic[name] = _add_traffic(self._traffic.get(name), connection.channel)
         link = self._links.get(name)
         if link is not None and link.connection is connection:
             link.connection = None
@@ -377,11 +381,12 @@ class _PeerConnection:
     """One connection: handshake, speed probe, then gradients.
 
     Attributes:
-        name: The peer's, once its proof is right; of a peer that was dialed, from the start.
-        host: Where it comes from.
+        name: The peer's name, once it is authenticated; known from the start for a dialed peer.
+        host: The peer's host.
         is_dialed: Whether this worker dialed.
-        proven_s: When the peer proved itself, by the event loop's clock; minus infinity until then.
-        is_linked: Done once the link is up; fails with the reason if it does not come up.
+        authenticated_s: When the peer was authenticated, by the event loop's clock; minus infinity
+            before.
+        is_linked: Future that is done once the link is up, or fails with the reason.
     """
 
     def __init__(self, links: PeerLinks, role: Role, host: str, peer: Peer | None) -> None:
@@ -390,7 +395,7 @@ class _PeerConnection:
         self.name = peer.name if peer is not None else ""
         self.peer = peer
         self.is_dialed = peer is not None
-        self.proven_s = -math.inf
+        self.authenticated_s = -math.inf
         self.channel = Channel(Connection(role), self, loop.time, _PRIORITY, self._take_gradient)
         self.is_linked: asyncio.Future[None] = loop.create_future()
         self._links = links
@@ -411,8 +416,8 @@ class _PeerConnection:
         """Check the certificate; only then say hello.
 
         Raises:
-            NotAuthorized: It is another one.
-            Unreachable: The peer was faster, and there is a link already.
+            NotAuthorized: The certificate is not the peer's.
+            Unreachable: The peer's connection was faster and is already a link.
         """
         peer, certificate = self.peer, self.channel.certificate
         assert peer is not None
@@ -436,21 +441,21 @@ class _PeerConnection:
         fingerprint = NO_CERTIFICATE if certificate is None else tls.fingerprint(certificate)
         key = bytes.fromhex(self.peer.key)
         proof = answer(self._hello, challenge, fingerprint, key)
-        self._prove()
+        self._note_authenticated()
         self.channel.send(proof)
 
-    def _prove(self) -> None:
-        """Note that the peer has proven itself, unless another connection goes on."""
+    def _note_authenticated(self) -> None:
+        """Record that the peer is authenticated, unless another connection is kept."""
         self._links.refuse_crossing(self)
-        self.proven_s = self._loop.time()
+        self.authenticated_s = self._loop.time()
 
     def _check(self, proof: Proof) -> None:
         assert self._exchange is not None
         assert self.peer is not None
         self._exchange.check_worker(bytes.fromhex(self.peer.key), proof)
-        self._prove()
+        self._note_authenticated()
         self.name = self.peer.name
-        self._links.authenticated(self)
+        self._links.remove_pending(self)
         self._open()
         self.channel.send(PeerWelcome())
         self._probe()
@@ -462,7 +467,7 @@ class _PeerConnection:
     # The speed.
 
     def _probe(self) -> None:
-        """Time a megabyte, so that slow links can be told from fast ones."""
+        """Measure the link's speed with a megabyte."""
         self._sent_s = self._loop.time()
         self.channel.send(encode(PeerProbe(), np.zeros(limits.PEER_PROBE_BYTES, np.uint8)))
 
@@ -483,18 +488,18 @@ class _PeerConnection:
         mbit = limits.PEER_PROBE_BYTES * 8e-6 / max(min(self._probes_s), 1e-4)
         if not self.is_linked.done():
             self.is_linked.set_result(None)
-        self._links.linked(self, mbit)
+        self._links.use(self, mbit)
 
-    def _take_gradient(self, received: Received) -> None:
-        """Take a gradient in the thread that reads it: the event loop need not wake for each."""
+    def _take_gradient(self, delivery: Received) -> None:
+        """Handle a gradient in the thread that reads it, without waking the event loop."""
         if not self.name:
-            raise OutOfOrder(f"{type(received.message).__name__} before the link is up")
-        self._links.owner.on_gradient(self.name, received)
+            raise OutOfOrder(f"expected a link first, got {type(delivery.message).__name__}")
+        self._links.owner.on_gradient(self.name, delivery)
 
     # protocol.wire.transport.ChannelOwner
 
-    def on_message(self, channel: Channel, received: Received) -> None:
-        message, body = received
+    def on_message(self, channel: Channel, delivery: Received) -> None:
+        message, body = delivery
         try:
             match message:
                 case PeerHello():
@@ -521,13 +526,13 @@ class _PeerConnection:
         self._timer.cancel()
         if not self.is_linked.done():
             self.is_linked.set_exception(Unreachable(reason))
-            self.is_linked.exception()  # an accepted connection has nobody who awaits it
-        self._links.lost(self, reason)
+            self.is_linked.exception()  # nobody awaits the future of an accepted connection
+        self._links.forget(self, reason)
 
 
-def _plus(total: tuple[int, int] | None, channel: Channel) -> tuple[int, int]:
-    sent, received = total or (0, 0)
-    return sent + channel.bytes_sent, received + channel.bytes_received
+def _add_traffic(total: tuple[int, int] | None, channel: Channel) -> tuple[int, int]:
+    sent_bytes, received_bytes = total or (0, 0)
+    return sent_bytes + channel.bytes_sent, received_bytes + channel.bytes_received
 
 
 def _retry_delays_s() -> Iterator[float]:
@@ -535,11 +540,11 @@ def _retry_delays_s() -> Iterator[float]:
 
 
 class LinkSockets:
-    """Real sockets, with TLS as on the connection to the coordinator; see `PeerSockets`.
+    """Real sockets, with TLS if the connection to the coordinator has it; see `PeerSockets`.
 
     Args:
         me: This worker's name, for its certificate.
-        coordinator: The coordinator's address; peers on its machine are there too.
+        coordinator: The coordinator's address, which is also that of peers on its machine.
         encrypted: Whether links use TLS.
     """
 
@@ -590,11 +595,11 @@ MakeLinks = Callable[[str, tuple[Block, ...], Codecs, LinksOwner], Links]
 
 
 def socket_links(coordinator: str, *, encrypted: bool) -> MakeLinks:
-    """Return what makes a worker's links over real sockets.
+    """Return a function that opens a worker's links over real sockets.
 
     Args:
         coordinator: The coordinator's address as this worker knows it.
-        encrypted: Whether links use TLS, as the connection to it does.
+        encrypted: Whether links use TLS, like the connection to the coordinator.
     """
 
     def make(me: str, blocks: tuple[Block, ...], exchange: Codecs, owner: LinksOwner) -> Links:

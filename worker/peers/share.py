@@ -1,11 +1,10 @@
 """This worker's side of the exchange: sums go to the owners of their chunks, averages come back.
 
 Pure: no clock, socket, file, thread or randomness. Each event is a method that returns actions, to
-be done in order. A table says who averages which chunk: in a star the coordinator all of them, else
-workers, this one perhaps among them. An owner merges sums along the tree, scales them, and sends
-the average to all. Sums for other workers are kept until the step is over: where an owner is lost
-its chunks get other owners, which are sent them again. Whatever is late or comes twice changes
-nothing.
+be executed in order. A table says who owns, and so averages, which chunk: in a star the coordinator
+owns all of them, otherwise workers do. An owner merges sums along the tree, scales them, and sends
+the average to everyone. Sums for other workers are kept until the step ends: if an owner is lost,
+its chunks get new owners, which receive the sums again. Late and duplicate messages change nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ Body = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ToPeer:
-    """Send a message to another worker; averages overtake sums that wait."""
+    """Send a message to another worker; averages overtake queued sums."""
 
     peer: str
     message: Message
@@ -62,22 +61,22 @@ class ToPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class LastCame:
-    """The last average of a step that workers average is here, before the step's commit."""
+class LastAverage:
+    """Report that all averages of a step have arrived before its commit, if workers average."""
 
     step: int
     attempt: int
 
 
-Action = ToPeer | Transmit | AveragesReady | LastCame
+Action = ToPeer | Transmit | AveragesReady | LastAverage
 
 
 class Averages:
-    """The averages of one attempt, as far as they are here.
+    """The averages of one attempt that have arrived so far.
 
     Attributes:
-        arrays: By block, flat float32; empty until a chunk of it is here.
-        senders: By chunk, who sent its average.
+        arrays: By block, flat float32; empty until the block's first chunk arrives.
+        senders: By chunk number, the sender of its average.
 
     Args:
         grid: The run's chunks.
@@ -89,11 +88,11 @@ class Averages:
         self.senders: dict[int, str] = {}
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.senders) == self._grid.count
 
     def part(self, number: int) -> Array:
-        """The array of a chunk's average, to read or to write."""
+        """Return a writable view of a chunk's average."""
         number, chunk = self._grid.chunk(number)
         block = self._grid.blocks[number]
         if not len(self.arrays[number]):
@@ -101,7 +100,7 @@ class Averages:
         return self.arrays[number][block.chunk_slice(chunk)]
 
     def put(self, number: int, sender: str, values: Array) -> None:
-        """Take an average; one that is here already changes nothing."""
+        """Store an average; a duplicate changes nothing."""
         if number in self.senders:
             return
         self.senders[number] = sender
@@ -114,20 +113,24 @@ class Averages:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One attempt at a step that this worker computes a part of.
+    """One attempt at a step of which this worker computes a part.
 
     Attributes:
-        id: Term, step and attempt, as messages carry them.
-        owners: The number of the plan's table; 0: only the coordinator averages.
-        table: The table in force.
-        credit: How many chunks of each subtree the coordinator may be sent by now.
-        held_back: Payloads for the coordinator that are not allowed yet, by chunk and subtree.
-        reducer: Of the chunks that are this worker's.
-        sums: By subtree and block what this worker has computed, to be sent again.
-        arrived: By worker and subtree, of which of this worker's chunks the sum is here.
-        former: Owners by earlier tables of this attempt.
-        digests: By chunk of the averages that are here.
-        expected: What all digests must be.
+        id: Term, step and attempt, as fields of messages.
+        owners: Number of the plan's table; 0 if only the coordinator averages.
+        table: The current table.
+        averages: The averages that have arrived.
+        credit: How many chunks of each subtree may be sent to the coordinator so far.
+        delayed_payloads: Payloads for the coordinator above the credit, with chunk and subtree.
+        reducer: Adds the sums of the chunks that this worker owns.
+        owned: Numbers of those chunks.
+        sums: By subtree and block, weight and values that this worker computed, to send again.
+        arrived_chunks: By worker and subtree, the owned chunks whose sum has arrived.
+        reported_sums: Worker and subtree of sums that were reported to the coordinator.
+        former_owners: Chunk and owner in earlier tables of this attempt.
+        digests: By chunk, the digest of the average that has arrived.
+        committed_digests: The digests of all averages that the coordinator committed.
+        is_requested: Whether missing averages were requested from the coordinator.
     """
 
     id: dict[str, int]
@@ -138,31 +141,31 @@ class _Attempt:
     credit: int
     reducer: Reducer[int]
     owned: set[int] = field(default_factory=set)
-    held_back: list[tuple[int, Subtree, Transmit]] = field(default_factory=list)
+    delayed_payloads: list[tuple[int, Subtree, Transmit]] = field(default_factory=list)
     sums: dict[tuple[Subtree, int], tuple[float, Array]] = field(default_factory=dict)
-    arrived: dict[tuple[str, Subtree], set[int]] = field(default_factory=dict)
-    announced: set[tuple[str, Subtree]] = field(default_factory=set)
-    former: set[tuple[int, str]] = field(default_factory=set)
+    arrived_chunks: dict[tuple[str, Subtree], set[int]] = field(default_factory=dict)
+    reported_sums: set[tuple[str, Subtree]] = field(default_factory=set)
+    former_owners: set[tuple[int, str]] = field(default_factory=set)
     digests: dict[int, bytes] = field(default_factory=dict)
-    expected: bytes | None = None
-    committed: bool = False
+    committed_digests: bytes | None = None
+    is_committed: bool = False
     is_requested: bool = False
 
     def is_at(self, message: Cancel | Credit | Commit | AverageDigests) -> bool:
-        """Whether a message is about this attempt."""
+        """Return whether a message is about this attempt."""
         return (message.step, message.attempt) == (self.id["step"], self.id["attempt"])
 
 
 class GradientExchange:
-    """This worker's side of the exchange, as long as it is in a run.
+    """This worker's side of the exchange during one run.
 
     Attributes:
-        came: How many messages of peers have come; it tells whether one that waits makes progress.
+        arrivals: Number of sums and averages received; it grows while the exchange makes progress.
 
     Args:
         me: This worker's name.
-        blocks: The manifest's.
-        exchange: How gradients travel.
+        blocks: The manifest's blocks.
+        exchange: Codecs of sums and averages.
     """
 
     def __init__(self, me: str, blocks: tuple[Block, ...], exchange: Codecs) -> None:
@@ -173,25 +176,25 @@ class GradientExchange:
         self._exchange = exchange
         self._star = OwnerTable.star(self._grid.count)
         self._number, self._table = 0, self._star
-        self._now: _Attempt | None = None
+        self._attempt: _Attempt | None = None
         self._averages: dict[tuple[int, int], Averages] = {}
         self._newest = (-1, -1, -1)
-        self._early: list[tuple[str, GradientPayload | AveragedGradient, Body]] = []
-        self._early_bytes = 0
+        self._deferred: list[tuple[str, GradientPayload | AveragedGradient, Body]] = []
+        self._deferred_bytes = 0
 
-    # What the coordinator says.
+    # Messages of the coordinator.
 
-    def hear(self, message: Message, body: Body | None) -> list[Action]:
-        """Take a message of the coordinator's.
+    def receive_from_coordinator(self, message: Message, body: Body | None) -> list[Action]:
+        """Handle a message of the coordinator.
 
         Raises:
-            RemoteProtocolError: It does not fit.
+            RemoteProtocolError: The message does not fit.
         """
         match message:
             case StepPlan():
                 return self.begin(message)
             case Credit():
-                return self.allow(message)
+                return self.extend_credit(message)
             case Cancel():
                 return self.cancel(message)
             case Commit():
@@ -199,218 +202,234 @@ class GradientExchange:
         assert body is not None
         match message:
             case Owners():
-                return self.own(message.number, parse(OwnerTable, body.tobytes()))
+                return self.set_owners(message.number, parse(OwnerTable, body.tobytes()))
             case AverageDigests():
-                return self.expect(message, body)
+                return self.set_digests(message, body)
             case _:
                 assert isinstance(message, GradientPayload | AveragedGradient)
                 return self.receive(COORDINATOR, message, body)
 
-    def own(self, number: int, table: OwnerTable) -> list[Action]:
-        """From now on the owners are these; a step that workers average goes on with them.
+    def set_owners(self, number: int, table: OwnerTable) -> list[Action]:
+        """Use a new table of owners, also for the current attempt if workers average it.
 
         Raises:
-            OutOfOrder: The table is not one of this run's chunks.
+            OutOfOrder: The table has the wrong number of chunks.
         """
         if len(table.owners) != self._grid.count:
             raise OutOfOrder(f"Owners: expected {self._grid.count} chunks, got {len(table.owners)}")
         self._number, self._table = number, table
-        now = self._now
-        if now is None or not now.owners:
-            return self._receive_early()
-        before, now.table = now.table, table
-        now.announced.clear()
-        now.former.update((each, before.owner(each)) for each in range(self._grid.count))
-        self._take_up(now)
-        has_changed = (self.me in before.members) != (self.me in table.members)
+        attempt = self._attempt
+        if attempt is None or not attempt.owners:
+            return self._receive_deferred()
+        previous_table, attempt.table = attempt.table, table
+        attempt.reported_sums.clear()
+        attempt.former_owners.update((n, previous_table.owner(n)) for n in range(self._grid.count))
+        self._update_owned_chunks(attempt)
+        has_changed = (self.me in previous_table.members) != (self.me in table.members)
         actions: list[Action] = []
-        for (subtree, block), (weight, values) in now.sums.items():
-            for each in self._grid.of_block(block):
-                if has_changed or before.owner(each) != table.owner(each):
-                    actions += self._deliver(now, each, subtree, weight, values)
-        return [*actions, *self._announce(now), *self._resend(now, before), *self._receive_early()]
+        for (subtree, block), (weight, values) in attempt.sums.items():
+            for chunk in self._grid.of_block(block):
+                if has_changed or previous_table.owner(chunk) != table.owner(chunk):
+                    actions += self._deliver(attempt, chunk, subtree, weight, values)
+        return [
+            *actions,
+            *self._report_sums(attempt),
+            *self._resend_averages(attempt, previous_table),
+            *self._receive_deferred(),
+        ]
 
-    def _resend(self, now: _Attempt, previous: OwnerTable) -> list[Action]:
-        """The coordinator gets averages from another one than before: give it what is here."""
-        scribe = now.table.scribe
-        if previous.scribe == scribe or scribe not in (None, self.me):
+    def _resend_averages(self, attempt: _Attempt, previous_table: OwnerTable) -> list[Action]:
+        """Send the coordinator the averages it lacks, if another worker sends them from now on."""
+        scribe = attempt.table.scribe
+        if previous_table.scribe == scribe or scribe not in (None, self.me):
             return []
-        here = [n for n in now.averages.senders if scribe == self.me or n in now.reducer]
-        return [self._average_for_the_coordinator(now, number) for number in here]
+        numbers = [n for n in attempt.averages.senders if scribe == self.me or n in attempt.reducer]
+        return [self._average_for_coordinator(attempt, number) for number in numbers]
 
     def begin(self, plan: StepPlan) -> list[Action]:
-        """A new attempt at a step; of the one before nothing is wanted any more.
+        """Begin a new attempt at a step, and drop the one before.
 
         Raises:
-            OutOfOrder: It follows a table that has not come.
+            OutOfOrder: The plan refers to a table that has not arrived.
         """
         if plan.owners not in (0, self._number):
             raise OutOfOrder(f"StepPlan: expected table {self._number}, got {plan.owners}")
         key = (plan.step, plan.attempt)
-        self._averages = {at: here for at, here in self._averages.items() if at >= key}
+        self._averages = {other: value for other, value in self._averages.items() if other >= key}
         averages = self._averages.setdefault(key, Averages(self._grid))
         reducer = Reducer[int](plan.microbatches, self._exchange, (), averages.part)
-        self._now = now = _Attempt(
+        self._attempt = attempt = _Attempt(
             {"term": plan.term, "step": plan.step, "attempt": plan.attempt}, plan.owners,
             self._table if plan.owners else self._star, plan.microbatches, averages, plan.uploads,
             reducer,
         )  # fmt: skip
         self._newest = (plan.term, *key)
-        self._take_up(now)
-        return self._receive_early()
+        self._update_owned_chunks(attempt)
+        return self._receive_deferred()
 
-    def _take_up(self, now: _Attempt) -> None:
-        """Reduce the chunks that are this worker's; drop partial sums of what is another's now."""
-        now.owned = now.table.owned_by(self.me)
-        dropped = now.reducer.own(now.owned)
-        for there in now.arrived.values():  # a later table may give them back, without their sums
-            there.difference_update(dropped)
+    def _update_owned_chunks(self, attempt: _Attempt) -> None:
+        """Reduce the chunks that this worker owns now; drop partial sums of all others."""
+        attempt.owned = attempt.table.owned_by(self.me)
+        dropped_chunks = attempt.reducer.own(attempt.owned)
+        # A later table may return these chunks, whose sums must then arrive again.
+        for numbers in attempt.arrived_chunks.values():
+            numbers.difference_update(dropped_chunks)
 
     def drop(self) -> None:
-        """This worker gets a state from the coordinator: the attempt goes on without it."""
-        self._now = None
+        """Drop the current attempt: this worker loads a state from the coordinator instead."""
+        self._attempt = None
 
-    def allow(self, credit: Credit) -> list[Action]:
-        """More may be sent to the coordinator."""
-        now = self._now
-        if now is None or not now.is_at(credit):
+    def extend_credit(self, credit: Credit) -> list[Action]:
+        """Send delayed payloads that the coordinator accepts now."""
+        attempt = self._attempt
+        if attempt is None or not attempt.is_at(credit):
             return []
-        now.credit = max(credit.uploads, now.credit)
-        ready = [action for number, _, action in now.held_back if number < now.credit]
-        now.held_back = [entry for entry in now.held_back if entry[0] >= now.credit]
-        return [*ready]
+        attempt.credit = max(credit.uploads, attempt.credit)
+        payloads = [
+            action for number, _, action in attempt.delayed_payloads if number < attempt.credit
+        ]
+        attempt.delayed_payloads = [
+            entry for entry in attempt.delayed_payloads if entry[0] >= attempt.credit
+        ]
+        return [*payloads]
 
     def cancel(self, message: Cancel) -> list[Action]:
-        """Others have computed these subtrees: what is held of them is not sent."""
-        now = self._now
-        if now is not None and now.is_at(message):
+        """Drop delayed payloads of subtrees that other workers have computed."""
+        attempt = self._attempt
+        if attempt is not None and attempt.is_at(message):
             subtrees = {Subtree(lo, hi) for lo, hi in message.subtrees}
-            now.held_back = [entry for entry in now.held_back if entry[1] not in subtrees]
+            attempt.delayed_payloads = [
+                entry for entry in attempt.delayed_payloads if entry[1] not in subtrees
+            ]
         return []
 
-    def expect(self, message: AverageDigests, digests: Body) -> list[Action]:
-        """The step is durable, and these are the digests of its averages; the commit follows.
+    def set_digests(self, message: AverageDigests, digests: Body) -> list[Action]:
+        """Record the digests of a durable step's averages; the commit follows.
 
         Raises:
-            OutOfOrder: There are not as many as chunks.
+            OutOfOrder: The number of digests is not the number of chunks.
         """
-        if len(digests) != DIGEST_BYTES * self._grid.count:
-            raise OutOfOrder(f"AverageDigests: {len(digests)} bytes for {self._grid.count} chunks")
-        if self._now is not None and self._now.is_at(message):
-            self._now.expected = digests.tobytes()
+        if len(digests) != (expected_bytes := DIGEST_BYTES * self._grid.count):
+            raise OutOfOrder(f"AverageDigests: expected {expected_bytes} bytes, got {len(digests)}")
+        if self._attempt is not None and self._attempt.is_at(message):
+            self._attempt.committed_digests = digests.tobytes()
         return []
 
     def commit(self, message: Commit) -> list[Action]:
-        """The step is durable: it is to be taken once all of its averages are here.
+        """Take a durable step once all of its averages have arrived.
 
         Raises:
-            OutOfOrder: They are not, and only the coordinator sends them; or their digests.
+            OutOfOrder: Averages or digests that the coordinator sends before a commit are missing.
         """
-        now, key = self._now, (message.step, message.attempt)
+        attempt, key = self._attempt, (message.step, message.attempt)
         if message.scalars is None:  # the step is skipped
             self._forget(message.step)
             return []
-        if now is None or not now.is_at(message):
-            return self._take(key, self._averages.get(key))
-        now.committed = True
-        now.held_back.clear()
-        if not now.owners:
-            return self._take(key, now.averages)
-        if now.expected is None:
-            raise OutOfOrder(f"Commit of step {message.step} before the digests of its averages")
-        return self._settle(now) or self._ask_if_lost(now)
+        if attempt is None or not attempt.is_at(message):
+            return self._take_averages(key, self._averages.get(key))
+        attempt.is_committed = True
+        attempt.delayed_payloads.clear()
+        if not attempt.owners:
+            return self._take_averages(key, attempt.averages)
+        if attempt.committed_digests is None:
+            raise OutOfOrder(
+                f"Commit of step {message.step}: expected its averages' digests first, got none"
+            )
+        return self._settle(attempt) or self._request_if_lost(attempt)
 
-    def _take(self, key: tuple[int, int], averages: Averages | None) -> list[Action]:
-        if averages is None or not averages.complete:
-            raise OutOfOrder(f"Commit of step {key[0]} before all of its averaged blocks")
+    def _take_averages(self, key: tuple[int, int], averages: Averages | None) -> list[Action]:
+        if averages is None or not averages.is_complete:
+            raise OutOfOrder(f"Commit of step {key[0]}: expected all of its averages first")
         self._forget(key[0])
         return [AveragesReady(StepId(*key), averages.arrays)]
 
     def _forget(self, step: int) -> None:
-        """This step is over."""
-        self._now = None
-        self._averages = {at: here for at, here in self._averages.items() if at[0] > step}
+        """Drop all state of this step and earlier ones."""
+        self._attempt = None
+        self._averages = {at: averages for at, averages in self._averages.items() if at[0] > step}
 
-    def waits(self) -> list[Action]:
-        """Nothing has come for long, though the step is committed: ask the coordinator."""
-        now = self._now
-        return self._ask(now) if now is not None and now.committed else []
+    def request_overdue(self) -> list[Action]:
+        """Request the missing averages of a committed step, when nothing has arrived for long."""
+        attempt = self._attempt
+        if attempt is None or not attempt.is_committed:
+            return []
+        return self._request_averages(attempt)
 
-    # What this worker computes, and what others send.
+    # Sums and averages.
 
     def contribute(
         self, subtree: Subtree, block: int, weight: float, values: Array
     ) -> list[Action]:
-        """A block's sum over a subtree is computed: send each chunk to its owner.
+        """Send each chunk of a block's sum over a subtree to its owner.
 
-        `values` may be kept until the step is over, and are not changed by anyone.
+        `values` may be referenced until the step ends, and nobody changes them.
         """
-        now = self._now
-        if now is None or now.committed:
+        attempt = self._attempt
+        if attempt is None or attempt.is_committed:
             return []
-        if now.owners:
-            now.sums[subtree, block] = (weight, values)
+        if attempt.owners:
+            attempt.sums[subtree, block] = (weight, values)
         actions: list[Action] = []
         for number in self._grid.of_block(block):
-            actions += self._deliver(now, number, subtree, weight, values)
+            actions += self._deliver(attempt, number, subtree, weight, values)
         return actions
 
     def _deliver(
-        self, now: _Attempt, number: int, subtree: Subtree, weight: float, values: Array
+        self, attempt: _Attempt, number: int, subtree: Subtree, weight: float, values: Array
     ) -> list[Action]:
         index, chunk = self._grid.chunk(number)
-        block, owner = self._blocks[index], now.table.owner(number)
+        block, owner = self._blocks[index], attempt.table.owner(number)
         part = values[block.chunk_slice(chunk)]
         if owner == self.me:
-            return self._put(now, number, (self.me, subtree, weight), part.copy())
+            return self._add_sum(attempt, number, (self.me, subtree, weight), part.copy())
         kind = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
         message = kind(
-            **now.id, owners=self._number if now.owners else 0, block=index, chunk=chunk,
+            **attempt.id, owners=self._number if attempt.owners else 0, block=index, chunk=chunk,
             lo=subtree.lo, hi=subtree.hi, weight=weight,
         )  # fmt: skip
         body = packed(part, self._exchange.precision)
-        if owner != COORDINATOR and self.me in now.table.members:
+        if owner != COORDINATOR and self.me in attempt.table.members:
             return [ToPeer(owner, message, body)]
         action = Transmit(message, body)
-        if owner == COORDINATOR and number >= now.credit:
-            now.held_back.append((number, subtree, action))
+        if owner == COORDINATOR and number >= attempt.credit:
+            attempt.delayed_payloads.append((number, subtree, action))
             return []
         return [action]
 
     def receive(
         self, sender: str, message: GradientPayload | AveragedGradient, body: Body
     ) -> list[Action]:
-        """A sum or an average, from another worker or from the coordinator.
+        """Handle a sum or an average, from another worker or from the coordinator.
 
         Raises:
-            OutOfOrder: The sender is not the one that may send this.
+            OutOfOrder: The sender may not send this.
         """
         if sender == COORDINATOR and isinstance(message, AveragedGradient):
-            return self._averaged(message, body)
-        now = self._now
+            return self._average_from_coordinator(message, body)
+        attempt = self._attempt
         message_id = (message.term, message.step, message.attempt)
         if message_id > self._newest or message.owners > self._number:
-            return self._keep_early(sender, message, body)
-        if now is None or message_id < self._newest:
+            return self._defer(sender, message, body)
+        if attempt is None or message_id < self._newest:
             return []
         self.arrivals += 1
         if isinstance(message, GradientPayload):
-            return self._sum(now, sender, message, body)
-        return self._average(now, sender, message, body)
+            return self._receive_sum(attempt, sender, message, body)
+        return self._receive_average(attempt, sender, message, body)
 
-    def _averaged(self, message: AveragedGradient, body: Body) -> list[Action]:
-        """An average from the coordinator, maybe of a step that this worker computes nothing of.
+    def _average_from_coordinator(self, message: AveragedGradient, body: Body) -> list[Action]:
+        """Handle an average from the coordinator, even if this worker computes no part of the step.
 
-        By attempt: a block of one that was given up must not be taken for the next one's.
+        Averages are stored by attempt: those of an abandoned attempt must not count for the next.
         """
         key, number = (message.step, message.attempt), self._number_of(message)
         averages = self._averages.setdefault(key, Averages(self._grid))
         averages.put(number, COORDINATOR, self._values(message, body))
-        now = self._now
-        if now is None or not now.owners or now.averages is not averages:
+        attempt = self._attempt
+        if attempt is None or not attempt.owners or attempt.averages is not averages:
             return []
         self.arrivals += 1
-        return self._settle(now)
+        return self._settle(attempt)
 
     def _number_of(self, message: GradientPayload | AveragedGradient) -> int:
         return self._grid.number(message.block, message.chunk)
@@ -420,168 +439,196 @@ class GradientExchange:
         codec = self._exchange.precision if is_sum else self._exchange.averages
         return unpacked(body, codec, self._grid.elements(self._number_of(message)))
 
-    def _keep_early(
+    def _defer(
         self, sender: str, message: GradientPayload | AveragedGradient, body: Body
     ) -> list[Action]:
-        """It belongs to a step or a table of which the coordinator's word has not come."""
-        if self._early_bytes + body.nbytes > limits.PEER_EARLY_BYTES:
-            raise OutOfOrder(f"{sender!r} sends more than may wait for its step")
-        self._early.append((sender, message, body))
-        self._early_bytes += body.nbytes
+        """Keep a message of an attempt or table that the coordinator has not announced yet."""
+        if self._deferred_bytes + body.nbytes > limits.PEER_EARLY_BYTES:
+            raise OutOfOrder(
+                f"{sender!r}: expected at most {limits.PEER_EARLY_BYTES} bytes before their step, "
+                "got more"
+            )
+        self._deferred.append((sender, message, body))
+        self._deferred_bytes += body.nbytes
         return []
 
-    def _receive_early(self) -> list[Action]:
-        """Process messages that arrived before this attempt."""
-        early, self._early, self._early_bytes = self._early, [], 0
+    def _receive_deferred(self) -> list[Action]:
+        """Handle messages that arrived before this attempt or table."""
+        deferred, self._deferred, self._deferred_bytes = self._deferred, [], 0
         actions: list[Action] = []
-        for sender, message, body in early:
+        for sender, message, body in deferred:
             actions += self.receive(sender, message, body)
         return actions
 
-    def _sum(
-        self, now: _Attempt, sender: str, message: GradientPayload, body: Body
+    def _receive_sum(
+        self, attempt: _Attempt, sender: str, message: GradientPayload, body: Body
     ) -> list[Action]:
         if (message.worker != "") != (sender == COORDINATOR):
-            raise OutOfOrder(f"{sender!r} sends a sum as {message.worker!r}")
-        if not is_subtree(message.subtree, now.microbatches):
+            raise OutOfOrder(f"expected a sum of {sender!r}, got one of {message.worker!r}")
+        if not is_subtree(message.subtree, attempt.microbatches):
             raise OutOfOrder(
-                f"{message.subtree} is no subtree over {now.microbatches} microbatches"
+                f"{message.subtree} is no subtree over {attempt.microbatches} microbatches"
             )
         number = self._number_of(message)
-        if number not in now.reducer:
-            return []  # it had another owner when this was sent
+        if number not in attempt.reducer:
+            return []  # this worker owned it when the sum was sent
         contribution = (message.worker or sender, message.subtree, message.weight)
-        return self._put(now, number, contribution, self._values(message, body))
+        return self._add_sum(attempt, number, contribution, self._values(message, body))
 
-    def _put(
-        self, now: _Attempt, number: int, contribution: tuple[str, Subtree, float], values: Array
+    def _add_sum(
+        self,
+        attempt: _Attempt,
+        number: int,
+        contribution: tuple[str, Subtree, float],
+        values: Array,
     ) -> list[Action]:
-        """Add a sum: whose it is, of which subtree, with which weight."""
+        """Add a sum; `contribution` is its worker, subtree and weight."""
         worker, subtree, weight = contribution
-        result = now.reducer.put(number, worker, subtree, weight, values)
+        result = attempt.reducer.put(number, worker, subtree, weight, values)
         if isinstance(result, NonFinite):
             message = NonFiniteSum(
-                **now.id, lo=result.subtree.lo, hi=result.subtree.hi, worker=result.worker,
+                **attempt.id, lo=result.subtree.lo, hi=result.subtree.hi, worker=result.worker,
                 block=self._grid.chunk(number)[0], device="",
             )  # fmt: skip
             return [Transmit(message)]
-        now.arrived.setdefault((worker, subtree), set()).add(number)
-        announced = self._announce(now, (worker, subtree))
+        attempt.arrived_chunks.setdefault((worker, subtree), set()).add(number)
+        reports = self._report_sums(attempt, (worker, subtree))
         if result is None:
-            return announced
-        return [*self._reduced(now, number, result.origin), *announced, *self._settle(now)]
+            return reports
+        return [
+            *self._send_average(attempt, number, result.origin),
+            *reports,
+            *self._settle(attempt),
+        ]
 
-    def _announce(self, now: _Attempt, only: tuple[str, Subtree] | None = None) -> list[Action]:
-        """Tell the coordinator of which subtrees all that is this worker's is here."""
-        if not now.owned:
+    def _report_sums(
+        self, attempt: _Attempt, key: tuple[str, Subtree] | None = None
+    ) -> list[Action]:
+        """Tell the coordinator which subtrees have delivered all chunks that this worker owns."""
+        if not attempt.owned:
             return []
         actions: list[Action] = []
-        for worker, subtree in [only] if only is not None else list(now.arrived):
-            there = now.arrived[worker, subtree]
-            whole = len(there) >= len(now.owned) and now.owned <= there
-            if whole and (worker, subtree) not in now.announced:
-                now.announced.add((worker, subtree))
+        for worker, subtree in [key] if key is not None else list(attempt.arrived_chunks):
+            numbers = attempt.arrived_chunks[worker, subtree]
+            is_complete = len(numbers) >= len(attempt.owned) and attempt.owned <= numbers
+            if is_complete and (worker, subtree) not in attempt.reported_sums:
+                attempt.reported_sums.add((worker, subtree))
                 message = SumsArrived(
-                    **now.id, owners=self._number, worker=worker, lo=subtree.lo, hi=subtree.hi
+                    **attempt.id, owners=self._number, worker=worker, lo=subtree.lo, hi=subtree.hi
                 )
                 actions.append(Transmit(message))
         return actions
 
-    def _reduced(self, now: _Attempt, number: int, origin: Origin) -> list[Action]:
-        """An average is made: all are to have it, and the coordinator its digest."""
-        values = now.averages.part(number)
-        now.averages.senders[number] = self.me
-        digest = now.digests[number] = chunk_digest(values)
-        message, body = self._average_message(now, number)
+    def _send_average(self, attempt: _Attempt, number: int, origin: Origin) -> list[Action]:
+        """Send a new average to all members, and its digest to the coordinator."""
+        values = attempt.averages.part(number)
+        attempt.averages.senders[number] = self.me
+        digest = attempt.digests[number] = chunk_digest(values)
+        message, body = self._average_message(attempt, number)
         block, chunk = self._grid.chunk(number)
-        reduced = ChunkReduced(
-            **now.id, owners=self._number, block=block, chunk=chunk, digest=digest
+        report = ChunkReduced(
+            **attempt.id, owners=self._number, block=block, chunk=chunk, digest=digest
         )
-        actions: list[Action] = [ToPeer(peer, message, body) for peer in self._other_members(now)]
-        actions.append(Transmit(reduced, origin_document(origin)))
-        if now.table.scribe in (None, self.me):
+        actions: list[Action] = [
+            ToPeer(peer, message, body) for peer in self._other_members(attempt)
+        ]
+        actions.append(Transmit(report, origin_document(origin)))
+        if attempt.table.scribe in (None, self.me):
             actions.append(Transmit(message, body))
         return actions
 
-    def _other_members(self, now: _Attempt) -> list[str]:
-        """The other members, those after this one first: not all owners begin with the same."""
-        members = now.table.members
+    def _other_members(self, attempt: _Attempt) -> list[str]:
+        """Return the other members, in a different order at each owner to spread the load."""
+        members = attempt.table.members
         if self.me not in members:
-            return []  # it was an owner when the sums came: the coordinator passes this on
+            return []  # no longer an owner: the coordinator forwards this average
         own_index = members.index(self.me)
         return [*members[own_index + 1 :], *members[:own_index]]
 
-    def _average_for_the_coordinator(self, now: _Attempt, number: int) -> Transmit:
-        return Transmit(*self._average_message(now, number))
+    def _average_for_coordinator(self, attempt: _Attempt, number: int) -> Transmit:
+        return Transmit(*self._average_message(attempt, number))
 
-    def _average_message(self, now: _Attempt, number: int) -> tuple[AveragedGradient, NDArray[Any]]:
+    def _average_message(
+        self, attempt: _Attempt, number: int
+    ) -> tuple[AveragedGradient, NDArray[Any]]:
         block, chunk = self._grid.chunk(number)
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
-        message = kind(**now.id, owners=self._number, block=block, chunk=chunk)
-        return message, packed(now.averages.part(number), self._exchange.averages)
+        message = kind(**attempt.id, owners=self._number, block=block, chunk=chunk)
+        return message, packed(attempt.averages.part(number), self._exchange.averages)
 
-    def _average(
-        self, now: _Attempt, sender: str, message: AveragedGradient, body: Body
+    def _receive_average(
+        self, attempt: _Attempt, sender: str, message: AveragedGradient, body: Body
     ) -> list[Action]:
         number = self._number_of(message)
-        if sender != now.table.owner(number) and (number, sender) not in now.former:
+        if sender != attempt.table.owner(number) and (number, sender) not in attempt.former_owners:
             raise OutOfOrder(
-                f"{sender!r} sends the average of chunk {message.chunk} of block {message.block}, "
-                "which another owns"
+                f"expected the average of chunk {message.chunk} of block {message.block} from its "
+                f"owner, got it from {sender!r}"
             )
-        if number in now.averages.senders:
+        if number in attempt.averages.senders:
             return []
         values = self._values(message, body)
-        now.averages.put(number, sender, values)
-        now.digests[number] = chunk_digest(values)
+        attempt.averages.put(number, sender, values)
+        attempt.digests[number] = chunk_digest(values)
         actions: list[Action] = []
-        if now.table.scribe == self.me:
-            actions = [self._average_for_the_coordinator(now, number)]
-        return [*actions, *self._settle(now)]
+        if attempt.table.scribe == self.me:
+            actions = [self._average_for_coordinator(attempt, number)]
+        return [*actions, *self._settle(attempt)]
 
     # The end of a step that workers average.
 
-    def _settle(self, now: _Attempt) -> list[Action]:
-        """All is here and the step is committed: take it, if it is what the coordinator has."""
-        if not now.averages.complete:
+    def _settle(self, attempt: _Attempt) -> list[Action]:
+        """Take a committed step that has all averages, if their digests are the committed ones."""
+        if not attempt.averages.is_complete:
             return []
-        key = (now.id["step"], now.id["attempt"])
-        if not now.committed:
-            return [LastCame(*key)]
-        wrong = [n for n in range(self._grid.count) if not self._is_expected(now, n)]
-        return self._mismatch(now, wrong) if wrong else self._take(key, now.averages)
+        key = (attempt.id["step"], attempt.id["attempt"])
+        if not attempt.is_committed:
+            return [LastAverage(*key)]
+        mismatches = [
+            n for n in range(self._grid.count) if not self._has_committed_digest(attempt, n)
+        ]
+        return (
+            self._reject(attempt, mismatches)
+            if mismatches
+            else self._take_averages(key, attempt.averages)
+        )
 
-    def _is_expected(self, now: _Attempt, number: int) -> bool:
-        assert now.expected is not None, "a commit follows the digests"
-        if number not in now.digests:
-            now.digests[number] = chunk_digest(now.averages.part(number))
-        return now.digests[number] == now.expected[DIGEST_BYTES * number :][:DIGEST_BYTES]
+    def _has_committed_digest(self, attempt: _Attempt, number: int) -> bool:
+        assert attempt.committed_digests is not None, "a commit follows the digests"
+        if number not in attempt.digests:
+            attempt.digests[number] = chunk_digest(attempt.averages.part(number))
+        return (
+            attempt.digests[number]
+            == attempt.committed_digests[DIGEST_BYTES * number :][:DIGEST_BYTES]
+        )
 
-    def _mismatch(self, now: _Attempt, wrong: list[int]) -> list[Action]:
-        """Nothing of the step is applied here."""
-        block, chunk = self._grid.chunk(wrong[0])
+    def _reject(self, attempt: _Attempt, numbers: list[int]) -> list[Action]:
+        """Report averages with wrong digests and request them; the step is not applied yet."""
+        block, chunk = self._grid.chunk(numbers[0])
         message = AverageMismatch(
-            **now.id, owners=self._number, block=block, chunk=chunk,
-            owner=now.averages.senders[wrong[0]],
+            **attempt.id, owners=self._number, block=block, chunk=chunk,
+            owner=attempt.averages.senders[numbers[0]],
         )  # fmt: skip
-        for number in wrong:
-            del now.digests[number], now.averages.senders[number]
-        return [Transmit(message), *self._ask(now)]
+        for number in numbers:
+            del attempt.digests[number], attempt.averages.senders[number]
+        return [Transmit(message), *self._request_averages(attempt)]
 
-    def lost(self, peer: str) -> list[Action]:
-        """There is no link to this worker any more."""
+    def link_lost(self, peer: str) -> list[Action]:
+        """Handle the loss of the link to a peer."""
         del peer
-        now = self._now
-        return self._ask_if_lost(now) if now is not None and now.committed else []
+        attempt = self._attempt
+        return (
+            self._request_if_lost(attempt) if attempt is not None and attempt.is_committed else []
+        )
 
-    def _ask_if_lost(self, now: _Attempt) -> list[Action]:
-        """A committed average whose owner has changed meanwhile may never come."""
-        is_outside = not now.averages.complete and self.me not in now.table.members
-        return self._ask(now) if is_outside or now.former else []
+    def _request_if_lost(self, attempt: _Attempt) -> list[Action]:
+        """Request averages that may never arrive, because owners or members have changed."""
+        is_outside = not attempt.averages.is_complete and self.me not in attempt.table.members
+        return self._request_averages(attempt) if is_outside or attempt.former_owners else []
 
-    def _ask(self, now: _Attempt) -> list[Action]:
-        if now.is_requested or now.averages.complete:
+    def _request_averages(self, attempt: _Attempt) -> list[Action]:
+        if attempt.is_requested or attempt.averages.is_complete:
             return []
-        now.is_requested = True
-        return [Transmit(AveragesRequest(**now.id))]
+        attempt.is_requested = True
+        return [Transmit(AveragesRequest(**attempt.id))]

@@ -1,8 +1,8 @@
 """`worker generate`: text from a language model, token by token.
 
-Greedy, or drawn with a temperature from the most probable tokens (nucleus sampling, Holtzman et
-al. 2019, arXiv:1904.09751). Draws are `backends.base.draws`, so a seed gives the same text again
-wherever the logits are the same.
+Decoding is greedy, or samples with a temperature from the most probable tokens (nucleus sampling,
+Holtzman et al. 2019, arXiv:1904.09751). Draws are those of `backends.base.draws`, so the same seed
+and logits give the same text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from worker.models.tokens import (
 from worker.results.load import is_seq2seq, probe_tokens, vocabulary_of
 
 _CACHES: Final = ("past_key_values", "cache_params")
-"""Keywords of forward for the state of attention, and of state-space models."""
+"""Keywords of forward for the state of attention and of state-space models."""
 _CACHED_TOKENS: Final = 4
 _CACHE_TOLERANCE: Final = 1e-3
 """Tolerance for float32, relative to the largest logit, or to 1 if that is larger."""
@@ -37,10 +37,10 @@ _HALF_A_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen.
+    """Settings for choosing the next token.
 
     Attributes:
-        temperature: Divisor of logits; 0 always takes the likeliest token.
+        temperature: Divisor of logits; 0 always chooses the likeliest token.
         top_p: Draw only among the likeliest tokens with this total probability.
         seed: Seed of the draws.
         max_tokens: Maximum number of tokens.
@@ -53,10 +53,10 @@ class Sampling:
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
-    """Tokenize a prompt, as a user's message if the tokenizer has a chat template.
+    """Tokenize a prompt, as a user message if the tokenizer has a chat template.
 
     Raises:
-        DataError: The template refuses it, or nothing is left of the prompt.
+        DataError: The template refuses the prompt, or the prompt has no tokens.
     """
     if tokenizer.chat_template:
         system_messages = [{"role": "system", "content": system}] if system is not None else []
@@ -73,8 +73,8 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
         for value, option in ((system, "--system"), (prompt, "the prompt")):
             if value and where_said(without_spaces(text), value) < 0:
                 raise DataError(
-                    f"{option}: the tokenizer's chat template leaves it out, so the model would "
-                    "not read it; use a model whose template writes it"
+                    f"{option}: expected it in the text of the tokenizer's chat template, got a "
+                    "text without it; use a model whose template writes it"
                 )
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     elif system is not None:
@@ -82,27 +82,30 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
             "--system: expected a tokenizer with a chat template, found none; leave --system out"
         )
     else:
-        # As running text is read in training: begun, and not ended.
-        before, _ = marks_around_text(tokenizer)
+        # Like running text in training: with the begin token, but without an end token.
+        begin_tokens, _ = marks_around_text(tokenizer)
         ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-        ids = [*before, *ids] if ids else []
+        ids = [*begin_tokens, *ids] if ids else []
     if not ids:
-        raise DataError("expected a prompt with text in it, got none that the tokenizer knows")
-    return [int(each) for each in ids]
+        raise DataError("expected a prompt with text, got one without tokens; write some text")
+    return [int(token) for token in ids]
 
 
 def source_tokens(tokenizer: Any, source: str, system: str | None) -> list[int]:
-    """Return a source as an encoder-decoder reads it in training.
+    """Tokenize a source text for an encoder-decoder, as in training.
 
     Raises:
-        DataError: There is a system message, or nothing is left of the source.
+        DataError: There is a system message, or the source has no tokens.
     """
     if system is not None:
-        raise DataError("--system: an encoder-decoder reads one text; leave --system out")
+        raise DataError(
+            "--system: expected none for an encoder-decoder, which reads one text; leave --system "
+            "out"
+        )
     ids = tokenizer(source, verbose=False)["input_ids"] if source.strip() else []
     if not ids:
-        raise DataError("expected a prompt with text in it, got none that the tokenizer knows")
-    return [int(each) for each in ids]
+        raise DataError("expected a prompt with text, got one without tokens; write some text")
+    return [int(token) for token in ids]
 
 
 def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) -> Iterator[str]:
@@ -115,8 +118,8 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
         sampling: How tokens are chosen.
 
     Raises:
-        DataError: The prompt and what is asked for are longer than the model has positions, or the
-            prompt has tokens that the model does not know.
+        DataError: Prompt and `max_tokens` exceed the model's positions, or the prompt has tokens
+            outside the model's vocabulary.
     """
     check_tokens(max(prompt), vocabulary_of(model))
     limit = positions(model)
@@ -125,7 +128,7 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
         return _pieces(tokenizer, _target_tokens(model, prompt, sampling, ends))
     if len(prompt) + sampling.max_tokens > limit:
         raise DataError(
-            f"expected a prompt and --max-tokens of {limit} tokens together, the model's "
+            f"expected at most {limit} tokens of prompt and --max-tokens together, the model's "
             f"positions, got {len(prompt)} and {sampling.max_tokens}; lower --max-tokens"
         )
     return _pieces(tokenizer, _tokens(model, prompt, sampling, end_tokens(model, tokenizer)))
@@ -134,73 +137,79 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
 def _tokens(
     model: Any, prompt: list[int], sampling: Sampling, ends: frozenset[int]
 ) -> Iterator[int]:
-    text, cache = torch.tensor([prompt], device=model.device), _cache(model)
-    step, options = text, _options(model, cache)
+    all_tokens, cache = torch.tensor([prompt], device=model.device), _cache(model)
+    step, options = all_tokens, _options(model, cache)
     uniforms = draws.uniforms(draws.key_of(sampling.seed, "generate"), sampling.max_tokens)
     with torch.no_grad():
         for number in range(sampling.max_tokens):
-            out = model(input_ids=step, **options)
-            token = choose(out.logits[0, -1].float().cpu(), sampling, float(uniforms[number]))
+            output = model(input_ids=step, **options)
+            token = choose(output.logits[0, -1].float().cpu(), sampling, float(uniforms[number]))
             if token in ends:
                 return
             yield token
             step = torch.tensor([[token]], device=model.device)
             if cache is None:
-                step = text = torch.cat([text, step], 1)
+                step = all_tokens = torch.cat([all_tokens, step], 1)
             else:
-                options[cache] = out[cache]
+                options[cache] = output[cache]
 
 
 def _target_tokens(
     model: Any, source: list[int], sampling: Sampling, ends: frozenset[int]
 ) -> Iterator[int]:
-    """The tokens that an encoder-decoder makes of a source."""
-    read = torch.tensor([source], device=model.device)
-    output = torch.tensor([[model.config.decoder_start_token_id]], device=model.device)
+    """Yield the tokens that an encoder-decoder generates for a source."""
+    source_ids = torch.tensor([source], device=model.device)
+    target = torch.tensor([[model.config.decoder_start_token_id]], device=model.device)
     uniforms = draws.uniforms(draws.key_of(sampling.seed, "generate"), sampling.max_tokens)
     with torch.no_grad():
-        encoded = _undecorated(model).get_encoder()(input_ids=read)
+        encoder_outputs = _base_model(model).get_encoder()(input_ids=source_ids)
         for number in range(sampling.max_tokens):
-            out = model(encoder_outputs=encoded, decoder_input_ids=output, use_cache=False)
-            token = choose(out.logits[0, -1].float().cpu(), sampling, float(uniforms[number]))
+            model_output = model(
+                encoder_outputs=encoder_outputs, decoder_input_ids=target, use_cache=False
+            )
+            token = choose(
+                model_output.logits[0, -1].float().cpu(), sampling, float(uniforms[number])
+            )
             if token in ends:
                 return
             yield token
-            output = torch.cat([output, torch.tensor([[token]], device=model.device)], 1)
+            target = torch.cat([target, torch.tensor([[token]], device=model.device)], 1)
 
 
 def _options(model: Any, cache: str | None) -> dict[str, Any]:
-    """Keywords of the first forward pass."""
-    parameters = inspect.signature(_undecorated(model).forward).parameters
+    """Return the keywords of the first forward pass."""
+    parameters = inspect.signature(_base_model(model).forward).parameters
     return {"use_cache": cache is not None} if "use_cache" in parameters else {}
 
 
-def _undecorated(model: Any) -> Any:
+def _base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _cache(model: Any) -> str | None:
     """Return the keyword that carries a model's state from token to token.
 
-    None where there is none, or where it does not lead to the logits of the whole text: some
-    families keep their state elsewhere, or count positions by keywords of their own.
+    None if the model has none, or if its logits with the state differ from those of the whole text:
+    some families keep their state elsewhere, or count positions by other keywords.
     """
-    parameters = inspect.signature(_undecorated(model).forward).parameters
+    parameters = inspect.signature(_base_model(model).forward).parameters
     ids = probe_tokens(vocabulary_of(model)).to(model.device)
     for cache in _CACHES:
         if cache in parameters and "use_cache" in parameters:
             with torch.no_grad():
-                whole = model(input_ids=ids, use_cache=False).logits
-                out = model(input_ids=ids[:, :-_CACHED_TOKENS], use_cache=True)
-                parts = [out.logits]
-                for at in range(ids.shape[1] - _CACHED_TOKENS, ids.shape[1]):
-                    if out.get(cache) is None:
+                full_logits = model(input_ids=ids, use_cache=False).logits
+                output = model(input_ids=ids[:, :-_CACHED_TOKENS], use_cache=True)
+                parts = [output.logits]
+                for position in range(ids.shape[1] - _CACHED_TOKENS, ids.shape[1]):
+                    if output.get(cache) is None:
                         return None
-                    state = {cache: out[cache], "use_cache": True}
-                    out = model(input_ids=ids[:, at : at + 1], **state)
-                    parts.append(out.logits)
-            difference = (torch.cat(parts, 1) - whole).abs().max()
-            return cache if difference <= _CACHE_TOLERANCE * max(1, whole.abs().max()) else None
+                    state = {cache: output[cache], "use_cache": True}
+                    output = model(input_ids=ids[:, position : position + 1], **state)
+                    parts.append(output.logits)
+            difference = (torch.cat(parts, 1) - full_logits).abs().max()
+            return (
+                cache if difference <= _CACHE_TOLERANCE * max(1, full_logits.abs().max()) else None
+            )
     return None
 
 
@@ -218,14 +227,14 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: float) -> int:
         (logits.double() / sampling.temperature).softmax(0).sort(descending=True, stable=True)
     )
     sums = probabilities.cumsum(0)
-    # The token that reaches the share is the last one in.
+    # The token that reaches top_p is included.
     count = min(int((sums < sampling.top_p).sum()) + 1, len(sums))
-    at = int((sums[:count] <= uniform * float(sums[count - 1])).sum())
-    return int(tokens[min(at, count - 1)])
+    rank = int((sums[:count] <= uniform * float(sums[count - 1])).sum())
+    return int(tokens[min(rank, count - 1)])
 
 
 def _pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
-    """Yield text as characters are complete: a token may be part of one."""
+    """Yield text once its characters are complete, since a token may be part of a character."""
     ids: list[int] = []
     printed = ""
     for token in tokens:

@@ -1,8 +1,8 @@
-"""Writes a decoder as a GGUF file for llama.cpp, then reads it back and compares.
+"""Write a decoder as a GGUF file for llama.cpp, then read it back and compare.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names of tensors are those of
-llama.cpp's own library, `gguf`. What a family needs besides its names (Llama's queries and keys in
-another order of rows) is known for those of `gguf_families`; others are refused.
+llama.cpp's library `gguf`. Some families need further changes, such as another row order of Llama's
+queries and keys; families that `gguf_families` does not list are refused.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ _KEYS: Final = {
     "shared_expert_intermediate_size": "add_expert_shared_feed_forward_length",
     "sliding_window": "add_sliding_window",
 }
-"""What some families have: settings by name, and the library's methods that write them."""
-_PLAIN_NUMBERS: Final = ("ffn_gate_inp.weight",)
-"""Matrices that llama.cpp wants in float32: which expert a token goes to."""
+"""Settings that only some families have, and the library's methods that write them."""
+_FLOAT32_MATRICES: Final = ("ffn_gate_inp.weight",)
+"""Matrices that llama.cpp requires in float32: the router of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufSummary:
-    """What was written.
+    """Summary of a written file.
 
     Attributes:
         tensors: Number of tensors.
-        stored_as_f16: How many of them q8_0 could not store.
-        left_out: Special tokens that have no row in the model.
-        window: The longest text, where it is shorter than the model's positions.
+        f16_tensors: Number of tensors that q8_0 could not store.
+        left_out: Number of special tokens without a row in the model.
+        window: The context length, if it is shorter than the model's positions.
     """
 
     tensors: int
-    stored_as_f16: int
+    f16_tensors: int
     left_out: int
     window: int | None
 
@@ -72,14 +72,15 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, storage: Storage, name: s
 
     Args:
         model: A causal language model, float32, without an adapter.
-        tokenizer: Its own.
+        tokenizer: The model's tokenizer.
         path: The new file.
-        storage: Of matrices; vectors are float32. A matrix whose rows q8_0 cannot part is f16.
-        name: What it is called in the file.
+        storage: Encoding of matrices; vectors are float32. A matrix whose rows q8_0 cannot divide
+            into groups is f16.
+        name: The model's name in the file.
 
     Raises:
-        DataError: The library is missing, or llama.cpp has nothing for this model or tokenizer.
-        StorageDamaged: The file does not hold what was written.
+        DataError: The library is missing, or llama.cpp does not support the model or tokenizer.
+        StorageDamaged: The file read back differs from what was written.
     """
     gguf = _library()
     family = check_config(model.config)
@@ -87,10 +88,10 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, storage: Storage, name: s
     vocabulary = Vocabulary.of(tokenizer, _vocabulary(model))
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     _describe(writer, gguf, model, name, storage)
-    vocabulary.put(writer, tokenizer)
-    tensors = {each.name: each for each in _tensors(gguf, family, model, storage)}
-    for each in tensors.values():
-        writer.add_tensor(each.name, each.stored, raw_dtype=each.kind)
+    vocabulary.write_to(writer, tokenizer)
+    tensors = {tensor.name: tensor for tensor in _tensors(gguf, family, model, storage)}
+    for tensor in tensors.values():
+        writer.add_tensor(tensor.name, tensor.content, raw_dtype=tensor.kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -99,7 +100,7 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, storage: Storage, name: s
     longest = context_length(model.config)
     return GgufSummary(
         len(tensors),
-        sum(each.stored_as_f16 for each in tensors.values()),
+        sum(tensor.is_f16_fallback for tensor in tensors.values()),
         vocabulary.left_out,
         longest if longest < model.config.max_position_embeddings else None,
     )
@@ -109,7 +110,7 @@ def check_gguf() -> None:
     """Check that the library `gguf` is installed.
 
     Raises:
-        DataError: It is not.
+        DataError: It is not installed.
     """
     _library()
 
@@ -119,7 +120,7 @@ def _library() -> Any:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
         raise DataError(
-            "a GGUF file needs llama.cpp's library: pip install 'samestep[gguf]'"
+            "expected llama.cpp's library gguf, found none: pip install 'samestep[gguf]'"
         ) from None
 
 
@@ -163,7 +164,7 @@ def _describe(writer: Any, gguf: Any, model: Any, name: str, storage: Storage) -
 
 
 def _describe_rope(writer: Any, gguf: Any, config: Any) -> None:
-    """Rotary positions; those of Llama 3 are a tensor besides."""
+    """Describe rotary positions; Llama 3's frequencies are written as a tensor."""
     scaling = rope(config)
     writer.add_rope_freq_base(scaling["rope_theta"])
     longest = config.max_position_embeddings
@@ -177,47 +178,45 @@ def _describe_rope(writer: Any, gguf: Any, config: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor as it is in the file.
+    """A tensor in the file.
 
     Attributes:
-        stored: Its encoded values.
+        content: The encoded values.
         kind: The library's constant for the encoding.
         values: The decoded values, float32.
-        stored_as_f16: Whether q8_0 could not store it.
+        is_f16_fallback: Whether it is f16 because q8_0 could not store it.
     """
 
     name: str
-    stored: NDArray[Any]
+    content: NDArray[Any]
     kind: Any
     values: Array
-    stored_as_f16: bool
+    is_f16_fallback: bool
 
 
 def _tensors(gguf: Any, family: Family, model: Any, storage: Storage) -> Iterator[_Tensor]:
     names = gguf.get_tensor_name_map(
         gguf.MODEL_ARCH[family.architecture], model.config.num_hidden_layers
     )
-    shared = _tied(model, family)
+    skipped_names = _tied_head(model, family)
     for name, tensor in model.state_dict().items():
-        if name in shared:
+        if name in skipped_names:
             continue
         for part, values in _parts(name, tensor.float().numpy()):
             tensor_name = names.get_name(part, try_suffixes=(".weight", ".bias"))
             if tensor_name is None:
                 raise DataError(
-                    f"llama.cpp does not support the tensor {name!r}; use the model's directory as "
-                    "it is"
+                    f"expected tensors that llama.cpp supports, got {name!r}; use the model's "
+                    "directory as it is"
                 )
             tensor_name += "" if tensor_name.endswith((".weight", ".bias")) else ".weight"
-            yield _stored(
-                gguf, tensor_name, _as_computed(family, part, values, model.config), storage
-            )
+            yield _encode(gguf, tensor_name, _convert(family, part, values, model.config), storage)
     if rope(model.config)["rope_type"] == "llama3":
-        yield _stored(gguf, "rope_freqs.weight", _frequencies(model), "f32")
+        yield _encode(gguf, "rope_freqs.weight", _frequencies(model), "f32")
 
 
 def _parts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
-    """Yield a tensor by the name that llama.cpp knows; experts' gates and the rest apart."""
+    """Yield a tensor, or the two halves of an experts' gate_up_proj, with transformers' names."""
     experts, separator, _ = name.partition("experts.gate_up_proj")
     if not separator:
         yield name, values
@@ -226,33 +225,34 @@ def _parts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
         yield f"{experts}experts.{part}", half
 
 
-def _tied(model: Any, family: Family) -> frozenset[str]:
-    """Return the head that is not written, as it is the embedding.
+def _tied_head(model: Any, family: Family) -> frozenset[str]:
+    """Return the name of the head if it must not be written, because it is the embedding.
 
     Raises:
-        DataError: llama.cpp takes the embedding, and the model has another.
+        DataError: llama.cpp uses the embedding as head, but the model has a separate head.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head is not None and torch.equal(head.weight, embedding.weight)
     if family.head == "tied" and not is_tied:
         raise DataError(
             f"expected a {model.config.model_type} whose head is its embedding for GGUF, got one "
-            "with another (an adapter on either makes them two); use the model's directory as it is"
+            "with a separate head (an adapter on either separates them); use the model's "
+            "directory as it is"
         )
     return frozenset({"lm_head.weight"} if is_tied and family.head != "separate" else ())
 
 
-def _as_computed(family: Family, name: str, values: Array, config: Any) -> Array:
-    """Return a tensor as llama.cpp computes with it."""
+def _convert(family: Family, name: str, values: Array, config: Any) -> Array:
+    """Return a tensor with the values and row order that llama.cpp expects."""
     if family.adds_one_to_norms and name.endswith("norm.weight"):
         return values + np.float32(1)
     if name.endswith("shared_expert_gate.weight"):
         return values.reshape(-1)
-    return _rows_in_order(name, values, config) if family.rotates_pairs else values
+    return _interleave_halves(name, values, config) if family.rotates_pairs else values
 
 
-def _rows_in_order(name: str, values: Array, config: Any) -> Array:
-    """Put rows in the order of pairs: transformers turns the two halves of a head."""
+def _interleave_halves(name: str, values: Array, config: Any) -> Array:
+    """Interleave the two halves of each head: llama.cpp rotates pairs, transformers halves."""
     part = name.rsplit(".", 2)[-2]
     heads = {
         "q_proj": config.num_attention_heads,
@@ -265,44 +265,46 @@ def _rows_in_order(name: str, values: Array, config: Any) -> Array:
 
 
 def _frequencies(model: Any) -> Array:
-    """What Llama 3 divides the plain frequencies by, as transformers has computed it."""
+    """Return Llama 3's divisors of the rotary frequencies, from transformers' values."""
     width, theta = _head_width(model.config), rope(model.config)["rope_theta"]
-    plain = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    scaled = model.get_decoder().rotary_emb.inv_freq.float()
-    return np.asarray((plain / scaled).numpy(), np.float32)
+    unscaled = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    model_frequencies = model.get_decoder().rotary_emb.inv_freq.float()
+    return np.asarray((unscaled / model_frequencies).numpy(), np.float32)
 
 
-def _stored(gguf: Any, name: str, values: Array, storage: Storage) -> _Tensor:
+def _encode(gguf: Any, name: str, values: Array, storage: Storage) -> _Tensor:
     is_divisible = storage != "q8_0" or values.shape[-1] % _Q8_GROUP == 0
-    is_plain = values.ndim < 2 or name.endswith(_PLAIN_NUMBERS)
-    requested = "f32" if is_plain else storage if is_divisible else "f16"
+    is_float32 = values.ndim < 2 or name.endswith(_FLOAT32_MATRICES)
+    requested = "f32" if is_float32 else storage if is_divisible else "f16"
     kind = gguf.GGMLQuantizationType[requested.upper()]
     values = np.ascontiguousarray(values, np.float32)
     with np.errstate(over="ignore"):
-        stored = gguf.quants.quantize(values, kind)
-    decoded = np.asarray(gguf.quants.dequantize(stored, kind), np.float32).reshape(values.shape)
-    if not np.isfinite(decoded).all():
+        content = gguf.quants.quantize(values, kind)
+    decoded_values = np.asarray(gguf.quants.dequantize(content, kind), np.float32).reshape(
+        values.shape
+    )
+    if not np.isfinite(decoded_values).all():
         raise DataError(
-            f"expected values of {name!r} within {requested}, got larger ones; use another type: "
-            "--gguf bf16"
+            f"expected values of {name!r} in the range of {requested}, got larger ones; use "
+            "another type: --gguf bf16"
         )
-    return _Tensor(name, stored, kind, decoded, not is_divisible and not is_plain)
+    return _Tensor(name, content, kind, decoded_values, not is_divisible and not is_float32)
 
 
 def _compare(gguf: Any, path: Path, tensors: Mapping[str, _Tensor], vocabulary: Vocabulary) -> None:
     """Read the file back and compare tensors, tokens and merges.
 
     Raises:
-        StorageDamaged: Something differs.
+        StorageDamaged: They differ.
     """
     reader = gguf.GGUFReader(path)
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    for name in stored.keys() ^ tensors.keys():
-        raise StorageDamaged(str(path), f"tensor {name!r}", "it is missing, or should not be there")
-    for name, tensor in stored.items():
-        read = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    file_tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for name in file_tensors.keys() ^ tensors.keys():
+        raise StorageDamaged(str(path), f"tensor {name!r}", "it is missing or unexpected")
+    for name, tensor in file_tensors.items():
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if not np.array_equal(
-            np.asarray(read).reshape(tensors[name].values.shape), tensors[name].values
+            np.asarray(values).reshape(tensors[name].values.shape), tensors[name].values
         ):
             raise StorageDamaged(str(path), f"tensor {name!r}", "values other than those written")
     if reader.get_field("tokenizer.ggml.tokens").contents() != vocabulary.tokens:

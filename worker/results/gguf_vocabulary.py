@@ -1,8 +1,8 @@
-"""A tokenizer in llama.cpp's terms: a byte-level BPE, or a BPE with byte fallback (SentencePiece).
+"""Convert a tokenizer for llama.cpp: a byte-level BPE, or a BPE with byte fallback (SentencePiece).
 
-llama.cpp has two algorithms. One merges pairs by a list, as tokenizer.json does. The other, for
-SentencePiece, merges any two neighbors that together are a token, the token with the highest score
-first; a list of merges is the same only where it has every such pair, token by token.
+llama.cpp has two algorithms. One merges pairs in the order of a list, like tokenizer.json. The
+other, for SentencePiece, merges any two neighbors that together are a token, highest score first.
+It equals a list of merges only if the list contains every such pair, grouped by token.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _LETTERS: Final = (
 _BY_PATTERN: Final = {_LETTERS % r"\p{N}{1,3}": "dbrx", _LETTERS % r"\p{N}": "qwen2"}
 """llama.cpp's names for pre-tokenizers, by their regular expression."""
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
-_INSTEAD: Final = "use the model's directory as it is"
-_OF_MARKS: Final = -1000.0
-"""The score of tokens that no merge makes."""
+_ALTERNATIVE: Final = "use the model's directory as it is"
+_UNMERGED_SCORE: Final = -1000.0
+"""The score of tokens that no merge produces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer in llama.cpp's terms.
+    """A tokenizer in llama.cpp's format.
 
     Attributes:
         kind: llama.cpp's name for the algorithm.
-        tokens: By number, up to the model's vocabulary.
-        kinds: Of each: plain, a mark, one of the user's, or unused.
-        pre_tokenizer: llama.cpp's name for how text is split before.
-        left_out: How many marks the model has no row for.
-        merges: Pairs, the first to be merged first; none of SentencePiece.
-        scores: Of each token, for SentencePiece.
+        tokens: Tokens by number, up to the model's vocabulary.
+        kinds: The kind of each token: normal, control, user-defined or unused.
+        pre_tokenizer: llama.cpp's name for the pre-tokenizer.
+        left_out: Number of special tokens without a row in the model.
+        merges: Pairs in the order of merging; empty for SentencePiece.
+        scores: The score of each token, for SentencePiece.
         space_before: Whether SentencePiece puts a space before text.
     """
 
@@ -55,31 +55,34 @@ class Vocabulary:
 
     @staticmethod
     def of(tokenizer: Any, vocabulary: int) -> Vocabulary:
-        """Translate a fast tokenizer, without marks that the model has no row for.
+        """Convert a fast tokenizer, without special tokens that have no row in the model.
 
         Raises:
-            DataError: It is of another kind or another model's, or splits text as llama.cpp cannot.
+            DataError: It is not a BPE, belongs to another model, or splits text in a way that
+                llama.cpp does not support.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         document = json.loads(backend.to_str()) if backend is not None else {}
         model = document.get("model", {})
         if model.get("type") != "BPE":
             raise DataError(
-                f"expected a BPE as tokenizer for GGUF, got {model.get('type')}; {_INSTEAD}"
+                f"expected a BPE tokenizer for GGUF, got {model.get('type')}; {_ALTERNATIVE}"
             )
-        added = tokenizer.added_tokens_decoder
-        highest = max(set(tokenizer.get_vocab().values()) - added.keys())
+        added_tokens = tokenizer.added_tokens_decoder
+        highest = max(set(tokenizer.get_vocab().values()) - added_tokens.keys())
         check_tokens(highest, vocabulary)
-        merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
         tokens, kinds = _tokens(tokenizer, vocabulary)
-        left_out = sum(number >= vocabulary for number in added)
+        left_out = sum(number >= vocabulary for number in added_tokens)
         if model.get("byte_fallback"):
-            _refuse_stripped(added)
+            _refuse_stripping_tokens(added_tokens)
             space_before = _puts_space_before(document)
-            plain = {number: t for t, number in model["vocab"].items() if number not in added}
+            text_tokens = {
+                number: t for t, number in model["vocab"].items() if number not in added_tokens
+            }
             return Vocabulary(
-                "llama", tokens, _with_bytes(tokens, kinds, model), "default", left_out,
-                scores=_scores([*map(_pair, model["merges"])], plain, vocabulary),
+                "llama", tokens, _mark_bytes(tokens, kinds, model), "default", left_out,
+                scores=_scores([*map(_pair, model["merges"])], text_tokens, vocabulary),
                 space_before=space_before,
             )  # fmt: skip
         pre_tokenizer = _pre_tokenizer(document.get("pre_tokenizer"))
@@ -88,8 +91,8 @@ class Vocabulary:
         _check_bpe(document, pre_tokenizer)
         return Vocabulary("gpt2", tokens, kinds, pre_tokenizer, left_out, merges)
 
-    def put(self, writer: Any, tokenizer: Any) -> None:
-        """Put it into a file that is being written, with marks and the chat template."""
+    def write_to(self, writer: Any, tokenizer: Any) -> None:
+        """Write it to a GGUF writer, with special tokens and the chat template."""
         writer.add_tokenizer_model(self.kind)
         writer.add_tokenizer_pre(self.pre_tokenizer)
         writer.add_token_list(self.tokens)
@@ -99,17 +102,17 @@ class Vocabulary:
             writer.add_add_space_prefix(self.space_before)
         else:
             writer.add_token_merges(self.merges)
-        for add, number in (
+        for add_id, number in (
             (writer.add_bos_token_id, tokenizer.bos_token_id),
             (writer.add_eos_token_id, tokenizer.eos_token_id),
             (writer.add_unk_token_id, tokenizer.unk_token_id),
             (writer.add_pad_token_id, tokenizer.pad_token_id),
         ):
             if number is not None and number < len(self.tokens):
-                add(number)
-        encoded = tokenizer("a", verbose=False)["input_ids"]
-        writer.add_add_bos_token(encoded[:1] == [tokenizer.bos_token_id])
-        writer.add_add_eos_token(encoded[-1:] == [tokenizer.eos_token_id])
+                add_id(number)
+        ids = tokenizer("a", verbose=False)["input_ids"]
+        writer.add_add_bos_token(ids[:1] == [tokenizer.bos_token_id])
+        writer.add_add_eos_token(ids[-1:] == [tokenizer.eos_token_id])
         if isinstance(tokenizer.chat_template, str):
             writer.add_chat_template(tokenizer.chat_template)
 
@@ -130,12 +133,12 @@ def _tokens(tokenizer: Any, vocabulary: int) -> tuple[list[str], list[int]]:
 
 
 def _pair(merge: Any) -> tuple[str, str]:
-    first, second = merge.split(" ") if isinstance(merge, str) else merge
-    return first, second
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right
 
 
-def _with_bytes(tokens: Sequence[str], kinds: Sequence[int], model: Mapping[str, Any]) -> list[int]:
-    """Return the kinds with those of bytes and of the unknown token.
+def _mark_bytes(tokens: Sequence[str], kinds: Sequence[int], model: Mapping[str, Any]) -> list[int]:
+    """Return the kinds, with byte tokens and the unknown token marked as such.
 
     Raises:
         DataError: A byte has no token.
@@ -147,7 +150,7 @@ def _with_bytes(tokens: Sequence[str], kinds: Sequence[int], model: Mapping[str,
         number = token_numbers.get(f"<0x{byte:02X}>")
         if number is None:
             raise DataError(
-                f"expected a token for each byte for GGUF, got none for 0x{byte:02X}; {_INSTEAD}"
+                f"expected a token for each byte, got none for 0x{byte:02X}; {_ALTERNATIVE}"
             )
         token_kinds[number] = int(types.BYTE)
     if model.get("unk_token") in token_numbers:
@@ -159,7 +162,7 @@ def _puts_space_before(document: Mapping[str, Any]) -> bool:
     """Return whether a SentencePiece tokenizer puts a space before text.
 
     Raises:
-        DataError: It does something else to text, or puts it before some texts only.
+        DataError: It changes text in another way, or puts a space only before some texts.
     """
     normalizer = document.get("normalizer") or {}
     splits = document.get("pre_tokenizer")
@@ -180,71 +183,73 @@ def _puts_space_before(document: Mapping[str, Any]) -> bool:
     if not steps and splits == metaspace:
         return False
     raise DataError(
-        "expected a SentencePiece tokenizer that puts a space before every text or none for GGUF, "
-        f"got {_name_of(steps, splits)}; llama.cpp would produce different tokens; {_INSTEAD}"
+        "expected a SentencePiece tokenizer for GGUF that puts a space before every text or none, "
+        f"got {_name_of(steps, splits)}; llama.cpp would produce different tokens; {_ALTERNATIVE}"
     )
 
 
 def _name_of(steps: Sequence[Mapping[str, Any]], splits: Mapping[str, Any] | None) -> str:
-    found = [*steps, *([splits] if splits else [])]
-    shown = [
-        f"{each['type']} {each['prepend_scheme']!r}" if "prepend_scheme" in each else each["type"]
-        for each in found
+    parts = [*steps, *([splits] if splits else [])]
+    names = [
+        f"{part['type']} {part['prepend_scheme']!r}" if "prepend_scheme" in part else part["type"]
+        for part in parts
     ]
-    return " and ".join(shown) or "one that keeps spaces"
+    return " and ".join(names) or "one that keeps spaces"
 
 
-def _refuse_stripped(added: Mapping[int, Any]) -> None:
-    """Refuse marks that take the spaces around them along, which no file says.
+def _refuse_stripping_tokens(added_tokens: Mapping[int, Any]) -> None:
+    """Refuse special tokens that strip spaces around them, which GGUF cannot express.
 
     Raises:
-        DataError: There is one.
+        DataError: There is such a token.
     """
-    for mark in added.values():
+    for mark in added_tokens.values():
         if mark.lstrip or mark.rstrip or mark.single_word:
             raise DataError(
-                "expected special tokens that leave the text around them alone for GGUF, got "
-                f"{mark.content!r}; llama.cpp would produce different tokens; {_INSTEAD}"
+                "expected special tokens that do not change the text around them for GGUF, got "
+                f"{mark.content!r}; llama.cpp would produce different tokens; {_ALTERNATIVE}"
             )
 
 
 def _scores(
-    merges: Sequence[tuple[str, str]], plain: Mapping[int, str], vocabulary: int
+    merges: Sequence[tuple[str, str]], text_tokens: Mapping[int, str], vocabulary: int
 ) -> list[float]:
-    """Return scores by which llama.cpp merges what a list of merges does, in that order.
+    """Return scores with which llama.cpp makes the same merges as a list, in the same order.
 
     Args:
-        merges: The list.
-        plain: The tokens that text is made of, by number.
-        vocabulary: How many scores there are.
+        merges: The list of merges.
+        text_tokens: Tokens that occur in text, by number.
+        vocabulary: Number of scores.
 
     Raises:
-        DataError: No scores do.
+        DataError: No scores give the same merges.
     """
-    merged = [first + second for first, second in merges]
-    order = [token for token, _ in groupby(merged)]
+    merged_tokens = [left + right for left, right in merges]
+    order = [token for token, _ in groupby(merged_tokens)]
     rank = {token: number for number, token in enumerate(order)}
     merge_set = {*merges}
-    parts = {*plain.values()}
+    parts = {*text_tokens.values()}
     unlisted = (
         token
-        for token in plain.values()
+        for token in text_tokens.values()
         if not _is_byte(token)
-        for at in range(1, len(token))
-        if (token[:at], token[at:]) not in merge_set
-        and all(len(part) == 1 or part in parts for part in (token[:at], token[at:]))
+        for position in range(1, len(token))
+        if (token[:position], token[position:]) not in merge_set
+        and all(len(part) == 1 or part in parts for part in (token[:position], token[position:]))
     )
-    odd = next(unlisted, None)
-    if len(rank) != len(order) or odd is not None:
+    unlisted_token = next(unlisted, None)
+    if len(rank) != len(order) or unlisted_token is not None:
         problem = (
-            f"{odd!r} is made of more pairs" if odd is not None else "pairs of equal tokens apart"
+            f"{unlisted_token!r} has more pairs than the list"
+            if unlisted_token is not None
+            else "pairs of one token are not adjacent"
         )
         raise DataError(
             f"expected the merges of a SentencePiece model for GGUF, got others ({problem}); "
-            f"llama.cpp would produce different tokens; {_INSTEAD}"
+            f"llama.cpp would produce different tokens; {_ALTERNATIVE}"
         )
-    scores = [_OF_MARKS] * vocabulary
-    for number, token in plain.items():
+    scores = [_UNMERGED_SCORE] * vocabulary
+    for number, token in text_tokens.items():
         if number < vocabulary:
             scores[number] = float(-rank.get(token, 0))
     return scores
@@ -255,34 +260,34 @@ def _is_byte(token: str) -> bool:
 
 
 def _check_bpe(document: Mapping[str, Any], pre_tokenizer: str) -> None:
-    """Check that a tokenizer does only what llama.cpp does for its pre-tokenizer's name.
+    """Check that a tokenizer works like llama.cpp's for the same pre-tokenizer.
 
     Raises:
-        DataError: It changes the text before, or looks up whole words where llama.cpp merges.
+        DataError: It changes the text first, or looks up whole words where llama.cpp merges.
     """
     normalizer = document.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
-    odd = [f"the normalizer {step['type']}" for step in steps if step["type"] != "NFC"]
+    unsupported = [f"the normalizer {step['type']}" for step in steps if step["type"] != "NFC"]
     model = document["model"]
-    odd += [
+    unsupported += [
         f"{key} {model[key]!r}"
         for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
         if model.get(key)
     ]
     if bool(model.get("ignore_merges")) != (pre_tokenizer == "llama-bpe"):
-        odd.append("ignore_merges True")
-    if odd:
+        unsupported.append("ignore_merges True")
+    if unsupported:
         raise DataError(
-            f"expected a tokenizer without {odd[0]} for GGUF, as llama.cpp has none and would make "
-            "other tokens; use the model's directory as it is"
+            f"expected a tokenizer without {unsupported[0]} for GGUF, which llama.cpp does not "
+            "support, so that it would produce different tokens; use the model's directory as it is"
         )
 
 
 def _pre_tokenizer(document: Any) -> str:
-    """llama.cpp's name for a pre-tokenizer of tokenizer.json.
+    """Return llama.cpp's name for a pre-tokenizer of tokenizer.json.
 
     Raises:
-        DataError: It has none that is known here.
+        DataError: No name is known for it.
     """
     steps = document["pretokenizers"] if document and document["type"] == "Sequence" else [document]
     match steps:
@@ -299,7 +304,7 @@ def _pre_tokenizer(document: Any) -> str:
         ] if pattern in _BY_PATTERN:
             return _BY_PATTERN[pattern]
     raise DataError(
-        "expected a tokenizer that splits text as those of GPT-2, SmolLM, Llama 3 or Qwen 2 for "
-        "GGUF, got another way; llama.cpp would produce different tokens; use the model's "
+        "expected a tokenizer that splits text like that of GPT-2, SmolLM, Llama 3 or Qwen 2 for "
+        "GGUF, got another one; llama.cpp would produce different tokens; use the model's "
         "directory as it is"
     )

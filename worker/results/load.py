@@ -1,6 +1,6 @@
-"""Loads a run's result as a torch model with its tokenizer: base and adapter, checked.
+"""Load a run's result as a torch model with its tokenizer, and check base and adapter.
 
-The base is loaded and rounded by the same code as in the run; peft adds the adapter.
+The base is loaded and rounded by the run's code; peft adds the adapter.
 """
 
 from __future__ import annotations
@@ -39,151 +39,159 @@ class LoadedModel:
         model: The model, with its adapter if there is one.
         tokenizer: The tokenizer that it was trained with.
         base: Digest of the base's weights.
-        trained: What a classify run wrote beside its result.
+        result_info: Result info of a run with labels, a classifier or tagger; None otherwise.
         embeds: Whether it is an encoder of texts, without a head.
     """
 
     model: Any
     tokenizer: Any
     base: str
-    trained: ResultInfo | None
+    result_info: ResultInfo | None
     embeds: bool = False
 
     @property
-    def adapted(self) -> bool:
+    def has_adapter(self) -> bool:
         """Whether the model has an adapter."""
         return hasattr(self.model, "merge_and_unload")
 
 
-def load(saved: SavedModel, base: str | None) -> LoadedModel:
+def load(saved_model: SavedModel, base: str | None) -> LoadedModel:
     """Load a result.
 
     Args:
-        saved: The result.
-        base: Source of the base model; None: as recorded.
+        saved_model: The result.
+        base: Source of the base model; None: the recorded one.
 
     Raises:
-        DataError: A model, adapter or tokenizer cannot be loaded, or the base is another one.
+        DataError: A model, adapter or tokenizer cannot be loaded, or it is the wrong base.
     """
-    has_info = (saved.directory / RESULT_INFO_FILE).is_file()
-    trained = ResultInfo.read(saved.directory) if has_info else None
-    source = model_source(saved.base(base))
-    loaded = _base(source, trained, embeds=saved.embeds)
-    _refuse_another_base(saved, source, loaded.weights_digest)
-    if trained is None and not loaded.drawn.keys() <= _saved(saved):
-        pretrained.refuse_drawn_weights(loaded, source, "take a model with its head")
-    model: Any = loaded.model
+    has_info = (saved_model.directory / RESULT_INFO_FILE).is_file()
+    result_info = ResultInfo.read(saved_model.directory) if has_info else None
+    source = model_source(saved_model.base(base))
+    pretrained_model = _base(source, result_info, embeds=saved_model.embeds)
+    _refuse_another_base(saved_model, source, pretrained_model.weights_digest)
+    if result_info is None and not pretrained_model.drawn.keys() <= _adapter_parameters(
+        saved_model
+    ):
+        pretrained.refuse_drawn_weights(pretrained_model, source, "use a model with its head")
+    model: Any = pretrained_model.model
     model.requires_grad_(requires_grad=False)
-    has_tokenizer = (saved.directory / "tokenizer.json").is_file()
-    tokenizer = tokenizer_in(saved.directory) if has_tokenizer else load_tokenizer(source)
-    if saved.adapter is not None and has_tokenizer:
-        fill_rows(model, len(tokenizer), ())  # the adapter has their values
-    if saved.adapter is not None:
-        if saved.facts is not None:
-            round_frozen_base(model, saved.facts.base_dtype)
-        elif trained is not None:
-            round_frozen_base(model, trained.model.base_dtype)
-        model = _with_adapter(model, saved)
+    has_tokenizer = (saved_model.directory / "tokenizer.json").is_file()
+    tokenizer = tokenizer_in(saved_model.directory) if has_tokenizer else load_tokenizer(source)
+    if saved_model.adapter is not None and has_tokenizer:
+        fill_rows(model, len(tokenizer), ())  # the adapter contains the values of added rows
+    if saved_model.adapter is not None:
+        if saved_model.facts is not None:
+            round_frozen_base(model, saved_model.facts.base_dtype)
+        elif result_info is not None:
+            round_frozen_base(model, result_info.model.base_dtype)
+        model = _add_adapter(model, saved_model)
     model.eval()
-    return LoadedModel(model, tokenizer, loaded.weights_digest, trained, saved.embeds)
+    return LoadedModel(
+        model, tokenizer, pretrained_model.weights_digest, result_info, saved_model.embeds
+    )
 
 
-def _base(source: str, trained: ResultInfo | None, *, embeds: bool) -> pretrained.Pretrained:
+def _base(source: str, result_info: ResultInfo | None, *, embeds: bool) -> pretrained.Pretrained:
     spec = ModelSpec(source=source)
-    if trained is not None:
-        spec = trained.model.model_copy(update={"source": source})
+    if result_info is not None:
+        spec = result_info.model.model_copy(update={"source": source})
     padding = lambda: int(load_tokenizer(source).pad_token_id)  # noqa: E731
-    return load_bare(spec, trained, padding, embeds=embeds)
+    return load_bare(spec, result_info, padding, embeds=embeds)
 
 
 def load_bare(
     spec: ModelSpec,
-    trained: ResultInfo | None,
+    result_info: ResultInfo | None,
     padding: Callable[[], int],
     *,
     embeds: bool = False,
 ) -> pretrained.Pretrained:
-    """Load a model without an adapter, with the head that its result is for.
+    """Load a model without an adapter, with the head that its task needs.
 
     Args:
-        spec: Names the model.
-        trained: What a run with labels wrote; None for what generates text.
-        padding: Gives the tokenizer's padding token.
+        spec: The model section of a run spec.
+        result_info: Result info of a run with labels; None for a model that generates text.
+        padding: Returns the tokenizer's padding token.
         embeds: Whether it is an encoder of texts.
     """
     if embeds:
         return pretrained.without_pooler(pretrained.load_encoder(spec))
-    if trained is None:
+    if result_info is None:
         return pretrained.load_text_model(spec)
-    if trained.task == "tag":
-        return pretrained.load_tagger(spec, trained.labels, trained.seed)
+    if result_info.task == "tag":
+        return pretrained.load_tagger(spec, result_info.labels, result_info.seed)
     return pretrained.load_classifier(
-        spec, trained.labels, padding(), trained.seed, problem=trained.problem
+        spec, result_info.labels, padding(), result_info.seed, problem=result_info.problem
     )
 
 
-def _saved(saved: SavedModel) -> set[str]:
-    """Names of the parameters in an adapter's file.
+def _adapter_parameters(saved_model: SavedModel) -> set[str]:
+    """Return the names of the parameters in an adapter's file.
 
     Raises:
-        DataError: Its file cannot be read.
+        DataError: The file cannot be read.
     """
-    if saved.adapter is None:
+    if saved_model.adapter is None:
         return set()
     try:
-        with safe_open(saved.directory / ADAPTER_WEIGHTS, "np") as tensors:
+        with safe_open(saved_model.directory / ADAPTER_WEIGHTS, "np") as tensors:
             return {name.removeprefix(_PEFT_PREFIX) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"cannot add the adapter {str(saved.directory)!r} to its base: {describe_error(error)}"
+            f"cannot add the adapter {str(saved_model.directory)!r} to its base: "
+            f"{describe_error(error)}"
         ) from None
 
 
-def _refuse_another_base(saved: SavedModel, source: str, digest: str) -> None:
-    base_digest = saved.facts.digests.get("base_weights") if saved.facts is not None else None
-    if saved.adapter is not None and base_digest is not None and digest != base_digest:
+def _refuse_another_base(saved_model: SavedModel, source: str, digest: str) -> None:
+    base_digest = (
+        saved_model.facts.digests.get("base_weights") if saved_model.facts is not None else None
+    )
+    if saved_model.adapter is not None and base_digest is not None and digest != base_digest:
         raise DataError(
-            f"the model {source!r} is not the one that {str(saved.directory)!r} was trained on: "
-            "its weights have another digest; get that model's files again, or name them: "
-            "--base DIR"
+            f"expected the base that {str(saved_model.directory)!r} was trained on, got "
+            f"{source!r}, whose weights have another digest; name the right base: --base DIR"
         )
 
 
-def _with_adapter(model: Any, saved: SavedModel) -> Any:
+def _add_adapter(model: Any, saved_model: SavedModel) -> Any:
     """Add the adapter to the model.
 
     Raises:
-        DataError: The adapter's tensors are not what its configuration says.
+        DataError: The adapter's tensors do not match its configuration.
     """
-    import peft  # noqa: PLC0415 -- a whole model does without
+    import peft  # noqa: PLC0415 -- only adapters need it
 
-    directory = str(saved.directory)
+    directory = str(saved_model.directory)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            adapted = peft.PeftModel.from_pretrained(model, directory)
-        expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
-        with safe_open(saved.directory / ADAPTER_WEIGHTS, "np") as tensors:
+            adapted_model = peft.PeftModel.from_pretrained(model, directory)
+        expected_names = set(
+            peft.get_peft_model_state_dict(adapted_model, save_embedding_layers=False)
+        )
+        with safe_open(saved_model.directory / ADAPTER_WEIGHTS, "np") as tensors:
             names = tensors.keys()
-            stored = {adapter_name(name) for name in names} - {LOG_SCALE}
+            stored_names = {adapter_name(name) for name in names} - {LOG_SCALE}
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise DataError(
             f"cannot add the adapter {directory!r} to its base: {describe_error(error)}"
         ) from None
-    if expected != stored:
-        odd = min(expected ^ stored)
+    if expected_names != stored_names:
+        unmatched_name = min(expected_names ^ stored_names)
         raise DataError(
-            f"expected the {len(expected)} tensors of the adapter's configuration in "
-            f"{directory!r}, got {len(stored)}, which differ in {odd!r}; is it the adapter of "
-            "another model?"
+            f"expected the {len(expected_names)} tensors of the adapter's configuration in "
+            f"{directory!r}, got {len(stored_names)}, which differ in {unmatched_name!r}; check "
+            "that the adapter belongs to this base"
         )
-    return adapted
+    return adapted_model
 
 
 def probe(model: Any, vocabulary: int) -> torch.Tensor:
-    """Logits for a few tokens that are the same everywhere, float32; last states without a head.
+    """Return logits, or last states without a head, for fixed probe tokens, as float32.
 
-    A text of an encoder-decoder ends with its end token, which classifiers look for.
+    The probe of an encoder-decoder ends with its end token, which classifiers look for.
     """
     ids, end = probe_tokens(vocabulary), model.config.eos_token_id
     if model.config.is_encoder_decoder and isinstance(end, int):
@@ -197,16 +205,16 @@ def probe(model: Any, vocabulary: int) -> torch.Tensor:
 
 
 def is_seq2seq(model: Any) -> bool:
-    """Return whether a model makes one text of another."""
+    """Return whether a model generates one text from another."""
     return bool(model.config.is_encoder_decoder and model.can_generate())
 
 
 def probe_tokens(vocabulary: int) -> torch.Tensor:
-    """Return a few token numbers that are the same everywhere, int64 (1, PROBE_TOKENS)."""
-    drawn = draws.hashes(draws.key_of("probe"), PROBE_TOKENS) % vocabulary
-    return torch.from_numpy(drawn.astype("int64"))[None]
+    """Return fixed token ids below `vocabulary`, int64 (1, PROBE_TOKENS)."""
+    hashes = draws.hashes(draws.key_of("probe"), PROBE_TOKENS) % vocabulary
+    return torch.from_numpy(hashes.astype("int64"))[None]
 
 
 def vocabulary_of(model: Any) -> int:
-    """Size of a model's vocabulary."""
+    """Return the size of a model's vocabulary."""
     return int(model.get_input_embeddings().weight.shape[0])

@@ -1,4 +1,4 @@
-"""`worker merge`: adds an adapter to its base, giving a model that needs neither peft nor base.
+"""`worker merge`: merge an adapter into its base; the result needs neither peft nor the base.
 
 Every target's weight W becomes W + (alpha / r) B A, in float32. The written model is read back, and
 its logits are compared with those of base and adapter.
@@ -28,7 +28,7 @@ from worker.results.saved_model import SENTENCE_TRANSFORMERS_FILES, SavedModel
 
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCE: Final = 1e-5
-"""Relative to the largest logit, or to 1 if that is larger."""
+"""Tolerance relative to the largest logit, or to 1 if that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,63 +37,67 @@ class MergeReport:
 
     Attributes:
         directory: The new model's directory.
-        difference: Largest difference between what both models compute.
-        compared: What that is: logits, or the last states of a model without a head.
-        tokens: Number of tokens compared.
+        difference: Largest difference between the outputs of both models.
+        output_name: Name of these outputs: logits, or last states for a model without a head.
+        tokens: Number of compared tokens.
         weights_digest: Digest of the new model's weights.
     """
 
     directory: Path
     difference: float
-    compared: str
+    output_name: str
     tokens: int
     weights_digest: str
 
 
-def merge(saved: SavedModel, base: str | None, out: Path, dtype: Dtype = "float32") -> MergeReport:
+def merge(
+    saved_model: SavedModel, base: str | None, out: Path, dtype: Dtype = "float32"
+) -> MergeReport:
     """Write base and adapter as one model.
 
     Args:
-        saved: The adapter.
-        base: Source of its base; None: as recorded.
+        saved_model: The adapter.
+        base: Source of its base; None: the recorded one.
         out: New directory to write to.
-        dtype: Type in which the weights are stored. Rounded weights are compared with what is read
-            back, and the difference of logits to base and adapter is reported.
+        dtype: Storage type of the weights. The model that is read back is compared with the
+            rounded weights; the report has its difference from base and adapter.
 
     Raises:
-        DataError: It is no adapter, or cannot be loaded, or `out` is there already.
-        SamestepError: What was written does not compute what adapter and base do.
-        StorageFailed: The disk refuses.
+        DataError: It is not an adapter, it cannot be loaded, or `out` exists already.
+        SamestepError: The written model does not compute the same as base and adapter.
+        StorageFailed: A file operation failed.
     """
-    if saved.whole:
+    if saved_model.is_complete:
         raise DataError(
-            f"expected an adapter, got {str(saved.directory)!r}: it is a whole model already; "
-            "use it as it is"
+            f"expected an adapter, got {str(saved_model.directory)!r}, which is a complete model "
+            "already; use it as it is"
         )
-    with new_directory(out) as new:
-        loaded = load(saved, base)
-        vocabulary = vocabulary_of(loaded.model)
-        before = probe(loaded.model, vocabulary)
-        model = merged(loaded)
-        rounded = before
+    with new_directory(out) as directory:
+        loaded_model = load(saved_model, base)
+        vocabulary = vocabulary_of(loaded_model.model)
+        original = probe(loaded_model.model, vocabulary)
+        model = merge_weights(loaded_model)
+        reference = original
         if dtype != "float32":
             _round(model, getattr(torch, dtype))
-            rounded = probe(model, vocabulary)
+            reference = probe(model, vocabulary)
             model.to(getattr(torch, dtype))
-        _save(model, loaded, new)
-        if loaded.embeds:
+        _save(model, loaded_model, directory)
+        if loaded_model.embeds:
             for name in SENTENCE_TRANSFORMERS_FILES:
-                (new / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(saved.directory / name, new / name)
+                (directory / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(saved_model.directory / name, directory / name)
         del model
-        again = _read_back(new, loaded)
-        compare(rounded, after := probe(again.model, vocabulary))
-        difference = float((before - after).abs().max())
-        compared = "last states" if loaded.embeds else "logits"
-        report = MergeReport(out, difference, compared, PROBE_TOKENS, again.weights_digest)
-        if saved.facts is not None:
-            text = card_text(_facts(saved.facts, report))
-            (new / CARD).write_text(text, encoding="utf-8")
+        written_model = _read_back(directory, loaded_model)
+        compare(reference, probed := probe(written_model.model, vocabulary))
+        difference = float((original - probed).abs().max())
+        output_name = "last states" if loaded_model.embeds else "logits"
+        report = MergeReport(
+            out, difference, output_name, PROBE_TOKENS, written_model.weights_digest
+        )
+        if saved_model.facts is not None:
+            text = card_text(_card_facts(saved_model.facts, report))
+            (directory / CARD).write_text(text, encoding="utf-8")
     return report
 
 
@@ -104,85 +108,85 @@ def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.copy_(parameter.to(dtype).float())
 
 
-def merged(loaded: LoadedModel) -> Any:
+def merge_weights(loaded_model: LoadedModel) -> Any:
     """Add the adapter to the model's weights, in place.
 
     Raises:
-        DataError: The adapter holds values that are not finite.
+        DataError: The adapter has values that are not finite.
     """
-    if not loaded.adapted:
-        return loaded.model
-    _untie(loaded.model)
+    if not loaded_model.has_adapter:
+        return loaded_model.model
+    _untie(loaded_model.model)
     try:
-        return loaded.model.merge_and_unload(safe_merge=True)
+        return loaded_model.model.merge_and_unload(safe_merge=True)
     except ValueError as error:
         raise DataError(f"cannot merge the adapter: {error}") from None
 
 
 def _untie(model: Any) -> None:
-    """Give each adapted layer a weight of its own: the adapter belongs to that layer alone."""
+    """Give each adapted layer a separate weight, because its adapter changes only this layer."""
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     for layer in model.modules():
-        adapts = hasattr(layer, "base_layer") and not hasattr(layer, "trainable_tokens_delta")
-        weight = getattr(layer, "weight", None) if adapts else None
+        is_adapted = hasattr(layer, "base_layer") and not hasattr(layer, "trainable_tokens_delta")
+        weight = getattr(layer, "weight", None) if is_adapted else None
         if weight is not None and uses[id(weight)] > 1:
             layer.base_layer.weight = torch.nn.Parameter(weight.detach().clone(), False)
             for config in (model.config, model.config.get_text_config()):
                 config.tie_word_embeddings = False
 
 
-def compare(expected: torch.Tensor, got: torch.Tensor) -> float:
+def compare(reference: torch.Tensor, values: torch.Tensor) -> float:
     """Return the largest difference between logits.
 
     Raises:
         SamestepError: It is larger than `TOLERANCE` allows, or not finite.
     """
-    difference = float((expected - got).abs().max())
-    allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
-    if not difference <= allowed:
+    difference = float((reference - values).abs().max())
+    tolerance = TOLERANCE * max(1.0, float(reference.abs().max()))
+    if not difference <= tolerance:
         raise SamestepError(
-            f"expected the merged model's logits within {allowed:.2g} of those of base and "
-            f"adapter, got {difference:.2g} off; nothing was written"
+            f"expected the merged model's logits within {tolerance:.2g} of those of base and "
+            f"adapter, got a difference of {difference:.2g}; no file was written"
         )
     return difference
 
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes it once all is well; else nothing is left.
+    """Yield a temporary directory that is renamed to `out` on success, and removed otherwise.
 
     Raises:
-        DataError: There is something at `out`.
-        StorageFailed: The disk refuses.
+        DataError: `out` exists and is not an empty directory.
+        StorageFailed: A file operation failed.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out: expected a new or empty directory, got {str(out)!r}; name another")
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     except OSError as error:
         raise StorageFailed("make", str(out), str(error.strerror)) from None
     try:
-        yield new
-        new.chmod(0o755)
-        new.rename(out.absolute())
+        yield temporary
+        temporary.chmod(0o755)
+        temporary.rename(out.absolute())
     except OSError as error:
         raise StorageFailed("write", str(out), str(error.strerror)) from None
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _save(model: Any, loaded: LoadedModel, new: Path) -> None:
-    model.save_pretrained(new)
-    files = tokenizer_files(loaded.tokenizer)
+def _save(model: Any, loaded_model: LoadedModel, directory: Path) -> None:
+    model.save_pretrained(directory)
+    files = tokenizer_files(loaded_model.tokenizer)
     for name, text in files.items():
-        (new / name).write_text(text, encoding="utf-8")
+        (directory / name).write_text(text, encoding="utf-8")
     if not files:
-        loaded.tokenizer.save_pretrained(new)
-    if loaded.trained is not None:
-        whole = loaded.trained.model.model_copy(
+        loaded_model.tokenizer.save_pretrained(directory)
+    if loaded_model.result_info is not None:
+        merged_spec = loaded_model.result_info.model.model_copy(
             update={
                 "source": "merged",
                 "name": None,
@@ -190,23 +194,25 @@ def _save(model: Any, loaded: LoadedModel, new: Path) -> None:
                 "added_tokens": (),
             }
         )
-        result_info = loaded.trained.model_copy(update={"lora": None, "model": whole})
-        (new / RESULT_INFO_FILE).write_text(result_info.document(), encoding="utf-8")
+        result_info = loaded_model.result_info.model_copy(
+            update={"lora": None, "model": merged_spec}
+        )
+        (directory / RESULT_INFO_FILE).write_text(result_info.document(), encoding="utf-8")
 
 
-def _read_back(new: Path, loaded: LoadedModel) -> pretrained.Pretrained:
-    spec, trained = ModelSpec(source=str(new)), loaded.trained
-    padding = lambda: int(loaded.tokenizer.pad_token_id)  # noqa: E731
-    found = load_bare(spec, trained, padding, embeds=loaded.embeds)
-    found.model.eval()
-    return found
+def _read_back(directory: Path, loaded_model: LoadedModel) -> pretrained.Pretrained:
+    spec, result_info = ModelSpec(source=str(directory)), loaded_model.result_info
+    padding = lambda: int(loaded_model.tokenizer.pad_token_id)  # noqa: E731
+    pretrained_model = load_bare(spec, result_info, padding, embeds=loaded_model.embeds)
+    pretrained_model.model.eval()
+    return pretrained_model
 
 
-def _facts(facts: CardFacts, report: MergeReport) -> CardFacts:
+def _card_facts(facts: CardFacts, report: MergeReport) -> CardFacts:
     sentence = (
-        "The run's adapter was added to its base afterwards (samestep "
-        f"{__version__}): the {report.compared} of {report.tokens} tokens differ by at most "
-        f"{report.difference:.2g} from those of base and adapter. BLAKE3 of all weights here: "
+        "The run's adapter was merged into its base afterwards (samestep "
+        f"{__version__}): the {report.output_name} of {report.tokens} tokens differ by at most "
+        f"{report.difference:.2g} from those of base and adapter. BLAKE3 of all weights: "
         f"`{report.weights_digest}`."
     )
     return facts.model_copy(update={"adapter": False, "made": (*facts.made, sentence)})

@@ -1,4 +1,4 @@
-"""Finds the model that a user names: a run's directory, an adapter's, or any model's."""
+"""Find the model that a user names by the directory of a run, an adapter or a model."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class SavedModel:
 
     Attributes:
         directory: Directory of its files, or a GGUF file.
-        adapter: Content of `adapter_config.json`; None for a whole model.
-        facts: What its run recorded; None if unknown.
+        adapter: Content of `adapter_config.json`; None for a complete model.
+        facts: Facts that its run recorded; None if unknown.
     """
 
     directory: Path
@@ -39,7 +39,7 @@ class SavedModel:
     facts: CardFacts | None
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.adapter is None
 
     @property
@@ -48,53 +48,53 @@ class SavedModel:
         return (self.directory / SENTENCE_TRANSFORMERS_FILES[0]).is_file()
 
     def refuse_embeddings(self) -> None:
-        """Refuse an encoder of texts where text is to be written.
+        """Refuse an encoder of texts where a model that generates text is needed.
 
         Raises:
-            DataError: It is one.
+            DataError: The model is an encoder of texts.
         """
         if self.embeds:
             raise DataError(
-                f"expected a model that writes text in {str(self.directory)!r}, got one that "
-                "embeds texts; load it with sentence-transformers, an adapter also after worker "
-                "merge"
+                f"expected a model that generates text in {str(self.directory)!r}, got one that "
+                "embeds texts; load it with sentence-transformers, an adapter after worker merge"
             )
 
-    def base(self, asked: str | None) -> str:
-        """Source of the model that the trained tensors are added to.
+    def base(self, user_choice: str | None) -> str:
+        """Return the source of the base model.
 
         Args:
-            asked: What the user says it is, if anything. Else it is looked for where the adapter
-                says, which may name a path on another machine, then where the run spec says.
+            user_choice: The source that the user names; None: the path in the adapter if it exists
+                on this machine, else the source in the run spec.
 
         Raises:
-            DataError: It is a whole model and has none, or its adapter names none.
+            DataError: A complete model has no base, or the adapter names none.
         """
         if self.adapter is None:
-            if asked is not None:
+            if user_choice is not None:
                 raise DataError(
-                    f"--base: {str(self.directory)!r} is a whole model, which needs no base; "
-                    "leave --base out"
+                    f"--base: expected none for the complete model {str(self.directory)!r}, got "
+                    "one; leave --base out"
                 )
             return str(self.directory)
-        if asked is not None:
-            return asked
-        named = self.adapter.get("base_model_name_or_path")
-        if isinstance(named, str) and Path(named).is_dir():
-            return named
+        if user_choice is not None:
+            return user_choice
+        recorded_path = self.adapter.get("base_model_name_or_path")
+        if isinstance(recorded_path, str) and Path(recorded_path).is_dir():
+            return recorded_path
         spec = self.facts.base if self.facts is not None else None
-        if not (spec or named):
+        if not (spec or recorded_path):
             raise DataError(
-                f"{str(self.directory / ADAPTER_CONFIG)!r} names no base model; give it: --base DIR"
+                f"expected a base model in {str(self.directory / ADAPTER_CONFIG)!r}, got none; "
+                "name it: --base DIR"
             )
-        return str(spec or named)
+        return str(spec or recorded_path)
 
 
 def find(path: Path) -> SavedModel:
     """Find the saved model in a run's, an adapter's or a model's directory.
 
     Raises:
-        DataError: It is none of these, or the run has not finished.
+        DataError: The directory is none of these, or the run has not finished.
     """
     if path.is_file() and path.suffix == GGUF:
         return SavedModel(path, None, None)
@@ -104,24 +104,24 @@ def find(path: Path) -> SavedModel:
             "path"
         )
     if (path / "run.json").is_file():
-        return _of_run(path)
+        return _model_of_run(path)
     if (path / ADAPTER_CONFIG).is_file():
         return SavedModel(path, _adapter(path), read_card(path) or _facts_above(path))
     if (path / "config.json").is_file():
         return SavedModel(path, None, read_card(path) or _facts_above(path))
-    inside = next((n for n in ("adapter", "model") if (path / n).is_dir()), None)
-    hint = f"; is it {str(path / inside)!r}?" if inside else ""
+    subdirectory = next((n for n in ("adapter", "model") if (path / n).is_dir()), None)
+    hint = f"; is it {str(path / subdirectory)!r}?" if subdirectory else ""
     raise DataError(
         f"expected a run (run.json), an adapter ({ADAPTER_CONFIG}) or a model (config.json) in "
         f"{str(path)!r}, found none{hint}"
     )
 
 
-def _of_run(run: Path) -> SavedModel:
+def _model_of_run(run: Path) -> SavedModel:
     if not (run / "result.json").is_file():
         raise DataError(
-            f"the run in {str(run)!r} has not ended: it has no result.json; resume it first: "
-            f"coordinator --out {run} --resume"
+            f"expected a finished run in {str(run)!r}, got one without result.json; resume it "
+            f"first: coordinator --out {run} --resume"
         )
     _, manifest, _ = _documents(run)
     directory = run / manifest.export.directory
@@ -131,8 +131,8 @@ def _of_run(run: Path) -> SavedModel:
         adapter = None
     else:
         raise DataError(
-            f"expected a run of a language model or classifier in {str(run)!r}, but its result in "
-            f"{str(directory)!r} has no config.json, which only these tasks write"
+            f"expected a run of a language model or classifier in {str(run)!r}, got a result "
+            f"without config.json in {str(directory)!r}; use a run of such a task"
         )
     return SavedModel(directory, adapter, read_card(directory) or _facts_of_run(run))
 
@@ -144,18 +144,18 @@ def _documents(run: Path) -> tuple[RunSpec, Manifest, dict[str, Any]]:
         manifest = Manifest.from_bytes(read_regular(run / "manifest.json"))
         result = read_json(run / "result.json")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, MessageError) as error:
-        raise DataError(f"cannot read what the run in {str(run)!r} has written: {error}") from None
+        raise DataError(f"cannot read the files of the run in {str(run)!r}: {error}") from None
     return spec, manifest, result
 
 
 def _facts_of_run(run: Path) -> CardFacts:
-    """Facts of a run whose result has no model card, as older releases wrote none."""
+    """Return the facts of a run of an older release, whose result has no model card."""
     spec, manifest, result = _documents(run)
     return CardFacts.of(spec, manifest, result, __version__, ())
 
 
 def _facts_above(directory: Path) -> CardFacts | None:
-    """Facts of the run that contains the directory; None if it was moved out of its run."""
+    """Return the facts of the run that contains the directory; None if it was moved away."""
     run = directory.absolute().parent
     if not all((run / name).is_file() for name in ("run.json", "manifest.json", "result.json")):
         return None
@@ -178,6 +178,6 @@ def _adapter(directory: Path) -> dict[str, Any]:
     if not (directory / ADAPTER_WEIGHTS).is_file():
         raise DataError(
             f"expected {ADAPTER_WEIGHTS} in {str(directory)!r}, found none; copy the directory "
-            "again from where the run left it"
+            "again from the run"
         )
     return dict(config)

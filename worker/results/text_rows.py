@@ -1,4 +1,4 @@
-"""The texts of a file to label: a column of a file of rows, or the lines of a text."""
+"""Read the texts of a file: a column of a file of rows, or the lines of a text file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from protocol.spec.files import sources
 
 
 def is_file(texts: Sequence[str]) -> bool:
-    """Whether the argument is a file's name rather than a text.
+    """Return whether the argument is a file name rather than a text.
 
     Raises:
-        DataError: It looks like a file's name, but there is no such file.
+        DataError: It looks like a file name, but the file does not exist.
     """
     if len(texts) != 1:
         return False
@@ -24,7 +24,7 @@ def is_file(texts: Sequence[str]) -> bool:
         return True
     kinds = (*sources.ROW_KINDS, "txt")
     if sources.kind_of(Path(texts[0])) in kinds and not any(map(str.isspace, texts[0])):
-        raise DataError(f"expected a file of texts at {texts[0]!r}, found none")
+        raise DataError(f"expected a file of texts at {texts[0]!r}, found none; check the path")
     return False
 
 
@@ -32,12 +32,12 @@ def read_texts(path: Path, columns: Sequence[str]) -> list[str]:
     """Read all texts in order; empty lines of plain text are skipped.
 
     Args:
-        path: A file of rows; any other file has a text per line.
-        columns: Or keys, of the text, and perhaps of the second text of a pair: both texts of each
-            row follow each other.
+        path: A file of rows; any other file has one text per line.
+        columns: Column or key of the text, and of the second text of a pair; the result has the
+            texts of each row in this order.
 
     Raises:
-        DataError: The file cannot be read, has no such column, or a row without text.
+        DataError: The file cannot be read, lacks a column, or has a row without text.
     """
     texts = []
     for location, text in _rows(path, columns):
@@ -50,19 +50,19 @@ def read_texts(path: Path, columns: Sequence[str]) -> list[str]:
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    def check(location: Location, columns_found: Sequence[str]) -> None:
+    def check(location: Location, column_names: Sequence[str]) -> None:
         for column in columns:
-            if columns_found.count(column) != 1:
-                found = ", ".join(repr(str(name)[:40]) for name in columns_found[:10]) or "nothing"
+            if column_names.count(column) != 1:
+                names = ", ".join(repr(str(name)[:40]) for name in column_names[:10]) or "nothing"
                 raise DataError(
-                    f"{location}: expected one column {column!r}, found {found}; name the text's: "
+                    f"{location}: expected one column {column!r}, found {names}; name the column: "
                     "--column NAME"
                 )
 
     if sources.kind_of(path) in sources.ROW_KINDS:
         bad_rows = BadRows(skip=False)
-        wanted = {name: name for name in columns}
-        for location, record in read_rows([path], wanted, columns, bad_rows, check):
+        fields = {name: name for name in columns}
+        for location, record in read_rows([path], fields, columns, bad_rows, check):
             yield from ((str(location), record[name]) for name in columns)
         bad_rows.report()
     else:

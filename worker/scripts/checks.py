@@ -1,4 +1,4 @@
-"""Checks of a user's task before training: each error is one line that says what to write instead.
+"""Check a user's task before training: each error is one line that says what to write instead.
 
 `worker.tasks.checks.additivity` checks that a loss is a sum over samples.
 """
@@ -27,49 +27,50 @@ from worker.tasks.base.evaluation_modes import parts_in_evaluation
 PRECISIONS: Final[tuple[ComputePrecision, ...]] = get_args(ComputePrecision)
 
 
-def check_task(built: object) -> UserTask:
-    """Check what `build` returned.
+def check_task(task: object) -> UserTask:
+    """Check the result of `build`.
 
     Raises:
-        DataError: It is not a task, or one that cannot be trained.
+        DataError: It is not a task, or the task cannot be trained.
     """
-    if not isinstance(built, UserTask):
+    if not isinstance(task, UserTask):
         raise DataError(
-            f"expected a samestep.Task from build, got {type(built).__name__}: write "
+            f"expected a samestep.Task from build, got {type(task).__name__}: write "
             "return samestep.Task(module=..., train=..., loss=...)"
         )
-    if built.unit not in get_args(Unit):
-        raise DataError(f'expected unit "sample" or "microbatch", got {built.unit!r}')
-    _check_module(built.module, built.unit)
-    check_data("train", built.train)
-    for name, data in named_sets(built.held_out).items():
+    if task.unit not in get_args(Unit):
+        raise DataError(f'expected unit "sample" or "microbatch", got {task.unit!r}')
+    _check_module(task.module, task.unit)
+    check_data("train", task.train)
+    for name, data in named_sets(task.held_out).items():
         check_data(f"held_out[{name!r}]" if name else "held_out", data)
-    if built.embed is None and not callable(built.loss):
+    if task.embed is None and not callable(task.loss):
         raise DataError(
             "expected a loss, got none: write loss=lambda module, batch: ..., a sum over the batch"
         )
-    _check_coupling(built)
+    _check_coupling(task)
     functions = {
-        "collate": built.collate, "weight": built.weight, "evaluate": built.evaluate,
-        "embed": built.embed, "batch_loss": built.batch_loss,
+        "collate": task.collate, "weight": task.weight, "evaluate": task.evaluate,
+        "embed": task.embed, "batch_loss": task.batch_loss,
     }  # fmt: skip
-    for name, each in {**functions, **built.metrics}.items():
-        if each is not None and not callable(each):
-            raise DataError(f"expected a function as {name}, got {type(each).__name__}")
-    return built
+    for name, function in {**functions, **task.metrics}.items():
+        if function is not None and not callable(function):
+            raise DataError(f"expected a function as {name}, got {type(function).__name__}")
+    return task
 
 
-def _check_coupling(built: UserTask) -> None:
-    """Check which functions of a loss that couples all samples of a step are given."""
-    if (built.embed is None) != (built.batch_loss is None):
+def _check_coupling(task: UserTask) -> None:
+    """Check that the functions of a loss over all samples of a step are complete."""
+    if (task.embed is None) != (task.batch_loss is None):
         raise DataError(
-            "expected embed and batch_loss, got one of them: embed makes what batch_loss reads of "
-            "all samples of a step"
+            "expected both embed and batch_loss, got only one: embed computes the tensors that "
+            "batch_loss reads for all samples of a step"
         )
-    for name, other in (("loss", built.loss), ("weight", built.weight)):
-        if built.embed is not None and other is not None:
+    for name, function in (("loss", task.loss), ("weight", task.weight)):
+        if task.embed is not None and function is not None:
             raise DataError(
-                f"expected no {name} with embed, got both: batch_loss gives a loss for each sample"
+                f"expected no {name} with embed, got both: batch_loss returns a loss for each "
+                "sample"
             )
 
 
@@ -81,13 +82,13 @@ def _check_module(module: object, unit: Unit) -> None:
             f"expected the module itself, got it inside {type(module).__name__}: give "
             "module.module; samestep divides the batch among the workers"
         )
-    if any(hasattr(each, "_orig_mod") for each in module.modules()):
+    if any(hasattr(layer, "_orig_mod") for layer in module.modules()):
         raise DataError("expected a plain module, got a compiled one: leave out torch.compile")
     for name, parameter in module.named_parameters():
         if parameter.device.type != "cpu":
             raise DataError(
                 f"expected the model on the CPU, got {name!r} on {parameter.device}: leave out "
-                ".to(...) and .cuda(); each worker takes it to its own device"
+                ".to(...) and .cuda(); each worker moves it to its own device"
             )
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise DataError(
@@ -95,7 +96,9 @@ def _check_module(module: object, unit: Unit) -> None:
                 'module.float(), and fit(precision="bfloat16") to compute in it'
             )
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise DataError("the model has no trainable tensor: leave some without requires_grad_(0)")
+        raise DataError(
+            "expected a model with trainable tensors, got none: keep requires_grad of some of them"
+        )
     try:
         refuse_scripted(module)
         in_evaluation = parts_in_evaluation(module)
@@ -116,14 +119,14 @@ def check_data(role: str, data: Any) -> None:
             f"expected a data set as {role}, got a DataLoader: give its dataset, and its "
             "collate_fn as collate; fit has batch= and microbatch="
         )
-    by_number = hasattr(data, "__getitem__") and not isinstance(data, Mapping)
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and by_number):
+    has_items = hasattr(data, "__getitem__") and not isinstance(data, Mapping)
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and has_items):
         raise DataError(
             f"expected a data set with a length and items by number as {role}, got "
             f"{type(data).__name__}: read it into a list, or give it __len__ and __getitem__"
         )
     if isinstance(data, torch.Tensor) or (
-        isinstance(data, tuple) and all(isinstance(each, torch.Tensor) for each in data)
+        isinstance(data, tuple) and all(isinstance(item, torch.Tensor) for item in data)
     ):
         raise DataError(
             f"expected a data set as {role}, got {type(data).__name__} of tensors: write "
@@ -144,7 +147,7 @@ def check_loss(value: object) -> torch.Tensor:
         if value is None:
             remedy = "its last line must be `return ...`"
         elif not isinstance(value, int | float):
-            remedy = "return the loss alone"
+            remedy = "return only the loss"
         raise DataError(f"expected a tensor as loss, got {type(value).__name__}: {remedy}")
     if value.dim():
         raise DataError(
@@ -154,10 +157,11 @@ def check_loss(value: object) -> torch.Tensor:
 
 
 def no_gradient() -> DataError:
-    """The error for a loss without a gradient."""
+    """Return the error for a loss without a gradient."""
     return DataError(
-        "the loss depends on no trainable tensor: leave out detach(), no_grad(), inference_mode() "
-        "and .data, and write use_reentrant=False where checkpoint is called"
+        "expected a loss that depends on a trainable tensor, got one that does not: leave out "
+        "detach(), no_grad(), inference_mode() and .data, and pass use_reentrant=False to "
+        "checkpoint"
     )
 
 
@@ -168,14 +172,14 @@ def check_weight(value: object) -> float:
         DataError: It cannot be used.
     """
     try:
-        weight = float(value)  # type: ignore[arg-type]  # whatever is no number raises
+        weight = float(value)  # type: ignore[arg-type]  # raises unless it is a number
     except (TypeError, ValueError, RuntimeError):
         weight = math.nan
     if not (math.isfinite(weight) and weight >= 0):
-        shown = " ".join(repr(value).split())[:100]
+        text = " ".join(repr(value).split())[:100]
         raise DataError(
-            f"expected weight to give a finite number, 0 or more, got {shown}: give the number of "
-            "samples or tokens of the batch that count"
+            f"expected weight to return a finite number, 0 or more, got {text}: return the "
+            "number of samples or tokens of the batch that count"
         )
     return weight
 
@@ -183,7 +187,7 @@ def check_weight(value: object) -> float:
 def check_metric(
     name: str, metric: Callable[..., Any], value: object
 ) -> tuple[float, float | None]:
-    """Check a metric's value; returns the sum and its divisor, None for the number of samples.
+    """Check a metric's value; return its sum and divisor, None for the number of samples.
 
     Raises:
         DataError: It is neither a number nor a pair of numbers.
@@ -191,48 +195,50 @@ def check_metric(
     try:
         if not isinstance(value, tuple):
             return number_of(value), None
-        above, below = value
-        return number_of(above), number_of(below)
+        numerator, denominator = value
+        return number_of(numerator), number_of(denominator)
     except (TypeError, ValueError, RuntimeError):
-        shown = " ".join(repr(value).split())[:100]
+        text = " ".join(repr(value).split())[:100]
         code = getattr(metric, "__code__", None)
-        where = f" in {PurePath(code.co_filename).name}, line {code.co_firstlineno}" if code else ""
+        location = (
+            f" in {PurePath(code.co_filename).name}, line {code.co_firstlineno}" if code else ""
+        )
         raise DataError(
-            f"expected the metric {name!r}{where} to give a number, or a pair of numbers to be "
-            f"divided, got {shown}"
+            f"expected the metric {name!r}{location} to return a number, or a pair of numbers to "
+            f"be divided, got {text}"
         ) from None
 
 
-def check_figures(given: object, names: Sequence[str]) -> dict[str, float]:
-    """Check what `evaluate` returned: numbers by name.
+def check_metrics(returned_value: object, names: Sequence[str]) -> dict[str, float]:
+    """Check the result of `evaluate`: numbers by name.
 
     Args:
-        given: What it returned.
-        names: The names that it returned at first; none before that.
+        returned_value: The result.
+        names: The names in its first result; empty for the first.
 
     Raises:
-        DataError: It is something else, or has other names than at first.
+        DataError: It is not a mapping of numbers, or the names have changed.
     """
-    if not isinstance(given, Mapping) or not given:
+    if not isinstance(returned_value, Mapping) or not returned_value:
         raise DataError(
-            f"expected metrics by name from evaluate, got {type(given).__name__}: write "
+            f"expected metrics by name from evaluate, got {type(returned_value).__name__}: write "
             'return {"f1": ...}'
         )
-    figures: dict[str, float] = {}
-    for name, value in given.items():
+    metrics: dict[str, float] = {}
+    for name, value in returned_value.items():
         try:
-            figures[str(name)] = number_of(value)
+            metrics[str(name)] = number_of(value)
         except (TypeError, ValueError, RuntimeError):
-            shown = " ".join(repr(value).split())[:100]
+            text = " ".join(repr(value).split())[:100]
             raise DataError(
-                f"expected evaluate to give a number as {str(name)!r}, got {shown}"
+                f"expected evaluate to return a number as {str(name)!r}, got {text}"
             ) from None
-    if names and tuple(sorted(figures)) != tuple(names):
+    if names and tuple(sorted(metrics)) != tuple(names):
         raise DataError(
-            f"expected evaluate to give {', '.join(names)} each time, got "
-            f"{', '.join(sorted(figures))}"
+            f"expected evaluate to return {', '.join(names)} each time, got "
+            f"{', '.join(sorted(metrics))}"
         )
-    return figures
+    return metrics
 
 
 def number_of(value: Any) -> float:
@@ -246,28 +252,28 @@ def number_of(value: Any) -> float:
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
-def check_precision(given: object) -> ComputePrecision:
+def check_precision(value: object) -> ComputePrecision:
     """Check the argument `precision`.
 
     Raises:
         DataError: It is not one of `PRECISIONS`.
     """
-    for each in PRECISIONS:
-        if isinstance(given, str) and given == each:
-            return each
-    *others, last = PRECISIONS
-    raise DataError(f"precision: expected {', '.join(others)} or {last}, got {given!r}")
+    for precision in PRECISIONS:
+        if isinstance(value, str) and value == precision:
+            return precision
+    *first_names, last_name = PRECISIONS
+    raise DataError(f"precision: expected {', '.join(first_names)} or {last_name}, got {value!r}")
 
 
 def check_draws(
     samples: Sequence[int], batches: Sequence[Mapping[str, Any]], ends: Sequence[object]
 ) -> None:
-    """Check that samples give the same batch at each read with the same seed.
+    """Check that samples make the same batch at each read with the same seed.
 
     Args:
         samples: The numbers of the samples.
         batches: The arrays of two reads.
-        ends: Where the generators stood after each of them; empty if nothing can draw.
+        ends: Positions of the generators after each read; empty if nothing can draw.
 
     Raises:
         DataError: The batches differ, or only the first one was drawn.
@@ -281,34 +287,36 @@ def check_draws(
         )
     if ends[:1] != ends[1:]:
         raise DataError(
-            f"expected draws at each read, got a data set (or collator) that keeps what it drew "
-            f"when samples {numbers} were first read: batches would depend on what a worker has "
-            "read before; draw at each read, or for all samples in build"
+            f"expected new draws at each read, got a data set (or collator) that keeps its draws "
+            f"from the first read of samples {numbers}: batches would depend on the worker's "
+            "earlier reads; draw at each read, or for all samples in build"
         )
 
 
-def check_reproducible(first: torch.Tensor, second: torch.Tensor, moved: str | None) -> None:
+def check_reproducible(
+    first_loss: torch.Tensor, second_loss: torch.Tensor, changed_state: str | None
+) -> None:
     """Check that a loss is the same for the same batch and seed.
 
     Args:
-        first: The loss of a batch.
-        second: The loss of the same batch with the same seed.
-        moved: What changed between the two, if known.
+        first_loss: The loss of a batch.
+        second_loss: The loss of the same batch with the same seed.
+        changed_state: What changed between the two, if known.
 
     Raises:
         DataError: The two differ.
     """
-    if not torch.equal(first.nan_to_num(), second.nan_to_num()):
-        culprit = f", as {moved} changes" if moved else ""
+    if not torch.equal(first_loss.nan_to_num(), second_loss.nan_to_num()):
+        culprit = f", as {changed_state} changes" if changed_state else ""
         raise DataError(
-            f"the loss of the same samples with the same seed is {float(first):.9g} and then "
-            f"{float(second):.9g}{culprit}: draw with torch's functions, which are seeded for each "
-            "microbatch, and keep nothing in the model that forward changes"
+            f"expected the same loss for the same samples and seed, got {float(first_loss):.9g} "
+            f"and then {float(second_loss):.9g}{culprit}: draw with torch's functions, which are "
+            "seeded for each microbatch, and keep no state in the model that forward changes"
         )
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name."""
+    """Return whether a function has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -23,27 +23,27 @@ def coupled_loss(
     arrays: Mapping[str, torch.Tensor],
     sizes: Iterable[int],
 ) -> CoupledLoss:
-    """Make the loss of a step of a user's functions, and try it.
+    """Build the loss over a step from a user's functions, and test it.
 
     Args:
         user: The task, with `embed` and `batch_loss`.
-        embed: Calls the user's `embed` with arrays.
+        embed: Calls the user's `embed` with a module and arrays.
         arrays: A batch.
-        sizes: Numbers of samples of steps, for each of which the loss is tried, on the batch's rows
-            again and again.
+        sizes: Numbers of samples of a step, for which the loss is tested with repeated rows of the
+            batch.
 
     Raises:
-        DataError: What the functions return cannot be used.
+        DataError: The functions' results cannot be used.
     """
     assert user.batch_loss is not None
 
-    def embedded(module: Any, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return check_embedded(embed(module, given))
+    def checked_embed(module: Any, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return check_embedded(embed(module, arrays))
 
-    first = embedded(user.module, arrays)
+    embeddings = checked_embed(user.module, arrays)
     fields = [
         EmbeddingField(name=name, dtype=_dtype(values), shape=tuple(values.shape[1:]))
-        for name, values in first.items()
+        for name, values in embeddings.items()
     ]
     try:
         layout = EmbeddingLayout(fields=tuple(sorted(fields, key=lambda f: f.dtype != "float32")))
@@ -52,37 +52,39 @@ def coupled_loss(
             f"embed: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
         ) from None
     for size in sizes:
-        check_losses(user.batch_loss(user.module, _repeated(first, size)), size)
-    return CoupledLoss(embedded, user.batch_loss, layout)
+        check_losses(user.batch_loss(user.module, _repeat_rows(embeddings, size)), size)
+    return CoupledLoss(checked_embed, user.batch_loss, layout)
 
 
-def _repeated(fields: Fields, samples: int) -> dict[str, torch.Tensor]:
-    """Return as many rows as a step has, as `batch_loss` is given them."""
-    found = {}
+def _repeat_rows(fields: Fields, samples: int) -> dict[str, torch.Tensor]:
+    """Repeat rows until there is one for each sample of a step, as input of `batch_loss`."""
+    repeated_fields = {}
     for name, values in fields.items():
         numbers = torch.arange(samples, device=values.device) % len(values)
         rows = values.detach()[numbers]
-        found[name] = rows.requires_grad_(rows.is_floating_point())
-    return changeable(found)
+        repeated_fields[name] = rows.requires_grad_(rows.is_floating_point())
+    return changeable(repeated_fields)
 
 
-def check_embedded(found: object) -> dict[str, torch.Tensor]:
-    """Check what `embed` returned; integers become int64, all others float32.
+def check_embedded(embeddings: object) -> dict[str, torch.Tensor]:
+    """Check the result of `embed`; integers become int64, all others float32.
 
     Raises:
-        DataError: It is no dict of tensors with the same number of rows.
+        DataError: It is not a dict of tensors with the same number of rows.
     """
-    expected = "embed: expected a dict of tensors with the samples first"
-    if not isinstance(found, Mapping) or not found:
-        raise DataError(f"{expected}, got {type(found).__name__}: write return {{'text': ...}}")
+    expectation = "embed: expected a dict of tensors with the samples first"
+    if not isinstance(embeddings, Mapping) or not embeddings:
+        raise DataError(
+            f"{expectation}, got {type(embeddings).__name__}: write return {{'text': ...}}"
+        )
     tensors: dict[str, torch.Tensor] = {}
-    for name, values in found.items():
+    for name, values in embeddings.items():
         if not isinstance(values, torch.Tensor) or not values.dim():
-            raise DataError(f"{expected}, got {type(values).__name__} as {name!r}")
+            raise DataError(f"{expectation}, got {type(values).__name__} as {name!r}")
         tensors[str(name)] = values.float() if values.is_floating_point() else values.long()
     lengths = {len(values) for values in tensors.values()}
     if len(lengths) > 1:
-        raise DataError(f"{expected}, got tensors of {sorted(lengths)} rows")
+        raise DataError(f"{expectation}, got tensors of {sorted(lengths)} rows")
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""Digest of a data set's samples, by which workers check that they have the same data.
+"""Compute a digest of a data set's samples, so that workers can check that their data is the same.
 
 The worker that starts a run reads microbatches spread over the data, for a limited time. The run
 spec records how many, and workers that join read the same ones.
@@ -21,54 +21,54 @@ SECONDS: Final = 10.0
 """Time limit for reading each data set at the start of a run."""
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
 
-Collated = Callable[[Any, range, int], Any]
+Collate = Callable[[Any, range, int], Any]
 """Takes a data set, sample numbers and a seed; returns their batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataDigest:
-    """Digest of a data set, and how much of it was read.
+    """The digest of a data set, and the part of it that was read.
 
     Attributes:
-        digest: Digest of the samples read and of the number of all samples; 64 hex digits.
-        parts: Microbatches read.
-        read: Samples read.
-        samples: Samples in the data set.
+        digest: Digest of the samples that were read and of the number of samples; 64 hex digits.
+        parts: Number of microbatches that were read.
+        samples_read: Number of samples that were read.
+        samples: Number of samples in the data set.
     """
 
     digest: str
     parts: int
-    read: int
+    samples_read: int
     samples: int
 
 
-def data_digest(data: Any, collated: Collated, part_samples: int, parts: int | None) -> DataDigest:
+def data_digest(data: Any, collate: Collate, part_samples: int, parts: int | None) -> DataDigest:
     """Read a data set and compute its digest.
 
     Args:
         data: The data set.
-        collated: Makes a batch.
+        collate: Makes a batch.
         part_samples: Samples per microbatch.
-        parts: Microbatches to read; None: as many as `SECONDS` allows, at least one.
+        parts: Microbatches to read; None: as many as `SECONDS` allow, at least one.
     """
-    samples, until = len(data), time.monotonic() + SECONDS
+    samples, deadline_s = len(data), time.monotonic() + SECONDS
     hasher = blake3(f"{samples} samples".encode())
-    count = read = 0
+    count = samples_read = 0
     for part in _spread(math.ceil(samples / part_samples)):
-        if count == parts or (parts is None and count and time.monotonic() > until):
+        if count == parts or (parts is None and count and time.monotonic() > deadline_s):
             break
         rows = range(part * part_samples, min((part + 1) * part_samples, samples))
         try:
-            digest = batch_digest(collated(data, rows, part))
+            digest = batch_digest(collate(data, rows, part))
         except SamestepError:
-            digest = "no batch"  # reported when it is to be computed
+            digest = "no batch"  # the error is reported when the batch is needed
         hasher.update(f"{part} {digest}\n".encode())
-        count, read = count + 1, read + len(rows)
-    return DataDigest(hasher.hexdigest(), count, read, samples)
+        count, samples_read = count + 1, samples_read + len(rows)
+    return DataDigest(hasher.hexdigest(), count, samples_read, samples)
 
 
 def _spread(count: int) -> Iterator[int]:
-    """Yield every number below `count` once, so that any prefix is spread evenly over all."""
+    """Yield every number below `count` once, so that each prefix is spread evenly."""
     stride = max(1, round(count * _GOLDEN))
     while math.gcd(stride, count) > 1:
         stride += 1

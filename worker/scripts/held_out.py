@@ -1,7 +1,7 @@
-"""The held-out samples of a user's task: one data set or several by name, in parts.
+"""The evaluation samples of a user's task (`held_out`): one data set or several by name, in parts.
 
-A part has as many samples as a microbatch, all of one data set. With several data sets each metric
-is measured for each of them: `loss` of the set `web` is `web_loss`.
+A part has as many samples as a microbatch, all from one data set. With several data sets, each
+metric is measured for each of them: `loss` of the set `web` is `web_loss`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from protocol.base.errors import DataError
 
 
 class HeldOutSet(NamedTuple):
-    """One data set.
+    """One evaluation data set.
 
     Attributes:
         name: Its name; empty if it is the only one.
@@ -26,19 +26,19 @@ class HeldOutSet(NamedTuple):
     parts: range
 
     def metric(self, name: str) -> str:
-        """Return the name of a metric of this set."""
+        """Return the full name of a metric of this set."""
         return f"{self.name}_{name}" if self.name else name
 
     def label(self) -> str:
-        """Return what to call the set in the manifest."""
+        """Return the set's name in the manifest."""
         return f"held_out {self.name}" if self.name else "held_out"
 
 
 class HeldOut:
-    """All held-out samples.
+    """All evaluation samples.
 
     Attributes:
-        sets: The data sets, in order.
+        sets: The data sets in order.
         parts: Number of parts of all sets.
 
     Args:
@@ -56,12 +56,12 @@ class HeldOut:
             self.parts += count
 
     def evaluation_parts(self, *, at_once: bool) -> int:
-        """Return the number of parts that workers evaluate; `at_once`: one worker, all of them."""
+        """Return the number of parts that workers evaluate; with `at_once`, one worker has all."""
         return min(1, self.parts) if at_once else self.parts
 
     def index_of(self, part: int) -> int:
         """Return the number of the set that a part belongs to."""
-        return next(n for n, each in enumerate(self.sets) if part in each.parts)
+        return next(n for n, held_out in enumerate(self.sets) if part in held_out.parts)
 
     def rows(self, part: int) -> range:
         """Return the sample numbers of a part, within its set."""
@@ -73,15 +73,15 @@ class HeldOut:
         """Yield the names of these metrics of all sets."""
         if not self.sets:
             yield from names
-        for each in self.sets:
-            yield from map(each.metric, names)
+        for held_out in self.sets:
+            yield from map(held_out.metric, names)
 
 
 def named_sets(held_out: Any) -> dict[str, Any]:
-    """Return held-out data sets by name; a single one has an empty name.
+    """Return evaluation data sets by name; a single one has an empty name.
 
     Raises:
-        DataError: A name is not text, or there is no data set.
+        DataError: A name is not a non-empty string, or there is no data set.
     """
     if held_out is None:
         return {}

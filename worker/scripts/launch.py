@@ -27,8 +27,9 @@ class JoinOptions:
     Attributes:
         find: Returns the coordinator's address; may search the network.
         name: The worker's name.
+        print_line: Prints a line.
         find_again: Searches again for a coordinator that was found on the network.
-        failure: Returns why the process that begins the run has failed; empty if it has not.
+        failure: Returns why the process that starts the run has failed; empty if it has not.
         fit_was_called: Whether the script has called `samestep.fit`, which sets this.
     """
 
@@ -39,7 +40,7 @@ class JoinOptions:
     retry_for_s: float
     credentials: WorkerCredentials
     duty: Duty
-    tell: Callable[[str], None]
+    print_line: Callable[[str], None]
     find_again: FindAgain | None = None
     failure: Callable[[], str] = str
     fit_was_called: bool = False
@@ -50,7 +51,7 @@ _JOIN_OPTIONS: list[JoinOptions] = []
 
 
 def join_options() -> JoinOptions | None:
-    """How this process joins runs; None if it was not started by `worker SCRIPT`."""
+    """Return how this process joins runs; None if it was not started by `worker SCRIPT`."""
     return _JOIN_OPTIONS[0] if _JOIN_OPTIONS else None
 
 
@@ -60,7 +61,7 @@ def accept_scripts() -> None:
 
 
 def accepts_scripts() -> bool:
-    """Whether this process runs scripts that its coordinator sends."""
+    """Return whether this process runs scripts that its coordinator sends."""
     return os.environ.get(_ACCEPT) == "1"
 
 
@@ -68,8 +69,8 @@ def run_script(path: Path, arguments: Sequence[str], options: JoinOptions) -> No
     """Run a script as `python SCRIPT ARGUMENTS...` would.
 
     Raises:
-        UsageError: There is no such file, or a file beside it has the name of one of our packages.
-        DataError: The script has ended without a call of `fit`.
+        UsageError: The file does not exist, or a file beside it is named like the samestep package.
+        DataError: The script ended without a call of `fit`.
         SamestepError: The run refused this worker, or failed.
     """
     if not path.is_file():
@@ -78,12 +79,12 @@ def run_script(path: Path, arguments: Sequence[str], options: JoinOptions) -> No
     if folder != _HOME and ((folder / "samestep.py").is_file() or (folder / "samestep").is_dir()):
         raise UsageError(
             f"the script {path.name!r} would import {str(folder / 'samestep')!r} instead of the "
-            "package samestep: give that another name"
+            "package samestep: rename it"
         )
     _JOIN_OPTIONS[:] = [options]
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(folder))
-    # `fit` turns both into a drain, as it does Ctrl-C.
+    # `fit` drains on either signal, as on Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -94,6 +95,6 @@ def run_script(path: Path, arguments: Sequence[str], options: JoinOptions) -> No
         raise UsageError(str(error)) from None
     if not options.fit_was_called:
         raise DataError(
-            f"the script {path.name!r} has ended without a samestep.fit, which is what a worker "
-            "joins"
+            f"expected a call of samestep.fit in the script {path.name!r}, which a worker joins, "
+            "got none"
         )

@@ -1,8 +1,8 @@
-"""Random draws while samples are read: seeded for each batch, whichever generator they come from.
+"""Seed every generator that may be used while samples are read, separately for each batch.
 
-The global generators of torch, numpy and Python are seeded, and so are generators that data sets
-and collator hold themselves, as libraries of augmentations do. Each of those gets its own stream,
-by its path, and its state back afterwards: what a worker reads leaves no trace in later reads.
+These are the global generators of torch, numpy and Python, and generators that data sets and
+collators own, as in augmentation libraries. Each owned generator gets a separate stream, chosen by
+its path. All states are restored afterwards, so that reading a batch does not affect later reads.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _GLOBAL: Final = (torch.default_generator, random._inst, np.random.mtrand._rand)
 
 
 class ReadingGenerators:
-    """The generators that samples may be drawn with.
+    """The generators that may be used while samples are read.
 
     Args:
-        roots: Data sets and collator by name.
+        roots: Data sets and collator, by name.
     """
 
     def __init__(self, roots: Mapping[str, object]) -> None:
-        self._own = {
+        self._owned = {
             path: generator
             for path, generator in reached_generators(roots).items()
-            if not any(generator is each for each in _GLOBAL)
+            if not any(generator is global_generator for global_generator in _GLOBAL)
         }
 
     @contextmanager
@@ -42,38 +42,38 @@ class ReadingGenerators:
         """Context in which all generators are seeded; their states are restored afterwards."""
         with ExitStack() as stack:
             stack.enter_context(seeded(seed))
-            for path, generator in self._own.items():
+            for path, generator in self._owned.items():
                 stack.enter_context(_seeded(generator, key_of(seed, path) >> 1))
             yield
 
     def positions(self) -> list[str | None]:
         """Return the positions of all generators, to see whether anything was drawn."""
-        return [position_of(each) for each in (*_GLOBAL, *self._own.values())]
+        return [position_of(generator) for generator in (*_GLOBAL, *self._owned.values())]
 
 
 @contextmanager
 def _seeded(generator: Any, seed: int) -> Iterator[None]:
-    before: Any
+    state: Any
     restore: Any
     match generator:
         case random.Random():
-            before = generator.getstate()
+            state = generator.getstate()
             generator.seed(seed)
             restore = generator.setstate
         case torch.Generator():
-            before = generator.get_state()
+            state = generator.get_state()
             generator.manual_seed(seed)
             restore = generator.set_state
         case np.random.RandomState():
-            before = generator.get_state()
+            state = generator.get_state()
             generator.seed(seed % 2**32)
             restore = generator.set_state
         case _:
             bits = getattr(generator, "bit_generator", generator)
-            before = bits.state
+            state = bits.state
             bits.state = type(bits)(seed).state
             restore = partial(setattr, bits, "state")
     try:
         yield
     finally:
-        restore(before)
+        restore(state)

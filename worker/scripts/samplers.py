@@ -1,4 +1,4 @@
-"""torch's samplers as `Sampling`: what an epoch draws. Their generators are not used."""
+"""Convert torch's samplers to a `Sampling`, without their generators."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _REMEDIES: dict[type, str] = {
 
 
 def sampling_of(sampler: object, samples: int) -> Sampling | None:
-    """Translate a sampler of torch; None if an epoch has every sample once.
+    """Convert a sampler of torch; return None if an epoch has every sample once.
 
     Args:
         sampler: A `WeightedRandomSampler`, a `RandomSampler`, or None.
         samples: Number of training samples.
 
     Raises:
-        DataError: It has no equivalent, or does not fit the data.
+        DataError: The sampler has no equivalent, or does not fit the data.
     """
     if sampler is None:
         return None
@@ -42,7 +42,9 @@ def sampling_of(sampler: object, samples: int) -> Sampling | None:
     remedy = _REMEDIES.get(kind, "give a WeightedRandomSampler or a RandomSampler")
     if isinstance(sampler, Sampler) and hasattr(sampler, "indices"):
         remedy = "give torch.utils.data.Subset(data, indices) as train"
-    raise DataError(f"sampler: expected draws that weights describe, got {kind.__name__}: {remedy}")
+    raise DataError(
+        f"sampler: expected a WeightedRandomSampler or RandomSampler, got {kind.__name__}: {remedy}"
+    )
 
 
 def _equal_chances(draws: int, samples: int, *, replacement: bool) -> Sampling | None:

@@ -1,4 +1,4 @@
-"""Makes a worker's task, `worker.tasks.base.task.Task`, of a `samestep.Task`."""
+"""Convert a `samestep.Task` to a worker's task (`worker.tasks.base.task.Task`)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from protocol.spec.run_spec import RunSpec
 from worker.models.blocks import cut_by_size
 from worker.scripts.checks import (
     check_draws,
-    check_figures,
     check_loss,
     check_metric,
+    check_metrics,
     check_precision,
     check_reproducible,
     check_weight,
@@ -57,32 +57,32 @@ from worker.tasks.checks.reachable_state import (
 )
 
 _CHECKED_SAMPLES: Final = 64
-"""Samples that are checked, evenly spread over the data set."""
+"""Number of samples that are checked, spread evenly over the data set."""
 _CPU: Final = torch.device("cpu")
-_CHECK_DRAWS_FOR_S: Final = 1.0
+_DRAW_CHECK_S: Final = 1.0
 _ROOTS: Final = fields(UserTask)
-_READ: Final = ("train", "held_out", "collate")
-"""What takes part in making a batch."""
-_COUNTED: Final = "samestep.counted"
+_BATCH_SOURCES: Final = ("train", "held_out", "collate")
+"""Fields of the user's task that are used to build a batch."""
+_COUNTS: Final = "samestep.counted"
 """Name of an extra array of an evaluation batch: its weight and its number of samples."""
 
 
 class ScriptTask:
-    """See `worker.tasks.base.task.Task`; batches may be drawn, as `DrawsBatches` says.
+    """A `worker.tasks.base.task.Task` whose batches may be drawn (`DrawsBatches`).
 
     Attributes:
         user: The task that the user's `build` returned.
-        read: How much of each data set was read for its digest; plain tensors are read whole.
+        read: By data set, how much was read for its digest; tensors are read completely.
 
     Args:
         user: The task that the user's `build` returned, checked.
         spec: The run spec.
         digests: Digests of the script and of modules that it imports from its folder.
-        device: Where the loss is tried; the module is on the CPU before and after.
+        device: Where the loss is tested; the module is on the CPU before and after.
 
     Raises:
-        DataError: It cannot be trained; says what to write instead.
-        RuntimeError: The device has too little memory for the trial, or fails.
+        DataError: The task cannot be trained; the error says what to write instead.
+        RuntimeError: The device has too little memory for the test, or fails.
     """
 
     def __init__(
@@ -95,24 +95,24 @@ class ScriptTask:
         self.user = user
         self._device = device
         self._nested = NestedBatches()
-        self._kept_in_evaluation = parts_in_evaluation(user.module)
+        self._evaluation_layers = parts_in_evaluation(user.module)
         self._requires_grad = [(n, p, p.requires_grad) for n, p in user.module.named_parameters()]
         roots = self.user_objects()
-        self._generators = ReadingGenerators({name: roots[name] for name in _READ})
+        self._generators = ReadingGenerators({name: roots[name] for name in _BATCH_SOURCES})
         self._takes_seed = user.collate is not None and takes(user.collate, "seed")
         self._seed = spec.seed
         self._part_samples = spec.batch.microbatch
         self._held_out = HeldOut(user.held_out, self._part_samples)
-        self._figures: tuple[str, ...] = ()
-        self._figures_of_a_set: tuple[str, ...] = ()
-        self._takes_whole = user.unit == "microbatch"
+        self._evaluate_names: tuple[str, ...] = ()
+        self._set_metric_names: tuple[str, ...] = ()
+        self._is_microbatch_unit = user.unit == "microbatch"
         self._check_shared_memory()
         self._check_reads()
         self._coupled: CoupledLoss | None = None
         with on_device(user.module, device):
             if user.embed is not None:
                 self._coupled = self._coupled_loss(self._step_sizes(spec))
-            buffers = self._buffer_blocks() if self._takes_whole else ()
+            buffers = self._buffer_blocks() if self._is_microbatch_unit else ()
             self._check_training(StepBuffers(user.module, buffers))
             self._check_evaluation()
             data = self._data_digests(spec.options.get("read"))
@@ -139,13 +139,13 @@ class ScriptTask:
                 threads=spec.threads,
                 precision=check_precision(spec.options.get("precision", "float32")),
                 given_back=True,
-                in_evaluation=frozenset(self._kept_in_evaluation),
+                in_evaluation=frozenset(self._evaluation_layers),
             )
-            self._initial = self._parameters()
-            self._sum_trial = None if self._takes_whole else SumTrial(self, device)
-            self._refuse_what_is_no_sum()
+            self._initial_parameters = self._parameters()
+            self._sum_trial = None if self._is_microbatch_unit else SumTrial(self, device)
+            self._refuse_coupled_samples()
 
-    def _refuse_what_is_no_sum(self) -> None:
+    def _refuse_coupled_samples(self) -> None:
         if self._sum_trial is None:
             return
         try:
@@ -154,41 +154,41 @@ class ScriptTask:
             if self._coupled is None:
                 raise
             raise DataError(
-                "expected each row that embed makes to depend on its own sample alone, got rows "
-                "that depend on others of their batch: leave out means over the batch and layers "
-                "across it, and compare samples in batch_loss"
+                "expected each row of embed's result to depend only on its own sample, got rows "
+                "that depend on other samples: leave out means over the batch and layers across "
+                "it, and compare samples in batch_loss"
             ) from error
 
     def _metrics(self) -> tuple[Metric, ...]:
         quotients = map(_quotient, self._held_out.metrics(("loss", *self.user.metrics)))
-        return (*quotients, *map(_figure, self._figures))
+        return (*quotients, *map(_joint_metric, self._evaluate_names))
 
     def _data_digests(self, parts: Mapping[str, int] | None) -> dict[str, str]:
-        """Digests of the data sets by their name in the manifest.
+        """Compute the digests of the data sets, by name in the manifest.
 
         Args:
-            parts: Microbatches to read of each data set; without an entry as many as time allows.
-                None: take the digests of runs that an earlier release started.
+            parts: Microbatches to read of each data set; without an entry, as many as time allows.
+                None: compute the digests of earlier releases, for runs that they started.
         """
         self.read: dict[str, DataDigest] = {}
-        found = {}
-        held_out = {each.label(): each.data for each in self._held_out.sets}
-        for name, data in {"data": self.user.train, **held_out}.items():
+        digests = {}
+        evaluation_sets = {held_out.label(): held_out.data for held_out in self._held_out.sets}
+        for name, data in {"data": self.user.train, **evaluation_sets}.items():
             if type(data) is TensorDataset or parts is None:
-                found[name] = _data_digest(self, data)
+                digests[name] = _data_digest(self, data)
             else:
                 self.read[name] = data_digest(
                     data, self._collate, self._part_samples, parts.get(name)
                 )
-                found[name] = self.read[name].digest
-        return found
+                digests[name] = self.read[name].digest
+        return digests
 
     def initial_parameters(self) -> list[Array]:
-        """The module's initial parameters, one flat float32 array per block."""
-        return [values.copy() for values in self._initial]
+        """Return the module's initial parameters, one flat float32 array per block."""
+        return [values.copy() for values in self._initial_parameters]
 
     def batch(self, samples: Sequence[int]) -> Batch:
-        """A microbatch, with the run's seed for random collators."""
+        """Build a microbatch, with the run's seed for random collators."""
         return self.drawn_batch(samples, self._seed)
 
     def drawn_batch(self, samples: Sequence[int], seed: int) -> Batch:
@@ -197,65 +197,72 @@ class ScriptTask:
         return Batch(self._nested.flatten(batch), self._weight(batch, len(samples)))
 
     def evaluation_batch(self, part: int) -> Batch:
-        """One part of the held-out samples: as many as a microbatch, in order.
+        """Build one part of the held-out samples: as many as a microbatch, in order.
 
-        With `evaluate` there is one part; its batches are made where they are evaluated.
+        With `evaluate` there is a single part; `_evaluate` builds its batches.
         """
         if self.user.evaluate is not None:
-            return Batch({_COUNTED: np.zeros(2)}, 0.0)
-        return self._held_out_batch(part)
+            return Batch({_COUNTS: np.zeros(2)}, 0.0)
+        return self._evaluation_part(part)
 
-    def _held_out_batch(self, part: int) -> Batch:
+    def _evaluation_part(self, part: int) -> Batch:
         number, rows = self._held_out.index_of(part), self._held_out.rows(part)
         data = self._held_out.sets[number].data
         batch = self._collate(data, rows, draws.key_of(self._seed, part))
         weight = self._weight(batch, len(rows))
-        # The length tells the set: a compiled program is one for each shape.
-        counted = np.array([weight, len(rows), *([0] * number)])
-        return Batch({**self._nested.flatten(batch), _COUNTED: counted}, weight)
+        # The length encodes the number of the set, as a compiled program sees only shapes.
+        counts = np.array([weight, len(rows), *([0] * number)])
+        return Batch({**self._nested.flatten(batch), _COUNTS: counts}, weight)
 
     def user_objects(self) -> dict[str, object]:
         """See `worker.tasks.base.task.HasUserObjects`."""
-        return {each.name: getattr(self.user, each.name) for each in _ROOTS}
+        return {root.name: getattr(self.user, root.name) for root in _ROOTS}
 
-    def trained(self) -> dict[str, NDArray[np.float32]]:
-        """The module's current tensors by name, float32: trained, or changed by forward."""
-        named = self._named()
+    def trained_tensors(self) -> dict[str, NDArray[np.float32]]:
+        """Return the tensors that training or forward changes, by name, as float32."""
+        tensors_by_name = self._tensors_by_name()
         tensors = (t for block in self.manifest.blocks for t in block.tensors)
-        return {t.name: named[t.name].detach().float().cpu().numpy() for t in tensors}
+        return {t.name: tensors_by_name[t.name].detach().float().cpu().numpy() for t in tensors}
 
-    def _named(self) -> dict[str, torch.Tensor]:
+    def _tensors_by_name(self) -> dict[str, torch.Tensor]:
         module = self.user.module
         return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def load(self, tensors: Mapping[str, NDArray[np.float32]]) -> None:
         """Load these tensors into the module, on the CPU and in evaluation mode."""
         self.user.module.cpu().eval()
-        named = self._named()
+        tensors_by_name = self._tensors_by_name()
         with torch.no_grad():
             for name, values in tensors.items():
-                named[name].copy_(torch.from_numpy(values))
+                tensors_by_name[name].copy_(torch.from_numpy(values))
 
     def _parameters(self) -> list[Array]:
-        named = self.trained()
+        tensors_by_name = self.trained_tensors()
         return [
-            np.concatenate([np.ravel(named[tensor.name]) for tensor in block.tensors])
+            np.concatenate([np.ravel(tensors_by_name[tensor.name]) for tensor in block.tensors])
             for block in self.manifest.blocks
         ]
 
     def _step_sizes(self, spec: RunSpec) -> list[int]:
-        """Samples of a full step, and of an epoch's last one if the run gets there."""
+        """Return the samples of a full step, and of an epoch's last step if the run reaches it."""
         data = self.user.train
         sampling = sampling_of(self.user.sampler, len(data))
-        epoch = len(data) if sampling is None else sampling.draws
-        full, rest = min(spec.batch.samples, epoch), epoch % spec.batch.samples
-        reached = spec.steps_with(epoch) >= -(-epoch // spec.batch.samples)
-        return [full, rest] if rest and rest < full and reached else [full]
+        epoch_samples = len(data) if sampling is None else sampling.draws
+        full_size, last_size = (
+            min(spec.batch.samples, epoch_samples),
+            epoch_samples % spec.batch.samples,
+        )
+        reaches_last = spec.steps_with(epoch_samples) >= -(-epoch_samples // spec.batch.samples)
+        return (
+            [full_size, last_size]
+            if last_size and last_size < full_size and reaches_last
+            else [full_size]
+        )
 
     def _coupled_loss(self, sizes: Sequence[int]) -> CoupledLoss:
-        """The user's loss over all samples of a step, tried for a full step and an epoch's last.
+        """Build the user's loss over all samples of a step, and test it for these step sizes.
 
-        In evaluation mode, where forward changes no statistics.
+        The test runs in evaluation mode, in which forward changes no statistics.
         """
         batch = self._collate(self.user.train, self._samples_from(0), 1)
         arrays, module = self._on_device(self._nested.flatten(batch)), self.user.module
@@ -266,92 +273,99 @@ class ScriptTask:
 
     def _embed(self, module: Any, arrays: Mapping[str, Any]) -> Any:
         assert self.user.embed is not None
-        return self._of_batch(self.user.embed, module, arrays)
+        return self._call_with_batch(self.user.embed, module, arrays)
 
     def _loss(self, module: Any, arrays: Mapping[str, Any]) -> Any:
-        """The user's loss, or that of its embeddings (`backends.base.coupled_loss`)."""
+        """Compute the user's loss, or the loss of embeddings (`backends.base.coupled_loss`)."""
         if self._coupled is not None:
             return backward_loss(self._coupled, module, arrays)
-        return self._of_batch(self.user.loss, module, arrays)
+        return self._call_with_batch(self.user.loss, module, arrays)
 
-    def _of_batch(self, function: Any, module: Any, arrays: Mapping[str, Any]) -> Any:
-        """What a function of the user makes of a batch in training; backends put the whole module
-        into training mode before each call."""
-        put_in_evaluation(module, self._kept_in_evaluation)
+    def _call_with_batch(self, function: Any, module: Any, arrays: Mapping[str, Any]) -> Any:
+        """Call a function of the user with a batch in training.
+
+        Layers that stay in evaluation mode are set to it first, because backends put the whole
+        module into training mode before each call.
+        """
+        put_in_evaluation(module, self._evaluation_layers)
         with self._nested.rebuild(arrays) as batch:
-            loss = function(module, batch)
-        for name, parameter, trained in self._requires_grad:
-            if parameter.requires_grad is not trained:
+            result = function(module, batch)
+        for name, parameter, was_trained in self._requires_grad:
+            if parameter.requires_grad is not was_trained:
                 raise DataError(
                     f"expected requires_grad to stay as build set it, got {name!r} "
-                    f"{'frozen' if trained else 'unfrozen'} during training: set requires_grad "
+                    f"{'frozen' if was_trained else 'unfrozen'} during training: set requires_grad "
                     "only in build, and call fit again to train other parameters"
                 )
-        return loss
+        return result
 
     def _evaluate(self, module: Any, arrays: Mapping[str, Any]) -> Sums:
         if self.user.evaluate is None:
             return self._sums_of(module, arrays)
         if get_proxy_mode() is not None:
             raise SamestepError(
-                "expected a task without evaluate for this device, which records what it computes: "
-                "give metrics instead, or evaluate on cpu or cuda"
+                "expected a task without evaluate on this device, which records and compiles the "
+                "evaluation: use metrics instead, or evaluate on cpu or cuda"
             )
-        device, totals = arrays[_COUNTED].device, dict[str, float]()
+        device, totals = arrays[_COUNTS].device, dict[str, float]()
         for part in range(self._held_out.parts):
             for name, value in self._sums_of(module, self._on(device, part)).items():
                 totals[name] = totals.get(name, 0.0) + value
-        return totals | self._figures_of(
-            module, device, [each.parts for each in self._held_out.sets]
+        return totals | self._joint_metrics(
+            module, device, [held_out.parts for held_out in self._held_out.sets]
         )
 
     def _on(self, device: torch.device, part: int) -> dict[str, torch.Tensor]:
-        arrays = self._held_out_batch(part).arrays
+        arrays = self._evaluation_part(part).arrays
         return {name: torch.tensor(values).to(device) for name, values in arrays.items()}
 
-    def _figures_of(
+    def _joint_metrics(
         self, module: Any, device: torch.device, parts: Sequence[Iterable[int]]
     ) -> dict[str, float]:
-        """What the user's `evaluate` makes of these parts of each held-out set."""
+        """Call the user's `evaluate` for these parts of each held-out set."""
         assert self.user.evaluate is not None
 
         def batches(number: int) -> Iterator[Any]:
             for part in parts[number]:
                 arrays = self._on(device, part)
-                del arrays[_COUNTED]
+                del arrays[_COUNTS]
                 with self._nested.rebuild(arrays) as batch:
                     yield batch
 
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         with _user_errors("evaluate", {}), torch.no_grad():
-            for number, each in enumerate(self._held_out.sets):
-                figures = self.user.evaluate(module, batches(number))
-                own = check_figures(figures, self._figures_of_a_set)
-                self._figures_of_a_set = tuple(sorted(own))
-                found |= {each.metric(name): value for name, value in own.items()}
-        return found
+            for number, held_out in enumerate(self._held_out.sets):
+                returned_value = self.user.evaluate(module, batches(number))
+                set_metrics = check_metrics(returned_value, self._set_metric_names)
+                self._set_metric_names = tuple(sorted(set_metrics))
+                metrics |= {held_out.metric(name): value for name, value in set_metrics.items()}
+        return metrics
 
     def _sums_of(self, module: Any, arrays: Mapping[str, Any]) -> Sums:
-        given = dict(arrays)
-        weight, samples, *zeros = given.pop(_COUNTED).tolist()
-        total = self._measure("the loss of held-out samples", self._loss_of_held_out, module, given)
-        if self._takes_whole and self._coupled is None:  # a mean
+        batch_arrays = dict(arrays)
+        weight, samples, *zeros = batch_arrays.pop(_COUNTS).tolist()
+        total = self._measure(
+            "the loss of held-out samples", self._evaluation_loss, module, batch_arrays
+        )
+        if self._is_microbatch_unit and self._coupled is None:  # a mean
             total *= weight
-        own: dict[str, tuple[float, float]] = {"loss": (total, weight)}
+        quotients: dict[str, tuple[float, float]] = {"loss": (total, weight)}
         for name, metric in self.user.metrics.items():
-            value = self._measure(f"the metric {name!r}", metric, module, given)
-            above, below = check_metric(name, metric, value)
-            own[name] = above, samples if below is None else below
+            value = self._measure(f"the metric {name!r}", metric, module, batch_arrays)
+            numerator, denominator = check_metric(name, metric, value)
+            quotients[name] = numerator, samples if denominator is None else denominator
         sums = {
-            f"{name}{of}": 0.0 for name in self._held_out.metrics((*own,)) for of in ("", " of")
+            f"{name}{suffix}": 0.0
+            for name in self._held_out.metrics((*quotients,))
+            for suffix in ("", " of")
         }
-        for name, (above, below) in own.items():
-            shown = self._held_out.sets[len(zeros)].metric(name)
-            sums |= {shown: above, f"{shown} of": below}
+        for name, (numerator, denominator) in quotients.items():
+            full_name = self._held_out.sets[len(zeros)].metric(name)
+            sums |= {full_name: numerator, f"{full_name} of": denominator}
         return sums
 
-    def _loss_of_held_out(self, module: Any, batch: Any) -> float:
-        """With a loss over a step: of this batch as if it were one."""
+    def _evaluation_loss(self, module: Any, batch: Any) -> float:
+        """Compute the loss of a held-out batch; a loss over a step treats it as a whole step."""
         if self.user.embed is None:
             assert self.user.loss is not None
             return number_of(self.user.loss(module, batch))
@@ -360,31 +374,35 @@ class ScriptTask:
         return number_of(self.user.batch_loss(module, fields).sum())
 
     def _measure(
-        self, what: str, measure: Callable[[Any, Any], Any], module: Any, arrays: Mapping[str, Any]
+        self,
+        description: str,
+        measure: Callable[[Any, Any], Any],
+        module: Any,
+        arrays: Mapping[str, Any],
     ) -> Any:
-        own: dict[str, Any] = {}
+        batch_arrays: dict[str, Any] = {}
 
-        def once() -> Any:
-            own.update(_copied(arrays))
-            with self._nested.rebuild(own) as batch:
+        def measure_copy() -> Any:
+            batch_arrays.update(_copy_arrays(arrays))
+            with self._nested.rebuild(batch_arrays) as batch:
                 return measure(module, batch)
 
-        with _user_errors(what, own):
-            return measured(once)
+        with _user_errors(description, batch_arrays):
+            return measured(measure_copy)
 
     def _weight(self, batch: object, samples: int) -> float:
         if self.user.weight is None:
             return float(samples)
         try:
-            given = self.user.weight(batch)
+            weight = self.user.weight(batch)
         except Exception as error:
             raise DataError(f"weight raised {describe_raised(error)}") from error
-        return check_weight(given)
+        return check_weight(weight)
 
     def _collate(
         self, data: Any, samples: Sequence[int], seed: int, ends: list[object] | None = None
     ) -> Any:
-        """Make a batch of samples; where the generators end is added to `ends`."""
+        """Build a batch of samples; append the final positions of the generators to `ends`."""
         collate = self.user.collate
         if collate is None and type(data) is TensorDataset:  # a subclass may read otherwise
             rows = torch.as_tensor(samples, dtype=torch.int64)
@@ -400,9 +418,9 @@ class ScriptTask:
                     ends.append(self._generators.positions())
                 return batch
         except Exception as error:
-            shown = ", ".join(map(str, samples))
+            numbers = ", ".join(map(str, samples))
             raise DataError(
-                f"samples {shown} make no batch: the data set or the collator raised "
+                f"cannot build a batch of samples {numbers}: the data set or the collator raised "
                 f"{describe_error(error)}"
             ) from error
 
@@ -413,50 +431,50 @@ class ScriptTask:
 
     def _check_shared_memory(self) -> None:
         module = self.user.module
-        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        reached = reached_tensors(self.user_objects())
+        trained_parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        reachable = reached_tensors(self.user_objects())
         try:
-            refuse_shared_memory(module, trained, reached)
+            refuse_shared_memory(module, trained_parameters, reachable)
         except SamestepError as error:
             raise DataError(str(error)) from None
 
     def _check_reads(self) -> None:
-        """Read samples twice with the same seed, before anything else reads them."""
-        first = self._samples_from(0)
-        check_draws(first, *self._read_twice(first, 1))
+        """Read samples twice with the same seed, before any other read."""
+        samples = self._samples_from(0)
+        check_draws(samples, *self._read_twice(samples, 1))
         self._check_other_draws()
 
     def _check_training(self, buffers: StepBuffers) -> None:
-        data, first = self.user.train, self._samples_from(0)
-        batch = self._nested.flatten(self._collate(data, first, 1))
-        self._check_weight_of_data()
-        losses, kept = [], []
+        data, samples = self.user.train, self._samples_from(0)
+        batch = self._nested.flatten(self._collate(data, samples, 1))
+        self._check_weights()
+        losses, states = [], []
         for _ in range(2):
-            self._weight(self._collate(data, first, 1), len(first))
+            self._weight(self._collate(data, samples, 1), len(samples))
             with buffers.restored():
                 losses.append(self._first_loss(self._on_device(batch)).detach())
-            kept.append(reachable_state(self.user_objects()))
-        check_reproducible(losses[0], losses[1], moved_state(kept[0], kept[1]))
-        refuse_changes(kept[0], kept[1])
+            states.append(reachable_state(self.user_objects()))
+        check_reproducible(losses[0], losses[1], moved_state(states[0], states[1]))
+        refuse_changes(states[0], states[1])
 
     def _samples_from(self, start: int) -> list[int]:
-        """Samples to try a loss on: a microbatch of them if that is the unit, else two."""
+        """Return samples for testing a loss: a microbatch if that is the unit, else two samples."""
         total = len(self.user.train)
-        count = self._part_samples if self._takes_whole else min(2, total)
+        count = self._part_samples if self._is_microbatch_unit else min(2, total)
         return [(start + number) % total for number in range(count)]
 
     def _buffer_blocks(self) -> tuple[Block, ...]:
-        """Divide what forward changes: seen on the first samples, or known of a layer.
+        """Return the blocks of buffers that forward changes, found by a call or by layer type.
 
         Raises:
-            DataError: Its type cannot be exchanged, or the loss raises.
+            DataError: A buffer's type cannot be exchanged, or the loss raises.
         """
         module = self.user.module
         statistics = {
-            each
+            buffer
             for name, layer in module.named_modules()
-            if getattr(layer, "track_running_stats", False) and name not in self._kept_in_evaluation
-            for each in own_buffers(name, layer)
+            if getattr(layer, "track_running_stats", False) and name not in self._evaluation_layers
+            for buffer in own_buffers(name, layer)
         }
 
         def forward() -> None:
@@ -465,19 +483,19 @@ class ScriptTask:
 
         with preserve_modes(module), seeded(0, self._device):
             module.train()
-            changed = changed_by(module, forward)
-        names = dict.fromkeys([*changed, *sorted(statistics)])
+            changed_buffers = changed_by(module, forward)
+        names = dict.fromkeys([*changed_buffers, *sorted(statistics)])
         return buffer_blocks(module, [*names], limits.SCRIPT_BLOCK_ELEMENTS)
 
     def _read_twice(self, samples: Sequence[int], seed: int) -> tuple[list[Arrays], list[object]]:
-        """Make the batch of some samples twice, and note where the generators end."""
+        """Build the batch of some samples twice; return the arrays and generator positions."""
         ends: list[object] = []
         batches = [self._collate(self.user.train, samples, seed, ends) for _ in range(2)]
         return [self._nested.flatten(batch) for batch in batches], ends
 
     def _check_other_draws(self) -> None:
         """Read more samples twice, for a limited time."""
-        data, until_s = self.user.train, time.monotonic() + _CHECK_DRAWS_FOR_S
+        data, deadline_s = self.user.train, time.monotonic() + _DRAW_CHECK_S
         if type(data) is TensorDataset and self.user.collate is None:
             return
         count = min(len(data), _CHECKED_SAMPLES)
@@ -485,13 +503,13 @@ class ScriptTask:
             try:
                 batches, ends = self._read_twice([number], number)
             except SamestepError:
-                continue  # reported when it is to be computed
+                continue  # the error is reported when the sample is needed
             check_draws([number], batches, ends)
-            if time.monotonic() > until_s:
+            if time.monotonic() > deadline_s:
                 return
 
     def _first_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of the first samples; some sample must give a gradient."""
+        """Return the loss of the first samples, after checking that some sample has a gradient."""
         with seeded(0, self._device):
             loss = check_loss(self._loss_of_first_samples(self.user.module, batch))
         if loss.requires_grad:
@@ -499,13 +517,13 @@ class ScriptTask:
         count = min(len(self.user.train), _CHECKED_SAMPLES)
         for index in range(count):
             start = index * len(self.user.train) // count
-            samples = self._samples_from(start) if self._takes_whole else [start]
-            one = self._collate(self.user.train, samples, 1)
+            samples = self._samples_from(start) if self._is_microbatch_unit else [start]
+            sample_batch = self._collate(self.user.train, samples, 1)
             with seeded(0, self._device):
-                other = self._loss_of_first_samples(
-                    self.user.module, self._on_device(self._nested.flatten(one))
+                sample_loss = self._loss_of_first_samples(
+                    self.user.module, self._on_device(self._nested.flatten(sample_batch))
                 )
-            if check_loss(other).requires_grad:
+            if check_loss(sample_loss).requires_grad:
                 return loss
         raise no_gradient()
 
@@ -514,84 +532,83 @@ class ScriptTask:
         user = self.user
         if user.held_out is None:
             if user.metrics or user.evaluate:
-                named = f"the metric {next(iter(user.metrics))!r}" if user.metrics else "evaluate"
+                name = f"the metric {next(iter(user.metrics))!r}" if user.metrics else "evaluate"
                 raise DataError(
-                    f"{named} has nothing to measure: give held_out, or leave out "
+                    f"expected held_out for {name}, got none: pass held_out, or leave out "
                     f"{'metrics' if user.metrics else 'evaluate'}"
                 )
             return
         sets = len(self._held_out.sets)
-        # Each metric of each set has two sums, and so has the loss.
-        most = limits.EVALUATION_SUMS // 2 // sets - 1
-        if len(user.metrics) > most:
-            each = f" for each of {sets} held-out sets" if sets > 1 else ""
+        # Each metric of each set has two sums, like the loss.
+        max_metrics = limits.EVALUATION_SUMS // 2 // sets - 1
+        if len(user.metrics) > max_metrics:
+            scope = f" for each of {sets} held-out sets" if sets > 1 else ""
             raise DataError(
-                f"expected at most {max(0, most)} metrics{each}, got {len(user.metrics)}"
+                f"expected at most {max(0, max_metrics)} metrics{scope}, got {len(user.metrics)}"
             )
         with preserve_modes(user.module), torch.no_grad(), seeded(0, self._device):
             user.module.eval()
             for held_out in self._held_out.sets:
-                first = self._held_out_batch(held_out.parts.start)
-                self._sums_of(user.module, self._on_device(first.arrays))
+                part = self._evaluation_part(held_out.parts.start)
+                self._sums_of(user.module, self._on_device(part.arrays))
             if user.evaluate is not None:
-                self._figures = self._names_of_figures()
+                self._evaluate_names = self._joint_metric_names()
 
-    def _names_of_figures(self) -> tuple[str, ...]:
-        """The metrics that `evaluate` returns: of the first samples, or if it needs more, of all.
+    def _joint_metric_names(self) -> tuple[str, ...]:
+        """Return the names of `evaluate`'s metrics, from the first samples or else from all.
 
         Raises:
-            DataError: They cannot be used.
+            DataError: The metrics cannot be used.
         """
         module, device = self.user.module, self._device
-        every = [each.parts for each in self._held_out.sets]
+        all_parts = [held_out.parts for held_out in self._held_out.sets]
         count = -(-_CHECKED_SAMPLES // self._part_samples)
-        first = [parts[:count] for parts in every]
+        first_parts = [parts[:count] for parts in all_parts]
         try:
-            found = self._figures_of(module, device, first)
+            metrics = self._joint_metrics(module, device, first_parts)
         except DataError:
-            if first == every:
+            if first_parts == all_parts:
                 raise
-            self._figures_of_a_set = ()
-            found = self._figures_of(module, device, every)
-        own = set(self._held_out.metrics(("loss", *self.user.metrics)))
-        if both := sorted(own & found.keys()):
+            self._set_metric_names = ()
+            metrics = self._joint_metrics(module, device, all_parts)
+        quotient_names = set(self._held_out.metrics(("loss", *self.user.metrics)))
+        if duplicates := sorted(quotient_names & metrics.keys()):
             raise DataError(
-                f"evaluate: expected other names than those of metrics and loss, got {both[0]!r}"
+                f"evaluate: expected names that metrics and loss do not have, got {duplicates[0]!r}"
             )
-        room = limits.EVALUATION_SUMS - 2 * len(own)
-        if len(found) > room:
-            raise DataError(f"evaluate: expected at most {room} metrics, got {len(found)}")
-        return tuple(sorted(found))
+        max_metrics = limits.EVALUATION_SUMS - 2 * len(quotient_names)
+        if len(metrics) > max_metrics:
+            raise DataError(f"evaluate: expected at most {max_metrics} metrics, got {len(metrics)}")
+        return tuple(sorted(metrics))
 
-    def _check_weight_of_data(self) -> None:
-        """See that some of the checked samples (or microbatches, if that is the unit) have a weight
-        above 0."""
+    def _check_weights(self) -> None:
+        """Check that some samples, or microbatches if that is the unit, have a weight above 0."""
         data = self.user.train
         count = min(len(data), _CHECKED_SAMPLES) if self.user.weight is not None else 0
         for index in range(count):
             start = index * len(data) // count
-            samples = self._samples_from(start) if self._takes_whole else [start]
+            samples = self._samples_from(start) if self._is_microbatch_unit else [start]
             if self._weight(self._collate(data, samples, 1), len(samples)):
                 return
         if count:
-            what = "microbatches" if self._takes_whole else "samples"
+            unit = "microbatches" if self._is_microbatch_unit else "samples"
             raise DataError(
-                f"expected weight to give a number above 0, got 0 for each of {count} {what}: "
-                "nothing would be trained; give the number of samples or tokens that count"
+                f"expected weight to return a number above 0, got 0 for each of {count} {unit}: "
+                "no sample would be trained; return the number of samples or tokens that count"
             )
 
     def _loss_of_first_samples(self, module: Any, batch: Mapping[str, torch.Tensor]) -> Any:
-        own = _copied(batch)
+        copied_batch = _copy_arrays(batch)
         try:
-            with TableLookups(own) if self._device != _CPU else contextlib.nullcontext():
-                return self._loss(module, own)
+            with TableLookups(copied_batch) if self._device != _CPU else contextlib.nullcontext():
+                return self._loss(module, copied_batch)
         except DataError:
             raise
         except Exception as error:
             if concerns_device(error):
                 raise
-            if outside := index_outside(error, own):
-                raise DataError(f"the loss of the first samples: {outside.text}") from error
+            if index_error := index_outside(error, copied_batch):
+                raise DataError(f"the loss of the first samples: {index_error.text}") from error
             raise DataError(
                 f"the loss of the first samples raised {describe_raised(error)}"
             ) from error
@@ -600,13 +617,13 @@ class ScriptTask:
         return {name: torch.tensor(values, device=self._device) for name, values in arrays.items()}
 
 
-def _copied(arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """For code that may change its batch in index, where the arrays are used again."""
+def _copy_arrays(arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy arrays for user code that may change its batch in place."""
     return {name: values.clone() for name, values in arrays.items()}
 
 
 @contextlib.contextmanager
-def _user_errors(what: str, arrays: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _user_errors(description: str, arrays: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Convert errors of user code to a DataError; out of memory is the device's error."""
     try:
         yield
@@ -615,9 +632,9 @@ def _user_errors(what: str, arrays: Mapping[str, torch.Tensor]) -> Iterator[None
     except Exception as error:
         if concerns_device(error):
             raise
-        if outside := index_outside(error, arrays):
-            raise DataError(f"{what}: {outside.text}") from error
-        raise DataError(f"{what} raised {describe_raised(error)}") from error
+        if index_error := index_outside(error, arrays):
+            raise DataError(f"{description}: {index_error.text}") from error
+        raise DataError(f"{description} raised {describe_raised(error)}") from error
 
 
 class _FrozenTensors(Mapping[str, NDArray[Any]]):
@@ -645,26 +662,26 @@ def _quotient(name: str) -> Metric:
     return Metric(name=name, numerator={name: 1.0}, denominator={f"{name} of": 1.0})
 
 
-def _figure(name: str) -> Metric:
+def _joint_metric(name: str) -> Metric:
     return Metric(name=name, numerator={name: 1.0})
 
 
 def _items(data: Any, samples: Sequence[int]) -> list[Any]:
     read_many = getattr(data, "__getitems__", None)
-    if read_many:  # as torch's own loader does
+    if read_many:  # like torch's own loader
         return list(read_many(list(samples)))
     return [data[number] for number in samples]
 
 
 def _data_digest(task: ScriptTask, data: Any) -> str:
-    """Digest of all tensors of a TensorDataset; of other data sets as earlier releases took it.
+    """Digest all tensors of a TensorDataset; digest other data sets as earlier releases did.
 
-    That is `_CHECKED_SAMPLES` samples and the number of all samples.
+    Earlier releases used `_CHECKED_SAMPLES` samples and the number of all samples.
     """
     if type(data) is TensorDataset:
-        wide = [t.float() if t.dtype == torch.bfloat16 else t for t in data.tensors]
-        tensors = [tensor.detach().contiguous().numpy() for tensor in wide]
-        return digest_arrays({str(number): each for number, each in enumerate(tensors)})
+        tensors_for_numpy = [t.float() if t.dtype == torch.bfloat16 else t for t in data.tensors]
+        tensors = [tensor.detach().contiguous().numpy() for tensor in tensors_for_numpy]
+        return digest_arrays({str(number): array for number, array in enumerate(tensors)})
     count = min(len(data), _CHECKED_SAMPLES)
     arrays: dict[str, NDArray[Any]] = {"samples": np.array(len(data))}
     for index in range(count):

@@ -20,34 +20,34 @@ class UserTask:
 
     Attributes:
         module: A torch module on the CPU with trainable tensors in float32. The run starts from
-            its values; frozen parameters stay as they are.
+            its values; frozen parameters do not change.
         train: A data set with a length and items by number (any map-style data set, or a list).
-        sampler: A `torch.utils.data.WeightedRandomSampler` or `RandomSampler`, which says how many
-            samples an epoch draws, by which weights, and whether with replacement; the draws
-            themselves follow from the run's seed. Default: every sample once.
+        sampler: A `torch.utils.data.WeightedRandomSampler` or `RandomSampler`: how many samples an
+            epoch draws, with which weights, and whether with replacement. The run's seed
+            determines the draws. Default: every sample once.
         held_out: A data set for evaluation, at the end and every `evaluate_every` steps; or several
-            by name, each with metrics of its own, such as `web_loss`.
+            by name, each with separate metrics such as `web_loss`.
         collate: Makes a batch from a list of items: tensors on the CPU in dicts, lists or tuples.
             Default: torch's. It may draw from torch's, numpy's and Python's global generators, and
             from its own, which are seeded for each microbatch; `seed` receives that seed.
         loss: Takes the module and a batch on the device; returns the loss *summed* over the batch,
             or with `unit="microbatch"` the microbatch's mean, which may depend on all its samples.
         embed: Instead of `loss`, for a loss that couples all samples of a step: takes the module
-            and a batch; returns a dict of tensors, each of shape (samples, ...), whose rows depend
-            on their own sample alone. Through those of floats gradients flow; those of integers
-            are passed on (labels).
+            and a batch; returns a dict of tensors of shape (samples, ...). Each row depends only on
+            its own sample. Gradients flow through float tensors; integer tensors, such as labels,
+            are only passed to `batch_loss`.
         batch_loss: With `embed`: takes the module and a dict of the same tensors for all samples of
             the step; returns a loss for each sample, (samples,).
         weight: Takes a batch; returns its share in the divisor of the gradient sum, such as the
             number of tokens that count. Default: the number of samples.
         metrics: More metrics by name: each takes the module and a held-out batch, and returns a
             sum, which is divided by the number of samples, or a pair of sums to be divided.
-        evaluate: Takes the module and the held-out batches, one after another; returns metrics of
+        evaluate: Takes the module and an iterator of held-out batches; returns metrics over
             all of them by name, such as F1, which is no quotient of sums. One worker calls it, on
             cpu or cuda.
-        unit: What gradients may depend on: `"sample"`, one sample alone; or `"microbatch"`, all
-            samples of a microbatch (BatchNorm, contrastive losses), whose size is then part of
-            what is trained.
+        unit: The samples on which a gradient may depend: `"sample"`, a single one; or
+            `"microbatch"`, all samples of a microbatch (BatchNorm, contrastive losses), so that the
+            result depends on the microbatch size.
     """
 
     module: nn.Module

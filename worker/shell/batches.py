@@ -1,4 +1,4 @@
-"""A run's batches of each shape, to prepare a device; and the samples of a batch that fails."""
+"""Select a batch of each shape to prepare a device, and name the samples of a batch that fails."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from protocol.exact.samples import SampleOrder
 from worker.tasks.base.task import ReadsFiles, Task
 
 _STEPS: Final = 8
-"""Steps that are searched for shapes; a shape that appears only later is rare."""
+"""Number of first steps that are searched for shapes; later ones rarely have new shapes."""
 _PARTS: Final = 16
-"""Evaluation parts that are searched; the last one is added, because it may be smaller."""
+"""Number of evaluation parts that are searched, beside the last, which may be smaller."""
 
 
-def microbatch_of_each_shape(task: Task, order: SampleOrder) -> list[Batch]:
-    """One microbatch of each shape in the first steps, beginning with the run's first."""
+def microbatch_per_shape(task: Task, order: SampleOrder) -> list[Batch]:
+    """Return one microbatch of each shape in the first steps, starting with the run's first."""
     steps = range(min(_STEPS, order.steps_per_epoch))
     if isinstance(task, ReadsFiles):
         sizes = {size: None for step in steps for size in order.microbatch_sizes(step)}
-        return _of_each_shape(task.blank(size) for size in sizes)
-    return _of_each_shape(
+        return _one_per_shape(task.blank(size) for size in sizes)
+    return _one_per_shape(
         task.batch(samples) for step in steps for samples in order.microbatches(step)
     )
 
 
-def evaluation_of_each_shape(task: Task) -> list[Batch]:
-    """One evaluation batch of each shape among the first parts and the last."""
+def evaluation_per_shape(task: Task) -> list[Batch]:
+    """Return one evaluation batch of each shape among the first parts and the last."""
     parts = range(task.manifest.evaluation_parts)
-    return _of_each_shape(_evaluation_batch(task, part) for part in {*parts[:_PARTS], *parts[-1:]})
+    return _one_per_shape(_evaluation_batch(task, part) for part in {*parts[:_PARTS], *parts[-1:]})
 
 
 def _evaluation_batch(task: Task, part: int) -> Batch:
     return task.blank_part(part) if isinstance(task, ReadsFiles) else task.evaluation_batch(part)
 
 
-def _of_each_shape(batches: Iterable[Batch]) -> list[Batch]:
+def _one_per_shape(batches: Iterable[Batch]) -> list[Batch]:
     by_shape: dict[object, Batch] = {}
     for batch in batches:
         shapes = tuple((name, array.shape) for name, array in sorted(batch.arrays.items()))
@@ -50,12 +50,12 @@ def _of_each_shape(batches: Iterable[Batch]) -> list[Batch]:
 def report_samples(
     step: int, batches: Sequence[Batch], samples: Sequence[Sequence[int]]
 ) -> Iterator[None]:
-    """Context manager that adds step and samples to the error of a batch that fails.
+    """Add step and samples to the error of a batch that fails inside this context.
 
     Args:
         step: The run's step, or its round in a run with replicas.
-        batches: Microbatches.
-        samples: For each microbatch the numbers of its samples in the data.
+        batches: The microbatches that are computed in the context.
+        samples: Sample numbers of each microbatch.
 
     Raises:
         DataError: The user's loss raised; names step and samples.
@@ -63,8 +63,10 @@ def report_samples(
     try:
         yield
     except LossRaised as error:
-        failed = (s for s, batch in zip(samples, batches, strict=True) if batch is error.batch)
-        suffix = _sample_suffix(next(failed, ()), error)
+        failed_samples = (
+            s for s, batch in zip(samples, batches, strict=True) if batch is error.batch
+        )
+        suffix = _sample_suffix(next(failed_samples, ()), error)
         raise DataError(f"{error}, step {step}{suffix}") from error
 
 

@@ -1,12 +1,12 @@
-"""A cache of files by digest, shared by all workers of a user on this machine.
+"""A cache of files by digest, shared by all workers of one user on this machine.
 
     blobs/<2 hex digits>/<digest>           complete and verified
     blobs/<2 hex digits>/<digest>.part      being fetched; its writer holds a lock on it
-    blobs/<2 hex digits>/<digest>.PID.part  being fetched by one process that does not share it
+    blobs/<2 hex digits>/<digest>.PID.part  being fetched by one process for itself
 
-A file gets its final name only once its digest is verified, and each process verifies it again
-before use, which finds later damage. Only files with a wrong digest are removed; the directory may
-be emptied whenever no run is being prepared.
+A file gets its final name after its digest is verified. Each process verifies it again before use,
+which detects later damage. Only files with a wrong digest are removed; users may empty the
+directory while no run is being prepared.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from protocol.spec.files.file_digest import FileDigests
 from protocol.wire.connection import Body
 
 _REMEDY: Final = "free some space there, or set SAMESTEP_CACHE to another directory"
-_WHOLE_MODE: Final = 0o444
+_COMPLETE_MODE: Final = 0o444
 
 
 class Part:
     """A partial download, locked while this object is open.
 
     Attributes:
-        have: Bytes written so far.
-        resumed: Whether an earlier attempt wrote some of them.
+        size: Bytes written so far.
+        was_resumed: Whether an earlier attempt wrote some of them.
     """
 
     def __init__(self, fd: int, path: Path, target: Path, size: int, digests: FileDigests) -> None:
@@ -47,15 +47,15 @@ class Part:
         self._digests = digests
         self._path = path
         self._target = target
-        self._size = size
+        self._full_size = size
         self._hasher = blake3()
-        self.have = 0
+        self.size = 0
         self._hash_existing_bytes()
-        self.resumed = self.have > 0
+        self.was_resumed = self.size > 0
 
     @property
-    def complete(self) -> bool:
-        return self.have == self._size
+    def is_complete(self) -> bool:
+        return self.size == self._full_size
 
     def append(self, values: Body) -> None:
         """Write the next bytes.
@@ -63,16 +63,16 @@ class Part:
         Raises:
             StorageFailed: The write failed.
         """
-        remaining = values.data
+        unwritten = values.data
         with storage_errors("write", self._path):
-            while remaining:
-                count = os.write(self._fd, remaining)
-                self._hasher.update(remaining[:count])
-                self.have += count
-                remaining = remaining[count:]
+            while unwritten:
+                count = os.write(self._fd, unwritten)
+                self._hasher.update(unwritten[:count])
+                self.size += count
+                unwritten = unwritten[count:]
 
     def finish(self) -> bool:
-        """Give the complete file its final name if its digest is right, else delete it; close it.
+        """Close the complete file; rename it if its digest is right, else delete it.
 
         Returns:
             Whether the digest was right.
@@ -82,7 +82,7 @@ class Part:
             if fcntl is None:
                 self.close()  # Windows cannot rename an open file
             if is_valid:
-                self._path.chmod(_WHOLE_MODE)
+                self._path.chmod(_COMPLETE_MODE)
                 self._path.replace(self._target)
                 self._digests.remember(self._target, self._target.name)
             else:
@@ -97,50 +97,50 @@ class Part:
             self._fd = -1
 
     def _hash_existing_bytes(self) -> None:
-        if os.fstat(self._fd).st_size > self._size:
+        if os.fstat(self._fd).st_size > self._full_size:
             os.ftruncate(self._fd, 0)
         while piece := os.read(self._fd, limits.MIB):
             self._hasher.update(piece)
-            self.have += len(piece)
+            self.size += len(piece)
 
 
 class BlobCache:
-    """The cache in one directory, which any number of processes may use; see the module."""
+    """The cache in one directory, for any number of processes; see the module's docstring."""
 
     def __init__(self, directory: Path, digests: FileDigests) -> None:
         self.directory = directory
         self._digests = digests
 
     def find(self, digest: str, size: int) -> Path | None:
-        """Path of the complete file, if it is here and its digest is still right."""
+        """Return the complete file's path, if it is here and its digest is still right."""
         path = self._path(digest)
         return path if self._digests.holds(path, size, digest) else None
 
     def part_bytes(self, digest: str) -> int:
-        """Bytes that an earlier attempt or another worker has fetched."""
+        """Return how many bytes an earlier attempt or another worker has fetched."""
         try:
             return self._part_path(digest).stat().st_size
         except OSError:
             return 0
 
     def reserve(self, missing_bytes: int) -> None:
-        """Check for free disk space before anything is fetched.
+        """Check that there is disk space for files that will be fetched.
 
         Raises:
             StorageFailed: There is too little, or the directory is not writable.
         """
         with storage_errors("use the cache", self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.directory).free
-        if free < missing_bytes:
+            free_bytes = shutil.disk_usage(self.directory).free
+        if free_bytes < missing_bytes:
             raise StorageFailed(
                 "use the cache",
                 str(self.directory),
-                f"expected {missing_bytes} free bytes, got {free}; {_REMEDY}",
+                f"expected {missing_bytes} free bytes, got {free_bytes}; {_REMEDY}",
             )
 
     def put(self, digest: str, content: Body) -> bool:
-        """Store a small file; False if its digest is wrong.
+        """Store a small file; return False if its digest is wrong.
 
         Raises:
             StorageFailed: The write failed.
@@ -159,7 +159,7 @@ class BlobCache:
         return part.finish()
 
     def open_part(self, digest: str, size: int, *, exclusive: bool = False) -> Part | None:
-        """Open a large file's partial download; None while another process has it locked.
+        """Open a large file's partial download; return None while another process has it locked.
 
         Args:
             digest: Digest of the complete file.
@@ -196,7 +196,7 @@ class BlobCache:
 
 @contextmanager
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
-    """Convert an OSError inside into a StorageFailed that says what to do."""
+    """Convert an OSError inside this context to a StorageFailed that says what to do."""
     try:
         yield
     except OSError as error:
@@ -216,7 +216,7 @@ def _lock(fd: int) -> bool:
 
 
 def _is_named(fd: int, path: Path) -> bool:
-    """Whether the open file still has this name: another writer may have completed it."""
+    """Return whether the open file still has this name: another writer may have renamed it."""
     try:
         at_path = path.stat()
     except FileNotFoundError:

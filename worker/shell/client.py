@@ -1,4 +1,4 @@
-"""The worker's shell: it connects, keeps the connection alive, and does what the session asks."""
+"""The worker's client: connects, keeps the connection alive, and executes the session's actions."""
 
 from __future__ import annotations
 
@@ -61,35 +61,35 @@ from worker.join.credentials import WorkerCredentials
 from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.file_fetch import FileEvent
-from worker.logic.join_failures import TOO_OFTEN, JoinFailures
+from worker.logic.join_failures import FRUITLESS_JOINS, JoinFailures
 from worker.logic.session import WorkerSession
 from worker.peers.links import MakeLinks, socket_links
-from worker.peers.share import Action, GradientExchange, LastCame, ToPeer
+from worker.peers.share import Action, GradientExchange, LastAverage, ToPeer
 from worker.shell.engine import BackendFactory, Engine, Release
 from worker.shell.file_fetcher import FileFetcher
 from worker.shell.group_engine import DeviceSet, GroupEngine
 
 _SHORT_PAUSE_S: Final = 0.25
-"""Between attempts at first: a coordinator that restarts is back within a second or two."""
+"""The first pauses between attempts: a restarting coordinator is back within two seconds."""
 _LONG_PAUSE_S: Final = 5.0
-_SHORT_PAUSES_FOR_S: Final = 60.0
-_TELL_EVERY_S: Final = 10.0
+_SHORT_PAUSES_S: Final = 60.0
+_REPORT_INTERVAL_S: Final = 10.0
 _LEAST_ATTEMPT_S: Final = 2.0
-"""For one attempt, however little is left of the time to try."""
+"""Shortest limit for an attempt, even if less time is left."""
 _GRACE_S: Final = 1.0
-"""For an attempt to say itself what it waits for, before it is given up."""
+"""Extra time for an attempt to report what it waits for, before it is cancelled."""
 _FIND_AGAIN_AFTER_S: Final = 2.0
-"""A coordinator that restarts is at its old address within that time."""
-_LOOK_AGAIN_FOR_S: Final = 5.0
+"""A restarting coordinator answers at its old address within that time."""
+_FIND_AGAIN_TIMEOUT_S: Final = 5.0
 
 T = TypeVar("T")
 FindAgain = Callable[[], Coroutine[Any, Any, tuple[str, int]]]
-"""Looks on the network for the coordinator; gives host and port, or raises Unreachable."""
+"""Searches for the coordinator; returns host and port, or raises Unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom to serve, as whom, and for how long to try."""
+    """The coordinator to serve, this worker's name and duty, and how long to try."""
 
     host: str
     port: int
@@ -99,27 +99,27 @@ class Target:
     duty: Duty = "train"
 
     @property
-    def at(self) -> str:
-        """The address, as users write it."""
+    def address(self) -> str:
+        """The coordinator's address as text, HOST:PORT."""
         return format_address(self.host, self.port)
 
 
 class Client:
-    """Serves one coordinator until it says goodbye for good.
+    """Serves one coordinator until it says goodbye.
 
     Args:
-        target: Whom to serve.
-        toolbox: Opens the device, or those of several processes.
-        credentials: What it proves itself with.
-        tell: Prints a line.
-        tracer: Records when messages came and went.
-        cache: Where files of runs are kept; None for the user's cache.
+        target: The coordinator.
+        devices: Opens the one device, or the devices of several processes.
+        credentials: The worker's credentials.
+        print_line: Prints a line.
+        tracer: Records when messages are sent and received.
+        cache: Cache directory for files of runs; None for the user's cache.
         machine: Clock, threads and sockets.
-        links: Makes the connections to peers.
-        find_again: Looks for the coordinator on the network, for one that was found there.
+        links: Opens the connections to peers.
+        find_again: Searches for the coordinator again, if it was found by a search.
 
     Attributes:
-        is_device_busy: Whether the device still computes although `serve` has ended.
+        is_device_busy: Whether the device is still computing after the end of `serve`.
     """
 
     _hello: Hello
@@ -127,9 +127,9 @@ class Client:
     def __init__(
         self,
         target: Target,
-        toolbox: BackendFactory | DeviceSet,
+        devices: BackendFactory | DeviceSet,
         credentials: WorkerCredentials,
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         tracer: Tracer | None = None,
         *,
         cache: Path | None = None,
@@ -142,39 +142,39 @@ class Client:
         self._credentials = credentials
         self._secret = b""
         self._certificate: bytes | None = None
-        self._tell = tell
+        self._print = print_line
         self._tracer = tracer
         self._instance = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._engine = (
-            GroupEngine(toolbox, self._emit, tell, machine)
-            if isinstance(toolbox, DeviceSet)
-            else Engine(toolbox, self._emit, tracer, machine)
+            GroupEngine(devices, self._emit, print_line, machine)
+            if isinstance(devices, DeviceSet)
+            else Engine(devices, self._emit, tracer, machine)
         )
-        self._files = FileFetcher(self._obtained, cache, machine)
+        self._files = FileFetcher(self._file_result, cache, machine)
         self._links = links
         self._find_again = find_again
         self._peers: PeerExchange | None = None
         self._session: WorkerSession | None = None
         self._joins = JoinFailures()
-        self._trouble = f"connecting to {target.at}"
+        self._problem = f"connecting to {target.address}"
         self._channel: Channel | None = None
-        self._boundary_turns = InnerCheckpointThrottle()
+        self._checkpoint_throttle = InnerCheckpointThrottle()
         self._terms: dict[str, int] = {}
-        self._loss: asyncio.Future[str] = self._loop.create_future()
-        self._leaving: act.Leave | None = None
+        self._lost_reason: asyncio.Future[str] = self._loop.create_future()
+        self._leave_action: act.Leave | None = None
         self._stop = asyncio.Event()
-        self._draining = False
-        self._given_bytes = 0
-        self._preparing, self._preparing_told_s = "", self._machine.now_s()
+        self._is_draining = False
+        self._pending_bytes = 0
+        self._preparing, self._preparing_printed_s = "", self._machine.now_s()
         self.is_device_busy = False
 
     async def serve(self) -> ExitCode:
-        """Connect, again and again; gives the exit code.
+        """Serve over as many connections as needed; return the exit code.
 
         Raises:
-            Unreachable: Nothing answered for as long as was to be tried.
-            SamestepError: The coordinator refused, with its reason.
+            Unreachable: No coordinator answered in time.
+            SamestepError: The coordinator refused this worker, for the given reason.
         """
         try:
             return await self._serve()
@@ -183,8 +183,8 @@ class Client:
             self._files.close()
 
     def drain(self) -> None:
-        """Finish what there is and leave; at once if there is no connection."""
-        self._draining = True
+        """Finish assigned work and leave; without a connection, leave at once."""
+        self._is_draining = True
         if self._session is not None and self._session.name:
             self._do(self._session.drain())
         else:
@@ -192,16 +192,16 @@ class Client:
 
     @property
     def is_device_hanging(self) -> bool:
-        """Whether the device has not answered for much longer than ever before."""
+        """Whether the device has not answered for much longer than its answers took before."""
         return self._engine.is_hanging
 
     def status(self) -> str:
-        """What this worker is doing, in one line."""
+        """Describe in one line what this worker is doing."""
         session = self._session
-        return session.status() if session is not None and session.name else self._trouble
+        return session.status() if session is not None and session.name else self._problem
 
-    def place(self) -> dict[str, object]:
-        """Who this is and where it is, as fields of a log."""
+    def log_fields(self) -> dict[str, object]:
+        """Return this worker's name, run and step as fields of a log line."""
         session = self._session
         if session is None or not session.name:
             return {"worker": self._target.name}
@@ -209,96 +209,96 @@ class Client:
         return {"worker": session.name, **run}
 
     async def _serve(self) -> ExitCode:
-        since_s, told_s = self._machine.now_s(), -_TELL_EVERY_S
+        since_s, printed_s = self._machine.now_s(), -_REPORT_INTERVAL_S
         while not self._stop.is_set():
             left_s = self._target.retry_for_s - (self._machine.now_s() - since_s)
             reason = await self._attempt(max(left_s, _LEAST_ATTEMPT_S))
-            leaving = self._leaving
-            was_refused = leaving is not None and leaving.exit_code == ExitCode.NOT_AUTHORIZED
-            if leaving is not None and was_refused and self._credentials.try_token_next():
-                self._tell(f"{leaving.reason}; trying the join token")
+            leave = self._leave_action
+            was_refused = leave is not None and leave.exit_code == ExitCode.NOT_AUTHORIZED
+            if leave is not None and was_refused and self._credentials.try_token_next():
+                self._print(f"{leave.reason}; trying the join token")
                 continue
-            if leaving is not None and not leaving.retry:
-                if leaving.exit_code in (ExitCode.OK, ExitCode.FAILED) and not leaving.failed:
-                    self._tell(f"goodbye: {leaving.reason}")
-                    return ExitCode(leaving.exit_code)
-                raise error_for(leaving.exit_code, leaving.reason)
-            if self._draining:
+            if leave is not None and not leave.retry:
+                if leave.exit_code in (ExitCode.OK, ExitCode.FAILED) and not leave.is_failure:
+                    self._print(f"goodbye: {leave.reason}")
+                    return ExitCode(leave.exit_code)
+                raise error_for(leave.exit_code, leave.reason)
+            if self._is_draining:
                 return ExitCode.OK
             now_s = self._machine.now_s()
             if self._session is not None and self._session.name:
                 if self._joins.connection_lost(
-                    self._session, asked_to_return=leaving is not None and not leaving.failed
+                    self._session, asked_to_return=leave is not None and not leave.is_failure
                 ):
-                    since_s, told_s = now_s, -_TELL_EVERY_S
+                    since_s, printed_s = now_s, -_REPORT_INTERVAL_S
                 if warning := self._joins.warning(self._session, reason):
-                    self._tell(warning)
+                    self._print(warning)
             self._session = None
             left_s = self._target.retry_for_s - (now_s - since_s)
             if left_s <= 0:
-                raise Unreachable(self._gives_up(reason))
-            where = "" if self._target.at in reason else f"{self._target.at}: "
-            self._trouble = f"{where}{reason}; trying again"
-            if now_s - told_s >= _TELL_EVERY_S:
-                told_s = now_s
-                self._tell(f"{self._trouble}, giving up in {left_s:.0f} s")
-            soon = now_s - since_s < _SHORT_PAUSES_FOR_S
-            await self._pause(min(_SHORT_PAUSE_S if soon else _LONG_PAUSE_S, left_s))
+                raise Unreachable(self._describe_failure(reason))
+            prefix = "" if self._target.address in reason else f"{self._target.address}: "
+            self._problem = f"{prefix}{reason}; trying again"
+            if now_s - printed_s >= _REPORT_INTERVAL_S:
+                printed_s = now_s
+                self._print(f"{self._problem}, giving up in {left_s:.0f} s")
+            is_early = now_s - since_s < _SHORT_PAUSES_S
+            await self._pause(min(_SHORT_PAUSE_S if is_early else _LONG_PAUSE_S, left_s))
             if now_s - since_s >= _FIND_AGAIN_AFTER_S:
-                await self._look_again()
+                await self._search_again()
         return ExitCode.OK
 
-    def _gives_up(self, reason: str) -> str:
-        at, for_s = self._target.at, self._target.retry_for_s
-        if self._joins.count >= TOO_OFTEN:
+    def _describe_failure(self, reason: str) -> str:
+        address, retry_for_s = self._target.address, self._target.retry_for_s
+        if self._joins.count >= FRUITLESS_JOINS:
             times = self._joins.count
-            return f"joined the coordinator at {at} {times} times without a step: {reason}"
-        return f"no coordinator at {at} for {for_s:g} s: {reason}"
+            return f"joined the coordinator at {address} {times} times without a step: {reason}"
+        return f"no coordinator at {address} for {retry_for_s:g} s: {reason}"
 
-    async def _look_again(self) -> None:
-        """A coordinator that was found on the network may be at another address by now."""
+    async def _search_again(self) -> None:
+        """Search for the coordinator again: it may have another address now."""
         if self._find_again is None:
             return
         try:
-            address = await self._unless_stopped(self._find_again(), _LOOK_AGAIN_FOR_S)
+            address = await self._unless_stopped(self._find_again(), _FIND_AGAIN_TIMEOUT_S)
         except (OSError, SamestepError):
-            return  # the next attempt at the address that is known says what is wrong
+            return  # the next attempt at the known address reports the problem
         if address is not None and address != (self._target.host, self._target.port):
             self._target = replace(self._target, host=address[0], port=address[1])
-            self._tell(f"the coordinator is at {self._target.at} now")
+            self._print(f"the coordinator is at {self._target.address} now")
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T], patience_s: float) -> T | None:
-        """What the work returns; None if this worker is told to end first.
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
+        """Await the work and return its result; None if this worker must stop first.
 
         Raises:
-            TimeoutError: It takes longer than that.
+            TimeoutError: The work takes longer than `timeout_s`.
         """
-        working = self._loop.create_task(work)
-        stopping = self._loop.create_task(self._stop.wait())
+        work_task = self._loop.create_task(work)
+        stop_task = self._loop.create_task(self._stop.wait())
         try:
             await asyncio.wait(
-                (working, stopping), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+                (work_task, stop_task), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
-            if working.done():
-                return working.result()
+            if work_task.done():
+                return work_task.result()
             if self._stop.is_set():
                 return None
-            raise TimeoutError(f"no answer within {patience_s:.0f} s")
+            raise TimeoutError(f"no answer within {timeout_s:.0f} s")
         finally:
-            working.cancel()
-            stopping.cancel()
+            work_task.cancel()
+            stop_task.cancel()
 
-    async def _attempt(self, patience_s: float) -> str:
-        """One connection from beginning to end; why it ended.
+    async def _attempt(self, timeout_s: float) -> str:
+        """Serve one connection until it ends; return the reason for its end.
 
         Args:
-            patience_s: How long it may take to make it.
+            timeout_s: Limit for connecting.
         """
-        self._loss = self._loop.create_future()
-        self._leaving = None
+        self._lost_reason = self._loop.create_future()
+        self._leave_action = None
         try:
-            connecting = self._connect(min(patience_s, limits.HANDSHAKE_TIMEOUT_MS / 1000))
-            channel = await self._unless_stopped(connecting, patience_s + _GRACE_S)
+            connection = self._connect(min(timeout_s, limits.HANDSHAKE_TIMEOUT_MS / 1000))
+            channel = await self._unless_stopped(connection, timeout_s + _GRACE_S)
         except OSError as error:
             return reason_of(error)
         if channel is None:
@@ -306,37 +306,37 @@ class Client:
         self._channel = channel
         self._session = WorkerSession(self._terms)
         self._greet(channel)
-        beating = self._loop.create_task(self._heartbeat(channel))
-        stopping = self._loop.create_task(self._stop.wait())
+        heartbeat_task = self._loop.create_task(self._heartbeat(channel))
+        stop_task = self._loop.create_task(self._stop.wait())
         try:
-            await asyncio.wait((self._loss, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((self._lost_reason, stop_task), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            beating.cancel()
-            stopping.cancel()
-        if not self._loss.done():
+            heartbeat_task.cancel()
+            stop_task.cancel()
+        if not self._lost_reason.done():
             channel.goodbye("the worker ends", retry=False)
             return "stopped"
         self._engine.do(act.CancelWork())
         self._files.forget()
-        self._leave_peers()
+        self._close_exchange()
         self._channel = None
-        return self._loss.result()
+        return self._lost_reason.result()
 
     async def _connect(self, timeout_s: float) -> Channel:
-        """A connection, over TLS unless told otherwise or it leads to this user's on this machine.
+        """Connect over TLS, or over a local socket to a coordinator of this user on this machine.
 
         Args:
-            timeout_s: For name and connection, and again for TLS.
+            timeout_s: Limit for resolving and connecting, and again for TLS.
 
         Raises:
-            OSError: It cannot be had just now.
-            Mismatch: What answers does not speak TLS.
+            OSError: The connection cannot be made now.
+            Mismatch: The server does not speak TLS.
         """
-        here = None
+        local = None
         if not self._credentials.plaintext and self._machine.has_sockets:
-            here = await local_socket.dial(self._target.host, self._target.port)
-        if here is not None:
-            endpoint, self._certificate, memory = here
+            local = await local_socket.dial(self._target.host, self._target.port)
+        if local is not None:
+            endpoint, self._certificate, memory = local
             channel = Channel(Connection("worker"), self, self._machine.now_s)
             channel.connection.memory = memory
             await self._loop.create_unix_connection(lambda: channel, sock=endpoint)
@@ -357,14 +357,14 @@ class Client:
         except ssl.SSLError as error:
             if error.reason in tls.ERROR_MEANS_NO_TLS:
                 raise Mismatch(
-                    f"expected TLS at {self._target.at}, got something else; if the coordinator "
-                    "was started with --plaintext, give that to the worker too"
+                    f"expected TLS at {self._target.address}, got none; if the coordinator "
+                    "was started with --plaintext, start the worker with it too"
                 ) from None
             raise
         return channel
 
     def _greet(self, channel: Channel) -> None:
-        """See who answers; only then say who this is."""
+        """Check the server's certificate, then send Hello."""
         name = cut_text(self._target.name, 48)
         if (certificate := channel.certificate) is not None:
             self._certificate = tls.fingerprint(certificate)
@@ -396,10 +396,10 @@ class Client:
         last_s = self._machine.now_s()
         while not channel.closed:
             await asyncio.sleep(interval_s)
-            stalled = self._machine.now_s() - last_s > 3 * interval_s
+            was_stalled = self._machine.now_s() - last_s > 3 * interval_s
             last_s = self._machine.now_s()
             silent_s = last_s - channel.last_received_s
-            if self._session is None or stalled:
+            if self._session is None or was_stalled:
                 continue
             if not self._session.name:
                 if silent_s * 1000 > limits.HANDSHAKE_TIMEOUT_MS:
@@ -408,26 +408,26 @@ class Client:
                 channel.abort(f"the coordinator was silent for {silent_s:.0f} s")
             else:
                 channel.send(Heartbeat())
-                self._tell_preparing(channel)
+                self._report_preparing(channel)
                 if self._peers is not None:
-                    self._peers.look()
+                    self._peers.check_progress()
 
-    def _tell_preparing(self, channel: Channel) -> None:
-        """Tell the coordinator, and now and then the user, how far the preparation is."""
+    def _report_preparing(self, channel: Channel) -> None:
+        """Report the progress of the preparation to the coordinator, and less often to the user."""
         text, now_s = cut_text(self._engine.preparing), self._machine.now_s()
         if text == self._preparing:
             return
         self._preparing = text
         channel.send(Preparing(progress=text))
-        if text and now_s - self._preparing_told_s >= _TELL_EVERY_S:
-            self._preparing_told_s = now_s
-            self._tell(text)
+        if text and now_s - self._preparing_printed_s >= _REPORT_INTERVAL_S:
+            self._preparing_printed_s = now_s
+            self._print(text)
 
     # protocol.transport.ChannelOwner
 
-    def on_message(self, channel: Channel, received: Received) -> None:
-        """Handshake first, then the session."""
-        message, body = received
+    def on_message(self, channel: Channel, delivery: Received) -> None:
+        """Handle a message: the handshake first, then the session's messages."""
+        message, body = delivery
         session = self._session
         if session is None or channel is not self._channel:
             return
@@ -441,7 +441,7 @@ class Client:
                 self._do(session.receive(message, body))
             case _:
                 if not session.name:
-                    raise OutOfOrder(f"{type(message).__name__} before the handshake")
+                    raise OutOfOrder(f"expected a handshake, got {type(message).__name__}")
                 self._trace_received(message)
                 self._do(session.receive(message, body))
 
@@ -455,22 +455,22 @@ class Client:
             self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
 
     def _enrol(self, welcome: Welcome) -> None:
-        trouble = self._credentials.remember(self._certificate, self._hello.name, welcome.key)
-        if trouble:
-            self._tell(trouble)
+        problem = self._credentials.remember(self._certificate, self._hello.name, welcome.key)
+        if problem:
+            self._print(problem)
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
-        """The connection is over."""
+        """Record why the connection ended."""
         del channel
         if error is not None and error.exit_code == ExitCode.MISMATCH:
-            self._leaving = act.Leave(str(error), retry=False, exit_code=ExitCode.MISMATCH)
-        if not self._loss.done():
-            self._loss.set_result(reason)
+            self._leave_action = act.Leave(str(error), retry=False, exit_code=ExitCode.MISMATCH)
+        if not self._lost_reason.done():
+            self._lost_reason.set_result(reason)
 
     # The engine.
 
     def _emit(self, event: events.Event) -> None:
-        """Called in the engine's thread."""
+        """Pass an event to the event loop; called in the engine's thread."""
         self._loop.call_soon_threadsafe(self._result, event)
 
     def _result(self, event: events.Event) -> None:
@@ -478,12 +478,12 @@ class Client:
             return
         try:
             self._do(self._session.result(event))
-        except Exception as error:  # noqa: BLE001 -- the coordinator must hear of it, or it waits
+        except Exception as error:  # noqa: BLE001 -- otherwise the coordinator waits
             self._do(self._session.result(events.DeviceFailed(error)))
 
-    def _obtained(self, event: FileEvent) -> None:
+    def _file_result(self, event: FileEvent) -> None:
         if self._session is not None and self._channel is not None:
-            self._do(self._session.obtained(event))
+            self._do(self._session.file_result(event))
 
     def _do(self, actions: Sequence[act.Action]) -> None:
         for action in actions:
@@ -497,22 +497,22 @@ class Client:
                 assert self._channel is not None
                 self._channel.connection.blocks = action.blocks
                 self._channel.connection.exchange = action.exchange
-                self._meet_peers(action)
+                self._open_exchange(action)
             case (
                 act.ForwardToExchange() | act.AbandonAttempt() | act.Contribute()
             ):  # fmt: skip
-                self._do_with_peers(action)
+                self._do_in_exchange(action)
             case act.Apply():
                 length = sum(values.nbytes for values in action.averages)
-                self._engine.do(action, self._taken(length))
+                self._engine.do(action, self._start_handover(length))
             case act.LoadChunk():
-                self._engine.do(action, self._taken(action.values.nbytes))
+                self._engine.do(action, self._start_handover(action.values.nbytes))
             case act.Locate() | act.OpenPart() | act.StoreChunk() | act.Assemble():
                 self._files.do(action)
             case act.DropFiles():
                 self._files.forget()
             case act.Tell():
-                self._tell(action.text)
+                self._print(action.text)
             case act.Leave():
                 self._leave(action)
             case _:
@@ -520,29 +520,29 @@ class Client:
 
     # Other members of the run.
 
-    def _meet_peers(self, action: act.Expect) -> None:
-        """The task is built: others may average with this worker."""
-        self._leave_peers()
+    def _open_exchange(self, action: act.Expect) -> None:
+        """Open the exchange with peers; the task is built."""
+        self._close_exchange()
         assert self._session is not None
         self._peers = PeerExchange(
             self._session.run_id, self._session.name, action.blocks, action.exchange,
             make_links=self._make_links(),
             transmit=self._transmit,
-            averaged=self._averages_ready, traced=self._trace_last,
+            on_averages=self._averages_ready, on_last_average=self._trace_last,
         )  # fmt: skip
 
     def _make_links(self) -> MakeLinks:
         encrypted = not self._credentials.plaintext
         return self._links or socket_links(self._target.host, encrypted=encrypted)
 
-    def _leave_peers(self) -> None:
+    def _close_exchange(self) -> None:
         if self._peers is not None:
             self._peers.close()
             self._peers = None
 
-    def _do_with_peers(self, action: act.Action) -> None:
+    def _do_in_exchange(self, action: act.Action) -> None:
         peers = self._peers
-        assert peers is not None, "what is about the exchange comes after Expect"
+        assert peers is not None, "actions of the exchange follow Expect"
         match action:
             case act.ForwardToExchange():
                 peers.receive(action.message, action.body)
@@ -560,39 +560,40 @@ class Client:
         except ProtocolError as error:
             self._channel.abort(str(error), error)
 
-    def _taken(self, length_bytes: int) -> Release:
-        """The engine is given so much: as long as that is a lot no more is read, so that it waits
-        where it is on disk, at the coordinator.
+    def _start_handover(self, length_bytes: int) -> Release:
+        """Count bytes that are queued for the engine, and stop reading while they are too many.
+
+        Unread messages then wait at the coordinator, which has them on disk.
 
         Returns:
-            To be called in the engine's thread, when it has that.
+            A function that the engine's thread calls when it no longer needs them.
         """
-        self._given_bytes += length_bytes
-        if self._given_bytes > limits.RECEIVED_AHEAD_BYTES and self._channel is not None:
+        self._pending_bytes += length_bytes
+        if self._pending_bytes > limits.RECEIVED_AHEAD_BYTES and self._channel is not None:
             self._channel.pause()
 
-        def taken() -> None:
-            self._loop.call_soon_threadsafe(self._took, length_bytes)
+        def release() -> None:
+            self._loop.call_soon_threadsafe(self._end_handover, length_bytes)
 
-        return taken
+        return release
 
-    def _took(self, length_bytes: int) -> None:
-        self._given_bytes -= length_bytes
-        if self._given_bytes <= limits.RECEIVED_AHEAD_BYTES and self._channel is not None:
+    def _end_handover(self, length_bytes: int) -> None:
+        self._pending_bytes -= length_bytes
+        if self._pending_bytes <= limits.RECEIVED_AHEAD_BYTES and self._channel is not None:
             self._channel.resume()
 
     def _transmit(self, action: act.Transmit) -> None:
         channel, message = self._channel, action.message
         if channel is None:
             return
-        turns = self._boundary_turns
-        if isinstance(message, InnerCheckpointChunk) and turns.skips(message, channel.waiting):
+        throttle = self._checkpoint_throttle
+        if isinstance(message, InnerCheckpointChunk) and throttle.skips(message, channel.waiting):
             return
         channel.send(encode(message, action.body))
 
     def _trace_received(self, message: Message) -> None:
-        gradient = isinstance(message, GradientPayload | AveragedGradient)
-        if self._tracer is not None and gradient:
+        is_gradient = isinstance(message, GradientPayload | AveragedGradient)
+        if self._tracer is not None and is_gradient:
             fields = message.model_dump()
             self._tracer.instant(f"receive block {fields['block']}", "network", **fields)
 
@@ -603,42 +604,42 @@ class Client:
             fields = {"step": session.step, "block": action.block, "lo": lo, "hi": hi}
             self._tracer.instant(f"send block {action.block}", "network", **fields)
 
-    def _trace_last(self, last: LastCame) -> None:
+    def _trace_last(self, average: LastAverage) -> None:
         if self._tracer is not None:
-            place = {"step": last.step, "attempt": last.attempt}
-            self._tracer.instant("receive blocks", "network", **place)
+            fields = {"step": average.step, "attempt": average.attempt}
+            self._tracer.instant("receive blocks", "network", **fields)
 
     def _leave(self, action: act.Leave) -> None:
-        # The first failure says why; what else the engine had to do may have failed after it.
-        if self._leaving is None or not self._leaving.failed:
-            self._leaving = action
+        # The first failure is the cause; later ones may follow from it.
+        if self._leave_action is None or not self._leave_action.is_failure:
+            self._leave_action = action
         channel = self._channel
         if channel is None:
             return
-        if not action.failed:
+        if not action.is_failure:
             channel.abort(action.reason)
             return
-        # Others must not be given what this one failed at: its Goodbye is written first.
+        # The coordinator must read the Goodbye first, so that no other worker gets this work.
         channel.finish()
         self._loop.call_later(limits.GOODBYE_TIMEOUT_MS / 1000, channel.abort, action.reason)
 
 
 class PeerExchange:
-    """A worker's exchange of gradients in one run, once its task is built.
+    """A worker's exchange of gradients in one run, from the end of the build on.
 
-    `share.py` decides what to do, one event at a time: events of the coordinator come in the event
-    loop, those of links in their threads. What goes to the coordinator or to the session is done
-    in the loop.
+    `share.py` decides, one event at a time: the coordinator's messages are handled in the event
+    loop, those of links in the threads that read them. Actions are always executed in the loop.
 
     Args:
-        run_id: The run's.
+        run_id: The run's ID.
         me: This worker's name.
-        blocks: The manifest's.
-        exchange: How gradients travel.
-        make_links: Makes the connections.
+        blocks: The manifest's blocks.
+        exchange: Codecs of sums and averages.
+        make_links: Opens the links to peers.
         transmit: Sends a message to the coordinator; called in the event loop.
-        averaged: Hears that all averages of a committed step are here; likewise.
-        traced: Hears when those that workers average came, before the commit; likewise.
+        on_averages: Called in the event loop when a committed step has all averages.
+        on_last_average: Called in the event loop when a step that workers average has all
+            averages, before its commit.
     """
 
     def __init__(
@@ -650,65 +651,64 @@ class PeerExchange:
         *,
         make_links: MakeLinks,
         transmit: Callable[[act.Transmit], None],
-        averaged: Callable[[events.AveragesReady], None],
-        traced: Callable[[LastCame], None],
+        on_averages: Callable[[events.AveragesReady], None],
+        on_last_average: Callable[[LastAverage], None],
     ) -> None:
         self._run_id = run_id
         self._transmit = transmit
-        self._averaged = averaged
-        self._traced = traced
+        self._on_averages = on_averages
+        self._on_last_average = on_last_average
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._lock = threading.RLock()
         self._share = GradientExchange(me, blocks, exchange)
         self._links = make_links(me, blocks, exchange, self)
-        self._arrivals_seen = -1
+        self._last_arrivals = -1
         self._traffic_sent: dict[str, tuple[int, int]] = {}
         self._is_closed = False
 
     # The client's, in its event loop.
 
     def receive(self, message: Message, body: NDArray[Any] | None) -> None:
-        """Take what the coordinator says about the exchange.
+        """Handle a message of the coordinator about the exchange.
 
         Raises:
-            RemoteProtocolError: It does not fit.
+            RemoteProtocolError: The message does not fit.
         """
         match message:
             case ListenForPeers():
                 self._open()
             case Peers():
                 assert body is not None
-                self._links.know(parse(PeerList, body.tobytes()))
+                self._links.set_peers(parse(PeerList, body.tobytes()))
             case _:
                 with self._lock:
-                    self._do(self._share.hear(message, body))
+                    self._do(self._share.receive_from_coordinator(message, body))
 
     def _open(self) -> None:
         try:
             port, fingerprint = self._links.listen()
         except OSError:
-            port, fingerprint = 0, NO_CERTIFICATE  # it may dial others all the same
+            port, fingerprint = 0, NO_CERTIFICATE  # this worker can still dial its peers
         message = PeerPort(run_id=self._run_id, port=port, fingerprint=fingerprint)
         self._transmit(act.Transmit(message))
 
     def drop(self) -> None:
-        """The attempt goes on without this worker."""
+        """Abandon the current attempt, which continues without this worker."""
         with self._lock:
             self._share.drop()
 
     def contribute(self, subtree: Subtree, block: int, weight: float, values: Array) -> None:
-        """A block's sum over a subtree; `values` are not changed any more."""
+        """Send a block's sum over a subtree; the caller no longer changes `values`."""
         with self._lock:
             self._do(self._share.contribute(subtree, block, weight, values))
 
-    def look(self) -> None:
-        """Now and then: where a committed step waits and nothing comes, ask for it; and tell what
-        went over links."""
-        if self._share.arrivals == self._arrivals_seen:
+    def check_progress(self) -> None:
+        """Request missing averages if nothing has arrived since the last call; report traffic."""
+        if self._share.arrivals == self._last_arrivals:
             with self._lock:
-                self._do(self._share.waits())
-        self._arrivals_seen = self._share.arrivals
+                self._do(self._share.request_overdue())
+        self._last_arrivals = self._share.arrivals
         traffic = self._links.traffic()
         if traffic != self._traffic_sent:
             self._traffic_sent = traffic
@@ -716,14 +716,14 @@ class PeerExchange:
             self._transmit(act.Transmit(LinkTraffic(run_id=self._run_id), document))
 
     def close(self) -> None:
-        """The run, or the connection to the coordinator, is over."""
+        """Close all links: the run or the connection to the coordinator has ended."""
         self._is_closed = True
         self._links.close()
 
     # worker.peers.links.LinksOwner
 
-    def on_gradient(self, peer: str, received: Received) -> None:
-        message, body = received
+    def on_gradient(self, peer: str, delivery: Received) -> None:
+        message, body = delivery
         assert isinstance(message, GradientPayload | AveragedGradient)
         assert body is not None
         with self._lock:
@@ -736,7 +736,7 @@ class PeerExchange:
         message = Unlinked(run_id=self._run_id, peer=peer, reason=cut_text(reason))
         self._transmit(act.Transmit(message))
         with self._lock:
-            self._do(self._share.lost(peer))
+            self._do(self._share.link_lost(peer))
 
     def _do(self, actions: Sequence[Action]) -> None:
         """Perform actions in the event loop: now, or soon if this is another thread."""
@@ -746,44 +746,44 @@ class PeerExchange:
             self._loop.call_soon_threadsafe(self._do_in_loop, actions)
 
     def _do_in_loop(self, actions: Sequence[Action]) -> None:
-        encoded: Encoded | None = None
+        encoding: Encoded | None = None
         for action in actions:
             if self._is_closed:
                 return
             match action:
                 case ToPeer(peer, message, body):
-                    if encoded is None or encoded.message is not message:
-                        encoded = encode(message, body)  # once for all that it goes to
-                    self._links.send(peer, encoded)
+                    if encoding is None or encoding.message is not message:
+                        encoding = encode(message, body)  # once for all peers
+                    self._links.send(peer, encoding)
                 case act.Transmit():
                     self._transmit(action)
                 case events.AveragesReady():
-                    self._averaged(action)
-                case LastCame():
-                    self._traced(action)
+                    self._on_averages(action)
+                case LastAverage():
+                    self._on_last_average(action)
 
 
 class InnerCheckpointThrottle:
     """Skip an inner checkpoint while an earlier one of the same replica is still being sent.
 
-    An inner checkpoint is as large as a state: on a slow link they would fill the memory. A
-    skipped one only costs a successor some steps; it does not change the result.
+    An inner checkpoint is as large as the state, so on a slow link unsent ones would fill the
+    memory. Skipping one costs a successor some steps; it does not change the result.
     """
 
     def __init__(self) -> None:
         self._is_skipping = False
 
-    def skips(self, piece: InnerCheckpointChunk, unsent: Iterable[Message]) -> bool:
-        """Whether not to send this piece. Must be called for every piece, in order.
+    def skips(self, chunk: InnerCheckpointChunk, unsent: Iterable[Message]) -> bool:
+        """Return whether to skip this chunk. Must be called for every chunk, in order.
 
         Args:
-            piece: One chunk of an inner checkpoint.
+            chunk: One chunk of an inner checkpoint.
             unsent: Messages of this connection that are not sent yet.
         """
-        if piece.chunk == 0:
-            replica = piece.replica
+        if chunk.chunk == 0:
+            replica = chunk.replica
             self._is_skipping = any(
-                isinstance(each, InnerCheckpointChunk) and each.replica == replica
-                for each in unsent
+                isinstance(message, InnerCheckpointChunk) and message.replica == replica
+                for message in unsent
             )
         return self._is_skipping

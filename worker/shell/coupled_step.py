@@ -1,8 +1,8 @@
 """A step whose loss couples all its samples: embeddings first, then gradients.
 
 See `coordinator.run.exchange.embeddings` for the two phases, and `backends.base.coupled_loss` for
-the gradient. Every worker computes the loss over all rows of the step by itself, with the same
-operations in the same order; of its gradient each takes the rows of its own microbatches.
+the gradient. Every worker computes the loss over all rows of the step, with the same operations in
+the same order, and uses the gradient rows of its own microbatches.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def check_embeddings(spec: RunSpec, layout: EmbeddingLayout) -> None:
     """
     if spec.replicas is not None:
         raise DataError(
-            "expected a run without replicas, got one with: a replica takes its inner steps alone, "
-            "and this loss reads all samples of a step; remove replicas"
+            "expected a run without replicas, got one with replicas: each replica takes its inner "
+            "steps alone, but this loss reads all samples of a step; remove replicas"
         )
     step_bytes = spec.batch.samples * layout.sample_bytes
     if step_bytes > limits.STEP_EMBEDDINGS_BYTES:
@@ -52,10 +52,10 @@ class CoupledStep:
         step_id: The attempt.
         rows: The rows of all samples, flat uint8.
         sizes: The number of samples of each microbatch.
-        seed: The run's.
+        seed: The run spec's seed.
 
     Raises:
-        DataError: The rows are not as many as the samples.
+        DataError: The number of rows is not the number of samples.
     """
 
     def __init__(
@@ -77,55 +77,55 @@ class CoupledStep:
         self._rows: Rows = rows.reshape(samples, -1)
         ends = [sum(sizes[: leaf + 1]) for leaf in range(len(sizes))]
         self._samples = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        # Not a microbatch's: a loss that draws is not to draw what a dropout has drawn.
+        # No microbatch has this seed, so the loss and a dropout layer draw different numbers.
         self._seed = microbatch_seed(seed, step_id.step, len(sizes))
         self._loss: StepLoss | None = None
 
     def leaves(self, subtree: Subtree, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Return microbatches that carry the gradient of the step's loss by their embeddings."""
+        """Return the microbatches with the gradient of the step's loss for their embeddings."""
         return [
             (self._step_loss.carried_by(batch, self._samples[number], is_first=not number), seed)
             for number, (batch, seed) in zip(range(*subtree), leaves, strict=True)
         ]
 
     def loss(self, subtree: Subtree, weight: float) -> Loss:
-        """Return a subtree's part of the step's loss: that of its samples."""
+        """Return the part of the step's loss that belongs to a subtree's samples."""
         losses = [
             sum(self._step_loss.losses[self._samples[leaf]].tolist()) for leaf in range(*subtree)
         ]
         return Loss(tree_sum(losses), weight)
 
-    def unlike(self, subtree: Subtree, embedded: Sequence[Rows]) -> tuple[int, ...]:
-        """Return the microbatches whose embeddings, computed again, have other bits."""
+    def unlike_microbatches(self, subtree: Subtree, embeddings: Sequence[Rows]) -> tuple[int, ...]:
+        """Return the microbatches whose embeddings, computed again, have different bits."""
         leaves = range(*subtree)
-        assert len(embedded) == len(leaves), "one for each microbatch"
+        assert len(embeddings) == len(leaves), "one for each microbatch"
         return tuple(
             leaf
-            for leaf, rows in zip(leaves, embedded, strict=True)
+            for leaf, rows in zip(leaves, embeddings, strict=True)
             if rows.tobytes() != self._rows[self._samples[leaf]].tobytes()
         )
 
     @property
     def _step_loss(self) -> StepLoss:
-        """Computed once in an attempt, by whoever computes any of it."""
+        """The loss over all samples, computed at the first access."""
         if self._loss is None:
             self._loss = self._program.step_loss(self._rows, self._seed)
         return self._loss
 
     def check(self) -> None:
-        """Compute the loss once more: a user's code may keep something between calls.
+        """Compute the loss a second time and compare: a user's code may keep state between calls.
 
         Raises:
             DataError: The same embeddings give another loss, or other gradients.
         """
-        first, again = self._step_loss, self._program.step_loss(self._rows, self._seed)
-        same = again.losses.tobytes() == first.losses.tobytes() and all(
-            again.embeddings[name].tobytes() == gradient.tobytes()
-            for name, gradient in first.embeddings.items()
+        first_loss, second_loss = self._step_loss, self._program.step_loss(self._rows, self._seed)
+        is_same = second_loss.losses.tobytes() == first_loss.losses.tobytes() and all(
+            second_loss.embeddings[name].tobytes() == gradient.tobytes()
+            for name, gradient in first_loss.embeddings.items()
         )
-        if not same:
+        if not is_same:
             raise DataError(
                 "expected batch_loss to give the same losses and gradients for the same "
-                "embeddings, got others the second time: keep nothing from one call to the next, "
+                "embeddings, got others the second time: keep no state from one call to the next, "
                 "and draw with torch's functions, which are seeded"
             )

@@ -14,7 +14,7 @@ import threading
 from collections import abc, deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import cache, partial
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -50,11 +50,11 @@ class Pipe:
     def send(self, *messages: Packed) -> None:
         """Send messages; they are dropped if the other end is closed."""
         documents = [msgpack.packb(message) for message in messages]
-        frames = b"".join(_LENGTH.pack(len(each)) + each for each in documents)
+        frames = b"".join(_LENGTH.pack(len(document)) + document for document in documents)
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(frames)
 
-    def received(self) -> Iterator[Packed]:
+    def receive(self) -> Iterator[Packed]:
         """Yield messages until the other end is closed."""
         unread = bytearray()
         while True:
@@ -103,14 +103,14 @@ class Codec:
         """
         kind = type(message)
         assert self._kinds[kind.__name__] is kind, "a message of the other direction"
-        return [kind.__name__, *self._packed(message, kind)]
+        return [kind.__name__, *self._encode(message, kind)]
 
-    def unpack(self, packed: Packed) -> Any:
+    def unpack(self, message: Packed) -> Any:
         """Decode a message; its arrays are views of shared memory."""
-        name, *values = packed
-        return self._unpacked(values, self._kinds[name])
+        name, *values = message
+        return self._decode(values, self._kinds[name])
 
-    def _packed(self, value: Any, hint: Any) -> Any:
+    def _encode(self, value: Any, hint: Any) -> Any:
         if value is None:
             return None
         match _shape(hint):
@@ -123,20 +123,19 @@ class Codec:
                 encode = getattr(value, "to_bytes", None)
                 return encode() if encode is not None else value.model_dump_json().encode()
             case "error":
-                return _packed_error(value)
+                return _encode_error(value)
             case "record":
                 hints = _hints(hint)
-                return [self._packed(getattr(value, name), hints[name]) for name in hints]
+                return [self._encode(getattr(value, name), hints[name]) for name in hints]
             case "optional":
-                return self._packed(value, _optional(hint))
+                return self._encode(value, _optional(hint))
             case "mapping":
-                _, of = get_args(hint)
-                return {key: self._packed(each, of) for key, each in value.items()}
+                _, element = get_args(hint)
+                return {key: self._encode(item, element) for key, item in value.items()}
             case "sequence":
-                of = partial(_element, hint)
-                return [self._packed(each, of(n)) for n, each in enumerate(value)]
+                return [self._encode(item, _element(hint, n)) for n, item in enumerate(value)]
 
-    def _unpacked(self, value: Any, hint: Any) -> Any:
+    def _decode(self, value: Any, hint: Any) -> Any:
         if value is None:
             return None
         match _shape(hint):
@@ -150,18 +149,18 @@ class Codec:
                     return restore_run_spec(value)
                 return hint.model_validate_json(value)
             case "error":
-                return _unpacked_error(*value)
+                return _decode_error(*value)
             case "record":
                 hints = _hints(hint)
-                return hint(*map(self._unpacked, value, hints.values()))
+                return hint(*map(self._decode, value, hints.values()))
             case "optional":
-                return self._unpacked(value, _optional(hint))
+                return self._decode(value, _optional(hint))
             case "mapping":
-                _, of = get_args(hint)
-                return {key: self._unpacked(each, of) for key, each in value.items()}
+                _, element = get_args(hint)
+                return {key: self._decode(item, element) for key, item in value.items()}
             case "sequence":
-                decoded = (self._unpacked(each, _element(hint, n)) for n, each in enumerate(value))
-                return list(decoded) if get_origin(hint) is list else tuple(decoded)
+                items = (self._decode(item, _element(hint, n)) for n, item in enumerate(value))
+                return list(items) if get_origin(hint) is list else tuple(items)
 
 
 _Shape = Literal[
@@ -171,7 +170,7 @@ _Shape = Literal[
 
 @cache
 def _shape(hint: Any) -> _Shape:
-    """How values of a type hint are encoded."""
+    """Return how values of a type hint are encoded."""
     origin = get_origin(hint)
     if hint in _PLAIN or origin is Literal:
         return "plain"
@@ -194,35 +193,36 @@ def _shape(hint: Any) -> _Shape:
 
 @cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
-    """Type hints of a dataclass's or a named tuple's fields, by name."""
+    """Return the type hints of a dataclass's or a named tuple's fields, by name."""
     hints = get_type_hints(kind)
-    names = [each.name for each in fields(kind)] if is_dataclass(kind) else kind._fields
+    names = [f.name for f in fields(kind)] if is_dataclass(kind) else kind._fields
     return {name: hints[name] for name in names}
 
 
 @cache
 def _optional(hint: Any) -> Any:
-    (only,) = (each for each in get_args(hint) if each is not NoneType)
-    return only
+    (argument,) = (a for a in get_args(hint) if a is not NoneType)
+    return argument
 
 
 def _element(hint: Any, number: int) -> Any:
-    """The type hint of an element; a tuple may have a different one for each."""
-    of = get_args(hint)
-    return of[0] if len(of) == 1 or of[-1] is Ellipsis else of[number]
+    """Return the type hint of an element; a tuple may have a different one for each."""
+    arguments = get_args(hint)
+    is_uniform = len(arguments) == 1 or arguments[-1] is Ellipsis
+    return arguments[0] if is_uniform else arguments[number]
 
 
-def _packed_error(error: Exception) -> Packed:
-    """Encode an error: the nearest class that both ends know, its arguments, plain attributes."""
+def _encode_error(error: Exception) -> Packed:
+    """Encode an error: its nearest class that both ends have, its arguments, plain attributes."""
     if not isinstance(error, SamestepError):
         error = SamestepError(str(error) or repr(error))
-    kind_ = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-    args = [each if isinstance(each, _PLAIN) else str(each) for each in error.args]
-    attributes = {key: each for key, each in vars(error).items() if isinstance(each, _PLAIN)}
-    return [kind_.__name__, args, attributes]
+    known_class = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    args = [arg if isinstance(arg, _PLAIN) else str(arg) for arg in error.args]
+    attributes = {key: value for key, value in vars(error).items() if isinstance(value, _PLAIN)}
+    return [known_class.__name__, args, attributes]
 
 
-def _unpacked_error(name: str, args: list[Any], attributes: dict[str, Any]) -> SamestepError:
+def _decode_error(name: str, args: list[Any], attributes: dict[str, Any]) -> SamestepError:
     error: SamestepError = SamestepError.__new__(getattr(errors, name))
     error.args = tuple(args)
     vars(error).update(attributes)
@@ -246,16 +246,16 @@ def order_codec(worker: SharedMemory) -> Codec:
     return Codec(act.GroupOrder, write, read)
 
 
-def report_codec(memory: SharedMemory, unneeded: deque[Extent] | None = None) -> Codec:
+def report_codec(memory: SharedMemory, freed: deque[Extent] | None = None) -> Codec:
     """Codec for a device's reports, whose arrays are sent through the device's shared memory.
 
     Args:
         memory: The device's shared memory.
-        unneeded: For the receiver: collects extents whose arrays are gone, for the device to reuse.
+        freed: For the receiver: collects extents whose arrays are freed, for the device to reuse.
     """
-    freed = deque[Extent]() if unneeded is None else unneeded
+    extents = deque[Extent]() if freed is None else freed
 
     def read(location: Any, dtype: np.dtype[Any]) -> Values:
-        return memory.leased(Extent(*location), freed.append, dtype.type)
+        return memory.leased(Extent(*location), extents.append, dtype.type)
 
     return Codec(events.GroupReport, memory.put, read)

@@ -1,7 +1,7 @@
-"""Runs each device of a multi-device worker in a process of its own, with shared memory.
+"""Run each device of a multi-device worker in a separate process, with shared memory.
 
-A device process ends when the worker does, because it reads the end of its pipe, and leaves nothing
-behind: the shared memory has no name and is freed with the last process.
+A device process ends when its pipe is closed, so it ends with the worker. It leaves nothing behind:
+the shared memory has no name and is freed with the last process.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class DeviceProcesses:
     Args:
         devices: Number or part of the name of each device, by display name.
         backend: The backend of all devices.
-        tell: Prints a line of a device process.
+        print_line: Prints a line of a device process.
         trace: Trace file of the worker; each device writes one beside it.
         module: The module that each process runs.
-        variables: What its environment has besides.
+        variables: Additional environment variables of the device processes.
 
     Raises:
         UsageError: This system has no anonymous shared memory, or limits it.
@@ -52,7 +52,7 @@ class DeviceProcesses:
         self,
         devices: dict[str, int | str | None],
         backend: str,
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         trace: Path | None = None,
         module: str = "worker.device_process",
         *,
@@ -60,12 +60,12 @@ class DeviceProcesses:
     ) -> None:
         if not hasattr(os, "memfd_create"):
             raise UsageError(
-                "several devices in one worker need Linux: start one worker for each device, such "
-                "as worker --gpus 0"
+                "expected Linux for several devices in one worker, got another system; start one "
+                "worker for each device, such as worker --gpus 0"
             )
         self._devices = devices
         self._backend = backend
-        self._tell = tell
+        self._print_line = print_line
         self._trace = trace
         self._module = module
         self._environment = {**child_environment(), **variables}
@@ -73,8 +73,8 @@ class DeviceProcesses:
             self._memory = SharedMemory()
         except OSError as error:
             raise UsageError(
-                "several devices of one worker share memory: expected no limit on address space "
-                f"and file size, got {(error.strerror or str(error))!r}; run ulimit -v unlimited "
+                "expected no limit on address space and file size, as devices of a worker share "
+                f"memory, got {(error.strerror or str(error))!r}; run ulimit -v unlimited "
                 "and ulimit -f unlimited, or start one worker for each device"
             ) from error
         self._processes: list[_Process] = []
@@ -94,7 +94,7 @@ class DeviceProcesses:
         trace = self._trace and str(self._trace.with_stem(f"{self._trace.stem}-{name}"))
         arguments = (self._module, name, self._backend, _argument(self._devices[name]), trace or "")
         process = _Process(
-            arguments, self._memory, on_report, on_loss, self._tell,
+            arguments, self._memory, on_report, on_loss, self._print_line,
             environment=self._environment,
         )  # fmt: skip
         self._processes.append(process)
@@ -103,7 +103,7 @@ class DeviceProcesses:
     @property
     def preparing(self) -> str:
         """See `group_engine.Devices`."""
-        return next((each.preparing for each in self._processes if each.preparing), "")
+        return next((p.preparing for p in self._processes if p.preparing), "")
 
     def close(self) -> None:
         """See `group_engine.Devices`."""
@@ -121,25 +121,25 @@ class _Process:
         memory: SharedMemory,
         on_report: ReportHandler,
         on_loss: LossHandler,
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
         environment: Mapping[str, str],
     ) -> None:
-        ours, theirs = socket.socketpair()
+        worker_end, device_end = socket.socketpair()
         device_memory = SharedMemory()
-        self._unneeded: deque[Extent] = deque()
+        self._unused_extents: deque[Extent] = deque()
         self._orders, self._reports = (
             order_codec(memory),
-            report_codec(device_memory, self._unneeded),
+            report_codec(device_memory, self._unused_extents),
         )
-        self._pipe = Pipe(ours)
-        self._on_report, self._on_loss, self._tell = on_report, on_loss, tell
+        self._pipe = Pipe(worker_end)
+        self._on_report, self._on_loss, self._print_line = on_report, on_loss, print_line
         self._ending = False
         self.preparing = ""
         self._killed_before = killed_for_memory()
         module, *options = arguments
-        with theirs:
-            fds = (theirs.fileno(), memory.fd, device_memory.fd)
+        with device_end:
+            fds = (device_end.fileno(), memory.fd, device_memory.fd)
             self._process = subprocess.Popen(  # noqa: S603 -- our own command
                 [*command_of(module), *map(str, fds), *options],
                 pass_fds=fds, env=environment, stdin=subprocess.DEVNULL,
@@ -166,11 +166,11 @@ class _Process:
 
     def _receive(self) -> None:
         reason = ""
-        for packed in self._pipe.received():
-            if packed[0] == "gone":
-                reason = f"was ended: {packed[1]}"
+        for message in self._pipe.receive():
+            if message[0] == "gone":
+                reason = f"was ended: {message[1]}"
                 break
-            self._read(packed)
+            self._handle(message)
             if freed := self._freed_extents():
                 self._pipe.send(*freed)
         if not reason:
@@ -179,25 +179,25 @@ class _Process:
         self.preparing = ""
         self._process.kill()
         if reason and not self._ending:
-            self._on_loss(reason)  # a driver may hold up the end of its process
+            self._on_loss(reason)  # before the process ends, which a driver may delay
         code = self._process.wait()
         if not reason and not self._ending:
             self._on_loss(_describe_end(code, self._killed_before))
 
-    def _read(self, packed: Packed) -> None:
-        match packed:
+    def _handle(self, message: Packed) -> None:
+        match message:
             case ["say", text]:
-                self._tell(text)
+                self._print_line(text)
             case ["preparing", text]:
                 self.preparing = text
             case _:
-                self._on_report(self._reports.unpack(packed))
+                self._on_report(self._reports.unpack(message))
 
     def _freed_extents(self) -> list[Packed]:
-        unneeded, extents = self._unneeded, []
+        unused_extents, extents = self._unused_extents, []
         with contextlib.suppress(IndexError):
             while True:
-                extents.append(unneeded.popleft())
+                extents.append(unused_extents.popleft())
         return [["free", extents]] if extents else []
 
 

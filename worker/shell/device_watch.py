@@ -1,7 +1,7 @@
-"""Notice a device that no longer answers, by how long its answers took before.
+"""Detect a device that no longer answers, by the time that its earlier answers took.
 
-While a device is opened or a task is prepared for it, every line of progress counts as an answer.
-A driver may hang for ever in a call that nothing interrupts. Time in which this process was stopped
+While a device is opened or a task is prepared for it, every progress line counts as an answer. A
+driver may hang forever in a call that cannot be interrupted. Time in which this process was stopped
 does not count. The CPU is not watched.
 """
 
@@ -16,40 +16,40 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 _LEAST_S: Final = 60.0
-"""A device may be silent for this long, however fast it was."""
+"""A device may be silent for this long, even if its answers were fast."""
 _LEAST_WITH_DATA_S: Final = 600.0
-"""Likewise, where code of the task reads samples before the device computes."""
+"""The same limit if code of the task reads samples before the device computes."""
 _TIMES_SLOWEST: Final = 30
-_UNMEASURED_S: Final = 1800.0
-"""Before the first answer."""
+_FIRST_ANSWER_S: Final = 1800.0
+"""The limit for the first answer."""
 _PREPARATION_S: Final = 1800.0
-"""A device may be opened, or prepare a task, for this long without a line of progress."""
-_LOOKS: Final = 60
-"""How often the watch looks within `_LEAST_S`."""
+"""The limit for opening a device or preparing a task without a progress line."""
+_CHECKS: Final = 60
+"""Number of checks within `_LEAST_S`."""
 
 
 class DeviceWatch:
-    """Measures the answers of one device, and reports once if one does not come.
+    """Measures how long one device takes to answer, and reports once that it hangs.
 
     Args:
-        hangs: Called with the reason, in the watch's own thread.
+        on_hang: Called with the reason, in the watch's thread.
     """
 
-    def __init__(self, hangs: Callable[[str], None]) -> None:
-        self._hangs = hangs
+    def __init__(self, on_hang: Callable[[str], None]) -> None:
+        self._on_hang = on_hang
         self._awaited = 0
-        """Number of the answer that is awaited; 0 if none is."""
+        """Number of the awaited answer; 0 if none is awaited."""
         self._answers = 0
         self._least_s = 0.0
         self._slowest_s: float | None = None
         self._activity = ""
-        """What is prepared; empty if nothing is."""
+        """Description of the preparation in progress; empty if there is none."""
         self._thread: threading.Thread | None = None
         self._end = threading.Event()
         self.is_hanging = False
 
     def start(self) -> None:
-        """Begin to watch; once is enough."""
+        """Start the watch, if it is not running yet."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="device watch", daemon=True)
             self._thread.start()
@@ -60,10 +60,10 @@ class DeviceWatch:
 
     @contextmanager
     def awaiting(self, *, with_data: bool = False) -> Iterator[None]:
-        """Enter while the device owes an answer.
+        """Context in which the device owes an answer.
 
         Args:
-            with_data: Whether code of the task reads samples meanwhile.
+            with_data: Whether code of the task reads samples in the context.
         """
         start_s = time.monotonic()
         self._answers += 1
@@ -77,27 +77,27 @@ class DeviceWatch:
 
     @contextmanager
     def preparing(self, activity: str) -> Iterator[None]:
-        """Enter while the device prepares; how long it takes says nothing about later answers.
+        """Context of a preparation, whose duration does not count for later answers.
 
         Args:
-            activity: What is done, for the report.
+            activity: Description of the preparation, for the report.
         """
         self._activity = activity
-        self.progressed()
+        self.restart_limit()
         try:
             yield
         finally:
             self._awaited = 0
             self._activity = ""
 
-    def progressed(self) -> None:
-        """Give a device that prepares its full time again; otherwise do nothing."""
+    def restart_limit(self) -> None:
+        """Restart the time limit of the preparation in progress, if there is one."""
         if self._activity:
             self._answers += 1
             self._awaited = self._answers
 
-    def each(self, answers: Iterable[T], *, with_data: bool = False) -> Iterator[T]:
-        """Yield answers of the device, each of which is awaited."""
+    def await_each(self, answers: Iterable[T], *, with_data: bool = False) -> Iterator[T]:
+        """Yield the answers of the device, and watch the time until each of them."""
         iterator = iter(answers)
         while True:
             with self.awaiting(with_data=with_data):
@@ -107,11 +107,11 @@ class DeviceWatch:
             yield answer
 
     def overdue(self, waited_s: float) -> str:
-        """Why an answer that was awaited for so long will not come; empty if it may."""
+        """Describe why the device counts as hanging after `waited_s`; empty if it does not yet."""
         if activity := self._activity:
-            limit_s, usual = _PREPARATION_S, f"or a line of progress, while {activity}"
+            limit_s, usual = _PREPARATION_S, f"or a progress line, while {activity}"
         elif self._slowest_s is None:
-            limit_s, usual = max(_UNMEASURED_S, self._least_s), "there was none before"
+            limit_s, usual = max(_FIRST_ANSWER_S, self._least_s), "there was none before"
         else:
             limit_s = max(self._least_s, _TIMES_SLOWEST * self._slowest_s)
             usual = f"the slowest before took {self._slowest_s:.1f} s"
@@ -123,15 +123,15 @@ class DeviceWatch:
         )
 
     def _watch(self) -> None:
-        tick_s = _LEAST_S / _LOOKS
+        tick_s = _LEAST_S / _CHECKS
         awaited, waited_s, last_s = 0, 0.0, time.monotonic()
         while not self._end.wait(tick_s):
             now_s = time.monotonic()
-            # A process that was stopped, or had no processor, is no device that hangs.
+            # Cap the interval: a process that was stopped is not a hanging device.
             since_s, last_s = min(now_s - last_s, 2 * tick_s), now_s
             waited_s = waited_s + since_s if self._awaited == awaited else 0.0
             awaited = self._awaited
             if awaited and (reason := self.overdue(waited_s)):
                 self.is_hanging = True
-                self._hangs(reason)
+                self._on_hang(reason)
                 return

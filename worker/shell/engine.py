@@ -1,6 +1,6 @@
 """The device thread: builds the task, computes subtrees, applies steps, one action at a time.
 
-All slow work runs here, off the event loop that serves the network. Results are returned through
+All slow work runs here, outside the event loop that serves the network. Results go through
 `emit`, which is called in this thread.
 """
 
@@ -74,8 +74,8 @@ from worker.logic.events import (
     WeightsTaken,
 )
 from worker.shell.batches import (
-    evaluation_of_each_shape,
-    microbatch_of_each_shape,
+    evaluation_per_shape,
+    microbatch_per_shape,
     report_samples,
 )
 from worker.shell.counter_check import CounterCheck
@@ -97,21 +97,21 @@ if TYPE_CHECKING:
     from worker.tasks.checks.additivity import SumTrial
 
 SUM_TRIAL_STEP: Final = 2
-"""The check that the loss is a sum over samples is repeated once after this step, at the trained
-weights; a worker that joins later repeats it after its first step."""
+"""After this step, each worker repeats once the check that the loss is a sum over samples, at the
+trained weights; a worker that joins later repeats it after its first step."""
 _STEPS_AHEAD: Final = 8
 """Files of this many upcoming steps are requested in advance."""
 _NEVER_HANG: Final = ("cpu", "scripted")
 _END_TIMEOUT_S: Final = 10.0
 _OVER: Final = object()
-"""After the last event of an inner phase."""
+"""Marks the end of an inner phase's events."""
 _CHECKED_STEPS: Final = 2
-"""First steps in which a user's loss over all samples is computed twice, to compare."""
+"""In this many first steps, a user's loss over all samples is computed twice and compared."""
 _UPDATE_THREAD: Final = "the worker's thread that applies updates"
 
 
 Release = Callable[[], None]
-"""Called in the engine's thread once the arrays of an action are no longer needed."""
+"""Called in the engine's thread when the arrays of an action are no longer needed."""
 
 
 def _release_nothing() -> None:
@@ -119,7 +119,7 @@ def _release_nothing() -> None:
 
 
 def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
-    """Convert an exception of a task or a library; out of memory fails this machine only."""
+    """Convert an exception of a task or a library; lack of memory is local to this machine."""
     reason = describe_error(error)
     if reason == type(error).__name__:  # no message: name the line that raised it
         reason = describe_raised(error)
@@ -130,7 +130,7 @@ def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
 
 
 def _traits(backend: Backend, job: _Job) -> dict[str, str]:
-    """Everything that decides a gradient's bits besides the probe."""
+    """Return everything that decides a gradient's bits besides the probe."""
     subnormals = {"subnormals": "kept" if job.keeps_subnormals else "flushed"}
     module = job.task.trainable.module
     if job.spec.arithmetic.is_canonical:
@@ -143,7 +143,7 @@ def _samples_of_step(order: SampleOrder, action: act.Compute) -> Sequence[Sequen
     """Return the samples of each microbatch of a step.
 
     Raises:
-        DataError: The coordinator plans another number of microbatches.
+        DataError: The coordinator has planned another number of microbatches.
     """
     step, samples = action.step_id.step, order.microbatches(action.step_id.step)
     if len(samples) != action.microbatches:
@@ -155,7 +155,7 @@ def _samples_of_step(order: SampleOrder, action: act.Compute) -> Sequence[Sequen
 
 
 def trainable_of(task: Task, spec: RunSpec) -> Trainable:
-    """Return a task's trainable with what the run spec says of it."""
+    """Return a task's trainable, completed with settings of the run spec."""
     trainable = replace(task.trainable, arithmetic=spec.arithmetic, unit=spec.batch.unit)
     if (coupled := trainable.coupled) is None:
         return trainable
@@ -203,26 +203,28 @@ def _sum_trial(task: Task, spec: RunSpec) -> SumTrial | None:
 def _replay(
     spec: RunSpec, task: Task, program: Program, example: Batch, order: SampleOrder
 ) -> ReplayCheck | None:
-    """The check for hidden state; None for a scripted device, which computes nothing."""
+    """Return the check for hidden state; None for a scripted device, which computes nothing."""
     if task.trainable.module is None:
         return None
-    if isinstance(task, ReadsFiles):  # the sample files are not here yet
+    if isinstance(task, ReadsFiles):  # its samples are fetched later
         return ReplayCheck(spec, task, program, example, [lambda: example])
-    first = partial(_first_batch, spec, task, order, 0)
-    return ReplayCheck(spec, task, program, example, [first, _unseen_batch(spec, task, order)])
+    first_batch = partial(_first_batch, spec, task, order, 0)
+    return ReplayCheck(
+        spec, task, program, example, [first_batch, _unseen_batch(spec, task, order)]
+    )
 
 
 def _unseen_batch(spec: RunSpec, task: Task, order: SampleOrder) -> Callable[[], Batch]:
-    """Return a function that makes a microbatch of samples that no trial has computed yet.
+    """Return a function that builds a microbatch of samples that no trial has computed yet.
 
-    State that a task keeps per sample does not exist for those. Falls back to the last candidate
-    in a data set that is too small.
+    A task that keeps state per sample has none for them yet. A data set that is too small gives
+    its last microbatch.
     """
-    built_on = {0, 1, *order.microbatches(0)[0]}  # the build computed a loss on the first samples
+    used_samples = {0, 1, *order.microbatches(0)[0]}  # the build computed a loss on these
     steps = sorted({0, 1 % order.steps_per_epoch, order.steps_per_epoch - 1})
     candidates = [(step, n) for step in steps for n in range(len(order.microbatches(step)))]
     step, number = next(
-        (each for each in candidates if built_on.isdisjoint(order.microbatches(each[0])[each[1]])),
+        (c for c in candidates if used_samples.isdisjoint(order.microbatches(c[0])[c[1]])),
         candidates[-1],
     )
     samples = order.microbatches(step)[number]
@@ -230,7 +232,7 @@ def _unseen_batch(spec: RunSpec, task: Task, order: SampleOrder) -> Callable[[],
 
 
 def _first_batch(spec: RunSpec, task: Task, order: SampleOrder, step: int) -> Batch:
-    """The first microbatch of a step."""
+    """Build the first microbatch of a step."""
     return _batch(task, order.microbatches(step)[0], microbatch_seed(spec.seed, step, 0))
 
 
@@ -242,7 +244,7 @@ class _DeviceRefusal(Exception):
 
 
 class BackendFactory(Protocol):
-    """Creates the backend and the tasks; imports torch and the like only when called."""
+    """Creates the backend and the tasks; imports torch and other libraries only when called."""
 
     def backend(self) -> Backend:
         """Return the device that this engine owns."""
@@ -266,33 +268,33 @@ class _Job:
     keeps_subnormals: bool
     run_id: str = ""
     requested_files: set[str] = field(default_factory=set)
-    """Files of upcoming steps that were already requested."""
+    """Files of the next steps that were already requested."""
     uses_group_replica: bool = False
-    """Whether the replica belongs to a device group: read here, changed by the group's engine."""
+    """Whether the replica belongs to a device group, whose engine changes it."""
     is_initial: bool = True
     """Whether the replica still holds the initial state."""
     is_complete: bool = True
     """False while another replica's state is being loaded chunk by chunk."""
     inner_phases: InnerPhases | None = None
-    """For a run with replicas."""
+    """Set in a run with replicas."""
     coupled_step: CoupledStep | None = None
-    """Where the loss couples all samples of a step: that of the attempt in progress."""
+    """The loss of the current attempt, if it couples all samples of a step."""
     has_weights_loaded: bool = True
-    """Whether the device has the replica's parameters: an inner phase leaves its own there."""
+    """Whether the device has the replica's parameters; after an inner phase it has others."""
     has_average_loaded: bool = False
-    """Whether the device has the optimizer's averaged parameters, which evaluation uses."""
+    """Whether the device has the averaged parameters that evaluation uses."""
     counters: CounterCheck = field(default_factory=lambda: CounterCheck(()))
     """The counters that forward changes."""
     trial: SumTrial | None = None
-    """The check that the loss is a sum, until it has been repeated."""
+    """The check that the loss is a sum; None once it has been repeated."""
     replay: ReplayCheck | None = None
     """The check for hidden state; None for a scripted device."""
     error: DataError | None = None
-    """Why the task cannot be trained, if that showed only after some steps."""
+    """Why the task cannot be trained, if a check after some steps failed."""
 
 
 class Engine:
-    """Owns the device. Its methods must be called from a single thread other than its own.
+    """Owns the device. Its methods must be called from a single thread other than the engine's.
 
     Args:
         factory: Creates the backend and the tasks.
@@ -301,10 +303,10 @@ class Engine:
         tracer: Records when each piece of work ran.
         machine: Threads and clock.
         in_group: Whether the device belongs to a group, whose devices share one replica.
-        prepares: Called with each line about how far the preparation of a task is.
+        on_progress: Called with each progress line while a task is prepared.
 
     Attributes:
-        preparing: The last of these lines; empty while no task is prepared.
+        preparing: The last progress line; empty while no task is prepared.
     """
 
     def __init__(
@@ -315,7 +317,7 @@ class Engine:
         machine: Machine | None = None,
         *,
         in_group: bool = False,
-        prepares: Callable[[str], None] | None = None,
+        on_progress: Callable[[str], None] | None = None,
     ) -> None:
         self._factory = factory
         self._emit = emit
@@ -332,17 +334,17 @@ class Engine:
             lambda step, digest: emit(Applied(step, digest)),
             lambda error: emit(DeviceFailed(error)),
         )
-        self._prepares = prepares
+        self._on_progress = on_progress
         self.preparing = ""
         self._watch = DeviceWatch(self._report_hang)
         self._device_name = "of this worker"
-        """In reports of a hang; its own once it is open."""
+        """The name in reports of a hang; replaced when the device is open."""
         self._is_open = False
         self._thread = self._machine.device_thread("engine")
 
     @property
     def is_hanging(self) -> bool:
-        """Whether the device has not answered for much longer than ever before."""
+        """Whether the device has not answered for much longer than its answers took before."""
         return self._watch.is_hanging
 
     @property
@@ -375,10 +377,10 @@ class Engine:
         """Abandon all work and end the thread.
 
         Returns:
-            Whether it has ended within 10 s: an operator of the device cannot be interrupted.
+            Whether the thread ended within 10 s: it cannot interrupt the device's current work.
         """
         self.do(act.CancelWork())
-        self._thread.submit(self._free)
+        self._thread.submit(self._release_device)
         has_ended = self._thread.close(_END_TIMEOUT_S)
         self._watch.close()
         self._replica.close()
@@ -398,10 +400,10 @@ class Engine:
             release()
 
     def _set_preparing(self, text: str) -> None:
-        self._watch.progressed()
+        self._watch.restart_limit()
         self.preparing = text
-        if self._prepares is not None:
-            self._prepares(text)
+        if self._on_progress is not None:
+            self._on_progress(text)
 
     def _report_hang(self, reason: str) -> None:
         self._emit(DeviceFailed(DeviceError(self._device_name, reason)))
@@ -417,7 +419,7 @@ class Engine:
         if info.backend in _NEVER_HANG:
             self._watch.close()
 
-    def _free(self) -> Iterator[None]:
+    def _release_device(self) -> Iterator[None]:
         """Leave the trained weights in the caller's module and release the device."""
         job = self._job
         if job is not None:
@@ -433,12 +435,12 @@ class Engine:
     def _build(self, action: act.Build) -> None:
         """Build the task, or reuse the one of the same spec.
 
-        The replica is reset, unless the action says to keep its state of this run.
+        The replica is reset, unless the action asks to keep its state of this run.
         """
-        run_id, spec, before = action.run_id, action.spec, self._job
-        if before is not None and before.run_id == run_id and before.error is not None:
+        run_id, spec, previous = action.run_id, action.spec, self._job
+        if previous is not None and previous.run_id == run_id and previous.error is not None:
             # The coordinator restarted the run before it saw the report; the steps are the same.
-            self._emit(BuildFailed(run_id, before.error))
+            self._emit(BuildFailed(run_id, previous.error))
             return
         try:
             with progress.listening(self._set_preparing):
@@ -458,7 +460,7 @@ class Engine:
             use_threads(min(spec.threads, usable_cores()))
         if job.uses_group_replica:
             job.has_weights_loaded = job.has_average_loaded = False  # the group sends weights
-        elif not (action.keep and job.run_id == run_id and job.is_complete) and not job.is_initial:
+        elif not (job.is_initial or self._may_keep_state(action, job)):
             self._replica.reset(job.replica, job.task.initial_parameters())
             self._load(job)
             job.is_complete = job.is_initial = True
@@ -473,8 +475,8 @@ class Engine:
         backend = self._factory.backend()
         traits = _traits(backend, job)
         parity = job.program.parity
-        described = [f"probe {job.probe_digest[:12]}", *([parity] if parity else [])]
-        described += [f"{key} {value}" for key, value in sorted(traits.items())]
+        traits_text = [f"probe {job.probe_digest[:12]}", *([parity] if parity else [])]
+        traits_text += [f"{key} {value}" for key, value in sorted(traits.items())]
         self._emit(
             Built(
                 run_id=run_id,
@@ -483,13 +485,17 @@ class Engine:
                 step=job.replica.step,
                 state_digest="" if job.uses_group_replica else job.replica.state_digest(),
                 numerics_profile=numerics_digest(traits, job.probe_digest),
-                numerics_text=cut_text(", ".join(described)),
+                numerics_text=cut_text(", ".join(traits_text)),
                 backend=cut_text(backend.info.backend, 64),
                 device=cut_text(backend.info.name, 64),
                 memory=job.program.memory,
                 parity=parity,
             )
         )
+
+    @staticmethod
+    def _may_keep_state(action: act.Build, job: _Job) -> bool:
+        return action.keep_state and job.run_id == action.run_id and job.is_complete
 
     def _job_for(self, spec: RunSpec, inputs: str | None) -> _Job:
         job = self._job
@@ -503,35 +509,36 @@ class Engine:
         order = order_of_steps(spec, manifest.train_samples, manifest.row_groups, manifest.sampling)
         _check_manifest(spec, manifest)
         batches = order.order if isinstance(order, InnerPhaseOrder) else order
-        if not isinstance(task, ReadsFiles):  # samples come later
+        if not isinstance(task, ReadsFiles):  # its samples are fetched later
             refuse_unstable_batch(spec, task, lambda: _first_batch(spec, task, batches, 0))
         trial = _sum_trial(task, spec)
         check_subnormals(_UPDATE_THREAD)
-        example, *others = microbatch_of_each_shape(task, batches)
-        evaluations = evaluation_of_each_shape(task)
+        example, *other_examples = microbatch_per_shape(task, batches)
+        evaluations = evaluation_per_shape(task)
         with self._watch.preparing("it compiles the task and computes its first microbatches"):
-            program = self._compiled(spec, task, [example, *others], evaluations)
-            replica, initial = Replica(manifest.blocks, spec.update), task.initial_parameters()
-            program.load(initial)
+            program = self._compile(spec, task, [example, *other_examples], evaluations)
+            replica = Replica(manifest.blocks, spec.update)
+            initial_parameters = task.initial_parameters()
+            program.load(initial_parameters)
             progress.say("computing the first microbatches")
             captures = manifest.capture is not None
-            probe = (rows_probe if captures else probe_digest)(program, [example, *others])
+            probe = (rows_probe if captures else probe_digest)(program, [example, *other_examples])
             keeps_subnormals = program.keeps_subnormals()
             try:
                 replay = _replay(spec, task, program, example, batches)
             except SamestepError:
                 program.close()
                 raise
-        replica.load_parameters(initial)
-        del initial
-        # Evaluation loads averages, an inner phase loads its own parameters, and a group's replica
-        # changes while a device computes: in these cases the device needs a copy of its own.
-        has_own_copy = self._in_group or replica.averages or spec.replicas
-        if isinstance(program, ComputesInPlace) and not has_own_copy:
+        replica.load_parameters(initial_parameters)
+        del initial_parameters
+        # The device needs a separate copy of the parameters if evaluation loads averages, an inner
+        # phase changes them, or a group's replica changes while the device computes.
+        needs_copy = self._in_group or replica.averages or spec.replicas
+        if isinstance(program, ComputesInPlace) and not needs_copy:
             program.share(replica.parameters)
-        start = replica.initial_digest()
+        initial_digest = replica.initial_digest()
         self._job = _Job(
-            spec, inputs, task, program, replica, order, start, probe, keeps_subnormals,
+            spec, inputs, task, program, replica, order, initial_digest, probe, keeps_subnormals,
             counters=CounterCheck(manifest.blocks), trial=trial,
         )  # fmt: skip
         self._job.replay = replay
@@ -540,19 +547,20 @@ class Engine:
             self._job.inner_phases = InnerPhases(spec, manifest.blocks, program, order, task.batch)
         return self._job
 
-    def _compiled(
+    def _compile(
         self, spec: RunSpec, task: Task, batches: Sequence[Batch], evaluations: Sequence[Batch]
     ) -> Program:
         """Compile the task for a microbatch of each shape.
 
         Raises:
-            _DeviceRefusal: The device cannot compute it.
+            _DeviceRefusal: The device does not support the task.
         """
-        example, *others = batches
+        example, *other_examples = batches
         progress.say(f"compiling for {self._factory.backend().info.name}")
         try:
             trainable = trainable_of(task, spec)
-            program = self._factory.backend().compile(trainable, example, others, evaluations)
+            backend = self._factory.backend()
+            program = backend.compile(trainable, example, other_examples, evaluations)
         except SamestepError as error:
             raise _DeviceRefusal(error) from error
         if task.manifest.embeddings is not None and not isinstance(program, ComputesCoupledLoss):
@@ -611,7 +619,7 @@ class Engine:
         leaf, since_us = subtree.lo, now_us()
         loss: Loss | None = None
         stream = _gradients(job, leaves)
-        for item in self._watch.each(stream):
+        for item in self._watch.await_each(stream):
             yield  # the device computes; other work may run
             if self._is_cancelled(step_id, subtree):
                 with self._watch.awaiting():
@@ -631,12 +639,14 @@ class Engine:
                 self._emit(BlockSum(step_id, subtree, item.block, item.values, weight))
             leaf += item.block == 0
         assert loss is not None
-        unlike: tuple[int, ...] = ()
+        unlike_microbatches: tuple[int, ...] = ()
         if (coupled := job.coupled_step) is not None:
             loss = coupled.loss(subtree, weight)
-            unlike = coupled.unlike(subtree, _coupled_program(job).take_embedded())
+            unlike_microbatches = coupled.unlike_microbatches(
+                subtree, _coupled_program(job).take_embedded()
+            )
         elapsed_ms = (self._machine.now_s() - start_s) * 1e3
-        self._emit(SubtreeDone(step_id, subtree, loss, elapsed_ms, unlike))
+        self._emit(SubtreeDone(step_id, subtree, loss, elapsed_ms, unlike_microbatches))
 
     def _embed(self, action: act.Compute, leaves: Sequence[Leaf], start_s: float) -> Iterator[None]:
         """Compute the embeddings of a subtree's microbatches."""
@@ -647,7 +657,7 @@ class Engine:
         )
         number = subtree.lo
         with closing(program.embed(leaves)) as embedded:
-            for rows in self._watch.each(embedded):
+            for rows in self._watch.await_each(embedded):
                 yield  # the device computes; other work may run
                 if self._is_cancelled(step_id, subtree):
                     return
@@ -676,8 +686,8 @@ class Engine:
             return None
         coupled = job.coupled_step
         assert coupled is not None, "the session loads embeddings before it asks for gradients"
-        assert coupled.step_id == step_id, "the session loads those of the same attempt"
-        _coupled_program(job).take_embedded()  # of a subtree that was abandoned
+        assert coupled.step_id == step_id, "the session loads embeddings of the same attempt"
+        _coupled_program(job).take_embedded()  # drop those of an abandoned subtree
         return coupled
 
     def _compute_inner_phase(self, job: _Job, action: act.Compute) -> Iterator[None]:
@@ -723,47 +733,53 @@ class Engine:
             for inner in range(order.inner_steps)
             for part in order.microbatches(step_id.step, subtree.lo, inner)
         )
-        missing = job.task.missing([sample for part in parts for sample in part])
-        if missing:
-            self._emit(FilesNeeded(missing, for_subtree=(step_id, order.replicas, subtree)))
-        return bool(missing)
+        missing_files = job.task.missing([sample for part in parts for sample in part])
+        if missing_files:
+            self._emit(FilesNeeded(missing_files, for_subtree=(step_id, order.replicas, subtree)))
+        return bool(missing_files)
 
     def _load_inner_state(self, action: act.LoadInnerState) -> None:
         """Load the coordinator's state of an inner phase; see `InnerPhases.load`."""
         inner_phases = self._require_job().inner_phases
         assert inner_phases is not None, "requested only in a run with replicas"
         inner_phases.load(
-            action.step_id, action.replica, action.inner, action.content, carried=action.carried
+            action.step_id,
+            action.replica,
+            action.inner,
+            action.content,
+            with_carried=action.with_carried,
         )
 
     def _request_files(
         self, job: _Job, action: act.Compute, samples: Sequence[Sequence[int]]
     ) -> bool:
-        """Request missing files of a subtree and of the next steps; whether the subtree must wait.
+        """Request missing files of a subtree and of the next steps.
 
-        Requests for the next steps hold up nothing.
+        Returns whether the subtree must wait; files of the next steps delay nothing.
         """
         step_id, subtree = action.step_id, action.subtree
         if not isinstance(job.task, ReadsFiles):
             return False
         subtree_samples = [sample for leaf in range(*subtree) for sample in samples[leaf]]
-        missing = job.task.missing(subtree_samples)
-        if missing:
-            self._emit(FilesNeeded(missing, for_subtree=(step_id, action.microbatches, subtree)))
+        missing_files = job.task.missing(subtree_samples)
+        if missing_files:
+            self._emit(
+                FilesNeeded(missing_files, for_subtree=(step_id, action.microbatches, subtree))
+            )
         assert isinstance(job.order, SampleOrder)
         steps = job.spec.steps_with(job.task.manifest.epoch_samples)
         for step in range(step_id.step + 1, min(step_id.step + _STEPS_AHEAD, steps)):
-            upcoming = [sample for part in job.order.microbatches(step) for sample in part]
-            new_files = set(job.task.missing(upcoming)) - job.requested_files
+            samples_ahead = [sample for part in job.order.microbatches(step) for sample in part]
+            new_files = set(job.task.missing(samples_ahead)) - job.requested_files
             if new_files:
                 job.requested_files |= new_files
                 self._emit(FilesNeeded(tuple(sorted(new_files))))
-        return bool(missing)
+        return bool(missing_files)
 
     def _capture(
         self, action: act.Compute, batches: Sequence[Batch], start_s: float
     ) -> Iterator[None]:
-        """Compute a subtree of a run that only captures logits: rows and loss per microbatch."""
+        """Compute rows and losses of a subtree in a run that only captures logits."""
         step_id, subtree = action.step_id, action.subtree
         job, losses = self._require_job(), []
         for leaf, batch in zip(range(*subtree), batches, strict=True):
@@ -784,7 +800,7 @@ class Engine:
     def _is_cancelled(self, step_id: StepId, subtree: Subtree) -> bool:
         return self._current_generation != self._generation or (step_id, subtree) in self._cancelled
 
-    # The replica: this engine's own, or the one of its device group.
+    # The replica, which belongs to this engine or to its device group.
 
     def _apply(self, action: act.Apply) -> None:
         """Apply the step, or skip it if the action has no scalars."""
@@ -792,10 +808,10 @@ class Engine:
         self._check_subnormals(job)
         job.is_initial = False
         self._replica.change(job.replica, action)
-        changed = self._take_step(job, None if action.scalars is None else action.attempt)
+        has_hidden_state = self._take_step(job, None if action.scalars is None else action.attempt)
         if self._tracer is not None:
             self._tracer.span("apply step", "device", start_us, step=job.replica.step)
-        if changed:
+        if has_hidden_state:
             return
         self._replica.report(job.replica)
         self._retry_sum_trial(job)
@@ -804,15 +820,15 @@ class Engine:
         with self._watch.awaiting():
             keeps_subnormals = job.program.keeps_subnormals()
         if keeps_subnormals != job.keeps_subnormals:
-            # The numerics profile was taken at build; model code can change its thread later.
+            # The numerics profile is from the build; model code can change its thread later.
             raise SubnormalsFlushed("since the run began, a thread that computes gradients")
 
     def _take_step(self, job: _Job, attempt: int | None) -> bool:
-        """Follow a step that the replica has taken; whether training changed hidden state.
+        """Follow a step of the replica; return whether training changed hidden state.
 
         Args:
             job: The built task.
-            attempt: The attempt that was committed; None if the step was skipped.
+            attempt: The committed attempt; None if the step was skipped.
         """
         job.coupled_step = None
         if attempt is not None:
@@ -860,7 +876,7 @@ class Engine:
         job.replica = Replica(blocks, job.spec.update, lambda kind, block: arrays[kind][block])
         job.uses_group_replica = True
         job.replica.restore(action.step, action.optimizer_step)
-        if action.reset and job.inner_phases is not None:
+        if action.was_reset and job.inner_phases is not None:
             job.inner_phases.forget()
         self._load(job)
         self._report_weights_taken(job)
@@ -869,13 +885,15 @@ class Engine:
         job, start_us = self._require_job(), now_us()
         self._check_subnormals(job)
         job.replica.restore(action.step, action.optimizer_step)
-        if action.committed is None:
+        if action.committed_attempt is None:
             if job.inner_phases is not None:
                 job.inner_phases.forget()
             self._load(job)
         else:
-            changed = self._take_step(job, action.committed if action.committed >= 0 else None)
-            if not changed:
+            has_hidden_state = self._take_step(
+                job, action.committed_attempt if action.committed_attempt >= 0 else None
+            )
+            if not has_hidden_state:
                 self._retry_sum_trial(job)
         if self._tracer is not None:
             self._tracer.span("take weights", "device", start_us, step=job.replica.step)
@@ -904,14 +922,14 @@ class Engine:
         self._emit(TaskRefused(job.run_id, error))
 
     def _has_hidden_state_changed(self, job: _Job) -> bool:
-        """Whether training changed anything besides the replica; checked after some steps."""
+        """Return whether training changed anything besides the replica; checks only some steps."""
         if job.error is not None:
             return True
         if job.replay is None or not job.replay.is_due(job.replica.step):
             return False
         try:
             with self._watch.preparing("it computes a microbatch again"):
-                job.replay.check(job.replica.parameters, in_place=not job.uses_group_replica)
+                job.replay.check(job.replica.parameters, reads_replica=not job.uses_group_replica)
         except DataError as error:
             self._refuse_task(job, error)
         return job.error is not None
@@ -924,7 +942,7 @@ class Engine:
         job.has_average_loaded = False
 
     def _load_trained(self, job: _Job) -> None:
-        """Load the averaged parameters if the optimizer keeps any: evaluation uses those."""
+        """Load the optimizer's averaged parameters, if it has any, for evaluation."""
         if job.replica.averages and not job.has_average_loaded:
             self._replica.await_digest()
             with self._watch.awaiting():
@@ -932,13 +950,13 @@ class Engine:
             job.has_average_loaded = True
 
     def _evaluate(self, action: act.Evaluate) -> None:
-        """Evaluate one part of the held-out data, unless it was cancelled."""
+        """Evaluate one part of the evaluation data, unless it was cancelled."""
         step, part = action.step, action.part
         if self._current_generation != self._generation:
             return
         job = self._require_job()
-        if isinstance(job.task, ReadsFiles) and (missing := job.task.missing_of_part(part)):
-            self._emit(FilesNeeded(missing, for_part=(step, part)))
+        if isinstance(job.task, ReadsFiles) and (missing_files := job.task.missing_of_part(part)):
+            self._emit(FilesNeeded(missing_files, for_part=(step, part)))
             return
         if not job.has_weights_loaded:
             self._load(job)
@@ -959,12 +977,12 @@ class Engine:
         act.LoadInnerState: _load_inner_state,
         act.LoadEmbeddings: _load_embeddings,
         act.Evaluate: _evaluate,
-        # With a replica of its own.
+        # For an engine with its own replica.
         act.Apply: _apply,
         act.LoadChunk: _load_chunk,
         act.Restore: _restore,
         act.CopyState: _copy_state,
-        # With the group's replica.
+        # For a device that reads the group's replica.
         act.ReadInitial: _read_initial,
         act.AttachReplica: _attach,
         act.TakeWeights: _take_weights,

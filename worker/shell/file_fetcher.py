@@ -1,6 +1,6 @@
-"""Carries out the file actions of `worker.logic.file_fetch` in a thread of its own, in order.
+"""Execute the file actions of `worker.logic.file_fetch` in a separate thread, in order.
 
-So hashing and writing delay neither the network nor the device.
+Hashing and writing thus delay neither the network nor the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from worker.shell.input_directory import link_files, local_spec
 
 _BUSY_PAUSE_S: Final = 0.25
 _BUSY_PATIENCE_S: Final = 10.0
-"""Stop waiting for another worker's partial download that has not grown for this long."""
+"""Stop waiting for another worker's partial download when it has not grown for this long."""
 
 
 class FileFetcher:
@@ -63,7 +63,7 @@ class FileFetcher:
         self._generation = 0
         # The attributes below are used in the thread only.
         self._digests = FileDigests()
-        self._failed = -1
+        self._failed_generation = -1
         self._cache: BlobCache | None = None
         self._part: Part | None = None
         self._awaited_part: tuple[str, int, float] = ("", 0, 0.0)
@@ -104,19 +104,19 @@ class FileFetcher:
     def _work(self, generation: int, action: FileAction) -> None:
         # Received chunks are written even if stale: the next attempt continues after them.
         is_stale = generation != self._generation and not isinstance(action, StoreChunk)
-        if is_stale or generation == self._failed:
+        if is_stale or generation == self._failed_generation:
             return
         event: FileEvent | None
         try:
             event = self._perform(action)
         except Exception as error:  # noqa: BLE001 -- the coordinator waits until it learns of it
-            self._failed = generation
+            self._failed_generation = generation
             reason = f"cannot provide the run's files: {error!r}"
             event = FilesFailed(error if isinstance(error, SamestepError) else DataError(reason))
         self._loop.call_soon_threadsafe(self._deliver, generation, action, event)
 
     def _perform(self, action: FileAction) -> FileEvent | None:
-        """Carry out an action; None if it must be retried later."""
+        """Execute an action; return None if it must be retried later."""
         if self._cache is None:
             directory = self._cache_directory or cache_directory(os.environ)
             self._cache = BlobCache(directory, self._digests)
@@ -134,27 +134,30 @@ class FileFetcher:
 
     def _locate(self, action: Locate, cache: BlobCache) -> Located:
         locations = self._locate_all(action, cache)
-        missing = {
+        missing_files = {
             file.digest: file
             for source in action.listing.sources
             for file in source.files
-            if (source.role, file.name) not in locations and file.digest not in action.later
+            if (source.role, file.name) not in locations
+            and file.digest not in action.deferred_digests
         }
-        if missing:
+        if missing_files:
             # Partial downloads of other workers on this machine count: they share the cache.
-            parts = sum(min(cache.part_bytes(file.digest), file.size) for file in missing.values())
-            cache.reserve(sum(file.size for file in missing.values()) - parts)
-        return Located(tuple(missing.values()))
+            parts = sum(
+                min(cache.part_bytes(file.digest), file.size) for file in missing_files.values()
+            )
+            cache.reserve(sum(file.size for file in missing_files.values()) - parts)
+        return Located(tuple(missing_files.values()))
 
     def _locate_all(
         self, action: Locate | Assemble, cache: BlobCache
     ) -> dict[tuple[Role, str], Path]:
-        """Path of each listed file: where the run spec names it, or in the cache."""
+        """Return the path of each listed file: the one in the run spec, or the one in the cache."""
         locations: dict[tuple[Role, str], Path] = {}
         for source in action.listing.sources:
             local = _local_files(action.spec, source.role)
             for file in source.files:
-                if file.digest in action.later:
+                if file.digest in action.deferred_digests:
                     continue
                 path = local.get(file.name)
                 if path is None or not self._digests.holds(path, file.size, file.digest):
@@ -169,43 +172,46 @@ class FileFetcher:
             return BlobPresent(file.digest)
         part = cache.open_part(file.digest, file.size)
         if part is None:
-            have, now_s = cache.part_bytes(file.digest), self._machine.now_s()
-            if self._awaited_part[:2] != (file.digest, have):
-                self._awaited_part = (file.digest, have, now_s)
+            size, now_s = cache.part_bytes(file.digest), self._machine.now_s()
+            if self._awaited_part[:2] != (file.digest, size):
+                self._awaited_part = (file.digest, size, now_s)
             if now_s - self._awaited_part[2] < _BUSY_PATIENCE_S:
                 return None
             part = cache.open_part(file.digest, file.size, exclusive=True)
             if part is None:
                 return None
-        if part.complete:
+        if part.is_complete:
             if part.finish():
                 return BlobPresent(file.digest)
             return None
         self._part = part
-        return PartOpened(file.digest, part.have)
+        return PartOpened(file.digest, part.size)
 
     def _store(self, action: StoreChunk, cache: BlobCache) -> FileEvent:
         file = action.file
         if file.size <= limits.BODY_BYTES:
             if not cache.put(file.digest, action.values):
-                return BlobDamaged(file.digest, resumed=False)
-            return ChunkStored(file.digest, complete=True)
+                return BlobDamaged(file.digest, was_resumed=False)
+            return ChunkStored(file.digest, is_complete=True)
         part = self._part
         assert part is not None
-        assert part.have == action.offset
+        assert part.size == action.offset
         part.append(action.values)
-        if not part.complete:
-            return ChunkStored(file.digest, complete=False)
+        if not part.is_complete:
+            return ChunkStored(file.digest, is_complete=False)
         self._part = None
         if part.finish():
-            return ChunkStored(file.digest, complete=True)
-        return BlobDamaged(file.digest, part.resumed)
+            return ChunkStored(file.digest, is_complete=True)
+        return BlobDamaged(file.digest, part.was_resumed)
 
     def _assemble(self, action: Assemble, cache: BlobCache) -> FileEvent:
         locations = self._locate_all(action, cache)
         for source in action.listing.sources:
             for file in source.files:
-                if (source.role, file.name) not in locations and file.digest not in action.later:
+                if (
+                    source.role,
+                    file.name,
+                ) not in locations and file.digest not in action.deferred_digests:
                     raise DataError(
                         f"the {source.role} file {file.name!r} was changed or removed on this "
                         "machine while the run was being prepared; restore it and start the run "
@@ -229,7 +235,7 @@ class FileFetcher:
 
 
 def _local_files(spec: RunSpec, role: Role) -> dict[str, Path]:
-    """Files of a source that exist on this machine where the run spec names them, by name."""
+    """Return a source's files by name, if they exist on this machine where the run spec says."""
     try:
         files = source_files(spec, role)
     except (SamestepError, OSError, ValueError):

@@ -1,6 +1,6 @@
-"""The engine of a multi-device worker, as `engine.Engine` is that of one device.
+"""The engine of a multi-device worker; `engine.Engine` is that of one device.
 
-`worker.logic.device_group` decides; this thread carries out its outputs. It owns the group's
+`worker.logic.device_group` decides; this thread executes its outputs. It owns the group's
 replica and applies the exact update once for all devices.
 """
 
@@ -34,10 +34,10 @@ class Link(Protocol):
     """The connection to one device."""
 
     def send(self, order: act.GroupOrder) -> None:
-        """Send an order; orders are carried out in sequence."""
+        """Send an order; the device executes orders in sequence."""
 
     def end(self) -> None:
-        """End the device's process; its handlers are not called any more."""
+        """End the device's process; its handlers are no longer called."""
 
 
 class Devices(Protocol):
@@ -56,15 +56,15 @@ class Devices(Protocol):
         Args:
             name: The device's name.
             on_report: Called with each of its reports.
-            on_loss: Called once if it ends unasked, with how it ended ("was ended by SIGKILL").
+            on_loss: Called once if it ends by itself, with a description ("was ended by SIGKILL").
         """
 
     @property
     def preparing(self) -> str:
-        """How far the preparation of a task is; empty while none is prepared."""
+        """Progress of the preparation of a task; empty while no task is prepared."""
 
     def close(self) -> None:
-        """Wait until all processes are gone; all links have been ended before."""
+        """Wait until all processes have ended; the caller has ended all links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class DeviceSet:
     """The devices of a group.
 
     Attributes:
-        names: Their names.
-        devices: Starts them.
+        names: The devices' names.
+        devices: Starts the devices.
     """
 
     names: Sequence[str]
@@ -92,7 +92,7 @@ class GroupEngine:
     Args:
         device_set: The devices.
         emit: Receives each event; called in this object's thread.
-        tell: Prints a line; any thread may call it.
+        print_line: Prints a line; any thread may call it.
         machine: Threads and clock.
     """
 
@@ -100,22 +100,22 @@ class GroupEngine:
         self,
         device_set: DeviceSet,
         emit: Callable[[events.Event], None],
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         machine: Machine,
     ) -> None:
         self._group = DeviceGroup(device_set.names)
         self._count = len(device_set.names)
         self._devices = device_set.devices
         self._emit = emit
-        self._tell, self._warn = tell, device_set.warn
+        self._print_line, self._warn = print_line, device_set.warn
         self._links: dict[str, Link] = {}
         self._replica: Replica | None = None
-        self._changing: deque[Release] = deque()
+        self._releases: deque[Release] = deque()
         """The `release` of each queued change of the replica."""
         self._thread = machine.device_thread("engine")
-        self._changes = HashedReplica(
+        self._hashed_replica = HashedReplica(
             machine,
-            lambda step, digest: self._decide(lambda: self._group.digested(step, digest)),
+            lambda step, digest: self._decide(lambda: self._group.replica_digest(step, digest)),
             lambda error: emit(events.DeviceFailed(error)),
         )
         self._decide(self._group.begin)
@@ -127,7 +127,7 @@ class GroupEngine:
 
     @property
     def is_hanging(self) -> bool:
-        """A process whose device hangs is ended, and the others go on."""
+        """Always False: a process whose device hangs is ended, and the others continue."""
         return False
 
     @property
@@ -140,7 +140,7 @@ class GroupEngine:
 
         def decide() -> list[outputs.Output]:
             if isinstance(action, act.ReplicaAction):
-                self._changing.append(release)
+                self._releases.append(release)
             return self._group.do(action)
 
         self._decide(decide)
@@ -149,7 +149,7 @@ class GroupEngine:
         """End all devices and wait for them; see `Engine.close`."""
         self._decide(lambda: [outputs.Stop(name) for name in self._links])
         has_ended = self._thread.close(_END_TIMEOUT_S)
-        self._changes.close()
+        self._hashed_replica.close()
         self._devices.close()
         return has_ended
 
@@ -182,10 +182,10 @@ class GroupEngine:
                 self._attach(output)
             case outputs.CopyReplica():
                 self._emit(copy_state(self._built_replica))
-            case outputs.Emit(events.Built() as built):
-                self._changes.await_digest()
+            case outputs.Emit(events.Built() as event):
+                self._hashed_replica.await_digest()
                 step, digest = self._built_replica.step, self._built_replica.state_digest()
-                self._emit(replace(built, step=step, state_digest=digest))
+                self._emit(replace(event, step=step, state_digest=digest))
             case outputs.Emit():
                 self._emit(output.event)
             case outputs.LogLine():
@@ -193,11 +193,11 @@ class GroupEngine:
 
     @property
     def _built_replica(self) -> Replica:
-        assert self._replica is not None, "the session plans after Built alone"
+        assert self._replica is not None, "the session requests work only after Built"
         return self._replica
 
     def _reset(self, output: outputs.ResetReplica) -> None:
-        self._changes.await_digest()
+        self._hashed_replica.await_digest()
         # The devices are idle during an update, so it may use all their threads.
         use_threads(min(output.spec.threads * self._count, usable_cores()))
         self._replica = None  # frees its memory before the next one is allocated
@@ -206,34 +206,34 @@ class GroupEngine:
 
     def _change(self, action: act.ReplicaAction) -> None:
         try:
-            self._changes.change(self._built_replica, action)
+            self._hashed_replica.change(self._built_replica, action)
         finally:
-            self._changing.popleft()()
+            self._releases.popleft()()
         if not isinstance(action, act.LoadChunk):
-            self._changes.report(self._built_replica)
+            self._hashed_replica.report(self._built_replica)
 
     def _attach(self, output: outputs.Attach) -> None:
         replica = self._built_replica
         arrays = {str(kind): replica.arrays(kind) for kind in replica.kinds}
-        order = act.AttachReplica(arrays, replica.step, replica.optimizer_step, output.reset)
+        order = act.AttachReplica(arrays, replica.step, replica.optimizer_step, output.was_reset)
         self._links[output.device].send(order)
 
     def _log(self, output: outputs.LogLine) -> None:
         if not output.is_warning:
-            self._tell(output.text)
+            self._print_line(output.text)
             return
         self._warn(output.text)
         self._emit(events.DeviceWarning(output.device, output.text))
 
     def _start(self, name: str) -> Link:
-        def reported(event: events.GroupReport) -> None:
+        def on_report(event: events.GroupReport) -> None:
             self._decide(lambda: self._group.report(name, event) if is_current() else [])
 
-        def lost(reason: str) -> None:
+        def on_loss(reason: str) -> None:
             self._decide(lambda: self._group.lost(name, reason) if is_current() else [])
 
         def is_current() -> bool:
             return self._links.get(name) is link
 
-        link = self._devices.start(name, reported, lost)
+        link = self._devices.start(name, on_report, on_loss)
         return link

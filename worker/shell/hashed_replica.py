@@ -1,4 +1,4 @@
-"""Changes a worker's replica and hashes it in a thread of its own while the next step computes."""
+"""Change a worker's replica, and hash it in a separate thread while the next step computes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from worker.logic import events
 
 
 class HashedReplica:
-    """Applies changes to a replica; each one waits for the digest of the state before.
+    """Applies changes to a replica; each change waits for the digest of the previous state.
 
     Args:
         machine: Threads and clock.
-        digested: Called with step and digest, in the hashing thread.
-        failed: Called with an exception of the hashing, in the hashing thread.
+        on_digest: Called with step and digest, in the hashing thread.
+        on_failure: Called with an exception of the hashing, in the hashing thread.
     """
 
     def __init__(
         self,
         machine: Machine,
-        digested: Callable[[int, str], None],
-        failed: Callable[[Exception], None],
+        on_digest: Callable[[int, str], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
-        self._digested, self._failed = digested, failed
+        self._on_digest, self._on_failure = on_digest, on_failure
         self._thread = machine.thread("digest")
         self._digest: Future[None] | None = None
 
@@ -57,9 +57,9 @@ class HashedReplica:
 
         def work() -> None:
             try:
-                self._digested(replica.step, replica.state_digest())
+                self._on_digest(replica.step, replica.state_digest())
             except Exception as error:  # noqa: BLE001 -- the session must learn of every failure
-                self._failed(error)
+                self._on_failure(error)
 
         self._digest = self._thread.submit(work)
 
@@ -75,7 +75,7 @@ class HashedReplica:
 
 
 def copy_state(replica: Replica) -> events.StateCopied:
-    """Copy the replica's arrays; moments are left out before the first update: they are zeros."""
+    """Copy the replica's arrays, without moments before the first update, when they are zeros."""
     parts = [
         StatePart(part.kind, part.block, part.values.copy())
         for part in replica.parts()

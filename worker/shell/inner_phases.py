@@ -2,7 +2,7 @@
 
 An inner phase starts from the run's parameters and, if replicas carry state from round to round
 (the inner optimizer's moments, the residual of topk), from its replica's carried state. It can
-continue from an inner checkpoint of another worker, or from where this one was interrupted.
+continue from an inner checkpoint of another worker, or where this worker was interrupted.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CarriedState:
     """State that a replica carries into a round. All lists are empty if it carries none.
 
     Attributes:
-        moments: Of the inner optimizer: for each moment one flat float32 array per block.
-        residual: What topk has not sent yet: one flat float32 array per block.
+        moments: The inner optimizer's moments: for each, one flat float32 array per block.
+        residual: Differences that topk has not sent yet: one flat float32 array per block.
         missed: Updates that each tensor has missed, by block, if the optimizer counts them.
     """
 
@@ -88,7 +88,7 @@ class InnerPhases:
         blocks: The manifest's blocks.
         program: The compiled task.
         order: The samples of each inner step.
-        batch: Makes a microbatch from sample numbers.
+        batch: Returns the microbatch of some sample numbers.
     """
 
     def __init__(
@@ -107,85 +107,85 @@ class InnerPhases:
         self._order = order
         self._batch = batch
         self._steps: InnerSteps | None = None
-        self._carried: dict[int, tuple[int, CarriedState]] = {}
+        self._carried_states: dict[int, tuple[int, CarriedState]] = {}
         """Carried state by replica, with the round that starts from it."""
-        self._produced: dict[int, tuple[StepId, CarriedState]] = {}
+        self._uncommitted_states: dict[int, tuple[StepId, CarriedState]] = {}
         """Carried state by replica from phases of a round that is not committed yet."""
         self._checkpoints: dict[tuple[StepId, int], _Checkpoint] = {}
-        self._loaded: set[tuple[StepId, int]] = set()
+        self._loaded_phases: set[tuple[StepId, int]] = set()
 
     def forget(self) -> None:
-        """Drop all state: other parameters were loaded, or the round was skipped."""
-        self._carried.clear()
+        """Drop all state, because other parameters were loaded or the round was skipped."""
+        self._carried_states.clear()
         self.end_round()
 
     def coordinator_restarted(self) -> None:
         """Drop uncommitted carried state: a restarted coordinator counts attempts from 0 again."""
-        self._produced.clear()
+        self._uncommitted_states.clear()
 
     def end_round(self, committed: StepId | None = None) -> None:
         """Keep the carried state of the committed attempt for the next round; drop the rest.
 
-        Another step_id's state may come from a device that failed.
+        The state of another attempt may come from a device that failed.
         """
-        for replica, (step_id, state) in self._produced.items():
+        for replica, (step_id, state) in self._uncommitted_states.items():
             if step_id == committed:
-                self._carried[replica] = (step_id.step + 1, state)
-        self._produced.clear()
+                self._carried_states[replica] = (step_id.step + 1, state)
+        self._uncommitted_states.clear()
         self._checkpoints.clear()
-        self._loaded.clear()
+        self._loaded_phases.clear()
 
     def needs_state(self, step_id: StepId, replica: int) -> bool:
-        """Whether to request the coordinator's state before computing this phase."""
+        """Return whether this phase needs a state from the coordinator first."""
         if not self.has_carried_state(step_id.step, replica):
             return True
         key = (step_id, replica)
-        is_available = key in self._checkpoints or key in self._loaded
+        is_available = key in self._checkpoints or key in self._loaded_phases
         return self._replicas.boundary_every > 0 and not is_available
 
     def has_carried_state(self, step: int, replica: int) -> bool:
-        """Whether this worker has the replica's carried state of this round, or needs none."""
+        """Return whether the replica's carried state of this round is here or not needed."""
         if not self._replicas.carries or step == 0:
             return True
-        return self._carried.get(replica, (-1, None))[0] == step
+        return self._carried_states.get(replica, (-1, None))[0] == step
 
     def load(
-        self, step_id: StepId, replica: int, inner: int, content: Bytes, *, carried: bool
+        self, step_id: StepId, replica: int, inner: int, content: Bytes, *, with_carried: bool
     ) -> None:
         """Load the coordinator's state of a phase: carried state, then an inner checkpoint.
 
         Args:
             step_id: The round and its attempt.
             replica: Number of the replica.
-            inner: Inner steps already taken at the checkpoint; 0 if `content` has none.
+            inner: Inner steps that the checkpoint contains; 0 if `content` has no checkpoint.
             content: Little-endian float32 arrays, uint8 (bytes,).
-            carried: Whether `content` begins with carried state.
+            with_carried: Whether `content` begins with carried state.
 
         Raises:
             DataError: `content` has the wrong length.
         """
         arrays = _Reader(content, self._blocks)
-        if carried:
-            self._carried[replica] = (step_id.step, self._read_carried(arrays))
+        if with_carried:
+            self._carried_states[replica] = (step_id.step, self._read_carried_state(arrays))
         if inner:
             losses = arrays.number()
             moments = moment_count(self._spec.optimizer)
             state = InnerState(
                 arrays.blocks(),
                 [arrays.blocks() for _ in range(moments)],
-                arrays.counts() if arrays.left else [],
+                arrays.counts() if arrays.unread_bytes else [],
             )
             self._checkpoints[step_id, replica] = _Checkpoint(inner, losses, state)
         arrays.end()
-        self._loaded.add((step_id, replica))
+        self._loaded_phases.add((step_id, replica))
 
-    def _read_carried(self, arrays: _Reader) -> CarriedState:
-        carried = self._replicas.inner_state == "carry"
-        moments = moment_count(self._spec.optimizer) if carried else 0
-        residual = self._replicas.codec == "topk"
+    def _read_carried_state(self, arrays: _Reader) -> CarriedState:
+        carries_moments = self._replicas.inner_state == "carry"
+        moments = moment_count(self._spec.optimizer) if carries_moments else 0
+        has_residual = self._replicas.codec == "topk"
         return CarriedState(
             [arrays.blocks() for _ in range(moments)],
-            arrays.blocks() if residual else [],
+            arrays.blocks() if has_residual else [],
             arrays.counts() if self._carries_counts else [],
         )
 
@@ -196,11 +196,11 @@ class InnerPhases:
     def compute(
         self, step_id: StepId, subtree: Subtree, run: Replica, now_s: Callable[[], float]
     ) -> Generator[Event | None]:
-        """Compute one inner phase; closing the generator keeps its progress for later.
+        """Compute one inner phase; if the generator is closed, its progress is kept for later.
 
         Args:
             step_id: The round and its attempt.
-            subtree: The replica, as a leaf.
+            subtree: The replica's leaf of the tree.
             run: The run's state at the start of the round.
             now_s: Returns the time in seconds.
 
@@ -208,10 +208,10 @@ class InnerPhases:
             Events for the coordinator; None after each piece of device work.
         """
         replica, start, start_s = subtree.lo, run.parameters, now_s()
-        updates = run.optimizer_step * self._order.inner_steps  # updates that carried moments count
+        updates = run.optimizer_step * self._order.inner_steps  # counted by carried moments
         reported_s, checkpoint = start_s, self._begin(step_id, replica, start)
-        carried = updates if self._replicas.inner_state == "carry" else 0
-        _check_counts(replica, checkpoint.state.missed, carried + checkpoint.inner)
+        counted_updates = updates if self._replicas.inner_state == "carry" else 0
+        _check_counts(replica, checkpoint.state.missed, counted_updates + checkpoint.inner)
         steps, losses, inner = self._inner(), checkpoint.losses, checkpoint.inner
         steps.begin(checkpoint.state)
         try:
@@ -223,8 +223,8 @@ class InnerPhases:
                     reported_s = now_s()
                     yield InnerPhaseStep(step_id, subtree, inner)
                 if self._is_checkpoint_due(inner):
-                    at = _Checkpoint(inner, losses, steps.state())
-                    yield InnerCheckpoint(step_id, subtree, inner, at.to_bytes())
+                    snapshot = _Checkpoint(inner, losses, steps.state())
+                    yield InnerCheckpoint(step_id, subtree, inner, snapshot.to_bytes())
         except GeneratorExit:
             # Most interrupted phases are assigned to this worker again.
             self._checkpoints[step_id, replica] = _Checkpoint(inner, losses, steps.state())
@@ -240,19 +240,19 @@ class InnerPhases:
         checkpoint = self._checkpoints.get((step_id, replica))
         if checkpoint is not None:
             return checkpoint
-        own = self._carried_at(step_id.step, replica)
-        moments = own.moments or self._zeros_of_moments()
-        return _Checkpoint(0, 0.0, InnerState(list(start), moments, own.missed))
+        carried = self._carried_state_at(step_id.step, replica)
+        moments = carried.moments or self._zeros_of_moments()
+        return _Checkpoint(0, 0.0, InnerState(list(start), moments, carried.missed))
 
-    def _carried_at(self, step: int, replica: int) -> CarriedState:
-        """The carried state of this round; empty in the first one."""
+    def _carried_state_at(self, step: int, replica: int) -> CarriedState:
+        """Return the carried state of this round; empty in the first round."""
         if not self._replicas.carries or step == 0:
             return CarriedState([], [])
         if not self.has_carried_state(step, replica):
             raise DataError(
                 f"round {step}: expected the carried state of replica {replica}, got none"
             )
-        return self._carried[replica][1]
+        return self._carried_states[replica][1]
 
     def _zeros_of_moments(self) -> list[list[Array]]:
         return [self._zeros() for _ in range(moment_count(self._spec.optimizer))]
@@ -262,7 +262,7 @@ class InnerPhases:
 
     def _inner(self) -> InnerSteps:
         if self._steps is None:
-            # The average is of what rounds commit (`RunSpec.update`).
+            # Averages are taken of committed rounds (`RunSpec.update`), not of inner steps.
             optimizer = self._spec.optimizer.model_copy(update={"ema": None, "swa": None})
             self._steps = inner_steps(self._program, self._blocks, optimizer)
         return self._steps
@@ -277,8 +277,8 @@ class InnerPhases:
         samples = self._order.microbatches(round_, replica, inner)
         batches = [self._batch(part) for part in samples]
         leaves = list(zip(batches, self._order.seeds(round_, replica, inner), strict=True))
-        carried = self._replicas.inner_state == "carry"
-        update = inner + 1 + (updates if carried else 0)
+        carries_moments = self._replicas.inner_state == "carry"
+        update = inner + 1 + (updates if carries_moments else 0)
         step = self._order.global_step(round_, inner)
         with report_samples(round_, batches, samples):
             return (
@@ -289,17 +289,19 @@ class InnerPhases:
         self, step_id: StepId, subtree: Subtree, start: Sequence[Array], steps: InnerSteps
     ) -> Generator[Event]:
         """Emit the pseudo-gradient (start minus end, rounded by the codec) and carried state."""
-        replica, carried = subtree.lo, self._replicas.inner_state == "carry"
-        state = steps.state() if carried else InnerState(steps.parameters(), [])
+        replica, carries_moments = subtree.lo, self._replicas.inner_state == "carry"
+        state = steps.state() if carries_moments else InnerState(steps.parameters(), [])
         residual: list[Array] = []
         differences = self._differences(step_id.step, replica, start, state.parameters, residual)
         if self._replicas.carries:
             missed = state.missed or [np.zeros(len(b.tensors), np.float32) for b in self._blocks]
-            own = CarriedState(
-                state.moments if carried else [], residual, missed if self._carries_counts else []
+            carried = CarriedState(
+                state.moments if carries_moments else [],
+                residual,
+                missed if self._carries_counts else [],
             )
-            self._produced[replica] = (step_id, own)
-            yield MicrobatchRows(step_id, subtree, replica, own.to_bytes().reshape(1, -1))
+            self._uncommitted_states[replica] = (step_id, carried)
+            yield MicrobatchRows(step_id, subtree, replica, carried.to_bytes().reshape(1, -1))
         for number in reversed(range(len(self._blocks))):
             yield BlockSum(step_id, subtree, number, differences[number], 1.0)
 
@@ -307,28 +309,28 @@ class InnerPhases:
         self, step: int, replica: int, start: Sequence[Array], end: Sequence[Array],
         residual: list[Array],
     ) -> list[Array]:  # fmt: skip
-        residual_before = self._residual_before(step, replica)
+        previous_residual = self._previous_residual(step, replica)
         differences = []
         with np.errstate(all="ignore"):
             for number, block in enumerate(self._blocks):
                 difference = np.subtract(start[number], end[number])
-                if residual_before:
-                    difference += residual_before[number] * _FEEDBACK
+                if previous_residual:
+                    difference += previous_residual[number] * _FEEDBACK
                 payload = difference.copy()
                 for chunk in range(block.chunks):
                     piece = block.chunk_slice(chunk)
                     payload[piece] = projected(payload[piece].copy(), self._replicas.codec)
                 mark_absent(block, payload)  # every tensor has a difference
                 differences.append(payload)
-                if residual_before:
+                if previous_residual:
                     residual.append(difference - payload)
         return differences
 
-    def _residual_before(self, step: int, replica: int) -> list[Array]:
-        """The residual of topk from the round before, by block; empty for other codecs."""
+    def _previous_residual(self, step: int, replica: int) -> list[Array]:
+        """Return topk's residual of the previous round, by block; empty for other codecs."""
         if self._replicas.codec != "topk":
             return []
-        return self._carried_at(step, replica).residual or self._zeros()
+        return self._carried_state_at(step, replica).residual or self._zeros()
 
 
 def _check_counts(replica: int, missed: Sequence[Array], updates: int) -> None:
@@ -355,19 +357,19 @@ class _Reader:
         return float(_LOSS.unpack(self._take(_LOSS.size).tobytes())[0])
 
     def blocks(self) -> list[Array]:
-        """One flat float32 array for each block."""
+        """Read one flat float32 array for each block."""
         return [
             np.frombuffer(self._take(4 * block.elements).tobytes(), "<f4").copy()
             for block in self._blocks
         ]
 
     @property
-    def left(self) -> int:
-        """Bytes not read yet."""
+    def unread_bytes(self) -> int:
+        """Number of bytes that are not read yet."""
         return len(self._content) - self._offset
 
     def counts(self) -> list[Array]:
-        """Counts of missed updates: for each block one float32 per tensor."""
+        """Read counts of missed updates: for each block one float32 per tensor."""
         return [
             np.frombuffer(self._take(4 * len(block.tensors)).tobytes(), "<f4").copy()
             for block in self._blocks

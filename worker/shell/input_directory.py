@@ -1,6 +1,6 @@
-"""The directory that a task reads its files from: links to exactly the listed files.
+"""The directory from which a task reads its files: links to exactly the listed files.
 
-So a task does not depend on where a file is stored on this machine, and sees no file that was not
+A task thus does not depend on where this machine stores a file, and sees no file that is not
 listed. Names were checked when the list was read (`protocol.spec.files.blob_list`).
 """
 
@@ -19,7 +19,7 @@ Locations = Mapping[tuple[Role, str], Path]
 
 
 def link_files(directory: Path, listing: BlobList, locations: Locations) -> None:
-    """Create the links. Correct ones are left alone, because a task may be reading them.
+    """Create the links, except those that are already correct: a task may be reading them.
 
     Args:
         directory: Directory of this run's inputs; its siblings, of earlier runs, are removed.
@@ -31,9 +31,9 @@ def link_files(directory: Path, listing: BlobList, locations: Locations) -> None
     """
     with storage_errors("link the run's files in", directory):
         directory.mkdir(parents=True, exist_ok=True)
-        for other in directory.parent.iterdir():
-            if other != directory:
-                shutil.rmtree(other, ignore_errors=True)
+        for sibling in directory.parent.iterdir():
+            if sibling != directory:
+                shutil.rmtree(sibling, ignore_errors=True)
         for source in listing.sources:
             for file in source.files:
                 if (source.role, file.name) not in locations:
@@ -42,7 +42,7 @@ def link_files(directory: Path, listing: BlobList, locations: Locations) -> None
 
 
 def local_spec(spec: RunSpec, listing: BlobList, directory: Path) -> tuple[RunSpec, dict[str, str]]:
-    """Replace the sources in a run spec by paths in `directory`; also returns sources by path.
+    """Replace the sources in a run spec by paths in `directory`; also return the sources by path.
 
     The result of training does not depend on the paths: an adapter's base keeps its name.
     """

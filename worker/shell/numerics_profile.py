@@ -1,8 +1,8 @@
 """The numerics profile: equal for two workers that give the same bits for the same microbatch.
 
-It contains the bits themselves: the gradients of a probe microbatch of each shape at the initial
-state. Workers that agree there may still differ later if their libraries, drivers or cards do, so
-everything known to decide bits is part of the profile too.
+It contains the gradients of a probe microbatch of each shape at the initial state. Workers with the
+same probe may still differ later if their libraries, drivers or cards do, so everything known to
+decide bits is part of the profile too.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from backends.base.interface import Batch, BlockGradient, Loss, Program
 
 _PROBE_SEED: Final = 0
 _PROCESSOR: Final = "processor"
-"""Left out of the digest: the instruction set decides bits, not the processor's name."""
+"""Not part of the digest: the instruction set decides bits, not the processor's name."""
 
 
 def probe_digest(program: Program, batches: Iterable[Batch], *, ranks: int = 1) -> str:
-    """Digest of the gradients and losses of these microbatches, at the weights now loaded.
+    """Return the digest of the gradients and losses of these microbatches at the loaded weights.
 
     Args:
         program: The compiled task.
         batches: The microbatches.
-        ranks: Ranks under torchrun: each computes every microbatch, and the results are added.
+        ranks: Number of torchrun ranks; each computes every microbatch, and the sums are added.
 
     Returns:
         BLAKE3, 64 hex digits.
@@ -45,7 +45,7 @@ def probe_digest(program: Program, batches: Iterable[Batch], *, ranks: int = 1) 
 
 
 def rows_probe(program: Program, batches: Iterable[Batch]) -> str:
-    """Digest of what a capturing task keeps of these microbatches: rows and losses."""
+    """Return the digest of the rows and losses that a capturing task records of microbatches."""
     hasher = blake3()
     for batch in batches:
         captured = program.rows(batch)
@@ -55,7 +55,7 @@ def rows_probe(program: Program, batches: Iterable[Batch]) -> str:
 
 
 def library_versions(module: Any) -> dict[str, str]:
-    """Versions of the packages that define a model's layers, by package name.
+    """Return the versions of the packages that define a model's layers, by package name.
 
     Other loaded packages do not count: an earlier run may have imported them.
 
@@ -85,12 +85,12 @@ def loss_version(module: Any) -> dict[str, str]:
 
 
 def numerics_digest(traits: Mapping[str, str], probe_digest: str) -> str:
-    """Digest of everything that decides a gradient's bits.
+    """Return the digest of everything that decides a gradient's bits.
 
     Args:
         traits: `Backend.numerics_profile` and the library versions, by name.
         probe_digest: Digest of this task's probe on this device.
     """
-    deciding = {key: value for key, value in traits.items() if key != _PROCESSOR}
-    document = json.dumps({**deciding, "probe": probe_digest}, sort_keys=True)
+    deciding_traits = {key: value for key, value in traits.items() if key != _PROCESSOR}
+    document = json.dumps({**deciding_traits, "probe": probe_digest}, sort_keys=True)
     return blake3(document.encode()).hexdigest()

@@ -1,10 +1,10 @@
-"""Replays a microbatch after training to detect hidden state in a task.
+"""Replay a microbatch after training to detect hidden state in a task.
 
 Any worker may compute any microbatch, so gradients must depend on weights, samples and seed alone.
-A teacher updated in forward, a memory bank or a generator in the loss makes them depend on what
+A teacher that forward updates, a memory bank or a generator in the loss makes them depend on what
 this process computed before. So the digest of one microbatch's gradients at the initial weights is
-recorded, and compared again after some steps. The computed gradients decide; digests of frozen
-tensors and a walk over the user's objects name the culprit.
+recorded, and compared again after some steps. Gradients decide whether there is hidden state;
+digests of frozen tensors and a walk over the user's objects find the culprit.
 
 One comparison costs a microbatch, two loads of the trained weights, and one read of all frozen
 tensors.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _FIRST_STEPS: Final = 2
 _NUDGE: Final = np.float32(1 + 2**-6), np.float32(2**-10)
-"""Factor and summand that turn initial weights into others, as after some steps."""
+"""Factor and summand that turn initial weights into similar ones, as training would."""
 _IN_TRAINING: Final = "during training"
 _BETWEEN_CALLS: Final = "from one call to the next"
 _IN_TRIAL: Final = "in a trial at other weights"
@@ -65,11 +65,11 @@ class ReplayCheck:
         task: The built task.
         program: The task compiled for the device, with the initial weights loaded.
         example: A microbatch.
-        batches: Functions that remake the first microbatch and another one; if the task reads
+        batches: Functions that rebuild the first microbatch and another one; if the task reads
             files, only one function, which returns `example`.
 
     Raises:
-        DataError: A call, or a call at other weights, changes the task's state; names the culprit.
+        DataError: A call, at these or other weights, changes the task's state; names the culprit.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class ReplayCheck:
         self._last_step = spec.steps_with(task.manifest.epoch_samples)
         self._every = [spec.checkpoint.every, spec.evaluate_every if spec.stop else 0]
         self._steps = 0
-        self._initial = self._initial_digest()
-        self._before = self._observe()
+        self._initial_values_digest = self._digest_initial_values()
+        self._baseline = self._observe()
         if self._objects:
-            with self._initial_values_named(_IN_TRIAL):
+            with self._blame_initial_values(_IN_TRIAL):
                 self._try_other_weights()
 
     def begin_again(self) -> None:
-        """Count steps from 0 again, for another run or another state."""
+        """Restart the count of steps, for another run or another state."""
         self._steps = 0
 
     def is_due(self, step: int) -> bool:
-        """Count a step; whether to compare after it. `step` is the run's step number."""
+        """Count a step and return whether to compare after it; `step` is its number in the run."""
         self._steps += 1
         return (
             self._steps <= _FIRST_STEPS
@@ -107,24 +107,24 @@ class ReplayCheck:
             or any(every and step % every == 0 for every in self._every)
         )
 
-    def check(self, parameters: list[Array], *, in_place: bool) -> None:
+    def check(self, parameters: list[Array], *, reads_replica: bool) -> None:
         """Compare with the observation before training.
 
         Args:
-            parameters: The replica's, one flat float32 array per block; unchanged on return.
-            in_place: Whether the device reads this memory, so the initial values are swapped in.
+            parameters: One flat float32 array per block of the replica; unchanged on return.
+            reads_replica: Whether the device reads this memory, so that values are swapped in it.
 
         Raises:
             DataError: State has changed; names the culprit.
         """
-        with self._initial_values_named(_IN_TRAINING):
-            self._replay(parameters, in_place=in_place)
+        with self._blame_initial_values(_IN_TRAINING):
+            self._replay(parameters, reads_replica=reads_replica)
 
-    def _replay(self, parameters: list[Array], *, in_place: bool) -> None:
-        others = self._task.initial_parameters()
-        if in_place:
-            _swap(parameters, others)
-        self._program.load(parameters if in_place else others)
+    def _replay(self, parameters: list[Array], *, reads_replica: bool) -> None:
+        initial_parameters = self._task.initial_parameters()
+        if reads_replica:
+            _swap(parameters, initial_parameters)
+        self._program.load(parameters if reads_replica else initial_parameters)
         try:
             self._compare(self._observe(), _IN_TRAINING)
         except LossRaised as error:
@@ -132,12 +132,12 @@ class ReplayCheck:
                 f"the loss of the first microbatch, which raises: {error}"
             ) from error
         finally:
-            if in_place:
-                _swap(parameters, others)
+            if reads_replica:
+                _swap(parameters, initial_parameters)
             self._program.load(parameters)
 
-    def _initial_digest(self) -> str:
-        """Digest of the initial values that a user's task class returns; empty for other tasks,
+    def _digest_initial_values(self) -> str:
+        """Digest the initial values that a user's task class returns; empty for other tasks,
         which return copies."""
         if not self._objects or isinstance(self._task, HasUserObjects):
             return ""
@@ -147,21 +147,21 @@ class ReplayCheck:
         return hasher.hexdigest()
 
     @contextmanager
-    def _initial_values_named(self, when: str) -> Iterator[None]:
-        """Name the initial values as the culprit of an error within, if they have changed.
+    def _blame_initial_values(self, period: str) -> Iterator[None]:
+        """Name the initial values as the culprit of an error in this context, if they changed.
 
-        A comparison loads them: if they are the arrays that training changes, it is made at other
-        weights, and what it finds is no state of the loss.
+        If `initial_parameters` returns arrays that training changes, a comparison runs at other
+        weights, and its error is not about state in the loss.
         """
         try:
             yield
         except DataError as error:
-            if self._initial_digest() == self._initial:
+            if self._digest_initial_values() == self._initial_values_digest:
                 raise
-            raise _state_error(_INITIAL, when, _COPIES) from error
+            raise _state_error(_INITIAL, period, _COPIES) from error
 
     def _observe(self) -> _Observed:
-        """Observe one microbatch at the weights that are loaded."""
+        """Observe one microbatch at the loaded weights."""
         self._program.loss_scale = self._loss_scale
         batch = _batch_digest(self._batches[0]()) if self._objects else ""
         gradients = self._gradients(self._example)
@@ -179,35 +179,36 @@ class ReplayCheck:
         return _Observed(gradients, batch, frozen, reachable)
 
     def _gradients(self, batch: Batch) -> str:
-        """Digest of a microbatch's gradients; under torchrun every rank computes it."""
+        """Digest a microbatch's gradients, which every rank computes under torchrun."""
         if self._task.manifest.capture is not None:
             return rows_probe(self._program, [batch])
         return probe_digest(self._program, [batch], ranks=getattr(self._program, "ranks", 1))
 
-    def _compare(self, now: _Observed, when: str) -> None:
+    def _compare(self, current: _Observed, period: str) -> None:
         from worker.tasks.checks.reachable_state import (  # noqa: PLC0415 -- torch
             moved_state,
             moved_tensor,
             unlike_state,
         )
 
-        before = self._before
-        culprit = moved_tensor(before.frozen, now.frozen)
-        culprit = culprit or moved_state(before.reachable, now.reachable)
-        if culprit is None and now.batch != before.batch:
+        baseline = self._baseline
+        culprit = moved_tensor(baseline.frozen, current.frozen)
+        culprit = culprit or moved_state(baseline.reachable, current.reachable)
+        if culprit is None and current.batch != baseline.batch:
             culprit = "the batch of the same samples"
-        if culprit is None and now.gradients != before.gradients:
-            culprit = unlike_state(before.reachable, now.reachable)
+        if culprit is None and current.gradients != baseline.gradients:
+            culprit = unlike_state(baseline.reachable, current.reachable)
             culprit = culprit or (_GRADIENT if self._objects else _GRADIENT_OF_OUR_TASK)
         if culprit is not None:
-            raise _state_error(culprit, when)
+            raise _state_error(culprit, period)
 
     def _try_other_weights(self) -> None:
-        """Before the first step, detect state that depends on the weights it was computed with.
+        """Detect, before the first step, state that depends on the weights of an earlier call.
 
-        Another microbatch is computed at other weights and then at the initial ones. The state it
-        leaves must affect neither the first microbatch's gradients nor its own. The latter are
-        compared with those after dicts, lists and attributes were restored to their contents.
+        Another microbatch is computed at other weights, then at the initial weights. State that
+        the first call leaves must not affect later gradients of either microbatch. The second
+        microbatch is compared with a third call, before which the contents of dicts, lists and
+        attributes are restored.
         """
         from worker.tasks.checks.reachable_state import (  # noqa: PLC0415 -- torch
             Containers,
@@ -216,30 +217,32 @@ class ReplayCheck:
             unlike_state,
         )
 
-        refuse_changes(self._before.reachable, self._observe().reachable)
-        other, contents = self._batches[-1](), Containers(self._objects)
-        initial = self._task.initial_parameters()
+        refuse_changes(self._baseline.reachable, self._observe().reachable)
+        batch, contents = self._batches[-1](), Containers(self._objects)
+        initial_parameters = self._task.initial_parameters()
         factor, summand = _NUDGE
         try:
-            self._program.load([values * factor + summand for values in initial])
-            self._gradients(other)
+            self._program.load([values * factor + summand for values in initial_parameters])
+            self._gradients(batch)
         except LossRaised:
-            pass  # a loss may fail at weights that no run has
+            pass  # a loss may fail at weights that do not occur in training
         finally:
-            self._program.load(initial)
-        nudged = reachable_state(self._objects)
-        after = self._gradients(other), reachable_state(self._objects)
+            self._program.load(initial_parameters)
+        state_at_other_weights = reachable_state(self._objects)
+        second_result = self._gradients(batch), reachable_state(self._objects)
         self._compare(self._observe(), _IN_TRIAL)
         contents.restore()
-        anew = self._gradients(other), reachable_state(self._objects)
-        if anew[0] != after[0]:
-            culprit = unlike_state(anew[1], after[1]) or unlike_state(nudged, after[1])
+        third_result = self._gradients(batch), reachable_state(self._objects)
+        if third_result[0] != second_result[0]:
+            culprit = unlike_state(third_result[1], second_result[1]) or unlike_state(
+                state_at_other_weights, second_result[1]
+            )
             raise _state_error(culprit or _GRADIENT, _IN_TRIAL)
         contents.restore()
 
 
-def refuse_unstable_batch(spec: RunSpec, task: Task, make: Callable[[], Batch]) -> None:
-    """Check that the user's code makes the same batch from the same samples twice.
+def refuse_unstable_batch(spec: RunSpec, task: Task, build: Callable[[], Batch]) -> None:
+    """Check that the user's code builds the same batch from the same samples twice.
 
     Raises:
         DataError: It does not; names what changed between the calls.
@@ -248,33 +251,33 @@ def refuse_unstable_batch(spec: RunSpec, task: Task, make: Callable[[], Batch]) 
         return
     from worker.tasks.checks.reachable_state import moved_state, reachable_state  # noqa: PLC0415 -- torch
 
-    first, before = _batch_digest(make()), reachable_state(objects)
-    second, after = _batch_digest(make()), reachable_state(objects)
-    if first != second:
-        culprit = moved_state(before, after) or "the batch of the same samples"
+    first_digest, state_before = _batch_digest(build()), reachable_state(objects)
+    second_digest, state_after = _batch_digest(build()), reachable_state(objects)
+    if first_digest != second_digest:
+        culprit = moved_state(state_before, state_after) or "the batch of the same samples"
         raise _state_error(culprit, _BETWEEN_CALLS)
 
 
-def _state_error(what: str, when: str = _IN_TRAINING, remedy: str = _REMEDY) -> DataError:
+def _state_error(culprit: str, period: str = _IN_TRAINING, remedy: str = _REMEDY) -> DataError:
     return DataError(
-        f"expected only the trained weights to change, but {what} changed {when}: the result would "
-        f"depend on which worker computes what; {remedy}"
+        f"expected only the trained weights to change, but {culprit} changed {period}: the result "
+        f"would depend on which worker computes what; {remedy}"
     )
 
 
 def _user_objects(spec: RunSpec, task: Task) -> Mapping[str, object]:
-    """Objects from which the user's code can be reached; empty for a built-in task."""
+    """Return the objects through which user code is reachable; empty for a built-in task."""
     if isinstance(task, HasUserObjects):
         return task.user_objects()
     return {"task": task} if ":" in spec.task else {}
 
 
-def _swap(one: list[Array], other: list[Array]) -> None:
+def _swap(left: list[Array], right: list[Array]) -> None:
     """Exchange the contents of two lists of arrays, with a copy of one array at a time."""
-    for first, second in zip(one, other, strict=True):
-        copy = first.copy()
-        first[:] = second
-        second[:] = copy
+    for left_values, right_values in zip(left, right, strict=True):
+        copy = left_values.copy()
+        left_values[:] = right_values
+        right_values[:] = copy
 
 
 def _batch_digest(batch: Batch) -> str:

@@ -1,4 +1,4 @@
-"""Rank 0's side: a backend that computes with all ranks, and looks like one device."""
+"""Rank 0: a backend that computes on all ranks and acts as one device."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from worker.torchrun.group import EMBEDDED, Arrays, RankGroup, flatten_batches
 
 
 class RankShare(NamedTuple):
-    """A rank's part of a subtree; one that is not kept is computed only to keep ranks in step.
+    """A rank's share of a subtree.
 
     Attributes:
-        subtree: Over the leaves of the member's subtree, counted from 0.
-        kept: Whether its sum counts.
+        subtree: A leaf, counted from 0 in the worker's subtree.
+        counts: Whether its sum counts; otherwise it is computed only to keep the ranks in lockstep.
     """
 
     subtree: Subtree
-    kept: bool = True
+    counts: bool = True
 
 
-def in_lockstep(leaves: int, ranks: int) -> list[list[RankShare]]:
-    """Deal leaves to ranks in turn; a rank without one repeats the last, as all must compute."""
+def lockstep_shares(leaves: int, ranks: int) -> list[list[RankShare]]:
+    """Distribute leaves over ranks round-robin; a rank without one repeats the last leaf."""
     rounds = -(-leaves // ranks)
     return [
         [
@@ -69,30 +69,30 @@ class GroupBackendFactory:
 
     Args:
         group: The ranks.
-        own: Creates this rank's backend and tasks.
+        factory: Creates this rank's backend and tasks.
     """
 
-    def __init__(self, group: RankGroup, own: BackendFactory) -> None:
+    def __init__(self, group: RankGroup, factory: BackendFactory) -> None:
         self.is_busy = False
-        self._group, self._own = group, own
+        self._group, self._factory = group, factory
         self._backend: Backend | None = None
 
     def backend(self) -> Backend:
         """Return the backend that computes on all ranks."""
         if self._backend is None:
-            self._group.tell({"do": "open"})
+            self._group.send_order({"do": "open"})
             try:
-                own = self._own.backend()
+                own_backend = self._factory.backend()
             finally:
                 infos = answers(self._group)
-            self._backend = GroupBackend(self._group, own, infos)
+            self._backend = GroupBackend(self._group, own_backend, infos)
         return self._backend
 
     def task(self, spec: RunSpec) -> Task:
         """Build the task on every rank."""
-        self._group.tell({"do": "build", "spec": json.loads(spec.to_bytes())})
+        self._group.send_order({"do": "build", "spec": json.loads(spec.to_bytes())})
         try:
-            return self._own.task(spec)
+            return self._factory.task(spec)
         finally:
             answers(self._group)
 
@@ -100,14 +100,14 @@ class GroupBackendFactory:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """End the other ranks; a lost group is ended by the end of this process."""
-        if self._group.loss:
+        """End the other ranks; a lost group ends with this process instead."""
+        if self._group.loss_reason:
             return
         if self.is_busy:
             reason = "it ended" if error is None else text_of(error)
             self._group.lose(f"{reason} (while its device still computed)")
         else:
-            self._group.tell({"do": "end"})
+            self._group.send_order({"do": "end"})
 
 
 def answers(group: RankGroup) -> list[dict[str, str]]:
@@ -117,20 +117,22 @@ def answers(group: RankGroup) -> list[dict[str, str]]:
         RunFailed: A rank failed.
     """
     replies = [group.receive(rank)[0] for rank in range(1, group.size)]
-    for rank, each in enumerate(replies, 1):
-        if "error" in each:
-            raise RunFailed(f"rank {rank}: {each['error']}")
+    for rank, reply in enumerate(replies, 1):
+        if "error" in reply:
+            raise RunFailed(f"rank {rank}: {reply['error']}")
     return replies
 
 
 class GroupBackend:
     """See `backends.base.interface.Backend`."""
 
-    def __init__(self, group: RankGroup, own: Backend, infos: Sequence[Mapping[str, str]]) -> None:
-        self._group, self._own = group, own
-        names = [own.info.name, *(each["name"] for each in infos)]
+    def __init__(
+        self, group: RankGroup, backend: Backend, infos: Sequence[Mapping[str, str]]
+    ) -> None:
+        self._group, self._own_backend = group, backend
+        names = [backend.info.name, *(info["name"] for info in infos)]
         device_names = " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        self._info = replace(own.info, name=f"{group.size} ranks sharded: {device_names}")
+        self._info = replace(backend.info, name=f"{group.size} ranks sharded: {device_names}")
 
     @property
     def info(self) -> DeviceInfo:
@@ -138,27 +140,28 @@ class GroupBackend:
         return self._info
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
-        """The ranks' common numerics profile, with their number."""
-        self._group.tell({"do": "numerics_profile", "threads": threads})
+        """Return the ranks' common numerics profile, with the number of ranks."""
+        self._group.send_order({"do": "numerics_profile", "threads": threads})
         try:
-            own = dict(self._own.numerics_profile(threads))
+            own_profile = dict(self._own_backend.numerics_profile(threads))
         finally:
-            profiles = answers(self._group)
-        for rank, each in enumerate(profiles, 1):
-            theirs = json.loads(each["numerics_profile"])
-            unlike = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
-            if unlike and unlike != ["processor"]:
+            replies = answers(self._group)
+        for rank, reply in enumerate(replies, 1):
+            profile = json.loads(reply["numerics_profile"])
+            keys = own_profile.keys() | profile.keys()
+            differences = sorted(k for k in keys if own_profile.get(k) != profile.get(k))
+            if differences and differences != ["processor"]:
                 raise SamestepError(
-                    f"expected ranks with one numerics profile, got another {unlike[0]} on rank "
-                    f"{rank}: start those as a separate worker"
+                    "expected ranks with one numerics profile, got another "
+                    f"{differences[0]} on rank {rank}: start it as a separate worker"
                 )
-        return {**own, "ranks": f"{self._group.size} sharded"}
+        return {**own_profile, "ranks": f"{self._group.size} sharded"}
 
     def compile(
         self,
         trainable: Trainable,
         example: Batch,
-        others: Sequence[Batch] = (),
+        other_examples: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Compile on every rank.
@@ -168,19 +171,21 @@ class GroupBackend:
         """
         if trainable.arithmetic.is_canonical:
             raise SamestepError(
-                "the run's arithmetic is canonical, and ranks of a group compute by torch's; start "
-                "a separate worker for each device: worker --backend vulkan"
+                "expected a run with torch's arithmetic, got canonical arithmetic, which ranks do "
+                "not support; start a separate worker for each device: worker --backend vulkan"
             )
-        batches = [example, *others, *evaluations]
+        batches = [example, *other_examples, *evaluations]
         weights, arrays = flatten_batches(batches)
-        self._group.tell({"do": "compile", "weights": weights, "others": len(others)}, arrays)
+        self._group.send_order(
+            {"do": "compile", "weights": weights, "others": len(other_examples)}, arrays
+        )
         try:
             with self._group.lockstep(may_refuse=True):
-                own = self._own.compile(trainable, example, others, evaluations)
+                program = self._own_backend.compile(trainable, example, other_examples, evaluations)
         finally:
-            if not self._group.loss:
+            if not self._group.loss_reason:
                 answers(self._group)
-        return GroupProgram(self._group, own, trainable.blocks)
+        return GroupProgram(self._group, program, trainable.blocks)
 
 
 class GroupProgram:
@@ -188,166 +193,166 @@ class GroupProgram:
 
     parity = ""
 
-    def __init__(self, group: RankGroup, own: Program, blocks: tuple[Block, ...]) -> None:
-        self._group, self._own, self._blocks = group, own, blocks
-        self.memory = own.memory
+    def __init__(self, group: RankGroup, program: Program, blocks: tuple[Block, ...]) -> None:
+        self._group, self._own_program, self._blocks = group, program, blocks
+        self.memory = program.memory
         self.loss_scale = 1.0
         self.ranks = group.size
-        self._subtree: GroupGradients | None = None
-        """The gradients in progress, or abandoned before their end."""
+        self._gradients: GroupGradients | None = None
+        """The gradients that are being computed, or were abandoned before their end."""
 
     def load(self, parameters: list[Array]) -> None:
         """Load the parameters on every rank."""
-        self._tell("load", {str(n): values for n, values in enumerate(parameters)})
+        self._send_order("load", {str(n): values for n, values in enumerate(parameters)})
         with self._group.lockstep():
-            self._own.load(parameters)
+            self._own_program.load(parameters)
 
     def gradients(self, leaves: Sequence[Leaf]) -> GroupGradients:
-        """The subtree's microbatches, shared out."""
-        shares = self._share_out("gradients", leaves)
-        self._own.loss_scale = self.loss_scale
-        self._subtree = GroupGradients(self._group, self._own, leaves, shares, len(self._blocks))
-        return self._subtree
+        """Compute the gradients of a subtree's microbatches on all ranks."""
+        shares = self._distribute("gradients", leaves)
+        self._own_program.loss_scale = self.loss_scale
+        self._gradients = GroupGradients(
+            self._group, self._own_program, leaves, shares, len(self._blocks)
+        )
+        return self._gradients
 
-    def _share_out(self, what: str, leaves: Sequence[Leaf]) -> list[list[RankShare]]:
-        """Send microbatches to all ranks, and return what each has to compute of them."""
-        shares = in_lockstep(len(leaves), self._group.size)
+    def _distribute(self, order_name: str, leaves: Sequence[Leaf]) -> list[list[RankShare]]:
+        """Send microbatches to all ranks, and return each rank's shares."""
+        shares = lockstep_shares(len(leaves), self._group.size)
         weights, arrays = flatten_batches([batch for batch, _ in leaves])
         order = {
             "weights": weights, "seeds": [seed for _, seed in leaves],
-            "shares": [[[*share.subtree, share.kept] for share in each] for each in shares],
+            "shares": [[[*s.subtree, s.counts] for s in rank_shares] for rank_shares in shares],
             "loss_scale": self.loss_scale,
         }  # fmt: skip
-        self._tell(what, arrays, **order)
+        self._send_order(order_name, arrays, **order)
         return shares
 
     def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
-        """See `backends.base.interface.ComputesCoupledLoss`; nothing is yielded before all ranks
-        have computed their microbatches."""
-        shares, own = self._share_out("embed", leaves), self._coupled()
-        found: dict[int, Rows] = {}
+        """Yield the embeddings of each microbatch, after all ranks have computed theirs."""
+        shares, program = self._distribute("embed", leaves), self._coupled_program()
+        rows_by_leaf: dict[int, Rows] = {}
         for share in shares[0]:
             with self._group.lockstep():
-                (rows,) = own.embed(leaves[share.subtree.lo : share.subtree.hi])
-            found.setdefault(share.subtree.lo, rows)
+                (rows,) = program.embed(leaves[share.subtree.lo : share.subtree.hi])
+            rows_by_leaf.setdefault(share.subtree.lo, rows)
         for rank in range(1, self._group.size):
             for share in shares[rank]:
-                if share.kept:
+                if share.counts:
                     _, arrays = self._group.receive(rank)
-                    found[share.subtree.lo] = arrays[EMBEDDED]
+                    rows_by_leaf[share.subtree.lo] = arrays[EMBEDDED]
         for leaf in range(len(leaves)):
-            yield found[leaf]
+            yield rows_by_leaf[leaf]
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
-        """See `backends.base.interface.ComputesCoupledLoss`; by every rank, since the loss may read
-        a part of the base that is not this rank's."""
-        self._tell("step_loss", {"rows": rows}, seed=seed)
+        """Compute the loss over a step on every rank, as it may read any part of the base."""
+        self._send_order("step_loss", {"rows": rows}, seed=seed)
         with self._group.lockstep():
-            return self._coupled().step_loss(rows, seed)
+            return self._coupled_program().step_loss(rows, seed)
 
     def take_embedded(self) -> list[Rows]:
         """See `backends.base.interface.ComputesCoupledLoss`."""
-        return [] if self._subtree is None else self._subtree.take_embedded()
+        return [] if self._gradients is None else self._gradients.take_embedded()
 
-    def _coupled(self) -> ComputesCoupledLoss:
-        assert isinstance(self._own, ComputesCoupledLoss), "torch on one device computes them"
-        return self._own
+    def _coupled_program(self) -> ComputesCoupledLoss:
+        assert isinstance(self._own_program, ComputesCoupledLoss), "torch programs compute it"
+        return self._own_program
 
     def evaluate(self, batch: Batch) -> Sums:
-        """Evaluate on all ranks: each has a part of the base."""
+        """Evaluate on all ranks, because each has a part of the base."""
         weights, arrays = flatten_batches([batch])
-        self._tell("evaluate", arrays, weights=weights)
+        self._send_order("evaluate", arrays, weights=weights)
         with self._group.lockstep():
-            return self._own.evaluate(batch)
+            return self._own_program.evaluate(batch)
 
     def rows(self, batch: Batch) -> Captured:
-        """Capture on all ranks: each has a part of the base."""
+        """Capture on all ranks, because each has a part of the base."""
         weights, arrays = flatten_batches([batch])
-        self._tell("rows", arrays, weights=weights)
+        self._send_order("rows", arrays, weights=weights)
         with self._group.lockstep():
-            return self._own.rows(batch)
+            return self._own_program.rows(batch)
 
     def keeps_subnormals(self) -> bool:
-        """Whether all ranks keep subnormals."""
-        self._tell("keeps_subnormals", {})
-        alike = [each["kept"] == "yes" for each in answers(self._group)]
-        return self._own.keeps_subnormals() and all(alike)
+        """Return whether all ranks keep subnormals."""
+        self._send_order("keeps_subnormals", {})
+        results = [reply["kept"] == "yes" for reply in answers(self._group)]
+        return self._own_program.keeps_subnormals() and all(results)
 
     def close(self) -> None:
-        """On every rank."""
-        if not self._group.loss:
-            self._tell("close", {})
-        self._own.close()
+        """Close the program on every rank."""
+        if not self._group.loss_reason:
+            self._send_order("close", {})
+        self._own_program.close()
 
-    def _tell(self, what: str, arrays: Arrays, **order: object) -> None:
-        self._finish_pending()
-        self._group.tell({"do": what, **order}, arrays)
+    def _send_order(self, order_name: str, arrays: Arrays, **order: object) -> None:
+        self._finish_abandoned()
+        self._group.send_order({"do": order_name, **order}, arrays)
 
-    def _finish_pending(self) -> None:
-        """Of a subtree that was abandoned."""
-        subtree, self._subtree = self._subtree, None
-        for _ in subtree or ():
+    def _finish_abandoned(self) -> None:
+        """Finish an abandoned subtree, since the other ranks compute it too."""
+        gradients, self._gradients = self._gradients, None
+        for _ in gradients or ():
             pass
 
 
 class GroupGradients:
-    """See `backends.base.interface.GradientStream`: whole blocks once all ranks have computed.
+    """A `backends.base.interface.GradientStream` that yields blocks once all ranks have computed.
 
-    Ranks wait for one another, so each computes its shares even if the subtree is no longer wanted.
+    Ranks wait for each other, so each computes all its shares, even of a cancelled subtree.
 
     Args:
         group: The ranks.
-        own: This rank's program.
-        leaves: Of the whole subtree.
-        shares: Of each rank.
-        blocks: How many there are.
+        program: This rank's program.
+        leaves: Microbatches of the whole subtree.
+        shares: The shares of each rank.
+        blocks: Number of blocks.
     """
 
     def __init__(
         self,
         group: RankGroup,
-        own: Program,
+        program: Program,
         leaves: Sequence[Leaf],
         shares: Sequence[Sequence[RankShare]],
         blocks: int,
     ) -> None:
-        self._group, self._own, self._leaves, self._shares = group, own, leaves, shares
+        self._group, self._own_program, self._leaves, self._shares = group, program, leaves, shares
         self._sums = [TreeSum[Array](len(leaves), ADDITIONS["float32"]) for _ in range(blocks)]
         self._losses, self._weights = (TreeSum[float](len(leaves), add) for _ in range(2))
         self._embedded: dict[int, Rows] = {}
-        self._closed = False
-        self._items = self._computed()
+        self._is_closed = False
+        self._items = self._compute()
 
     def __iter__(self) -> Iterator[GradientItem]:
-        """The same each time: what is abandoned half-way is gone on with by the program."""
+        """Return the one iterator, so that the program can finish an abandoned stream."""
         return self._items
 
-    def _computed(self) -> Iterator[GradientItem]:
+    def _compute(self) -> Iterator[GradientItem]:
         for share in self._shares[0]:
             with self._group.lockstep():
-                yield from self._own_share(share)
+                yield from self._compute_own_share(share)
         for rank in range(1, len(self._shares)):
             for share in self._shares[rank]:
-                if share.kept:
+                if share.counts:
                     self._receive(rank, share)
-        if not self._closed:
+        if not self._is_closed:
             yield from self._totals()
 
-    def _own_share(self, share: RankShare) -> Iterator[GradientItem]:
-        stream = self._own.gradients(self._leaves[share.subtree.lo : share.subtree.hi])
+    def _compute_own_share(self, share: RankShare) -> Iterator[GradientItem]:
+        stream = self._own_program.gradients(self._leaves[share.subtree.lo : share.subtree.hi])
         for item in stream:
             if isinstance(item, BlockGradient):
-                if share.kept:
+                if share.counts:
                     self._sums[item.block].put(share.subtree, item.values)
                 yield BlockAdded(item.block)
-            elif isinstance(item, Loss) and share.kept:
+            elif isinstance(item, Loss) and share.counts:
                 self._add_loss(share.subtree, item)
-        if isinstance(self._own, ComputesCoupledLoss):
-            for rows in self._own.take_embedded():
+        if isinstance(self._own_program, ComputesCoupledLoss):
+            for rows in self._own_program.take_embedded():
                 self._embedded.setdefault(share.subtree.lo, rows)
 
     def take_embedded(self) -> list[Rows]:
-        """Return the rows of the microbatches, in their order, if the loss couples them."""
+        """Return the embeddings of the microbatches in order, if the loss couples samples."""
         embedded, self._embedded = self._embedded, {}
         return [rows for _, rows in sorted(embedded.items())]
 
@@ -370,8 +375,8 @@ class GroupGradients:
         yield Loss(loss_sum, weight)
 
     def close(self) -> None:
-        """Stop yielding results; the ranks finish what they have begun."""
-        self._closed = True
+        """Stop yielding results; the ranks finish their current shares."""
+        self._is_closed = True
 
     def _add_loss(self, subtree: Subtree, loss: Loss) -> None:
         self._losses.put(subtree, loss.loss_sum)

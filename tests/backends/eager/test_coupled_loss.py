@@ -89,7 +89,7 @@ def in_two_phases(microbatch):
     leaves = [(batch, leaf) for leaf, batch in enumerate(batches)]
     items = program.gradients(step.leaves(whole, leaves))
     sums = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
-    assert step.unlike(whole, program.take_embedded()) == ()
+    assert step.unlike_microbatches(whole, program.take_embedded()) == ()
     loss = step.loss(whole, float(SAMPLES))
     program.close()
     return task, loss, sums
@@ -124,9 +124,9 @@ def test_the_second_phase_draws_what_the_first_has_drawn():
     for leaf in (2, 0):
         part = Subtree(leaf, leaf + 1)
         list(program.gradients(step.leaves(part, [(batches[leaf], 7 + leaf)])))
-        assert step.unlike(part, program.take_embedded()) == ()
+        assert step.unlike_microbatches(part, program.take_embedded()) == ()
     list(program.gradients(step.leaves(Subtree(3, 4), [(batches[3], 99)])))
-    assert step.unlike(Subtree(3, 4), program.take_embedded()) == (3,)
+    assert step.unlike_microbatches(Subtree(3, 4), program.take_embedded()) == (3,)
     program.close()
 
 

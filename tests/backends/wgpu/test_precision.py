@@ -83,7 +83,7 @@ def test_bfloat16_is_refused_before_anything_is_captured(toolbox):
 def test_the_coordinator_is_told_that_this_device_cannot_and_why(toolbox, refused):
     messages: queue.Queue[events.Event] = queue.Queue()
     device = Engine(toolbox, messages.put)
-    device.do(act.Build("run", SPEC, keep=False))
+    device.do(act.Build("run", SPEC, keep_state=False))
     event = messages.get(timeout=PATIENCE_S)
     device.close()
 

@@ -343,7 +343,9 @@ async def test_a_relay_receives_nothing_from_a_worker_with_a_key(tmp_path):
         async with serving(live, client(live.port, elsewhere(tmp_path, token))):
             pass
     async with Impostor(another_context(tmp_path)) as relay:
-        assert "no key; keys are stored by name" in await refusal(relay.port, elsewhere(tmp_path))
+        message = await refusal(relay.port, elsewhere(tmp_path))
+        assert "no key for the name" in message
+        assert "keys are stored by name" in message
         assert relay.heard == []
 
 

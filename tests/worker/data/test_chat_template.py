@@ -139,7 +139,7 @@ REFUSED = {
             "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
             "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
         ),
-        "line 3 message 3: the template's text of the conversation",
+        "line 3 message 3: expected the text of the conversation up to here",
     ),
     "its own refusal": (
         "{{ raise_exception('no system here') }}",
@@ -149,14 +149,14 @@ REFUSED = {
     "an attempt to get out": ("{{ ''.__class__.__mro__ }}", "template fails: "),
     "marks around nothing": (
         "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}",
-        "do not enclose each answer",
+        "around each answer of the assistant, got others",
     ),
     "marks around one of two": (
         (
             "{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}"
             "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
         ),
-        "do not enclose each answer",
+        "around each answer of the assistant, got others",
     ),
 }
 
@@ -196,7 +196,10 @@ def test_a_template_that_leaves_words_out_is_refused(tokenizer, template, told, 
     template += (
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    with pytest.raises(DataError, match=f"line 3 {told} says"):
+    with pytest.raises(
+        DataError,
+        match=f"line 3 {told}'s message in the chat template's text, got a text without it",
+    ):
         read(tokenizer, WEATHER, template, loss=loss)
 
 
@@ -206,7 +209,7 @@ def test_short_words_that_stand_elsewhere_are_no_excuse(tokenizer):
         "{% if m['role'] != 'user' %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    with pytest.raises(DataError, match=r"message 1: .*user says"):
+    with pytest.raises(DataError, match=r"message 1: .*user's message in the chat template's text"):
         read(tokenizer, (ChatMessage("user", "s"), ChatMessage("assistant", "ok")), template)
 
 

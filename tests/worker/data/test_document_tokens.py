@@ -184,7 +184,7 @@ def test_a_tokenizer_that_changes_its_mind_is_refused():
             return encoding if len(texts[0]) <= 400 else super().__call__([texts[0].upper()], **how)
 
     text = text_of("paragraphs", 800) + "a" * 700
-    with pytest.raises(DataError, match="divide the document into several of at most 400"):
+    with pytest.raises(DataError, match="split the document into several of at most 400"):
         in_windows(Fickle(tokenizer_of("unigram")), text, 400)
 
 

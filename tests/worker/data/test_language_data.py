@@ -247,7 +247,7 @@ def test_worker_data_shows_what_counts_and_how_much(tokenizers, tmp_path):
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("with loss\n") >= 5
     assert "<|im_start|>assistant\n⟦It is " in process.stdout
-    assert "training samples: 9; tokens of each: least " in process.stdout
+    assert "training samples: 9; tokens of each: min " in process.stdout
     assert "duplicates removed: 1" in process.stdout
     few = called("worker", "data", str(path), "--samples", "1", "--set", "data.loss=all")
     assert few.stdout.count("sample ") == 1
@@ -358,7 +358,9 @@ def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
 
 def test_conversations_without_an_answer_to_learn_are_named(tokenizers, tmp_path):
     rows = [{"messages": [ASKED, SAID | {"weight": 0}]}] * 2
-    with pytest.raises(DataError, match="with an answer to learn, found none: every answer has"):
+    with pytest.raises(
+        DataError, match="with an answer that has loss, found none: every answer has"
+    ):
         read(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", rows))})
 
 

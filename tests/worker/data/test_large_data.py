@@ -21,8 +21,8 @@ from protocol.exact.digest import digest_arrays
 from protocol.spec.sections.data import DataSpec
 from tests.resident_memory import measured_growth
 from worker.data import holdout
-from worker.data.chat_template import ChatTemplate, Counted, Rendered
-from worker.data.labeled_data import data_digest, encoded
+from worker.data.chat_template import ChatTemplate, LossMask, Rendered
+from worker.data.labeled_data import data_digest, encode_texts
 from worker.data.language_data import TextStream, Turns, Windows
 from worker.data.preference_data import EncodedPairs
 from worker.models.tokens import Tokens
@@ -79,7 +79,7 @@ class Plain(ChatTemplate):
     def render(self, conversation: Any) -> Rendered:
         return Rendered("".join(each.content for each in conversation.messages), ((0, 1),))
 
-    def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, Counted]]:
+    def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, LossMask]]:
         for each in rendered:
             ids = np.frombuffer(each.text.encode()[::8], np.uint8).astype(np.int64)
             yield ids, np.arange(len(ids)) >= len(ids) // 2
@@ -163,7 +163,7 @@ def test_labeled_text(tmp_path, form):
     with measured_growth() as growth:
         labeled_text = read_labeled_text(DataSpec(train=str(path)))
         train, _ = holdout.split(labeled_text.texts, 0, 0.2)
-        tokens, cut = encoded(Bytes(), labeled_text.texts, 4096, str)
+        tokens, cut = encode_texts(Bytes(), labeled_text.texts, 4096, str)
         data_digest(labeled_text)
     assert (len(tokens), cut, len(train)) == (ROWS, 0, ROWS - round(ROWS * 0.2))
     assert labeled_text.texts[7] == f"7 {WORDS}".strip()

@@ -20,7 +20,7 @@ from protocol.spec.run_spec import parse_run_spec
 from tests.small_chat import conversation, jsonl, save_chat_tokenizer
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import CutDocuments, TextStream, read_language_data
-from worker.data.packing import PackedSamples, check_packing, packed
+from worker.data.packing import PackedSamples, check_packing, pack_pieces
 from worker.models.tokens import NOTHING
 from worker.tasks.registry import build
 
@@ -56,13 +56,13 @@ def changed(document: dict[str, Any], **data: Any) -> dict[str, Any]:
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(0, 9))
 def test_every_piece_is_in_one_sample_that_holds_it(lengths, seed):
-    packs = packed(np.array(lengths), 20, seed)
+    packs = pack_pieces(np.array(lengths), 20, seed)
     assert sorted(number for pack in packs for number in pack) == list(range(len(lengths)))
     sums = [sum(lengths[number] for number in pack) for pack in packs]
     assert max(sums) <= 20
     # No two samples would fit into one.
     assert all(a + b > 20 for n, a in enumerate(sums) for b in sums[:n])
-    assert packed(np.array(lengths), 20, seed) == packs
+    assert pack_pieces(np.array(lengths), 20, seed) == packs
 
 
 @given(st.lists(st.lists(st.integers(0, 99), max_size=30), max_size=9), st.integers(2, 9))
@@ -134,9 +134,9 @@ def test_a_model_that_sees_across_documents_is_refused():
         def forward(self, input_ids: Any) -> Any:
             return SimpleNamespace(logits=input_ids.float()[..., None])
 
-    with pytest.raises(DataError, match=r"see one another, so they cannot be packed: --set data"):
+    with pytest.raises(DataError, match=r"attend to each other: --set data"):
         check_packing(Leaky(), 100, {})
-    with pytest.raises(DataError, match="takes no positions"):
+    with pytest.raises(DataError, match="takes position_ids for packing, got one that does not"):
         check_packing(Rigid(), 100, {})
 
 

@@ -124,11 +124,13 @@ def test_a_template_that_wants_arguments_as_text_gets_them(tokenizer, tmp_path):
 
 def test_a_template_without_tools_is_refused(tokenizer, tmp_path):
     row = {"messages": [ASK, SAID], "tools": [WEATHER_TOOL]}
-    with pytest.raises(DataError, match="line 1: the chat template leaves out the tools"):
+    with pytest.raises(DataError, match="line 1: expected the tools in the chat template"):
         learned(tokenizer, read(tmp_path, row), CHATML)
     call = {"role": "assistant", "content": "Let me look.", **CALLS["one call"]}
     row = {"messages": [ASK, call, TOLD, SAID]}
-    with pytest.raises(DataError, match="message 2: the chat template leaves out what the assist"):
+    with pytest.raises(
+        DataError, match=r"message 2: expected the assistant.s message in the chat template"
+    ):
         learned(tokenizer, read(tmp_path, row), CHATML)
 
 
@@ -140,7 +142,7 @@ def test_which_answers_are_learned(tokenizer, tmp_path):
     both, last = ["One.<|im_end|>\n", "No rain.<|im_end|>\n"], ["No rain.<|im_end|>\n"]
     assert spans() == spans(weight=1) == spans(train=True) == both
     assert spans(loss="last") == spans(weight=0) == spans(train=False) == last
-    with pytest.raises(DataError, match=r"every message to be learned with data\.loss=all"):
+    with pytest.raises(DataError, match=r"every message to have loss with data\.loss=all"):
         spans(loss="all", weight=0)
 
 

@@ -55,7 +55,7 @@ def group(*names: str) -> DeviceGroup:
     """One whose devices have all built the run's task."""
     devices = DeviceGroup(names)
     devices.begin()
-    devices.do(act.Build("r", SPEC, keep=False))
+    devices.do(act.Build("r", SPEC, keep_state=False))
     settle(devices, *names)
     return devices
 
@@ -176,7 +176,7 @@ def test_what_a_lost_device_owes_is_computed_by_its_siblings():
 
 def test_the_replica_begins_with_the_parameters_of_one_device_and_all_read_it():
     devices = DeviceGroup(("a", "b"))
-    devices.do(act.Build("r", SPEC, keep=False))
+    devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
     (read,) = devices.report("b", BUILT)
     assert read == ToDevice("a", act.ReadInitial())
@@ -184,14 +184,14 @@ def test_the_replica_begins_with_the_parameters_of_one_device_and_all_read_it():
     reset, *attached, built = devices.report("a", events.InitialParameters(PARAMETERS))
     assert isinstance(reset, ResetReplica)
     assert (reset.blocks, reset.parameters) == (BLOCKS, PARAMETERS)
-    assert attached == [Attach("a", reset=True), Attach("b", reset=True)]
+    assert attached == [Attach("a", was_reset=True), Attach("b", was_reset=True)]
     assert isinstance(built, Emit)
 
 
 @pytest.mark.parametrize("stops", [lost, fails])
 def test_one_that_is_lost_with_the_initial_parameters_is_not_waited_for(stops):
     devices = DeviceGroup(("a", "b"))
-    devices.do(act.Build("r", SPEC, keep=False))
+    devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
     devices.report("b", BUILT)
     outputs = stops(devices, "a")
@@ -207,7 +207,7 @@ def test_a_step_is_taken_once_and_then_read_by_all():
         *(ToDevice(name, act.TakeWeights(1, 0, -1)) for name in "ab"),
     ]
     assert not devices.report("b", events.WeightsTaken(1, reads_on=False))
-    assert not devices.digested(1, "1" * 64)
+    assert not devices.replica_digest(1, "1" * 64)
     assert given(devices.report("a", events.WeightsTaken(1, reads_on=False))) == [
         events.Applied(1, "1" * 64)
     ]
@@ -227,7 +227,7 @@ def test_the_replica_stays_as_it_is_while_a_device_takes_its_parameters():
 
 def test_devices_that_read_on_release_the_replica_before_it_changes():
     devices = DeviceGroup(("a", "b"))
-    devices.do(act.Build("r", SPEC, keep=False))
+    devices.do(act.Build("r", SPEC, keep_state=False))
     settle(devices, "a", "b", reads_on=True)
     assert devices.do(SKIP) == [ToDevice(name, act.ReleaseReplica()) for name in "ab"]
     assert not devices.report("a", events.ReplicaReleased())
@@ -239,7 +239,7 @@ def test_devices_that_read_on_release_the_replica_before_it_changes():
 def test_nobody_waits_for_a_device_that_is_lost_while_it_reads(stops, reads_on):
     devices = group("a", "b")
     devices.do(SKIP)
-    devices.digested(1, "1" * 64)
+    devices.replica_digest(1, "1" * 64)
     devices.report("a", events.WeightsTaken(1, reads_on))
     devices.do(SKIP)
     outputs = stops(devices, "b")
@@ -276,7 +276,7 @@ def test_a_device_that_is_restarted_reads_the_replica():
     names = {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 1))))}
     assert names == {"a"}
     outputs = devices.report("b", BUILT)
-    assert Attach("b", reset=False) in outputs
+    assert Attach("b", was_reset=False) in outputs
     assert "'b' takes part from step 0 on" in told(outputs)
     names = {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(1, 2))))}
     assert names == {"b"}
@@ -287,12 +287,12 @@ def test_a_device_that_is_restarted_while_a_state_is_loaded_reads_it_when_it_is_
     chunks = [act.LoadChunk("parameters", n, 0, np.ones(3, np.float32)) for n in (0, 1)]
     assert devices.do(chunks[0]) == [ChangeReplica(chunks[0])]
     devices.lost("b", "was ended by SIGKILL")
-    assert Attach("b", reset=False) not in devices.report("b", BUILT)
+    assert Attach("b", was_reset=False) not in devices.report("b", BUILT)
     assert devices.do(chunks[1]) == [ChangeReplica(chunks[1])]
     restore = act.Restore(3, 2)
     assert devices.do(restore) == [
         ChangeReplica(restore), ToDevice("a", act.TakeWeights(3, 2, None)),
-        Attach("b", reset=False),
+        Attach("b", was_reset=False),
     ]  # fmt: skip
 
 
@@ -303,7 +303,7 @@ def test_a_connection_that_comes_back_finds_the_replica_unless_it_is_half_loaded
     if loading:
         devices.do(act.LoadChunk("parameters", 0, 0, np.ones(3, np.float32)))
     devices.do(act.CancelWork())
-    devices.do(act.Build("r", SPEC, keep=True))
+    devices.do(act.Build("r", SPEC, keep_state=True))
     for name in "ab":
         devices.report(name, events.WeightsTaken(1, reads_on=False))
     devices.report("a", BUILT)
@@ -311,14 +311,14 @@ def test_a_connection_that_comes_back_finds_the_replica_unless_it_is_half_loaded
     if loading:
         assert outputs == [ToDevice("a", act.ReadInitial())]
     else:
-        assert [Attach("a", reset=False), Attach("b", reset=False)] == outputs[:2]
-        assert not devices.digested(1, "1" * 64), "of the connection before"
+        assert [Attach("a", was_reset=False), Attach("b", was_reset=False)] == outputs[:2]
+        assert not devices.replica_digest(1, "1" * 64), "of the connection before"
         assert devices.do(SKIP) == [], "all are taking its parameters"
 
 
 def test_a_device_of_another_numerics_profile_is_left_out_and_the_rest_continues():
     devices = DeviceGroup(("a", "b", "odd"))
-    devices.do(act.Build("r", SPEC, keep=False))
+    devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("odd", replace(BUILT, numerics_profile="6" * 64))
     outputs = settle(devices, "a", "b")
     assert "device 'odd' is left out of the run" in told(outputs)
@@ -334,7 +334,7 @@ def test_a_device_of_another_numerics_profile_is_left_out_and_the_rest_continues
 
 def test_the_coordinator_is_told_why_a_device_is_left_out():
     devices = DeviceGroup(("a", "odd"))
-    devices.do(act.Build("r", SPEC, keep=False))
+    devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
     devices.report("odd", replace(BUILT, numerics_profile="6" * 64))
     (built,) = given(devices.report("a", events.InitialParameters(PARAMETERS)))
@@ -353,7 +353,7 @@ def test_the_coordinator_is_told_why_a_device_is_left_out():
 )
 def test_a_task_that_is_another_on_each_device_is_refused(change, named):
     devices = DeviceGroup(("a", "b"))
-    devices.do(act.Build("r", SPEC, keep=False))
+    devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
     (failed,) = given(devices.report("b", replace(BUILT, **change)))
     assert isinstance(failed, events.BuildFailed)
@@ -410,7 +410,7 @@ def test_a_device_that_is_missing_is_the_end_of_the_worker():
 
 def test_a_task_that_nobody_can_build_is_reported_once():
     devices = DeviceGroup(("a", "b"))
-    devices.do(act.Build("r", SPEC, keep=False))
+    devices.do(act.Build("r", SPEC, keep_state=False))
     failed = events.BuildFailed("r", RunFailed("no memory"), is_local=True)
     assert not given(devices.report("a", failed))
     assert given(devices.report("b", replace(failed, is_local=False))) == [

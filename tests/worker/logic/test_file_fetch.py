@@ -125,7 +125,7 @@ class World:
         if complete and digest in self.spoilt:
             self.spoilt.discard(digest)
             self.before[digest] = 0
-            self.disk.append(fet.BlobDamaged(digest, resumed=True))
+            self.disk.append(fet.BlobDamaged(digest, was_resumed=True))
         else:
             self.disk.append(fet.ChunkStored(digest, complete))
 
@@ -169,7 +169,7 @@ def test_nothing_is_fetched_where_nothing_is_missing():
     placed = SPEC.model_copy(update={"name": "placed"})
     actions = fetch.event(fet.Assembled(placed, {"/inputs/data": "texts"}))
     assert told(actions) == ["run run: building the task 'causal-lm'"]
-    assert actions[-1] == act.Build("run", placed, keep=False, inputs=action.list_digest)
+    assert actions[-1] == act.Build("run", placed, keep_state=False, inputs=action.list_digest)
     assert fetch.with_source_names("cannot read '/inputs/data/a'") == "cannot read 'texts/a'"
 
 
@@ -218,13 +218,13 @@ def test_a_chunk_of_another_length_is_a_file_that_has_changed(count):
     )
     # What is on its way still is nobody's.
     assert fetch.chunk(answer(one.digest, 0), body(10)) == []
-    assert fetch.event(fet.ChunkStored(one.digest, complete=True)) == []
+    assert fetch.event(fet.ChunkStored(one.digest, is_complete=True)) == []
 
 
 def test_another_digest_is_a_file_that_has_changed():
     fetch, one = fetching_one()
     fetch.chunk(answer(one.digest, 0), body(10))
-    answered = unready(fetch.event(fet.BlobDamaged(one.digest, resumed=False)))
+    answered = unready(fetch.event(fet.BlobDamaged(one.digest, was_resumed=False)))
     assert "has changed at the coordinator" in answered.reason
 
 
@@ -292,12 +292,12 @@ def test_a_file_for_later_is_fetched_when_something_waits_for_it():
     waiting = act.Evaluate(0, 1)
     left = frozenset(each.digest for each in files[1:] if each.name != "1.parquet")
     located = act.Locate(digest, STUDENT, listing, left)
-    assert fetch.want(("1.parquet",), waiting) == [located]
-    assert fetch.want(("0.parquet",), None) == []  # one after the other
+    assert fetch.request(("1.parquet",), waiting) == [located]
+    assert fetch.request(("0.parquet",), None) == []  # one after the other
     actions = fetch.event(fet.Located((files[2],)))
     assert requests(actions) == [(files[2].digest, 0)]
     fetch.chunk(answer(files[2].digest, 0), body(20))
-    assert fetch.event(fet.ChunkStored(files[2].digest, complete=True)) == [
+    assert fetch.event(fet.ChunkStored(files[2].digest, is_complete=True)) == [
         act.Assemble(digest, STUDENT, listing, left)
     ]
     after = fetch.event(fet.Assembled(STUDENT, {}))
@@ -305,15 +305,15 @@ def test_a_file_for_later_is_fetched_when_something_waits_for_it():
     assert after == [waiting, act.Locate(digest, STUDENT, listing, last)]
     fetch.event(fet.Located(()))  # it was here
     assert fetch.event(fet.Assembled(STUDENT, {})) == []
-    assert fetch.want(("0.parquet", "1.parquet"), waiting) == [waiting]
+    assert fetch.request(("0.parquet", "1.parquet"), waiting) == [waiting]
 
 
 def test_what_is_waited_for_comes_before_what_will_be_needed():
     files = [file(f"{n}.parquet", 20) for n in range(3)]
     fetch, listing, digest = begun_later(file("capture.json", 10), *files)
-    fetch.want(("0.parquet",), None)
-    fetch.want(("1.parquet",), None)
-    fetch.want(("2.parquet",), act.Evaluate(0, 0))
+    fetch.request(("0.parquet",), None)
+    fetch.request(("1.parquet",), None)
+    fetch.request(("2.parquet",), act.Evaluate(0, 0))
     fetch.event(fet.Located(()))
     left = frozenset({files[1].digest})
     assert fetch.event(fet.Assembled(STUDENT, {})) == [act.Locate(digest, STUDENT, listing, left)]
@@ -322,13 +322,13 @@ def test_what_is_waited_for_comes_before_what_will_be_needed():
 def test_a_file_that_changed_at_the_coordinator_in_the_middle_of_a_run_ends_this_worker():
     files = [file("capture.json", 10), file("0.parquet", 20)]
     fetch, _, _ = begun_later(*files)
-    fetch.want(("0.parquet",), act.Evaluate(0, 0))
+    fetch.request(("0.parquet",), act.Evaluate(0, 0))
     fetch.event(fet.Located((files[1],)))
     actions = fetch.chunk(answer(files[1].digest, 0), body(3))
     (leave,) = [each for each in actions if isinstance(each, act.Leave)]
-    assert leave.failed
+    assert leave.is_failure
     assert "has changed at the coordinator" in leave.reason
-    assert fetch.want(("0.parquet",), None) == []
+    assert fetch.request(("0.parquet",), None) == []
 
 
 def test_files_of_another_role_may_have_the_names_of_those_for_later():
@@ -352,16 +352,18 @@ def test_files_of_another_role_may_have_the_names_of_those_for_later():
     fetch.event(fet.Located(()))
     fetch.event(fet.Assembled(student, {}))
     located = act.Locate(digest, student, listing, frozenset())
-    assert fetch.want(("0.parquet",), act.Evaluate(0, 0)) == [located]
+    assert fetch.request(("0.parquet",), act.Evaluate(0, 0)) == [located]
 
 
 def test_a_file_that_has_come_and_is_wanted_again_ends_this_worker():
     """Rather than be fetched for ever."""
     fetch, _, _ = begun_later(file("capture.json", 10), file("0.parquet", 20))
     waiting = act.Evaluate(0, 0)
-    fetch.want(("0.parquet",), waiting)
+    fetch.request(("0.parquet",), waiting)
     fetch.event(fet.Located(()))
     assert fetch.event(fet.Assembled(STUDENT, {})) == [waiting]
-    assert fetch.want(("0.parquet",), waiting) == [waiting]  # it was asked for meanwhile
-    (leave,) = [each for each in fetch.want(("0.parquet",), waiting) if isinstance(each, act.Leave)]
+    assert fetch.request(("0.parquet",), waiting) == [waiting]  # it was asked for meanwhile
+    (leave,) = [
+        each for each in fetch.request(("0.parquet",), waiting) if isinstance(each, act.Leave)
+    ]
     assert "'0.parquet' was fetched, but the task does not find it" in leave.reason

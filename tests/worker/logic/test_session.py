@@ -172,7 +172,7 @@ def test_embeddings_of_another_attempt_or_step_are_not_taken():
             after(*messages)
     with pytest.raises(OutOfOrder, match="expected none"):
         ready().receive(rows(), body([1]))
-    with pytest.raises(OutOfOrder, match="in a run without them"):
+    with pytest.raises(OutOfOrder, match="a plan for gradients, got one for embeddings"):
         ready().receive(plan((0, 2), phase="embeddings"), None)
 
 
@@ -226,7 +226,7 @@ def test_a_coordinator_of_an_earlier_term_is_refused():
 def test_a_worker_that_was_away_keeps_its_state_and_reports_it():
     session = welcomed()
     actions = session.receive(*start_run(step=5))
-    assert act.Build("run", SPEC, keep=True) in actions
+    assert act.Build("run", SPEC, keep_state=True) in actions
     (message,) = sent(session.result(built(step=4)))
     assert message.step == 4
     assert session.step == 4
@@ -236,7 +236,7 @@ def test_a_run_is_built_and_answered_with_the_manifest():
     session = welcomed()
     actions = session.receive(*start_run())
     assert kinds(actions) == ["CancelWork", "Build"]
-    assert act.Build("run", SPEC, keep=False) in actions
+    assert act.Build("run", SPEC, keep_state=False) in actions
     actions = session.result(built())
     assert kinds(actions) == ["Expect", "Transmit"]
     (transmit,) = [action for action in actions if isinstance(action, act.Transmit)]
@@ -277,7 +277,7 @@ def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
     session.receive(*start_run())
     goodbye, leave = session.result(events.BuildFailed("run", error))
     assert isinstance(goodbye.message, msg.Goodbye)
-    assert leave == act.Leave(str(error), False, error.exit_code, failed=True)
+    assert leave == act.Leave(str(error), False, error.exit_code, is_failure=True)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_the_device_is_opened_without_a_run_and_one_of_no_use_is_no_member(error
     assert act.OpenDevice() in session.welcome(WELCOME)
     assert session.result(events.DeviceFailed(error)) == [
         act.Transmit(msg.Goodbye(reason=words, retry=False, exit_code=exit_code)),
-        act.Leave(words, False, exit_code, failed=True),
+        act.Leave(words, False, exit_code, is_failure=True),
     ]
 
 
@@ -324,7 +324,7 @@ def test_a_new_run_forgets_the_one_before():
     assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
     assert session.receive(msg.Assign(**WHERE, view=1, subtrees=((2, 4),)), None) == []
     session.result(built("next"))
-    with pytest.raises(OutOfOrder, match="before all of its averaged blocks"):
+    with pytest.raises(OutOfOrder, match="expected all of its averages first"):
         session.receive(commit(), None)
 
 
@@ -487,7 +487,7 @@ def test_a_commit_cancels_then_applies_the_averages():
 def test_a_commit_takes_the_averages_of_its_own_attempt():
     session = working()
     give_averages(session)
-    with pytest.raises(OutOfOrder, match="before all of its averaged blocks"):
+    with pytest.raises(OutOfOrder, match="expected all of its averages first"):
         session.receive(commit(attempt=1), None)
 
 
@@ -534,7 +534,7 @@ def test_missed_updates_are_whole_numbers_up_to_all_updates(counts):
     session = ready()
     (load,) = session.receive(chunk(kind="missed_updates"), body([1]))
     assert isinstance(load, act.LoadChunk)
-    with pytest.raises(OutOfOrder, match="expected missed updates, whole numbers up to 1"):
+    with pytest.raises(OutOfOrder, match="whole numbers up to 1, got others"):
         session.receive(chunk(kind="missed_updates"), body(counts))
 
 
@@ -593,7 +593,7 @@ def test_a_drain_is_said_once():
 def test_a_lost_device_is_reported_in_its_own_words():
     lost = DeviceError("card", "the device was lost")
     assert working().result(events.DeviceFailed(lost))[-1] == act.Leave(
-        "device 'card' failed: the device was lost", False, 1, failed=True
+        "device 'card' failed: the device was lost", False, 1, is_failure=True
     )
 
 
@@ -602,7 +602,7 @@ def test_a_broken_device_is_reported_and_ends_the_worker():
     (goodbye,) = sent(actions)
     assert isinstance(goodbye, msg.Goodbye)
     assert "out of memory" in goodbye.reason
-    assert actions[-1] == act.Leave("the device failed: out of memory", False, 1, failed=True)
+    assert actions[-1] == act.Leave("the device failed: out of memory", False, 1, is_failure=True)
 
 
 def payloads(actions):
@@ -648,7 +648,7 @@ def inner_state(*, inner=4, last=True, **change):
 def waiting():
     session = ready()
     session.receive(plan((1, 2)), None)
-    (request,) = session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, carried=True))
+    (request,) = session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, with_carried=True))
     assert request.message == msg.InnerStateRequest(**WHERE, replica=1, own=True)
     return session
 
@@ -661,7 +661,7 @@ def test_an_inner_phase_continues_once_all_of_its_state_is_there():
     session = waiting()
     assert session.receive(inner_state(last=False), raw(1, 2)) == []
     give, compute = session.receive(inner_state(), raw(3))
-    assert (give.step_id, give.replica, give.inner, give.carried) == (STEP_ID, 1, 4, True)
+    assert (give.step_id, give.replica, give.inner, give.with_carried) == (STEP_ID, 1, 4, True)
     assert give.content.tolist() == [1, 2, 3]
     assert compute == act.Compute(STEP_ID, 4, LEAF)
     assert session.receive(inner_state(), raw(3)) == []
@@ -673,7 +673,7 @@ def test_a_state_is_not_asked_for_twice():
     session.receive(inner_state(last=False), raw(1))
     session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
     session.receive(msg.Assign(**WHERE, view=2, subtrees=((1, 2),)), None)
-    assert session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, carried=True)) == []
+    assert session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, with_carried=True)) == []
     give, _ = session.receive(inner_state(), raw(2))
     assert give.content.tolist() == [1, 2]
 

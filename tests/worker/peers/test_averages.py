@@ -36,12 +36,12 @@ def test_any_order_and_duplicates_give_whole_blocks(data):
     averages = Averages(grid)
     arrivals: set[tuple[int, int]] = set()
     for block, chunk in data.draw(st.permutations(places + places[:3])):
-        assert averages.complete is (len(arrivals) == len(places))
+        assert averages.is_complete is (len(arrivals) == len(places))
         wrong = (block, chunk) in arrivals
         values = value(block, chunk) - (999 if wrong else 0)
         averages.put(grid.number(block, chunk), "", values)
         arrivals.add((block, chunk))
-    assert averages.complete
+    assert averages.is_complete
     for number, block in enumerate(BLOCKS):
         expected = np.arange(block.elements, dtype=np.float32) + 100 * number
         assert averages.arrays[number].tolist() == expected.tolist()

@@ -45,9 +45,9 @@ class Member:
             key=pair_key(SECRET, self.name, other).hex(),
         )  # fmt: skip
 
-    def know(self, *others):
+    def set_peers(self, *others):
         peers = tuple(other.as_peer(self.name) for other in others)
-        self.links.know(PeerList(me=self.name, listens=self.listens, peers=peers))
+        self.links.set_peers(PeerList(me=self.name, listens=self.listens, peers=peers))
 
     def on_gradient(self, peer, received):
         self.reports.put_nowait(("gradient", peer, received))
@@ -99,8 +99,8 @@ async def send_gradient(sender, to):
 @on_uvloop
 async def test_both_reach_each_other_and_a_body_arrives_unchanged(encrypted):
     with members("one", "other", encrypted=encrypted) as (one, other):
-        one.know(other)
-        other.know(one)
+        one.set_peers(other)
+        other.set_peers(one)
         assert (await one.next("linked"))[0] == "other"
         assert (await other.next("linked"))[0] == "one"
         await send_gradient(one, other)
@@ -113,8 +113,8 @@ async def test_both_reach_each_other_and_a_body_arrives_unchanged(encrypted):
 @on_uvloop
 async def test_one_that_only_dials_sends_and_receives(name):
     with members("one") as (one,), members(name, listens=False) as (dials,):
-        one.know(dials)
-        dials.know(one)
+        one.set_peers(dials)
+        dials.set_peers(one)
         await dials.next("linked")
         await one.next("linked")
         await send_gradient(one, dials)
@@ -131,8 +131,8 @@ async def test_one_port_that_can_be_reached_is_enough(unreachable, monkeypatch):
         closed = one if unreachable == "one" else other
         open_ = other if closed is one else one
         peer = closed.as_peer(open_.name).model_copy(update={"port": refusing_port()})
-        open_.links.know(PeerList(me=open_.name, listens=True, peers=(peer,)))
-        closed.know(open_)
+        open_.links.set_peers(PeerList(me=open_.name, listens=True, peers=(peer,)))
+        closed.set_peers(open_)
         await one.next("linked")
         await other.next("linked")
         await send_gradient(one, other)
@@ -147,8 +147,8 @@ async def test_two_that_dial_each_other_at_once_keep_one_link(encrypted, monkeyp
     with members(*names, encrypted=encrypted) as group:
         pairs = [*zip(group[::2], group[1::2], strict=True)]
         for one, other in pairs:
-            one.know(other)
-            other.know(one)
+            one.set_peers(other)
+            other.set_peers(one)
         for one, other in pairs:
             for member in (one, other):
                 async with asyncio.timeout(PATIENCE_S):
@@ -166,8 +166,8 @@ async def test_two_that_dial_each_other_at_once_keep_one_link(encrypted, monkeyp
 @on_uvloop
 async def test_a_link_that_breaks_is_reported_and_made_again(broken):
     with members("one", "other") as (one, other):
-        one.know(other)
-        other.know(one)
+        one.set_peers(other)
+        other.set_peers(one)
         await one.next("linked")
         await other.next("linked")
         at, name = (one, "other") if broken == "one" else (other, "one")
@@ -181,10 +181,10 @@ async def test_a_link_that_breaks_is_reported_and_made_again(broken):
 @on_uvloop
 async def test_a_peer_that_is_listed_no_more_is_left():
     with members("one", "other") as (one, other):
-        one.know(other)
-        other.know(one)
+        one.set_peers(other)
+        other.set_peers(one)
         await other.next("linked")
-        one.know()
+        one.set_peers()
         assert (await other.next("unlinked"))[0] == "one"
         other.links.send("one", encode(payload("other"), values()))  # dropped
 
@@ -192,16 +192,16 @@ async def test_a_peer_that_is_listed_no_more_is_left():
 @on_uvloop
 async def test_a_peer_that_is_listed_no_more_during_the_handshake_is_left_too(monkeypatch):
     with members("one", "other") as (one, other):
-        linked = PeerLinks.linked
+        linked = PeerLinks.use
 
         def linked_late(self, connection, mbit):
             if self is one.links:
-                one.know()
+                one.set_peers()
             linked(self, connection, mbit)
 
-        monkeypatch.setattr(PeerLinks, "linked", linked_late)
-        one.know(other)
-        other.know(one)
+        monkeypatch.setattr(PeerLinks, "use", linked_late)
+        one.set_peers(other)
+        other.set_peers(one)
         await other.next("unlinked")
         assert one.reports.empty()
         assert not one.links._connections
@@ -253,7 +253,7 @@ def hello(name, to):
 @on_uvloop
 async def test_a_process_that_is_not_listed_gets_no_proof():
     with members("owner") as (owner,):
-        owner.know()
+        owner.set_peers()
         reply = await dial(owner, hello("unknown", "owner"), bytes(32))
         assert isinstance(reply, Goodbye)
         assert "'unknown' is not a peer of 'owner'" in reply.reason
@@ -263,7 +263,7 @@ async def test_a_process_that_is_not_listed_gets_no_proof():
 async def test_a_member_that_poses_as_another_is_refused():
     """It knows its own key with each of them, and not the key of those two."""
     with members("owner", "true", "poser") as (owner, true, poser):
-        owner.know(true, poser)
+        owner.set_peers(true, poser)
         own_key = pair_key(SECRET, "poser", "owner")
         reply = await dial(owner, hello("true", "owner"), own_key)
         assert isinstance(reply, SamestepError)
@@ -273,7 +273,7 @@ async def test_a_member_that_poses_as_another_is_refused():
 @on_uvloop
 async def test_a_hello_for_another_worker_is_refused():
     with members("owner", "other", "third") as (owner, other, third):
-        owner.know(other, third)
+        owner.set_peers(other, third)
         key = pair_key(SECRET, "other", "third")
         reply = await dial(owner, hello("other", "third"), key)
         assert "is not a peer of 'owner'" in reply.reason
@@ -283,7 +283,7 @@ async def test_a_hello_for_another_worker_is_refused():
 async def test_a_peer_with_another_certificate_gets_no_hello():
     with members("one", "other", "z-false") as (one, other, false):
         peer = other.as_peer("one").model_copy(update={"port": false.port})
-        one.links.know(PeerList(me="one", listens=True, peers=(peer,)))
+        one.links.set_peers(PeerList(me="one", listens=True, peers=(peer,)))
         assert "got another one" in (await one.next("unlinked"))[1]
 
 
@@ -292,7 +292,7 @@ async def test_the_reason_why_a_peer_is_not_reached_is_reported():
     with members("one", "other") as (one, other):
         port = refusing_port()
         peer = other.as_peer("one").model_copy(update={"port": port})
-        one.links.know(PeerList(me="one", listens=True, peers=(peer,)))
+        one.links.set_peers(PeerList(me="one", listens=True, peers=(peer,)))
         assert (await one.next("unlinked"))[1] == f"127.0.0.1:{port} refused the connection"
 
 
@@ -301,10 +301,10 @@ async def test_while_the_port_is_full_a_member_waits_and_gets_in(monkeypatch):
     """All members of a run connect at one time: a full port is no broken link."""
     monkeypatch.setattr(limits, "UNAUTHENTICATED_SLOT_MS", 100)
     with members("owner") as (owner,), members("other", listens=False) as (other,):
-        owner.know(other)
+        owner.set_peers(other)
         address = ("127.0.0.1", owner.port)
         silent = [socket.create_connection(address) for _ in range(limits.PENDING_PEER_CONNECTIONS)]
-        while len(owner.links._pending) < limits.PENDING_PEER_CONNECTIONS:  # noqa: ASYNC110 -- nothing is reported
+        while len(owner.links._pending_connections) < limits.PENDING_PEER_CONNECTIONS:  # noqa: ASYNC110 -- nothing is reported
             await asyncio.sleep(0.01)
         key = pair_key(SECRET, "other", "owner")
         waits = asyncio.create_task(dial(owner, hello("other", "owner"), key))
@@ -321,10 +321,10 @@ async def test_a_peer_that_was_refused_is_dialed_as_soon_as_it_is_listed(monkeyp
     monkeypatch.setattr(links, "_RETRY_S", (10 * PATIENCE_S,))
     monkeypatch.setattr(links, "_SECOND_DIALER_S", 10 * PATIENCE_S)
     with members("early", "late") as (early, late):
-        late.know()
-        early.know(late)
+        late.set_peers()
+        early.set_peers(late)
         assert "is not a peer of 'late'" in (await early.next("unlinked"))[1]
-        late.know(early)
+        late.set_peers(early)
         await early.next("linked")
         await late.next("linked")
 

@@ -46,7 +46,7 @@ def table(*members, owners=None, scribe=None):
 
 def share(me="a", given=None, microbatches=2):
     exchange = GradientExchange(me, BLOCKS, Codecs())
-    exchange.own(1, given or table("a", "b"))
+    exchange.set_owners(1, given or table("a", "b"))
     exchange.begin(plan(microbatches))
     return exchange
 
@@ -58,7 +58,7 @@ def plan(microbatches, uploads=100, **change):
 
 def committed(exchange, wanted):
     """Its step is durable, with averages of these digests."""
-    exchange.expect(AverageDigests(**PLACE), wanted)
+    exchange.set_digests(AverageDigests(**PLACE), wanted)
     return exchange.commit(Commit(**PLACE, scalars=SCALARS, loss=0.0, averages_digest="0" * 64))
 
 
@@ -146,7 +146,7 @@ def test_a_lost_owner_s_chunks_are_averaged_by_another_from_sums_sent_again():
     alone = share("a")
     sent = [action for _, actions in contributed({"a": alone}, {"a": ONE}) for action in actions]
     assert {action.peer for action in sent if isinstance(action, ToPeer)} == {"b"}
-    again = alone.own(2, table("a", owners=[0] * GRID.count))
+    again = alone.set_owners(2, table("a", owners=[0] * GRID.count))
     again += [  # the subtree of the lost one is computed once more, here
         action
         for block, values in enumerate(sums(1))
@@ -169,8 +169,8 @@ def test_a_chunk_that_is_given_back_needs_its_sums_again():
         return [a.message for a in actions if isinstance(a, Transmit)]
 
     assert [type(each) for each in give(1)] == [SumsArrived]
-    owned.own(2, table("a", "b", owners=[1] * GRID.count))
-    assert owned.own(3, table("a", "b", owners=[0] * GRID.count)) == []
+    owned.set_owners(2, table("a", "b", owners=[1] * GRID.count))
+    assert owned.set_owners(3, table("a", "b", owners=[0] * GRID.count)) == []
     assert [type(each) for each in give(3)] == [SumsArrived]
 
 
@@ -207,7 +207,7 @@ def test_owners_that_die_at_any_stage_of_a_chunk_leave_the_bits(lost):
             for n in range(GRID.count)
         ]
         for name, each in shares.items():
-            after = each.own(2, table(*left, owners=owners))
+            after = each.set_owners(2, table(*left, owners=owners))
             on_their_way += [(name, action) for action in after]
         again = contributed({"a": shares["a"]}, {"a": Subtree(0, 1)})  # known: it changes nothing
         for name in lost:
@@ -240,9 +240,9 @@ def test_averages_of_a_committed_step_that_do_not_come_are_asked_for_once():
     exchange = share("a")
     exchange.contribute(ONE, 0, 1.0, sums(0)[0])
     assert committed(exchange, digests()) == []  # their owners may be sending them
-    requests = exchange.waits()
+    requests = exchange.request_overdue()
     assert [action.message for action in requests] == [AveragesRequest(**PLACE)]
-    assert exchange.waits() == []
+    assert exchange.request_overdue() == []
     means = expected()
     actions = []
     for block, each in enumerate(BLOCKS):
@@ -259,13 +259,13 @@ def test_who_does_not_own_a_chunk_sends_no_average_of_it(sender):
     number = next(n for n in range(GRID.count) if table("a", "b").owner(n) == "a")
     message = average(number)
     body = raw(np.zeros(GRID.elements(number), np.float32))
-    with pytest.raises(OutOfOrder, match=f"'{sender}' sends the average of chunk"):
+    with pytest.raises(OutOfOrder, match=f"from its owner, got it from '{sender}'"):
         share("a").receive(sender, message, body)
 
 
 def test_a_sum_in_another_s_name_is_refused():
     message = payload(0, 0, worker="b")
-    with pytest.raises(OutOfOrder, match="'c' sends a sum as 'b'"):
+    with pytest.raises(OutOfOrder, match="expected a sum of 'c', got one of 'b'"):
         share("a").receive("c", message, raw(np.zeros(GRID.elements(0), np.float32)))
 
 
@@ -288,7 +288,7 @@ def test_early_sums_wait_late_ones_are_dropped():
 
 def test_a_table_of_another_shape_is_refused():
     with pytest.raises(OutOfOrder, match="chunks, got 1"):
-        share("a").own(2, table("a", owners=[0]))
+        share("a").set_owners(2, table("a", owners=[0]))
 
 
 def test_who_has_no_links_sends_through_the_coordinator():
@@ -313,9 +313,9 @@ def test_the_coordinator_is_sent_as_many_chunks_as_it_allows():
     assert {type(action) for action in sent} == {Transmit}
     assert to_coordinator(exchange.contribute(ONE, 1, 1.0, sums(0)[1])) == [0]
     assert to_coordinator(sent) == [1]
-    assert to_coordinator(exchange.allow(Credit(**PLACE, uploads=3))) == [2]
+    assert to_coordinator(exchange.extend_credit(Credit(**PLACE, uploads=3))) == [2]
     exchange.cancel(Cancel(**PLACE, subtrees=((0, 1),)))
-    assert exchange.allow(Credit(**PLACE, uploads=100)) == []
+    assert exchange.extend_credit(Credit(**PLACE, uploads=100)) == []
 
 
 def test_where_every_other_owner_is_lost_the_coordinator_is_sent_all_that_they_had():
@@ -323,4 +323,4 @@ def test_where_every_other_owner_is_lost_the_coordinator_is_sent_all_that_they_h
     for block, values in enumerate(sums(0)):
         alone.contribute(ONE, block, 1.0, values)
     owner_table = OwnerTable.star(GRID.count)
-    assert sorted(to_coordinator(alone.own(2, owner_table))) == [*range(GRID.count)]
+    assert sorted(to_coordinator(alone.set_owners(2, owner_table))) == [*range(GRID.count)]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.small_chat import CHATML, save_chat_tokenizer
 from tests.tool_chat import TOOL_TEMPLATE
-from worker.results.modelfile import around_messages, modelfile
+from worker.results.modelfile import framing_of, modelfile
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_template_of_text_around_messages_is_written(tokenizer):
 def test_a_default_system_message_is_said(tokenizer):
     tokenizer.chat_template = DEFAULT
     assert 'SYSTEM """Be kind."""' in modelfile(tokenizer, "m.gguf", 128)
-    around = around_messages(tokenizer)
+    around = framing_of(tokenizer)
     assert around is not None
     messages = [{"role": "user", "content": "Hi"}]
     assert around.render(messages) == tokenizer.apply_chat_template(

@@ -28,7 +28,7 @@ from worker.results.generate import Sampling, choose
 from worker.results.gguf_export import export_gguf
 from worker.results.gguf_file import Storage, write_gguf
 from worker.results.load import load, probe
-from worker.results.merge import compare, merge, merged
+from worker.results.merge import compare, merge, merge_weights
 from worker.results.saved_model import find
 
 
@@ -87,7 +87,7 @@ def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
     assert whole.base in card.made[0]
     with pytest.raises(DataError, match="new or empty"):
         merge(find(run), None, tmp_path / "whole")
-    with pytest.raises(DataError, match="whole model already"):
+    with pytest.raises(DataError, match="complete model already"):
         merge(find(tmp_path / "whole"), None, tmp_path / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["whole"]
 
@@ -100,7 +100,7 @@ def test_a_merged_model_may_be_stored_in_bfloat16(run, tmp_path):
     stored = safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     whole = load(find(tmp_path / "whole"), None).model
-    exact = merged(load(find(run), None)).state_dict()
+    exact = merge_weights(load(find(run), None)).state_dict()
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, exact[name].to(torch.bfloat16).float()), name
     refused = called("worker", "merge", str(run), "--out", str(tmp_path / "x"), "--dtype", "int8")
@@ -120,9 +120,9 @@ def test_the_base_is_rounded_as_the_run_had_it(run, tmp_path):
 def test_a_difference_is_noticed():
     logits = torch.tensor([1.0, -3.0])
     assert compare(logits, logits + 2e-5) < 3e-5
-    with pytest.raises(SamestepError, match="nothing was written"):
+    with pytest.raises(SamestepError, match="no file was written"):
         compare(logits, logits + 1e-4)
-    with pytest.raises(SamestepError, match="nothing was written"):
+    with pytest.raises(SamestepError, match="no file was written"):
         compare(logits, logits * float("nan"))
 
 
@@ -139,7 +139,7 @@ def test_another_base_or_adapter_is_refused(run, tmp_path):
     weights = safetensors.numpy.load_file(adapter_copy / "adapter_model.safetensors")
     del weights[min(weights)]
     safetensors.numpy.save_file(weights, adapter_copy / "adapter_model.safetensors")
-    with pytest.raises(DataError, match="adapter of another model"):
+    with pytest.raises(DataError, match="adapter belongs to this base"):
         load(find(adapter_copy), None)
 
 
@@ -148,7 +148,7 @@ def test_another_base_or_adapter_is_refused(run, tmp_path):
     [
         (lambda d: d / "nothing", "found none"),
         (lambda d: d, "expected a run"),
-        (lambda d: (d / "run.json").write_text("{}") and d, "has not ended"),
+        (lambda d: (d / "run.json").write_text("{}") and d, "expected a finished run"),
         (lambda d: (d / "adapter_config.json").write_text("{}") and d, "LoRA adapter"),
     ],
 )

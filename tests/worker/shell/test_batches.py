@@ -12,8 +12,8 @@ from protocol.base.errors import DataError
 from protocol.exact.samples import SampleOrder
 from protocol.spec.sections.tasks import BatchSpec
 from worker.shell.batches import (
-    evaluation_of_each_shape,
-    microbatch_of_each_shape,
+    evaluation_per_shape,
+    microbatch_per_shape,
     report_samples,
 )
 
@@ -36,7 +36,7 @@ class Texts:
 def test_each_shape_comes_once_and_the_first_microbatch_first():
     order = SampleOrder(3, 21, BatchSpec(samples=5, microbatch=2))
     task = Texts()
-    microbatches = microbatch_of_each_shape(task, order)  # type: ignore[arg-type]
+    microbatches = microbatch_per_shape(task, order)  # type: ignore[arg-type]
     shapes = [batch.arrays["ids"].shape for batch in microbatches]
     assert shapes[0] == task.batch(order.microbatches(0)[0]).arrays["ids"].shape
     assert len(shapes) == len({*shapes})
@@ -46,7 +46,7 @@ def test_each_shape_comes_once_and_the_first_microbatch_first():
 
 
 def test_each_shape_of_a_held_out_part_comes_once():
-    evaluation_batches = evaluation_of_each_shape(Texts())  # type: ignore[arg-type]
+    evaluation_batches = evaluation_per_shape(Texts())  # type: ignore[arg-type]
     assert {batch.arrays["ids"].shape for batch in evaluation_batches} == {
         (3, 16),
         (3, 32),
@@ -54,7 +54,7 @@ def test_each_shape_of_a_held_out_part_comes_once():
     }
     assert len(evaluation_batches) == 3
     none = SimpleNamespace(manifest=SimpleNamespace(evaluation_parts=0))
-    assert evaluation_of_each_shape(none) == []
+    assert evaluation_per_shape(none) == []
 
 
 SAMPLES = [[8, 1, 5], [3, 9, 4]]

@@ -60,9 +60,9 @@ def test_a_part_continues_where_it_ended(cache, have):
     assert files(cache) == [DIGEST + ".part"]
     assert cache.part_bytes(DIGEST) == have
     again = opened(cache)
-    assert (again.have, again.resumed, again.complete) == (have, have > 0, False)
+    assert (again.size, again.was_resumed, again.is_complete) == (have, have > 0, False)
     again.append(CONTENT[have:])
-    assert again.complete
+    assert again.is_complete
     assert cache.find(DIGEST, SIZE) is None
     assert again.finish()
     assert cache.find(DIGEST, SIZE) is not None
@@ -81,7 +81,7 @@ def test_a_part_longer_than_the_file_starts_over(cache):
     part.append(CONTENT)
     part.append(CONTENT)
     part.close()
-    assert opened(cache).have == 0
+    assert opened(cache).size == 0
 
 
 def test_a_damaged_file_is_not_found_and_is_written_again(cache):
@@ -124,12 +124,12 @@ def test_two_processes_never_write_one_part(cache):
         assert cache.open_part(DIGEST, SIZE) is None
         own = cache.open_part(DIGEST, SIZE, exclusive=True)
         assert own is not None
-        assert own.have == 0
+        assert own.size == 0
         own.append(CONTENT)
         assert own.finish()
         other.kill()
     # The lock ended with its process; the part is as the killed one left it.
-    assert opened(cache).have == 10
+    assert opened(cache).size == 10
     assert cache.find(DIGEST, SIZE) is not None
 
 
@@ -166,8 +166,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
         assert 500_000 < cache.part_bytes(DIGEST) < SIZE
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
         again = opened(cache)
-        assert again.resumed
-        again.append(CONTENT[again.have :])
+        assert again.was_resumed
+        again.append(CONTENT[again.size :])
         assert again.finish()
 
 

@@ -46,11 +46,12 @@ VALUES = np.arange(6, dtype=np.float32)
 BLOCK = Block(name="a", kind="block", tensors=(TensorSpec(name="a", shape=(6,)),))
 MANIFEST = Manifest(blocks=(BLOCK,), train_samples=64, evaluation_parts=2)
 ORDERS = (
-    act.OpenDevice(), act.Build("r", scripted_spec(), keep=True), act.Compute(STEP_ID, 4, SUBTREE),
-    act.LoadInnerState(STEP_ID, 1, 2, VALUES.view(np.uint8), carried=True), act.CancelWork(),
+    act.OpenDevice(), act.Build("r", scripted_spec(), keep_state=True),
+    act.Compute(STEP_ID, 4, SUBTREE),
+    act.LoadInnerState(STEP_ID, 1, 2, VALUES.view(np.uint8), with_carried=True), act.CancelWork(),
     act.LoadEmbeddings(STEP_ID, VALUES.view(np.uint8)),
     act.CancelSubtree(STEP_ID, SUBTREE), act.Evaluate(3, 1), act.ReadInitial(),
-    act.AttachReplica({"parameters": [VALUES, VALUES]}, 3, 2, reset=True),
+    act.AttachReplica({"parameters": [VALUES, VALUES]}, 3, 2, was_reset=True),
     act.TakeWeights(3, 2, None), act.TakeWeights(3, 2, 1), act.ReleaseReplica(),
 )  # fmt: skip
 REPORTS = (
@@ -60,8 +61,8 @@ REPORTS = (
     events.MicrobatchRows(STEP_ID, SUBTREE, 1, VALUES.view(np.uint8).reshape(4, 6)),
     events.InnerPhaseStep(STEP_ID, SUBTREE, 3),
     events.InnerCheckpoint(STEP_ID, SUBTREE, 3, VALUES.view(np.uint8)),
-    events.InnerStateNeeded(STEP_ID, 4, SUBTREE, carried=True),
-    events.SubtreeDone(STEP_ID, SUBTREE, Loss(2.0, 3.0), 1.5, unlike=(0, 1)),
+    events.InnerStateNeeded(STEP_ID, 4, SUBTREE, with_carried=True),
+    events.SubtreeDone(STEP_ID, SUBTREE, Loss(2.0, 3.0), 1.5, unlike_microbatches=(0, 1)),
     events.FilesNeeded(("a", "b"), for_subtree=(STEP_ID, 4, SUBTREE)),
     events.FilesNeeded(("a",), for_part=(3, 1)), events.PartEvaluated(3, 1, {"samples": 2.0}),
     events.InitialParameters([VALUES, VALUES]), events.WeightsTaken(3, reads_on=True),
@@ -143,7 +144,7 @@ def test_a_run_spec_whose_sources_are_local_files_arrives_as_it_is():
         Path("inputs"),
     )  # fmt: skip
     codec = order_codec(SharedMemory())
-    assert codec.unpack(sent(codec.pack(act.Build("r", spec, keep=False)))).spec == spec
+    assert codec.unpack(sent(codec.pack(act.Build("r", spec, keep_state=False)))).spec == spec
 
 
 def framed(packed):
@@ -164,7 +165,7 @@ def test_of_a_device_that_is_killed_while_it_writes_only_whole_reports_are_read(
         ours, its = socket.socketpair()
         its.sendall(whole + last[:written])
         its.close()  # as the system does
-        (event,) = [codec.unpack(packed) for packed in Pipe(ours).received()]
+        (event,) = [codec.unpack(packed) for packed in Pipe(ours).receive()]
         assert isinstance(event, events.BlockSum)
         assert (event.step_id, event.subtree, event.block, event.weight) == (
             STEP_ID,

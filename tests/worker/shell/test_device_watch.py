@@ -11,7 +11,7 @@ from worker.shell.device_watch import DeviceWatch
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
     monkeypatch.setattr(device_watch, "_LEAST_S", 0.06)
-    monkeypatch.setattr(device_watch, "_UNMEASURED_S", 0.06)
+    monkeypatch.setattr(device_watch, "_FIRST_ANSWER_S", 0.06)
     monkeypatch.setattr(device_watch, "_PREPARATION_S", 0.06)
 
 
@@ -37,7 +37,7 @@ def test_an_answer_that_does_not_come_is_reported_once(watched):
 
 def test_while_nothing_is_awaited_nothing_is_late(watched):
     watch, reasons = watched
-    assert list(watch.each([1, 2])) == [1, 2]
+    assert list(watch.await_each([1, 2])) == [1, 2]
     with pytest.raises(queue.Empty):
         reasons.get(timeout=0.2)
 
@@ -68,18 +68,18 @@ def test_a_preparation_without_progress_is_reported(watched):
     watch, reasons = watched
     with watch.preparing("it is opened"):
         reason = reasons.get(timeout=60)
-    assert reason.startswith("expected an answer within 0 s (or a line of progress, while it is op")
+    assert reason.startswith("expected an answer within 0 s (or a progress line, while it is op")
     assert watch.is_hanging
 
 
 def test_each_line_of_progress_gives_a_preparation_its_full_time(monkeypatch):
     monkeypatch.undo()
     watch = DeviceWatch(print)
-    watch.progressed()
+    watch.restart_limit()
     assert not watch._awaited, "nothing is prepared"
     with watch.preparing("it is opened"):
         before = watch._awaited
-        watch.progressed()
+        watch.restart_limit()
         assert 0 < before < watch._awaited
         assert not watch.overdue(1700)
         assert watch.overdue(1900)

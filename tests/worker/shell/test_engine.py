@@ -117,7 +117,7 @@ class Device:
         return event, before
 
     def build(self, spec=SPEC, run_id="run"):
-        self.engine.do(act.Build(run_id, spec, keep=False))
+        self.engine.do(act.Build(run_id, spec, keep_state=False))
         return self.until(events.Built)[0]
 
 
@@ -136,7 +136,7 @@ def test_a_device_is_opened_without_a_task_and_only_trouble_is_reported(device):
     assert device.next() == events.DeviceFailed(error)
     device.toolbox.missing = None
     device.engine.do(act.OpenDevice())
-    device.engine.do(act.Build("run", SPEC, keep=False))
+    device.engine.do(act.Build("run", SPEC, keep_state=False))
     assert isinstance(device.next(), events.Built)
 
 
@@ -146,7 +146,7 @@ def test_a_thread_that_flushes_subnormals_applies_nothing_and_its_task_is_not_bu
     device.engine.do(act.Apply(ONES, SCALARS))
     failed, _ = device.until(events.DeviceFailed)
     assert isinstance(failed.error, SubnormalsFlushed)
-    device.engine.do(act.Build("next", SPEC.model_copy(update={"seed": 5}), keep=False))
+    device.engine.do(act.Build("next", SPEC.model_copy(update={"seed": 5}), keep_state=False))
     refused, _ = device.until(events.BuildFailed)
     assert isinstance(refused.error, SubnormalsFlushed)
     assert "the worker's thread that applies updates flushes subnormal" in str(refused.error)
@@ -313,7 +313,7 @@ def test_parts_are_evaluated(device):
 
 def test_a_task_that_can_not_be_built_is_reported_and_the_next_may_be(device):
     device.toolbox.failure = DataError("no such file")
-    device.engine.do(act.Build("run", SPEC, keep=False))
+    device.engine.do(act.Build("run", SPEC, keep_state=False))
     failed = device.next()
     assert isinstance(failed, events.BuildFailed)
     assert str(failed.error) == "no such file"
@@ -324,7 +324,7 @@ def test_a_task_that_can_not_be_built_is_reported_and_the_next_may_be(device):
 
 def test_what_the_device_refuses_is_its_own_matter(device):
     device.toolbox.backend().refusal = SamestepError("too large")
-    device.engine.do(act.Build("run", SPEC, keep=False))
+    device.engine.do(act.Build("run", SPEC, keep_state=False))
     failed = device.next()
     assert isinstance(failed, events.BuildFailed)
     assert (str(failed.error), failed.is_local) == ("too large", True)
@@ -361,7 +361,7 @@ def test_what_a_library_raises_while_building_is_reported_in_one_line(device):
         ),
     ):
         device.toolbox.failure = raised
-        device.engine.do(act.Build("run", SPEC, keep=False))
+        device.engine.do(act.Build("run", SPEC, keep_state=False))
         failed = device.next()
         assert isinstance(failed, events.BuildFailed)
         message = str(failed.error)
@@ -375,7 +375,7 @@ def test_what_a_library_raises_while_building_is_reported_in_one_line(device):
 
 def test_too_little_main_memory_is_this_machines_matter(device):
     device.toolbox.failure = MainMemoryTooSmall(2, 1)
-    device.engine.do(act.Build("run", SPEC, keep=False))
+    device.engine.do(act.Build("run", SPEC, keep_state=False))
     failed = device.next()
     assert isinstance(failed, events.BuildFailed)
     assert failed.is_local
@@ -427,9 +427,9 @@ def test_the_scripted_job_has_the_microbatches_of_its_spec():
 def test_how_far_a_preparation_is_can_be_asked_meanwhile():
     lines: list[str] = []
     event_queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
-    engine = Engine(BackendFactory(), event_queue.put, prepares=lines.append)
+    engine = Engine(BackendFactory(), event_queue.put, on_progress=lines.append)
     engine.do(act.OpenDevice())
-    engine.do(act.Build("run", SPEC, keep=False))
+    engine.do(act.Build("run", SPEC, keep_state=False))
     assert isinstance(event_queue.get(timeout=PATIENCE_S), events.Built)
     engine.close()
     name = BackendFactory().backend().info.name

@@ -35,12 +35,12 @@ def test_what_an_inner_phase_leaves_counts_if_its_attempt_is_committed(committed
             pass
         return event
 
-    engine.do(act.Build("run", SPEC, keep=False))
+    engine.do(act.Build("run", SPEC, keep_state=False))
     first(Built)
     engine.do(act.Compute(StepId(0, 0), 2, Subtree(1, 2)))
     first(SubtreeDone)
     if again:
-        engine.do(act.Build("run", SPEC, keep=True))
+        engine.do(act.Build("run", SPEC, keep_state=True))
     averages = [np.zeros(16, np.float32) for _ in range(3)]
     engine.do(act.Apply(averages, step_scalars(SPEC.update, 1, 0, SPEC.steps, 0.0), committed))
     first(Applied)

@@ -32,7 +32,7 @@ async def test_what_waits_for_a_slow_engine_is_bounded(tmp_path, monkeypatch):
         go_on, most_bytes = threading.Event(), 0
         device = client._engine
         assert isinstance(device, Engine)
-        apply, count_bytes = Engine._HANDLERS[act.Apply], client._taken
+        apply, count_bytes = Engine._HANDLERS[act.Apply], client._start_handover
 
         def hold(engine: Engine, action: act.Apply) -> None:
             apply(engine, action)
@@ -42,11 +42,11 @@ async def test_what_waits_for_a_slow_engine_is_bounded(tmp_path, monkeypatch):
         def noted(length_bytes: int) -> Any:
             nonlocal most_bytes
             result = count_bytes(length_bytes)
-            most_bytes = max(most_bytes, client._given_bytes)
+            most_bytes = max(most_bytes, client._pending_bytes)
             return result
 
         monkeypatch.setitem(Engine._HANDLERS, act.Apply, hold)
-        monkeypatch.setattr(client, "_taken", noted)
+        monkeypatch.setattr(client, "_start_handover", noted)
         try:
             await live.result(run_id)
             # The step that it is at, and one more: it was told of sixty.

@@ -79,7 +79,7 @@ class Device:
         self.backend = lambda: choose("cpu").backend
         self.events: queue.Queue[events.Event] = queue.Queue()
         self.engine = Engine(self, self.events.put)
-        self.engine.do(act.Build("run", spec, keep=False))
+        self.engine.do(act.Build("run", spec, keep_state=False))
         self.blocks = task.manifest.blocks
         self.built = self.events.get(timeout=PATIENCE_S)
         self.step = 0
@@ -218,7 +218,7 @@ def test_a_comparison_leaves_the_replica_as_it_is(device):
         assert isinstance(applied, events.Applied)
         digests.append(applied.state_digest)
     assert len(set(digests)) == STEPS
-    engine_device.engine.do(act.Build("again", SPEC, keep=False))
+    engine_device.engine.do(act.Build("again", SPEC, keep_state=False))
     built = engine_device.events.get(timeout=PATIENCE_S)
     assert isinstance(built, events.Built)
     assert built.initial_digest == engine_device.built.initial_digest
@@ -238,7 +238,7 @@ def test_a_task_that_moved_is_built_again_for_the_next_run(device):
         return Own()
 
     engine_device.engine._factory.task = build
-    engine_device.engine.do(act.Build("again", SPEC, keep=False))
+    engine_device.engine.do(act.Build("again", SPEC, keep_state=False))
     assert isinstance(engine_device.events.get(timeout=PATIENCE_S), events.Built)
     assert built == [SPEC]
 

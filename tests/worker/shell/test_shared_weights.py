@@ -55,7 +55,7 @@ class Device:
         self.spec = spec
         self._events: queue.Queue[events.Event] = queue.Queue()
         self.engine = Engine(_Toolbox(), self._events.put)
-        self.engine.do(act.Build("run", spec, keep=False))
+        self.engine.do(act.Build("run", spec, keep_state=False))
         self.digest = self.until(events.Built)[0].state_digest
         task = build(spec)
         self.replica = Replica(task.manifest.blocks, spec.update)

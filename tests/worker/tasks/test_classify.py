@@ -359,7 +359,7 @@ def test_a_result_is_used_with_its_own_base_alone(tiny, texts, tmp_path):
 
 
 def test_labels_that_all_are_held_out_leave_nothing_to_learn(tiny, texts):
-    with pytest.raises(DataError, match=r"only '.*' is left to train on"):
+    with pytest.raises(DataError, match=r"at least two labels in the training data, got only '.*'"):
         build(spec_of(texts, source=tiny, holdout=0.96))
 
 

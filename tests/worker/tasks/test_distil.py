@@ -148,7 +148,9 @@ def test_a_file_that_is_not_the_capture_s_is_named(logits, tmp_path):
     for file in logits.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "00000.parquet").write_bytes((logits / "00002.parquet").read_bytes())
-    with pytest.raises(DataError, match=r"00000.parquet' is not the file that the capture lists"):
+    with pytest.raises(
+        DataError, match=r"expected the file that the capture's index lists at .*00000.parquet"
+    ):
         CapturedSamples(tmp_path).read([0])
 
 

@@ -206,7 +206,7 @@ def test_worker_data_shows_labels_and_a_table(tiny, rows):
     assert "class  training  held out" in view_text
     by_number = "\n".join(view(spec_of(tiny, rows, **NUMBER, **PAIRS), 2))
     assert "[SEP] " in by_number
-    assert "training values: least -1.5" in by_number or "training values: least -1.25" in by_number
+    assert "training values: min -1.5" in by_number or "training values: min -1.25" in by_number
     single = "\n".join(view(spec_of(tiny, rows, stratify=True, holdout=0.25), 0))
     assert all(f"{name}   " in single and "3         1" in single for name in SUBJECTS)
 

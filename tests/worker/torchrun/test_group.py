@@ -18,5 +18,7 @@ def test_a_rank_that_does_not_reach_rank_0(monkeypatch):
     for name, value in {**where, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(group, "RENDEZVOUS_TIMEOUT", timedelta(milliseconds=100))
-    with pytest.raises(Unreachable, match=f"no answer from 127.0.0.1:{port}, where the ranks meet"):
+    with pytest.raises(
+        Unreachable, match=f"no answer from the ranks' rendezvous at 127.0.0.1:{port}"
+    ):
         RankGroup(cards=False)

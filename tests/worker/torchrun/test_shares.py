@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.torchrun.leader import in_lockstep
+from worker.torchrun.leader import lockstep_shares
 
 SIZES = st.integers(1, 40), st.integers(1, 9)
 
 
 def leaves_of(shares) -> list[int]:
-    subtrees = [share.subtree for each in shares for share in each if share.kept]
+    subtrees = [share.subtree for each in shares for share in each if share.counts]
     return sorted(leaf for subtree in subtrees for leaf in range(*subtree))
 
 
 @given(*SIZES)
 def test_in_lockstep_all_ranks_compute_as_often(leaves, ranks):
-    shares = in_lockstep(leaves, ranks)
+    shares = lockstep_shares(leaves, ranks)
     assert leaves_of(shares) == list(range(leaves))
     assert len({len(each) for each in shares}) == 1

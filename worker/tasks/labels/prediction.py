@@ -194,7 +194,7 @@ def _texts(texts: Sequence[str], info: ResultInfo) -> list[tuple[str, ...]]:
 
 
 def _encoded(inputs: Sequence[tuple[str, ...]], tokenizer: Any, info: ResultInfo) -> LabeledSamples:
-    from worker.data.labeled_data import LabeledSamples, encode_pairs, encoded  # noqa: PLC0415
+    from worker.data.labeled_data import LabeledSamples, encode_pairs, encode_texts  # noqa: PLC0415
 
     types = None
     if info.has_pairs:
@@ -202,7 +202,7 @@ def _encoded(inputs: Sequence[tuple[str, ...]], tokenizer: Any, info: ResultInfo
         tokens, types, _ = encode_pairs(tokenizer, pairs, info.max_tokens)
     else:
         single = (text for (text,) in inputs)
-        tokens, _ = encoded(tokenizer, single, info.max_tokens, "text {}".format)
+        tokens, _ = encode_texts(tokenizer, single, info.max_tokens, "text {}".format)
     padding = int(tokenizer.pad_token_id)
     targets = np.zeros(len(inputs), np.int64)
     return LabeledSamples(tokens, types, targets, None, padding, info.max_tokens)
