@@ -200,9 +200,6 @@ class ComputesLoss(Protocol):
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
         """See `backends.base.interface.ComputesCoupledLoss`."""
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Of each tensor that the module has now, as the device is to have it, by all its names."""
-
 
 class CoupledParity:
     """Whether the device computes a step's loss as torch does, asked before a run starts.

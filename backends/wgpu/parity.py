@@ -8,7 +8,7 @@ each kind and the last, together with everything outside the layers.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -49,8 +49,9 @@ class Compiled(Runs, Protocol):
 
     loss_scale: float
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return the module's current tensors as uploaded to the device, under all their names."""
+    def hold_values(self) -> Callable[[], dict[str, torch.Tensor]]:
+        """Return a function that gives the module's current tensors as uploaded to the device,
+        under all their names."""
 
     def take(self, batch: Batch, capture: Capture) -> None:
         """Use this capture for batches like this one."""
@@ -108,7 +109,7 @@ class Parity:
         self._captures = {} if self._part else {_shapes(microbatches[0]): whole}
         seeds = range(trainable.seed, trainable.seed + 2)
         with self._part.isolate():
-            self._values = program.values()
+            self._values = program.hold_values()
         self._cases = [self._case(*pair) for pair in zip(microbatches, seeds, strict=True)]
 
     def _case(self, batch: Batch, seed: int) -> _Case:
@@ -142,8 +143,10 @@ class Parity:
     def _on_host(
         self, capture: Capture, batch: Batch, seed: int, scale: float, rounding: int = 0
     ) -> dict[str, Array]:
-        names = [name for name in self._trained_names if name in self._values]
-        values = perturbed(self._values, rounding) if rounding else self._values
+        values = self._values()
+        names = [name for name in self._trained_names if name in values]
+        if rounding:
+            values = perturbed(values, rounding)
         step = HostStep(self._module, self._loss, values, names, capture.calls, scale=scale)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         results = step.run(arrays, _seeds(seed, capture))
@@ -203,7 +206,13 @@ class Parity:
             capture = self._program.capture(case.batch, closes=False)
             seeds = _seeds(case.seed, capture)
             operator = differing_operator(
-                self._program, capture, self._values, case.batch, seeds, case.seed, self._tolerance
+                self._program,
+                capture,
+                self._values(),
+                case.batch,
+                seeds,
+                case.seed,
+                self._tolerance,
             )
             if operator:
                 return f"the operator is {operator}"

@@ -173,12 +173,10 @@ class VulkanProgram:
         )
         self._plans[_shapes(example)] = self._ready_step(capture)
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return the module's current tensors as uploaded to the device, under all their names.
-
-        Values of frozen tensors are no longer available after the upload.
-        """
-        return self._weights.values(named_tensors(self._weights.module))
+    def hold_values(self) -> Callable[[], dict[str, torch.Tensor]]:
+        """Return a function that gives the module's current tensors as uploaded to the device,
+        under all their names; see `Weights.hold_values`."""
+        return self._weights.hold_values(named_tensors(self._weights.module))
 
     def capture(self, batch: Batch, *, closes: bool = True) -> Capture:
         """Capture a step of the module in its current form; `closes` as for `capture_step`."""
@@ -352,7 +350,7 @@ class VulkanProgram:
     def step_loss_parity(self) -> CoupledParity | None:
         """Return the comparison of a coupled loss with torch's; call before weights are
         uploaded."""
-        return None if self._coupled is None else CoupledParity(self._coupled, self.values())
+        return None if self._coupled is None else CoupledParity(self._coupled, self.hold_values()())
 
     def _require_coupled(self) -> CoupledCapture:
         assert self._coupled is not None, "the engine asks for embeddings of a coupled loss alone"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from backends.base.frozen_base import widen
 from backends.base.interface import Array, Trainable
+from backends.base.quantize import Quantized, dequantize
 from backends.base.subtree_gradients import check_sizes
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.packing import tensor_words
-from backends.wgpu.device.target import Buffer, ComputeTarget
+from backends.wgpu.device.target import Buffer, ComputeTarget, Copy, Prepared
 from backends.wgpu.graph.table_parts import RowPart, Tables, row_parts
-from backends.wgpu.weights.host_copy import refuse_released, release
+from backends.wgpu.weights.host_copy import is_released, refuse_released, release
 from backends.wgpu.weights.narrow_base import NarrowBase
 
 
@@ -74,18 +76,45 @@ class Weights:
         parameters = {id(parameter) for parameter in self.module.parameters()}
         return {name: t for name, t in self._tensors.items() if id(t) not in parameters}
 
-    def values(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return values of tensors that the host still has; tied tensors stay shared, and narrow
-        storage is widened."""
-        values_by_id: dict[int, torch.Tensor] = {}
+    def hold_values(self, names: Iterable[str]) -> Callable[[], dict[str, torch.Tensor]]:
+        """Return a function that gives these tensors' values, before and after their upload.
+
+        It holds narrow weights as they are stored and widens them at each call. Other frozen
+        weights, which the host gives up, are read back from the device. Tied tensors stay shared.
+        """
         tensors = {name: self._tensors[name] for name in names}
+        stored: dict[int, list[Quantized]] = {}
         for name, tensor in tensors.items():
-            if id(tensor) not in values_by_id:
-                parts = [str(part) for part in self.tables.get(name, ())] or [name]
-                stored = [x for part in parts if (x := self.base.value(part)) is not None]
-                value = torch.cat(stored) if stored else tensor.detach()
-                values_by_id[id(tensor)] = value.float() if value.is_floating_point() else value
-        return {name: values_by_id[id(tensor)] for name, tensor in tensors.items()}
+            if id(tensor) not in stored:
+                parts = (self.base.stored(part) for part in self._names_on_device(name))
+                stored[id(tensor)] = [part for part in parts if part is not None]
+
+        def values() -> dict[str, torch.Tensor]:
+            values_by_id: dict[int, torch.Tensor] = {}
+            for name, tensor in tensors.items():
+                if id(tensor) not in values_by_id:
+                    wide = [torch.from_numpy(dequantize(part)) for part in stored[id(tensor)]]
+                    value = torch.cat(wide) if wide else self._value(name)
+                    values_by_id[id(tensor)] = value.float() if value.is_floating_point() else value
+            return {name: values_by_id[id(tensor)] for name, tensor in tensors.items()}
+
+        return values
+
+    def _names_on_device(self, name: str) -> list[str]:
+        """Return the name of each part of a tensor, or of the whole tensor."""
+        return [str(part) for part in self.tables.get(name, ())] or [name]
+
+    def _value(self, name: str) -> torch.Tensor:
+        """Return a tensor that is not in narrow storage, from the device if the host has released
+        it."""
+        tensor = self._tensors[name]
+        if not is_released(tensor):
+            return tensor.detach()
+        sizes = self.nbytes()
+        parts = self._names_on_device(self._first_names[name])
+        copies = [Copy(self._buffers[part], sizes[part]) for part in parts]
+        flat = np.concatenate(self._device.run(Prepared([], []), copies).result())
+        return torch.from_numpy(flat).view(tensor.shape)
 
     def nbytes(self) -> Mapping[str, int]:
         """Return the size of each tensor, and of each part of a table, on the device."""

@@ -21,6 +21,12 @@ def release(parameter: torch.Tensor) -> None:
     parameter.data = torch.full((), torch.nan).expand(parameter.shape)
 
 
+def is_released(parameter: torch.Tensor) -> bool:
+    """Whether the host has let go of the values."""
+    has_one_value = parameter.numel() > 0 and not any(parameter.stride())
+    return has_one_value and bool(parameter.view(-1)[0].isnan())
+
+
 def refuse_released(module: torch.nn.Module) -> None:
     """A module can be given to a device once.
 
@@ -28,11 +34,7 @@ def refuse_released(module: torch.nn.Module) -> None:
         SamestepError: Its frozen parameters are gone already.
     """
     for name, parameter in module.named_parameters():
-        if (
-            parameter.numel()
-            and not any(parameter.stride())
-            and bool(parameter.view(-1)[0].isnan())
-        ):
+        if is_released(parameter):
             raise SamestepError(
                 f"the values of {name!r} were let go of when a device had taken them; build the "
                 "task again for another program"

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from backends.base.frozen_base import frozen_base
 from backends.base.narrowing import quantize_tensor
-from backends.base.quantize import STORAGE, dequantize, stored_bytes
+from backends.base.quantize import STORAGE, Quantized, stored_bytes
 from backends.wgpu.capture.capture import Capture, Kind
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables
@@ -85,12 +85,10 @@ class NarrowBase(BaseLayout):
             table = self._sources.pop(name)
             self._sources |= {str(part): table[part.first : part.end] for part in tables[name]}
 
-    def value(self, name: str) -> torch.Tensor | None:
-        """What a stored weight stands for; None for what stays float32 or is on the device."""
+    def stored(self, name: str) -> Quantized | None:
+        """A weight as it will be uploaded; None for what stays float32 or is on the device."""
         source = self._sources.get(name)
-        if source is None:
-            return None
-        return torch.from_numpy(dequantize(quantize_tensor(source, self._storage)))
+        return None if source is None else quantize_tensor(source, self._storage)
 
     def take_words(self, name: str) -> NDArray[np.uint32] | None:
         """A stored weight as it is uploaded, which is once; None for what stays float32."""

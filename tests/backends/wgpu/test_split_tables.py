@@ -15,6 +15,7 @@ from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.table_parts import row_parts
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
+from backends.wgpu.weights.host_copy import is_released
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
@@ -168,6 +169,28 @@ def test_a_frozen_head_in_any_stored_form(device, base_dtype, largest):
     batch = Batch({"x": x}, 3.0)
     module = WithHead()
     assert_as_the_whole(device, module, square_loss, batch, largest, base_dtype=base_dtype)
+
+
+@pytest.mark.parametrize("base_dtype", ["float32", "int4"])
+@pytest.mark.parametrize("largest_bytes", [LARGEST, 1 << 20])
+def test_values_are_there_after_the_host_has_released_its_own(device, base_dtype, largest_bytes):
+    """Narrow weights are held as they are stored; others are read back, a table's part by part."""
+    job = trainable(
+        wide(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
+    )
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    program = VulkanProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
+    values = program.hold_values()
+    before = values()
+    program.check(short())
+    after = values()
+    assert job.module is not None
+    released = [n for n, each in job.module.named_parameters() if is_released(each)]
+    assert any("embed_tokens" in name for name in released)
+    assert len(released) > 5
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
 
 
 def test_an_evaluation_and_its_loss_are_those_of_the_whole_table(device):
