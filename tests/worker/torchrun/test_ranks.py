@@ -14,6 +14,7 @@ from tests.cluster import ROOT, Cluster
 from tests.end_to_end.test_embeddings import embed_run
 from tests.free_ports import free_ports
 from tests.processes import Process, start
+from tests.small_decoder import decoder_run
 
 FROZEN = """
 task: "tests.frozen_base_task:FrozenBase"
@@ -70,6 +71,25 @@ def test_all_ranks_take_the_unit_of_the_run_spec(tmp_path):
                 cluster.worker("alone", "--backend", "cpu")
             digests.append(cluster.result()["weights_digest"])
     assert digests[0] == digests[1]
+
+
+@pytest.mark.slow
+def test_lora_beside_a_base_in_bfloat16_has_the_digest_of_one_device(tmp_path):
+    """With dropout and checkpoints; an evaluation at the end."""
+    source = {"source": str(tmp_path / "model"), "base_dtype": "bfloat16", "precision": "bfloat16"}
+    run = str(decoder_run("causal-lm", tmp_path, model={**source, "gradient_checkpointing": True}))
+    results = []
+    for kind in ("alone", "ranks"):
+        with Cluster(tmp_path / kind, "--expect-workers", "1", "--run", run) as cluster:
+            if kind == "ranks":
+                group(cluster, "group")
+            else:
+                cluster.worker("alone", "--backend", "cpu")
+            results.append(cluster.result())
+    alone, ranks = results
+    assert ranks["outcome"] == "finished"
+    assert ranks["weights_digest"] == alone["weights_digest"]
+    assert ranks["losses"] == alone["losses"]
 
 
 @pytest.mark.slow
