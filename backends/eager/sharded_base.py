@@ -21,8 +21,8 @@ from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.sections.model import BaseDtype
 
 HALVES: Final = ("bfloat16", "float16")
-"""The types that FSDP2 shards. Those with scales are two tensors for each weight, of which the
-smaller cannot be divided as the larger is."""
+"""The types that are sharded: one tensor of floats for each weight. Others are integers and scales,
+which FSDP2 gathers in separate groups."""
 
 
 class HalfLinear(nn.Linear):

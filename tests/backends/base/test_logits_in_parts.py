@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from backends.base.logits_in_parts import LogitsInParts
+from backends.wgpu.capture.half_products import half_products
 
 VOCABULARY, HIDDEN, AT_ONCE = 11, 4, 5
 BIAS = torch.linspace(-1.0, 1.0, VOCABULARY)
@@ -160,3 +161,16 @@ def test_the_head_computes_in_the_precision_in_which_it_was_reached(head):
     assert float(for_loss.detach()) == pytest.approx(float(of_tensor.detach()), rel=1e-6)
     assert torch.equal(logits.whole(), expected)
     assert logits.dtype == torch.bfloat16
+
+
+def test_a_mode_sees_the_products_of_parts(head):
+    """Vulkan's float16 rounds their operands."""
+    inputs = states()
+    with half_products(enabled=True):
+        logits: Any = LogitsInParts.of(head.forward, inputs, VOCABULARY, AT_ONCE)
+        in_parts = functional.cross_entropy(logits.flatten(0, 1), labels())
+        whole = functional.cross_entropy(head(inputs).flatten(0, 1), labels())
+    plain = functional.cross_entropy(head(inputs).flatten(0, 1), labels())
+    assert logits._tensor is None
+    assert float(in_parts.detach()) == pytest.approx(float(whole.detach()), rel=1e-6)
+    assert abs(float((whole - plain).detach())) > 1e-5
