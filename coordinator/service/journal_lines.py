@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from coordinator.run.outputs.actions import Action, Report
@@ -70,19 +69,20 @@ def record_of(event: Event, run: Run) -> Record | None:
         case Record():
             return event
         case EvaluationMissed(step, reason):
-            return _fault(replace(event, reason=f"step {step}: {reason}"), run)
+            return _fault(event, run, f"step {step}: {reason}")
+        case WorkerLate(_, step, owing):
+            return _fault(event, run, f"step {step}: {owing} overdue")
         case WorkerFlapping(_, phase, count, reason, cause):
-            text = f"{count} times in a row while {phase}: {reason}; {cause}"
-            return _fault(replace(event, reason=text), run)
+            return _fault(event, run, f"{count} times in a row while {phase}: {reason}; {cause}")
         case _:
             return _fault(event, run) if type(event) in _RESPONSES else None
 
 
-def _fault(event: Event, run: Run) -> Fault:
+def _fault(event: Event, run: Run, reason: object = None) -> Fault:
     kind, response = _RESPONSES[type(event)]
     fields = event.fields()
     worker = fields.pop("worker", None)
-    reason = fields.get("reason") or fields.get("error")
+    reason = reason or fields.get("reason") or fields.get("error")
     if reason is None:
         reason = ", ".join(f"{name} {_text_of(value)}" for name, value in fields.items())
     return Fault(

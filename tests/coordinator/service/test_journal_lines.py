@@ -83,7 +83,7 @@ def test_a_late_worker_is_noted_with_what_is_done_about_it():
     )
     late, planned, speculated = records[3:]
     assert (late.what, late.worker, late.reason) == (
-        "straggler", "ann", "step 0, owing gradients",
+        "straggler", "ann", "step 0: gradients overdue",
     )  # fmt: skip
     assert (planned.cause, planned.nodes) == ("speculative", {"bob": ((0, 2),)})
     assert speculated.what == "speculated"
