@@ -74,8 +74,11 @@ def pytest_collection_finish():
     gc.enable()
 
 
-LONG = {"deploy", "end_to_end", "torchrun"}
-"""Folders of tests that wait for other processes."""
+LONG = {
+    "chaos", "deploy", "end_to_end", "standin", "torchrun",
+    "test_docs_run.py", "test_memory_check.py", "test_real_scripts.py",
+}  # fmt: skip
+"""Folders and files of tests that wait for other processes."""
 MOST_STARTED = {"forked": 30, "anew": 3}
 """By one test that is not slow: what keeps a plain run within minutes, however the tests grow."""
 

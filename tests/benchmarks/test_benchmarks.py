@@ -28,7 +28,7 @@ from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_sync_measures_every_round_of_both_sides(turns):
     case = sync.Case(workers=2, blocks=2, block_bytes=4096, quiet_ms=200)
     measured = sync.measure(case, rounds=2, turns=turns)
@@ -216,6 +216,7 @@ def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_diloco_has_the_same_state_after_a_kill(tmp_path):
     case = diloco.Case(blocks=2, block_elements=64, inner_steps=20, inner_ms=80, rounds=3)
     calm, killed = (
@@ -228,6 +229,7 @@ def test_diloco_has_the_same_state_after_a_kill(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_traffic_with_replicas_is_a_fraction_of_that_without(capsys):
     replicas.measure_traffic(share=1000, rounds=2)
     shares = dict(re.findall(r"^(.*) 1/(\d+)$", capsys.readouterr().out, re.MULTILINE))
@@ -236,6 +238,7 @@ def test_traffic_with_replicas_is_a_fraction_of_that_without(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_full_llama_measures_both_sides_and_their_memory():
     small = {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip

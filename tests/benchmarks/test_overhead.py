@@ -39,7 +39,7 @@ def test_a_workers_startup_is_timed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_scaling_measures_every_number_of_workers(turns):
     case = scaling.scripted_case(workers=(1, 2), microbatches=4, microbatch_ms=5.0)
     measured = scaling.measure(case, rounds=2, turns=turns)

@@ -139,7 +139,7 @@ def test_a_language_model_on_a_device_has_the_digest_of_the_cpu(tmp_path, run, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["causal-lm", "classify"])
+@pytest.mark.parametrize("job", [pytest.param("causal-lm", marks=pytest.mark.release), "classify"])
 def test_one_is_killed_and_one_of_another_kind_comes_late(tmp_path, job):
     """LoRA on an int8 base, with dropout and checkpointing."""
     a_device_is_there()

@@ -16,7 +16,6 @@ DIGITS = (
     "--run", str(RUNS / "digits.yaml"), "--set", "steps=12", "--set", "evaluate_every=0",
     "--set", "digits.hidden=[16]", "--set", "batch.samples=24",
 )  # fmt: skip
-DECODERS = ("causal-lm", "classify")
 VULKAN = ("--backend", "vulkan")
 
 
@@ -28,7 +27,11 @@ def _a_device_is_there():
 
 @pytest.fixture(
     scope="module",
-    params=["digits", *(pytest.param(job, marks=pytest.mark.slow) for job in DECODERS)],
+    params=[
+        "digits",
+        pytest.param("classify", marks=pytest.mark.slow),
+        pytest.param("causal-lm", marks=[pytest.mark.slow, pytest.mark.release]),
+    ],
 )
 def job(request, tmp_path_factory) -> tuple[str, ...]:
     """Digits, or a small Llama with LoRA."""

@@ -78,7 +78,7 @@ def campaign(role, phase, each_way):
     [
         pytest.param(20_016, id="20,000"),
         pytest.param(200_016, marks=pytest.mark.slow, id="200,000"),
-        pytest.param(1_000_008, marks=pytest.mark.slow, id="million"),
+        pytest.param(1_000_008, marks=[pytest.mark.slow, pytest.mark.release], id="million"),
     ],
 )
 def test_broken_frames(role, phase, frames):

@@ -59,7 +59,7 @@ def play(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
     [
         150,
         pytest.param(3_000, marks=pytest.mark.slow, id="3,000"),
-        pytest.param(20_000, marks=pytest.mark.slow, id="many"),
+        pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.release], id="20,000"),
     ],
 )
 def test_a_worker_s_logic_outlives_a_coordinator_that_breaks_what_it_says(runs):

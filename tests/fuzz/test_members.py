@@ -110,7 +110,7 @@ def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
     [
         200,
         pytest.param(3_000, marks=pytest.mark.slow, id="3,000"),
-        pytest.param(20_000, marks=pytest.mark.slow, id="many"),
+        pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.release], id="20,000"),
     ],
 )
 def test_a_run_s_logic_outlives_members_that_break_what_they_say(connections):
@@ -233,7 +233,7 @@ async def go_on(live: LiveService) -> None:
     [
         12,
         pytest.param(100, marks=pytest.mark.slow, id="100"),
-        pytest.param(500, marks=pytest.mark.slow, id="many"),
+        pytest.param(500, marks=[pytest.mark.slow, pytest.mark.release], id="500"),
     ],
 )
 @on_uvloop_for(1_800.0)

@@ -227,8 +227,17 @@ def test_the_comparison_with_torch_knows_the_precision(backend, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["a decoder", "an encoder", "LoRA on few bits"])
-@pytest.mark.parametrize("cooperative", [True, False], ids=["as on a card", "as in software"])
+@pytest.mark.parametrize(
+    ("kind", "cooperative"),
+    [
+        ("a decoder", True),
+        ("an encoder", False),
+        ("LoRA on few bits", False),
+        pytest.param("a decoder", False, marks=pytest.mark.release),
+        pytest.param("an encoder", True, marks=pytest.mark.release),
+        pytest.param("LoRA on few bits", True, marks=pytest.mark.release),
+    ],
+)
 def test_models_of_transformers(device, backend, kind, cooperative):
     makes: dict[str, Any] = {
         "a decoder": (llama, next_token_loss, text, "float32"),

@@ -69,7 +69,9 @@ async def test_an_owner_that_is_lost_is_replaced_and_the_bits_stay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "counts", [(2, 4), pytest.param((2, 4, 8), marks=pytest.mark.slow)], ids=["few", "many"]
+    "counts",
+    [(2, 4), pytest.param((2, 4, 8), marks=[pytest.mark.slow, pytest.mark.release])],
+    ids=["few", "many"],
 )
 async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(tmp_path, counts):
     """One set of averages and control a step: in a star it is two for each worker."""
