@@ -196,7 +196,7 @@ def test_standardized_numbers_are_measured_and_shown_as_in_the_data(tiny, tmp_pa
     assert "set data.standardize" not in "\n".join(view(spec_of(tiny, large, **data), 1))
     equal = tmp_path / "equal.jsonl"
     equal.write_text("".join(json.dumps({**row, "value": 3}) + "\n" for row in ROWS))
-    with pytest.raises(DataError, match="expected labels that differ, got 3 alone"):
+    with pytest.raises(DataError, match="expected labels that differ, got only 3"):
         build(spec_of(tiny, equal, **data))
 
 
